@@ -16,64 +16,64 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from htp_export.attention.decomposing import decomposed_attention
-    from htp_export.compress.compressed import CompressedModule
-    from htp_export.compress.lora.lora_files import FusedLora, LoraAdapter, fuse_lora, lora_adapter
-    from htp_export.compress.lora.lora_inputs import InsertedLora, LoraLayer, insert_lora
-    from htp_export.compress.pipelines.pipeline_results import PipelineRun, StepReport
-    from htp_export.compress.pipelines.running import pipeline
-    from htp_export.compress.plan_export.plan_exporting import PlanFile, export_plan
-    from htp_export.compress.pruning.pruned import Pruned, PrunedModule
-    from htp_export.compress.pruning.pruning import prune
-    from htp_export.compress.quantization.precisions import Precision
-    from htp_export.compress.quantization.quantized import Quantized, QuantizedModule
-    from htp_export.compress.quantization.quantizing import quantize
-    from htp_export.compress.quantization.training import frozen_fake_quantize, module_filter
-    from htp_export.compress.trade_offs.search_results import Search
-    from htp_export.compress.trade_offs.searching import search
-    from htp_export.compress.trade_offs.sensitivities import sensitivity
-    from htp_export.compress.trade_offs.sensitivity_results import Sensitivity
-    from htp_export.costs.costing import cost
-    from htp_export.costs.result import Cost
-    from htp_export.costs.work import Work
-    from htp_export.deploy.crossings import Crossing
-    from htp_export.deploy.naming import Named, names
-    from htp_export.deploy.observing import placement
-    from htp_export.deploy.placed import DeviceUse, Misplaced, Placed, PlacedModule, Placement
-    from htp_export.deploy.placing import place
-    from htp_export.differences.differing import ModelDifference, ModuleDifference, diff
+    from htp_export.capabilities.attention_report.attention_reporting import attention_report
+    from htp_export.capabilities.carry.adoption.adopted import Adopted, AdoptedModule
+    from htp_export.capabilities.carry.adoption.adopting import adopt
+    from htp_export.capabilities.carry.carrying import Carried, carry, embed_map
+    from htp_export.capabilities.cost.costing import cost
+    from htp_export.capabilities.cost.result import Cost
+    from htp_export.capabilities.cost.work import Work
+    from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference, diff
+    from htp_export.capabilities.export_plan.plan_exporting import PlanFile, export_plan
+    from htp_export.capabilities.extract.extraction import Extraction, extract
+    from htp_export.capabilities.extract.splicing import Splice, splice
+    from htp_export.capabilities.fingerprint.blocks import Block
+    from htp_export.capabilities.fingerprint.families import Fingerprint, fingerprint
+    from htp_export.capabilities.forensics.finding import Finding, Forensics
+    from htp_export.capabilities.forensics.investigation import forensics
+    from htp_export.capabilities.functions.inlining import Inlined, inline
+    from htp_export.capabilities.functions.nesting import Nested, functions
+    from htp_export.capabilities.inspect.inspected import Inspected
+    from htp_export.capabilities.inspect.inspecting import inspect
+    from htp_export.capabilities.lora.lora_files import FusedLora, LoraAdapter, fuse_lora, lora_adapter
+    from htp_export.capabilities.lora.lora_inputs import InsertedLora, LoraLayer, insert_lora
+    from htp_export.capabilities.nodes.map_result import ModelMap
+    from htp_export.capabilities.nodes.mapping import map
+    from htp_export.capabilities.optimize.optimizing import optimize
+    from htp_export.capabilities.optimize.results import Optimized
+    from htp_export.capabilities.partition.manifest import load_partition
+    from htp_export.capabilities.partition.partitions import Partition
+    from htp_export.capabilities.partition.stages import Stage
+    from htp_export.capabilities.partition.staging import partition
+    from htp_export.capabilities.pipeline.pipeline_results import PipelineRun, StepReport
+    from htp_export.capabilities.pipeline.running import pipeline
+    from htp_export.capabilities.place.crossings import Crossing
+    from htp_export.capabilities.place.observing import placement
+    from htp_export.capabilities.place.placed import DeviceUse, Misplaced, Placed, PlacedModule, Placement
+    from htp_export.capabilities.place.placing import place
+    from htp_export.capabilities.profile.latency import profile
+    from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
+    from htp_export.capabilities.prune.pruned import Pruned, PrunedModule
+    from htp_export.capabilities.prune.pruning import prune
+    from htp_export.capabilities.quantize.precisions import Precision
+    from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
+    from htp_export.capabilities.quantize.quantizing import quantize
+    from htp_export.capabilities.quantize.training import frozen_fake_quantize, module_filter
+    from htp_export.capabilities.rename.naming import Named, names
+    from htp_export.capabilities.search.search_results import Search
+    from htp_export.capabilities.search.searching import search
+    from htp_export.capabilities.search.sensitivities import sensitivity
+    from htp_export.capabilities.search.sensitivity_results import Sensitivity
+    from htp_export.capabilities.verify.file_comparing import compare
+    from htp_export.capabilities.verify.results import Comparison, Verification
+    from htp_export.capabilities.verify.verifying import verify
+    from htp_export.capabilities.view.viewing import View, view
     from htp_export.errors import HtpExportError, InputError
     from htp_export.exporter.exporting import export, tagging
     from htp_export.exporter.repair_report import Contamination, contamination
-    from htp_export.findings.finding import Finding, Forensics
-    from htp_export.findings.investigation import forensics
-    from htp_export.fingerprints.blocks import Block
-    from htp_export.fingerprints.families import Fingerprint, fingerprint
     from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-    from htp_export.inspection.inspected import Inspected
-    from htp_export.inspection.inspecting import inspect
-    from htp_export.model.map_result import ModelMap
-    from htp_export.model.mapping import map
     from htp_export.model.tagged import Region, TaggedModel, load
-    from htp_export.passes.optimizing import optimize
-    from htp_export.passes.results import Optimized
-    from htp_export.provenance.adoption.adopted import Adopted, AdoptedModule
-    from htp_export.provenance.adoption.adopting import adopt
-    from htp_export.provenance.carrying import Carried, carry, embed_map
-    from htp_export.run.attention_reporting import attention_report
-    from htp_export.run.file_comparing import compare
-    from htp_export.run.latency import profile
-    from htp_export.run.latency_results import ModuleLatency, Profile
-    from htp_export.run.results import Comparison, Verification
-    from htp_export.run.verifying import verify
-    from htp_export.show.viewing import View, view
-    from htp_export.surgery.extraction import Extraction, extract
-    from htp_export.surgery.inlining import Inlined, inline
-    from htp_export.surgery.manifest import load_partition
-    from htp_export.surgery.nesting import Nested, functions
-    from htp_export.surgery.partitions import Partition
-    from htp_export.surgery.splicing import Splice, splice
-    from htp_export.surgery.stages import Stage
-    from htp_export.surgery.staging import partition
+    from htp_export.results.compressed import CompressedModule
 
 __all__ = [
     "Adopted",
@@ -175,104 +175,104 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Adopted": "provenance.adoption.adopted",
-    "AdoptedModule": "provenance.adoption.adopted",
-    "Block": "fingerprints.blocks",
-    "Carried": "provenance.carrying",
-    "Comparison": "run.results",
-    "CompressedModule": "compress.compressed",
+    "Adopted": "capabilities.carry.adoption.adopted",
+    "AdoptedModule": "capabilities.carry.adoption.adopted",
+    "Block": "capabilities.fingerprint.blocks",
+    "Carried": "capabilities.carry.carrying",
+    "Comparison": "capabilities.verify.results",
+    "CompressedModule": "results.compressed",
     "Contamination": "exporter.repair_report",
-    "Cost": "costs.result",
-    "Crossing": "deploy.crossings",
-    "DeviceUse": "deploy.placed",
-    "Extraction": "surgery.extraction",
-    "Finding": "findings.finding",
-    "Fingerprint": "fingerprints.families",
-    "Forensics": "findings.finding",
-    "FusedLora": "compress.lora.lora_files",
+    "Cost": "capabilities.cost.result",
+    "Crossing": "capabilities.place.crossings",
+    "DeviceUse": "capabilities.place.placed",
+    "Extraction": "capabilities.extract.extraction",
+    "Finding": "capabilities.forensics.finding",
+    "Fingerprint": "capabilities.fingerprint.families",
+    "Forensics": "capabilities.forensics.finding",
+    "FusedLora": "capabilities.lora.lora_files",
     "Hierarchy": "format.hierarchy",
     "HtpExportError": "errors",
-    "Inlined": "surgery.inlining",
+    "Inlined": "capabilities.functions.inlining",
     "InputError": "errors",
-    "InsertedLora": "compress.lora.lora_inputs",
-    "Inspected": "inspection.inspected",
-    "LoraAdapter": "compress.lora.lora_files",
-    "LoraLayer": "compress.lora.lora_inputs",
-    "Misplaced": "deploy.placed",
-    "ModelDifference": "differences.differing",
-    "ModelMap": "model.map_result",
-    "ModuleDifference": "differences.differing",
+    "InsertedLora": "capabilities.lora.lora_inputs",
+    "Inspected": "capabilities.inspect.inspected",
+    "LoraAdapter": "capabilities.lora.lora_files",
+    "LoraLayer": "capabilities.lora.lora_inputs",
+    "Misplaced": "capabilities.place.placed",
+    "ModelDifference": "capabilities.diff.differing",
+    "ModelMap": "capabilities.nodes.map_result",
+    "ModuleDifference": "capabilities.diff.differing",
     "ModuleInfo": "format.hierarchy",
-    "ModuleLatency": "run.latency_results",
-    "Named": "deploy.naming",
-    "Nested": "surgery.nesting",
-    "Optimized": "passes.results",
-    "Partition": "surgery.partitions",
-    "PipelineRun": "compress.pipelines.pipeline_results",
-    "Placed": "deploy.placed",
-    "PlacedModule": "deploy.placed",
-    "Placement": "deploy.placed",
-    "PlanFile": "compress.plan_export.plan_exporting",
-    "Precision": "compress.quantization.precisions",
-    "Profile": "run.latency_results",
-    "Pruned": "compress.pruning.pruned",
-    "PrunedModule": "compress.pruning.pruned",
-    "Quantized": "compress.quantization.quantized",
-    "QuantizedModule": "compress.quantization.quantized",
+    "ModuleLatency": "capabilities.profile.latency_results",
+    "Named": "capabilities.rename.naming",
+    "Nested": "capabilities.functions.nesting",
+    "Optimized": "capabilities.optimize.results",
+    "Partition": "capabilities.partition.partitions",
+    "PipelineRun": "capabilities.pipeline.pipeline_results",
+    "Placed": "capabilities.place.placed",
+    "PlacedModule": "capabilities.place.placed",
+    "Placement": "capabilities.place.placed",
+    "PlanFile": "capabilities.export_plan.plan_exporting",
+    "Precision": "capabilities.quantize.precisions",
+    "Profile": "capabilities.profile.latency_results",
+    "Pruned": "capabilities.prune.pruned",
+    "PrunedModule": "capabilities.prune.pruned",
+    "Quantized": "capabilities.quantize.quantized",
+    "QuantizedModule": "capabilities.quantize.quantized",
     "Region": "model.tagged",
-    "Search": "compress.trade_offs.search_results",
-    "Sensitivity": "compress.trade_offs.sensitivity_results",
-    "Splice": "surgery.splicing",
-    "Stage": "surgery.stages",
-    "StepReport": "compress.pipelines.pipeline_results",
+    "Search": "capabilities.search.search_results",
+    "Sensitivity": "capabilities.search.sensitivity_results",
+    "Splice": "capabilities.extract.splicing",
+    "Stage": "capabilities.partition.stages",
+    "StepReport": "capabilities.pipeline.pipeline_results",
     "TaggedModel": "model.tagged",
-    "Verification": "run.results",
-    "View": "show.viewing",
-    "Work": "costs.work",
-    "adopt": "provenance.adoption.adopting",
-    "attention_report": "run.attention_reporting",
-    "carry": "provenance.carrying",
-    "compare": "run.file_comparing",
+    "Verification": "capabilities.verify.results",
+    "View": "capabilities.view.viewing",
+    "Work": "capabilities.cost.work",
+    "adopt": "capabilities.carry.adoption.adopting",
+    "attention_report": "capabilities.attention_report.attention_reporting",
+    "carry": "capabilities.carry.carrying",
+    "compare": "capabilities.verify.file_comparing",
     "contamination": "exporter.repair_report",
-    "cost": "costs.costing",
+    "cost": "capabilities.cost.costing",
     "decomposed_attention": "attention.decomposing",
-    "diff": "differences.differing",
-    "embed_map": "provenance.carrying",
+    "diff": "capabilities.diff.differing",
+    "embed_map": "capabilities.carry.carrying",
     "export": "exporter.exporting",
-    "export_plan": "compress.plan_export.plan_exporting",
-    "extract": "surgery.extraction",
-    "fingerprint": "fingerprints.families",
-    "forensics": "findings.investigation",
-    "frozen_fake_quantize": "compress.quantization.training",
-    "functions": "surgery.nesting",
-    "fuse_lora": "compress.lora.lora_files",
-    "inline": "surgery.inlining",
-    "insert_lora": "compress.lora.lora_inputs",
-    "inspect": "inspection.inspecting",
+    "export_plan": "capabilities.export_plan.plan_exporting",
+    "extract": "capabilities.extract.extraction",
+    "fingerprint": "capabilities.fingerprint.families",
+    "forensics": "capabilities.forensics.investigation",
+    "frozen_fake_quantize": "capabilities.quantize.training",
+    "functions": "capabilities.functions.nesting",
+    "fuse_lora": "capabilities.lora.lora_files",
+    "inline": "capabilities.functions.inlining",
+    "insert_lora": "capabilities.lora.lora_inputs",
+    "inspect": "capabilities.inspect.inspecting",
     "load": "model.tagged",
-    "load_partition": "surgery.manifest",
-    "lora_adapter": "compress.lora.lora_files",
-    "map": "model.mapping",
-    "module_filter": "compress.quantization.training",
-    "names": "deploy.naming",
-    "optimize": "passes.optimizing",
-    "partition": "surgery.staging",
-    "pipeline": "compress.pipelines.running",
-    "place": "deploy.placing",
-    "placement": "deploy.observing",
-    "profile": "run.latency",
-    "prune": "compress.pruning.pruning",
-    "quantize": "compress.quantization.quantizing",
-    "search": "compress.trade_offs.searching",
-    "sensitivity": "compress.trade_offs.sensitivities",
-    "splice": "surgery.splicing",
+    "load_partition": "capabilities.partition.manifest",
+    "lora_adapter": "capabilities.lora.lora_files",
+    "map": "capabilities.nodes.mapping",
+    "module_filter": "capabilities.quantize.training",
+    "names": "capabilities.rename.naming",
+    "optimize": "capabilities.optimize.optimizing",
+    "partition": "capabilities.partition.staging",
+    "pipeline": "capabilities.pipeline.running",
+    "place": "capabilities.place.placing",
+    "placement": "capabilities.place.observing",
+    "profile": "capabilities.profile.latency",
+    "prune": "capabilities.prune.pruning",
+    "quantize": "capabilities.quantize.quantizing",
+    "search": "capabilities.search.searching",
+    "sensitivity": "capabilities.search.sensitivities",
+    "splice": "capabilities.extract.splicing",
     "tagging": "exporter.exporting",
-    "verify": "run.verifying",
-    "view": "show.viewing",
+    "verify": "capabilities.verify.verifying",
+    "view": "capabilities.view.viewing",
 }
 
 
-_SUBPACKAGES = ("tools", "errors")
+_SUBPACKAGES = ("errors", "huggingface", "passes", "tools")
 """What the documentation names beside functions and classes, ``htp_export.tools.onnxslim``."""
 
 
@@ -283,7 +283,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    tables = sys.modules.get(f"{__name__}.model.tables")
+    tables = sys.modules.get(f"{__name__}.results.tables")
     if tables is not None:
         tables.ModuleTable.in_notebook = _in_notebook
     return found
@@ -291,7 +291,7 @@ def __getattr__(name: str) -> Any:
 
 def _in_notebook(result: Any) -> str | None:
     """A result as a notebook shows it; only then what draws it is imported."""
-    from htp_export.show.notebook import in_notebook
+    from htp_export.drawing.notebook import in_notebook
 
     return in_notebook(result)
 

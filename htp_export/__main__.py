@@ -11,7 +11,7 @@ def run() -> int:
         The exit status.
     """
     try:
-        from htp_export.cli.main import main
+        from htp_export.command.main import main
 
         status = main()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

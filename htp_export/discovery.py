@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ast
 import importlib
-import pkgutil
 from pathlib import Path
+from types import ModuleType
 
-__all__ = ["exported_in", "names_in"]
+from htp_export.errors import InputError
+
+__all__ = ["capability_modules", "exported_in", "names_in", "provider"]
 
 
 def names_in(package: str, suffix: str = "") -> list[str]:
@@ -21,11 +23,46 @@ def names_in(package: str, suffix: str = "") -> list[str]:
         suffix: Only those whose names end like this, which is left out.
 
     Examples:
-        >>> "products" in names_in("htp_export.costs.formulas")
+        >>> "products" in names_in("htp_export.capabilities.cost.formulas")
         True
     """
-    names = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
-    return sorted(name.removesuffix(suffix) for name in names if name.endswith(suffix) and name != suffix)
+    names = [file.stem for file in _folder(package).glob(f"[!_]*{suffix}.py")]
+    return sorted(name.removesuffix(suffix) for name in names if name != suffix)
+
+
+def capability_modules(suffix: str) -> dict[str, str]:
+    """Files of capabilities whose names end alike: the rest of the name → the module. Nothing is imported.
+
+    Args:
+        suffix: How the names end.
+
+    Examples:
+        >>> capability_modules("_command")["carry"]
+        'htp_export.capabilities.carry.carry_command'
+    """
+    folder = Path(__file__).parent / "capabilities"
+    found = {file.stem: file.parent.name for file in sorted(folder.glob(f"*/*{suffix}.py"))}
+    return {
+        stem.removesuffix(suffix): f"htp_export.capabilities.{capability}.{stem}" for stem, capability in found.items()
+    }
+
+
+def provider(name: str) -> ModuleType:
+    """The module ``provides_NAME.py`` of whichever capability has it: what the core needs of one.
+
+    Args:
+        name: What is needed: ``named_models``, ``traced_models`` or ``module_functions``.
+
+    Raises:
+        InputError: If no capability provides it, or it cannot be imported.
+    """
+    home = capability_modules(f"provides_{name}").get("")
+    if home is None:
+        raise InputError(f"no capability of this installation provides {name.replace('_', ' ')}")
+    try:
+        return importlib.import_module(home)
+    except ImportError as error:
+        raise InputError(f"{home} provides {name.replace('_', ' ')}, and cannot be imported: {error}") from error
 
 
 def exported_in(package: str) -> dict[str, str]:
@@ -35,13 +72,16 @@ def exported_in(package: str) -> dict[str, str]:
         package: The package.
 
     Examples:
-        >>> exported_in("htp_export.provenance.adapters")["onnxslim"]
+        >>> exported_in("htp_export.capabilities.carry.adapters")["onnxslim"]
         'optimizers'
     """
     found: dict[str, str] = {}
-    for folder in importlib.import_module(package).__path__:
-        for file in sorted(Path(folder).glob("[!_]*.py")):
-            for node in ast.parse(file.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                    found.update(dict.fromkeys(ast.literal_eval(node.value), file.stem))
+    for file in sorted(_folder(package).glob("[!_]*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                found.update(dict.fromkeys(ast.literal_eval(node.value), file.stem))
     return dict(sorted(found.items()))
+
+
+def _folder(package: str) -> Path:
+    return Path(__file__).parent.joinpath(*package.split(".")[1:])

@@ -3,14 +3,14 @@
 Examples:
     >>> from htp_export.tools import onnxslim
     >>> onnxslim.__module__
-    'htp_export.provenance.adapters.optimizers'
+    'htp_export.capabilities.carry.adapters.optimizers'
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from htp_export.provenance import adapters
+from htp_export.capabilities.carry import adapters
 
 
 def __getattr__(name: str) -> Any:

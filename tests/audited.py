@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import htp_export
-from htp_export.cli.main import main as run_command
+from htp_export.command.main import main as run_command
 from tests.all_commands import arguments
 
 NAMES = ("evilmod", "outside_secret")

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.capabilities.carry.adoption.feeds import pair_names
+from htp_export.capabilities.carry.adoption.gathering import rounded_weight
+from htp_export.capabilities.carry.adoption.likenesses import EXACT, Originals, largest_error
+from htp_export.capabilities.carry.adoption.name_scopes import NameScopes
+from htp_export.capabilities.huggingface.models import spread_parameters
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format import tags
-from htp_export.huggingface.models import spread_parameters
-from htp_export.provenance.adoption.feeds import pair_names
-from htp_export.provenance.adoption.gathering import rounded_weight
-from htp_export.provenance.adoption.likenesses import EXACT, Originals, largest_error
-from htp_export.provenance.adoption.name_scopes import NameScopes
 
 SIZE = 16
 

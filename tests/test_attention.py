@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import htp_export
 from htp_export import decomposed_attention
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.process.restoring import restored
 from htp_export.process.shared_settings import turn_attention_fast_path_off

@@ -17,8 +17,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import CaptureError, TorchChangedError, UntaggedExportWarning
-from htp_export.exporter import exporting as exporting
-from htp_export.exporter import rewriting, watched
+from htp_export.exporter import exporting, rewriting, watched
 from htp_export.exporter.capture import dynamo_patches, patches, torchscript
 from htp_export.exporter.capture.decomposition import Decomposition
 from htp_export.exporter.capture.dynamo import DynamoCapture

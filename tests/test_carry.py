@@ -11,10 +11,10 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
+from htp_export.capabilities.carry.graph_summary import summarize
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.model.operators import ends_in, resembles
-from htp_export.provenance.graph_summary import summarize
+from htp_export.shapes.operator_kinds import ends_in, resembles
 from tests.exporting import exported_net, metadata
 from tests.handmade import branching, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import NETS
@@ -435,7 +435,7 @@ def test_tensors_with_hardly_any_different_numbers_match_nothing(array):
 
 
 def test_values_are_taken_in_portions(monkeypatch):
-    from htp_export.provenance import values
+    from htp_export.capabilities.carry import values
 
     before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
     after = rewritten(("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2"], "y"))

@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from htp_export.provenance import alignment, graph_summary, maps, values
-from htp_export.provenance.alignment import Alignment
-from htp_export.provenance.graph_summary import summarize
+from htp_export.capabilities.carry import alignment, graph_summary, maps, values
+from htp_export.capabilities.carry.alignment import Alignment
+from htp_export.capabilities.carry.graph_summary import summarize
 
 HEADER = '<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1, "my.own": 1]>'
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.exporter import rewriting, watched
 from tests import faults
 from tests.handmade import small_file

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from htp_export.capabilities.huggingface.companions import copy_companions, source_folder
 from htp_export.errors import FileError, ModelSourceError
-from htp_export.huggingface.companions import copy_companions, source_folder
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 import htp_export
-from htp_export.run.contradictions import contradictions
+from htp_export.capabilities.verify.contradictions import contradictions
 from tests.exporting import SharedFiles
 from tests.nets import NETS
 from tests.test_exactness import declare, retag

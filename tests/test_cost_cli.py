@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.costs.module_tree import Measured, ModuleRow, ModuleTree, tree_rows
-from htp_export.model.columns import si
+from htp_export.capabilities.cost.module_tree import Measured, ModuleRow, ModuleTree, tree_rows
+from htp_export.capabilities.cost.tree_drawing import render
+from htp_export.command.main import main
 from htp_export.model.tagged import load
-from htp_export.show.tree import render
+from htp_export.results.columns import si
 from tests.handmade import encoder
 
 KNOWN = "every node has a module: 6 captured at export, 1 shared by several modules"

@@ -17,7 +17,7 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import FileError
 from htp_export.files import data_files
 from htp_export.files.model_files import read_model, write_model

@@ -6,10 +6,10 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from htp_export.capabilities.carry.graph_summary import summarize
+from htp_export.capabilities.optimize.merging import Difference, Snapshot
 from htp_export.model.dependence import dependence, input_dependent_values
 from htp_export.model.regions import all_nodes
-from htp_export.passes.merging import Difference, Snapshot
-from htp_export.provenance.graph_summary import summarize
 from tests.handmade import branching
 
 HEADER = '<ir_version: 10, opset_import: ["": 20, "my": 1]>'

@@ -9,8 +9,8 @@ import onnx.parser
 import pytest
 
 from htp_export import load
-from htp_export.fingerprints.detectors import inputs, recurrence, routing, timestep
-from htp_export.fingerprints.detectors.features import GraphFeatures
+from htp_export.capabilities.fingerprint.detectors import inputs, recurrence, routing, timestep
+from htp_export.capabilities.fingerprint.detectors.features import GraphFeatures
 from htp_export.model.graph_facts import GraphFacts
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.capabilities.diff.comparison_page import difference_page
+from htp_export.command.main import main
 from htp_export.errors import FileError
-from htp_export.show.page.comparison import difference_page
 from tests.chromium import browser, needs_chromium
 from tests.nets import spread
 from tests.written import weight, written

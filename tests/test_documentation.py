@@ -10,7 +10,7 @@ import pytest
 import typer
 
 import htp_export
-from htp_export.cli import main as program
+from htp_export.command import main as program
 from tests import documents
 
 ROOT = Path(__file__).parents[1]

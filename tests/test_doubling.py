@@ -11,11 +11,11 @@ import pytest
 from onnx import helper
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
+from htp_export.editing.flattening import read_flat
 from htp_export.errors import FileError, InputError
 from htp_export.files import function_calls
 from htp_export.files.function_calls import flat_size
-from htp_export.model.flattening import read_flat
 
 NODES = 2**39  # of 40 functions
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from htp_export.tools import quantize_static
 from tests.test_carry import chain

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 
 NAME = "größe模"
 CODE = f"""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
@@ -353,7 +353,7 @@ def test_export_that_cannot_be_tagged_is_written_flat_where_that_is_allowed(expo
 def test_wanted_module_that_stays_flat_is_logged(tmp_path, caplog):
     model, kwargs = NETS["equal_siblings"].build()
     model = torch.nn.Sequential(model, torch.nn.Tanh()).eval()
-    with caplog.at_level(logging.WARNING, "htp_export.exporter.module_functions"):
+    with caplog.at_level(logging.WARNING, "htp_export.capabilities.functions.provides_module_functions"):
         htp_export.export(
             model, tuple(kwargs.values()), verbose=False, export_modules_as_functions=["0.first", "class:Tanh"]
         )
@@ -371,7 +371,7 @@ def test_modules_that_the_exporter_merged_are_logged_as_no_functions(wanted, cap
         def forward(self, x):
             return self.head(self.gru(self.lstm(x)[0])[0])
 
-    with caplog.at_level(logging.WARNING, "htp_export.exporter.module_functions"):
+    with caplog.at_level(logging.WARNING, "htp_export.capabilities.functions.provides_module_functions"):
         htp_export.export(
             Recurrent().eval(), (torch.randn(2, 3, 4),), verbose=False, export_modules_as_functions=wanted
         )

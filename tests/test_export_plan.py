@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.compress.plan_export.plan_exporting import targets
+from htp_export.capabilities.export_plan.plan_exporting import targets
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, SelectorError
 from tests.nets import EXPORTERS, spread
 from tests.test_cutting import exported_to

@@ -39,9 +39,9 @@ def drop(package: Path, name: str, source: str) -> None:
 def test_a_formula_is_one_file(package: Path) -> None:
     drop(
         package,
-        "costs/formulas/mine.py",
+        "capabilities/cost/formulas/mine.py",
         """
-        from htp_export.costs.work import Work
+        from htp_export.capabilities.cost.work import Work
 
         FORMULAS = {("my.own", "Mystery"): lambda step: Work(macs=7)}
         """,
@@ -59,7 +59,7 @@ print(htp_export.__file__, report.modules[""].macs, report.uncounted)
 def test_a_command_is_one_file(package: Path) -> None:
     drop(
         package,
-        "cli/greet_command.py",
+        "capabilities/carry/greet_command.py",
         """
         from typing import Annotated
         import typer
@@ -77,18 +77,18 @@ def test_a_command_is_one_file(package: Path) -> None:
 
 
 def test_the_version_is_said_without_importing_the_commands(package: Path) -> None:
-    code = "import sys; from htp_export.cli.main import main; main(['--version']); print(*sys.modules)"
+    code = "import sys; from htp_export.command.main import main; main(['--version']); print(*sys.modules)"
     assert not [name for name in run(package, "-c", code).split() if name.endswith("_command")]
 
 
 def test_an_adapter_of_a_tool_is_one_file(package: Path) -> None:
     drop(
         package,
-        "provenance/adapters/doubling.py",
+        "capabilities/carry/adapters/doubling.py",
         """
         import onnx
 
-        from htp_export.provenance.adapting import adapted
+        from htp_export.capabilities.carry.adapting import adapted
 
         __all__ = ["doubler"]
 
@@ -117,11 +117,11 @@ print(node.op_type, node.metadata_props["htp.module"])
 def test_a_pass_is_one_file(package: Path) -> None:
     drop(
         package,
-        "passes/note_nothing.py",
+        "capabilities/optimize/passes/note_nothing.py",
         """
         import onnx_ir as ir
 
-        from htp_export.passes.registry import register
+        from htp_export.capabilities.optimize.registry import register
 
         @register("note_nothing", level="exact", after="eliminate_dead_nodes")
         class NoteNothing(ir.passes.InPlacePass):
@@ -132,7 +132,7 @@ def test_a_pass_is_one_file(package: Path) -> None:
         """,
     )
     code = """
-from htp_export.passes.registry import choose
+from htp_export.capabilities.optimize.registry import choose
 names = [info.name for info in choose("default", "exact")]
 print(names.index("note_nothing") - names.index("eliminate_dead_nodes"))
 """

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.capabilities.fingerprint.families import FAMILIES
+from htp_export.command.main import main
 from htp_export.errors import FileError
-from htp_export.fingerprints.families import FAMILIES
 from tests.exporting import exported
 from tests.nets import spread
 from tests.written import weight, written

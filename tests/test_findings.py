@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.capabilities.forensics.finding import KINDS, Forensics
+from htp_export.capabilities.optimize import registry
+from htp_export.capabilities.optimize.declining import decline
+from htp_export.command.main import main
+from htp_export.editing.editing import remove_unused, replace
 from htp_export.errors import FileError, SelectorError, UntaggedModelError
-from htp_export.findings.finding import KINDS, Forensics
-from htp_export.passes import registry
-from htp_export.passes.declining import decline
-from htp_export.passes.editing import remove_unused, replace
 from tests.exporting import exported
 from tests.nets import spread
 from tests.written import weight, written

@@ -24,10 +24,10 @@ import torch
 from safetensors.torch import save_file
 
 import htp_export
-from htp_export.cli import interrupts
-from htp_export.cli.commands import command_names
-from htp_export.cli.main import main
-from htp_export.cli.view_command import view_command
+from htp_export.capabilities.view.view_command import view_command
+from htp_export.command import interrupts
+from htp_export.command.commands import command_names
+from htp_export.command.main import main
 from tests import faults
 from tests.permissions import bound_by_permissions
 
@@ -254,7 +254,7 @@ class TestLogs:
             onnxruntime.InferenceSession(noisy.SerializeToString(), providers=["CPUExecutionProvider"])
             return htp_export.carry(source, source, output)
 
-        monkeypatch.setattr("htp_export.provenance.adapters.onnxslim", tool, raising=False)
+        monkeypatch.setattr("htp_export.capabilities.carry.adapters.onnxslim", tool, raising=False)
         assert main(["run", "onnxslim", "net.onnx", "-o", "out.onnx", *debug]) == 0
         assert ("Removing initializer 'unused'" in capfd.readouterr().err) is bool(debug)
 
@@ -264,7 +264,7 @@ class TestErrors:
         def broken(*arguments, **options):
             raise ZeroDivisionError("division by zero")
 
-        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", broken)
+        monkeypatch.setattr("htp_export.capabilities.fingerprint.families.fingerprint", broken)
         assert main(["fingerprint", "net.onnx"]) == 3
         error = capsys.readouterr().err
         assert error.startswith("htp-export: error: this is a bug in htp_export (htp_export 0.1.0, Python 3")
@@ -277,7 +277,7 @@ class TestErrors:
         def interrupted(*arguments, **options):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", interrupted)
+        monkeypatch.setattr("htp_export.capabilities.fingerprint.families.fingerprint", interrupted)
         assert main(["fingerprint", "net.onnx"]) == 130
         assert capsys.readouterr().err == "htp-export: error: interrupted\n"
 
@@ -288,7 +288,7 @@ class TestErrors:
             except KeyboardInterrupt:
                 raise RecursionError("maximum recursion depth exceeded") from None
 
-        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", swallowing)
+        monkeypatch.setattr("htp_export.capabilities.fingerprint.families.fingerprint", swallowing)
         assert main(["fingerprint", "net.onnx"]) == 130
         assert capsys.readouterr().err == "htp-export: error: interrupted\n"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -305,7 +305,7 @@ class TestErrors:
                 pass
             went_on.append(True)
 
-        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", long_work)
+        monkeypatch.setattr("htp_export.capabilities.fingerprint.families.fingerprint", long_work)
         assert main(["fingerprint", "net.onnx"]) == 130
         assert capsys.readouterr() == ("", "htp-export: error: interrupted\n")
         assert not went_on
@@ -320,7 +320,7 @@ class TestErrors:
             caught()
             return fingerprint(*arguments, **options)
 
-        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", swallowing)
+        monkeypatch.setattr("htp_export.capabilities.fingerprint.families.fingerprint", swallowing)
         assert main(["fingerprint", "net.onnx"]) == 130
         assert capsys.readouterr().err == "htp-export: error: interrupted\n"
 
@@ -343,7 +343,7 @@ class TestErrors:
             with changed():
                 signal.raise_signal(signal.SIGINT)
 
-        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", work)
+        monkeypatch.setattr("htp_export.capabilities.fingerprint.families.fingerprint", work)
         assert main(["fingerprint", "net.onnx"]) == 130
         assert cleaned
 
@@ -352,7 +352,7 @@ class TestErrors:
         code = f"""
 import runpy
 def find(name, *_):
-    if name == "htp_export.cli.terminal":
+    if name == "htp_export.command.terminal":
         signal.raise_signal(signal.SIGINT)
 {stub}
 runpy.run_module("htp_export", run_name="__main__")
@@ -394,7 +394,7 @@ class TestHelp:
     @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["tree", "--help"], ["run", "--help"]])
     def test_loads_no_library(self, arguments):
         code = (
-            "import sys; from htp_export.cli.main import main; "
+            "import sys; from htp_export.command.main import main; "
             f"main({arguments!r}); print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
         )
         run = subprocess.run(
@@ -488,8 +488,8 @@ class TestTables:
     def test_a_table_that_is_cut_says_how_many_modules_are_left(self):
         from rich.console import Console
 
-        from htp_export.run.results import Comparison, ModuleResult
-        from htp_export.show.comparison import render
+        from htp_export.capabilities.verify.drawing import render
+        from htp_export.capabilities.verify.results import Comparison, ModuleResult
 
         modules = {f"part{k}": ModuleResult(f"part{k}", "net.Part", "computed", "not compared") for k in range(30)}
         console = Console(width=120)

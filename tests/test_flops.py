@@ -7,8 +7,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from htp_export.costs.execution import Step, Tensor
-from htp_export.costs.flops import all_formulas, work_of
+from htp_export.capabilities.cost.execution import Step, Tensor
+from htp_export.capabilities.cost.flops import all_formulas, work_of
 
 Shape = tuple[int, ...] | None
 

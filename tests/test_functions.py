@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.capabilities.functions import levels
+from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.surgery import levels
 from tests import handmade
 from tests.exporting import exported
 from tests.handmade import tagged_node, value

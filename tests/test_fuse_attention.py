@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import htp_export
+from htp_export.capabilities.optimize.registry import DEFAULT, choose
 from htp_export.errors import InputError
-from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.registry import DEFAULT, choose
+from htp_export.shapes.symbolic import Symbolic
 from tests.exporting import exported
 from tests.graphs import Builder, array, ops, owners, passed, run
 from tests.truth import inexact

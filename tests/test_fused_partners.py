@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.capabilities.optimize.fates import SignatureEvidence
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Fate, Hierarchy, ModuleInfo
 from htp_export.model.boundaries import Boundaries
 from htp_export.model.fates import Evidence, Outcome, find_fates, fused_with
-from htp_export.passes.fates import SignatureEvidence
 from htp_export.tools import onnxscript, onnxslim
 from tests.exporting import exported
 from tests.graphs import Builder

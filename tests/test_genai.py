@@ -16,9 +16,9 @@ import onnxruntime
 import pytest
 
 import htp_export
+from htp_export.capabilities.huggingface.genai import genai_config
 from htp_export.errors import InputError
 from htp_export.huggingface import example_call, load_model
-from htp_export.huggingface.genai import genai_config
 from tests.decoders import DECODERS, TEXT, decoder, generated, greedy, greedy_right_padded, prompt
 
 TOKENS = 20

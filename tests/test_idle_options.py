@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import InputError
 
 CODE = """

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.costs.costing import cost
+from htp_export.capabilities.cost.costing import cost
+from htp_export.capabilities.inspect.runs import run_once
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from htp_export.exporter.torch_programs import exported_graph
-from htp_export.inspection.runs import run_once
 from tests import traceless
 from tests.nets import NETS
 from tests.test_view import page_data_of

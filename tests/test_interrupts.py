@@ -19,6 +19,7 @@ from torch import nn
 from torch.onnx._internal.exporter import _core
 
 import htp_export
+from htp_export.capabilities.verify import pytorch_calls
 from htp_export.exporter import exporting as exporter
 from htp_export.exporter import watched
 from htp_export.exporter.capture import (
@@ -33,7 +34,6 @@ from htp_export.exporter.capture import (
 )
 from htp_export.process import garbage_collection as garbage
 from htp_export.process import restoring, shared_settings
-from htp_export.run import pytorch_calls
 
 # The modules of which every line counts, and single functions of others.
 WHOLE = (restoring, garbage, running, patching, exporter, watched)

@@ -19,12 +19,12 @@ from rich.console import Console
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.capabilities.profile.drawing import render_profile
+from htp_export.capabilities.profile.latency_results import Profile
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, UntaggedModelError
-from htp_export.run.latency_results import Profile
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.traces import KernelKey, read_trace
-from htp_export.show.latency import render_profile
 from tests.handmade import branching, encoder, with_function
 from tests.nets import spread
 

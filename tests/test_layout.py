@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,31 +19,55 @@ PACKAGE = Path(htp_export.__file__).parent
 # Top to bottom, by folder; a module imports from its own folder and from rows above. Within a row no folder imports
 # from another one.
 ROWS = [
-    ["discovery", "errors"],
-    ["process"],
+    ["errors"],
+    ["discovery", "process"],
     ["format"],
-    ["files"],
+    ["files", "results", "shapes"],
     ["model"],
-    ["huggingface", "runtime"],
-    ["costs", "passes"],
-    ["surgery"],
+    ["weights", "editing", "runtime"],
+    ["plans"],
     ["exporter"],
     ["attention"],
-    ["findings", "provenance"],
-    ["deploy", "differences", "fingerprints", "run"],
-    ["compress"],
-    ["inspection"],
-    ["show"],
-    ["cli"],
+    ["drawing"],
+    ["command"],
+    ["capabilities"],
 ]
 ROW = {name: number for number, names in enumerate(ROWS) for name in names}
-# What stands above all rows: the face of the package, which imports nothing until it is asked to, and its program.
-FACES = {"htp_export", "htp_export.__main__", "htp_export.tools"}
+# What stands above all rows: the face of the package, which imports nothing until it is asked to, its program, and
+# the names under which users know parts of capabilities.
+FACES = {f"htp_export{name}" for name in ("", ".__main__", ".huggingface", ".passes", ".tools")}
+# The other capabilities that each may import, inside of functions. There is no circle.
+MAY_IMPORT: dict[str, set[str]] = {
+    "attention_report": {"cost"},
+    "diff": {"view"},
+    "export": {"carry", "cost", "huggingface", "verify"},
+    "export_plan": {"prune", "quantize"},
+    "fingerprint": {"forensics"},
+    "forensics": {"optimize"},
+    "huggingface": {"carry"},
+    "lora": {"prune"},
+    "partition": {"cost", "huggingface"},
+    "pipeline": {"carry", "huggingface"},
+    "place": {"carry", "cost"},
+    "profile": {"carry", "cost", "verify"},
+    "prune": {"quantize"},
+    "quantize": {"carry", "cost"},
+    "rename": {"carry", "functions"},
+    "search": {"fingerprint", "prune", "quantize", "verify"},
+    "verify": {"huggingface", "optimize"},
+    "view": {"cost", "inspect", "search"},
+}
 
 
 def folder_of(module: str) -> str:
     """The folder in the package that a module lies in, at any depth; of a module at the top, its name."""
     return module.split(".")[1]
+
+
+def capability_of(module: str) -> str | None:
+    """The capability that a module belongs to; None outside of ``capabilities/``."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["capabilities"] and len(parts) > 2 else None
 
 
 def row_of(module: str) -> int | None:
@@ -91,7 +118,7 @@ def test_module_has_a_row_and_imports_only_from_rows_above(name):
 
 def test_nothing_but_the_command_line_imports_the_face_of_the_package():
     importing = {name for name, imported in GRAPH.items() if "htp_export" in imported}
-    assert {name.split(".")[1] for name in importing - FACES} <= {"cli"}
+    assert {name.split(".")[1] for name in importing - FACES} <= {"command"}
 
 
 def test_there_are_no_import_cycles_for_type_checkers_either():
@@ -111,9 +138,81 @@ def test_there_are_no_import_cycles_for_type_checkers_either():
         visit(name, ())
 
 
-def test_no_module_is_named_like_a_public_function():
-    functions = {name for name in htp_export.__all__ if not name[0].isupper()}
-    assert {name for name in MODULES if name.rpartition(".")[2] in functions} == set()
+CAPABILITIES = sorted(path.name for path in (PACKAGE / "capabilities").iterdir() if (path / "__init__.py").is_file())
+
+
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_a_capability_imports_only_the_capabilities_that_are_listed_for_it(name):
+    mine = [module for module in MODULES if capability_of(module) == name]
+    others = {capability_of(other) for module in mine for other in GRAPH[module]} - {name, None}
+    assert others == MAY_IMPORT.get(name, set())
+
+
+def test_capabilities_import_one_another_without_a_circle():
+    order = graphlib.TopologicalSorter({name: MAY_IMPORT.get(name, set()) for name in CAPABILITIES})
+    assert sorted(order.static_order()) == CAPABILITIES
+
+
+def test_each_capability_can_be_left_out():
+    done = subprocess.run([sys.executable, "-c", LEFT_OUT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
+
+
+ONCE = {"htp_export.capabilities.view.model_explorer.main"}  # registers itself with Model Explorer, once a process
+
+# For each capability in turn: all modules of the others are imported again while its folder cannot be, and the help
+# lists their commands. What imports no capability stays imported.
+LEFT_OUT = f"""
+import importlib, sys, warnings
+warnings.simplefilter("ignore")
+from htp_export.discovery import capability_modules
+MODULES, CAPABILITIES = {sorted(name for name in set(MODULES) - ONCE if capability_of(name))!r}, {CAPABILITIES!r}
+OPTIONAL = {{"model_explorer", "optuna", "openvino", "nncf", "ray"}}
+for name in CAPABILITIES:
+    for module in [module for module in sys.modules if module.startswith("htp_export.capabilities")]:
+        del sys.modules[module]
+    gone = f"htp_export.capabilities.{{name}}"
+    sys.modules[gone] = None
+    for module in MODULES:
+        if module != gone and not module.startswith(gone + "."):
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] not in OPTIONAL:
+                    raise AssertionError(f"without {{name}}, {{module}} cannot be imported") from error
+    from htp_export.command.commands import command_names
+    listed = {{command.replace("-", "_") for command in command_names()}}
+    homes = capability_modules("_command")
+    assert listed == {{command for command, home in homes.items() if not home.startswith(gone + ".")}}, name
+"""
+
+
+def test_public_functions_stand_in_the_capability_of_their_name():
+    folders = {name: homes.split(".") for name, homes in htp_export._HOMES.items() if not name[0].isupper()}
+    found = {name: parts[1] for name, parts in folders.items() if parts[0] == "capabilities"}
+    assert {name: folder for name, folder in found.items() if name != folder} == IN_ANOTHER_FOLDER
+    assert {name for name, parts in folders.items() if parts[0] != "capabilities"} == {
+        *("contamination", "decomposed_attention", "export", "load", "tagging")
+    }
+
+
+IN_ANOTHER_FOLDER = {
+    "adopt": "carry",
+    "compare": "verify",
+    "embed_map": "carry",
+    "frozen_fake_quantize": "quantize",
+    "fuse_lora": "lora",
+    "inline": "functions",
+    "insert_lora": "lora",
+    "load_partition": "partition",
+    "lora_adapter": "lora",
+    "map": "nodes",
+    "module_filter": "quantize",
+    "names": "rename",
+    "placement": "place",
+    "sensitivity": "search",
+    "splice": "extract",
+}
 
 
 def test_plans_become_values_of_modules_in_one_place():
@@ -129,7 +228,7 @@ def test_lazy_imports_and_those_for_type_checkers_are_told_apart():
     source = """
 import htp_export.format.tags
 if TYPE_CHECKING:
-    import htp_export.show
+    import htp_export.drawing
 else:
     import htp_export.files.model_files
 def later():
@@ -138,3 +237,39 @@ def later():
 """
     names = ("format.tags", "files.model_files", "errors", "model.tagged")
     assert imports(source) == {"htp_export." + name for name in names}
+
+
+def test_the_drawing_in_the_documentation_is_that_of_the_code():
+    page = PACKAGE.parent / "docs" / "architecture.md"
+    text = page.read_text(encoding="utf-8")
+    assert text.partition("<!-- drawn -->\n")[2].partition("<!-- /drawn -->")[0] == drawing(), (
+        "python tests/test_layout.py"
+    )
+
+
+def drawing() -> str:
+    """The rows and the capabilities, each with the first line of its docstring."""
+    core = [f"{' · '.join(row):28}{said_of(row[-1]) if len(row) == 1 else ''}".rstrip() for row in ROWS[:-1]]
+    several = [f"    {name:24}{said_of(name)}" for row in ROWS[:-1] if len(row) > 1 for name in row]
+    listed = [
+        f"| `{name}` | {said_of('capabilities/' + name)} | {', '.join(f'`{other}`' for other in imported)} |"
+        for name in CAPABILITIES
+        for imported in [sorted(MAY_IMPORT.get(name, ()))]
+    ]
+    head = ["", "| capability | is | imports |", "|---|---|---|"]
+    return "\n".join(["```text", *core, "", *several, "```", *head, *listed, ""])
+
+
+def said_of(room: str) -> str:
+    """The first line of the docstring of a room."""
+    file = PACKAGE / room / "__init__.py"
+    source = (file if file.is_file() else PACKAGE / f"{room}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].rstrip(".").replace("``", "`")
+
+
+if __name__ == "__main__":
+    page = PACKAGE.parent / "docs" / "architecture.md"
+    before, mark, rest = page.read_text(encoding="utf-8").partition("<!-- drawn -->\n")
+    page.write_text(
+        before + mark + drawing() + "<!-- /drawn -->" + rest.partition("<!-- /drawn -->")[2], encoding="utf-8"
+    )

@@ -10,16 +10,17 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
+from htp_export.capabilities.verify import locating, same_model
 from htp_export.errors import InputError
 from htp_export.format import call_tree
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.model import graph_facts, structural_hash, tables
-from htp_export.model.shapes import facts, inference, known, sizes
-from htp_export.model.shapes.control_flow import _MOST_TRIPS
-from htp_export.model.shapes.operators import spatial
-from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.run import locating, same_model
+from htp_export.model import graph_facts, structural_hash
+from htp_export.results import tables
+from htp_export.shapes import facts, inference, known, sizes
+from htp_export.shapes.control_flow import _MOST_TRIPS
+from htp_export.shapes.operators import spatial
+from htp_export.shapes.symbolic import Symbolic
 
 HEADER = '<ir_version: 10, opset_import: ["": 20, "my.own": 1]>'
 

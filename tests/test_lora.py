@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.compress.lora.adapters import read_adapter
+from htp_export.capabilities.lora.adapters import read_adapter
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from tests.nets import EXPORTERS, spread, x
 from tests.test_cutting import exported_to

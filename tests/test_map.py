@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.capabilities.nodes.map_result import ModelMap
+from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError, UntaggedModelError
-from htp_export.model.map_result import ModelMap
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.regions import all_values
 from tests import handmade

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.run import latency
-from htp_export.run.kernels import Kernel
-from htp_export.run.measurements import Measurement, consistent
+from htp_export.capabilities.profile import latency
+from htp_export.capabilities.profile.kernels import Kernel
+from htp_export.capabilities.profile.measurements import Measurement, consistent
 from htp_export.runtime.profiling import ProfiledSession
 
 

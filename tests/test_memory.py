@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.costs.result import Cost
+from htp_export.capabilities.cost.result import Cost
 from htp_export.format.hierarchy import ModuleInfo
 from tests.handmade import model, tagged_node, value, weight
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.costs.module_tree import tree_rows
+from htp_export.capabilities.cost.module_tree import tree_rows
+from htp_export.capabilities.view.inventory import take_inventory
+from htp_export.capabilities.view.page.payload import page_data
+from htp_export.capabilities.view.shown_graph import ShownGraph
+from htp_export.editing.flattening import read_flat
 from htp_export.format import tags
-from htp_export.model.flattening import read_flat
-from htp_export.show.inventory import take_inventory
-from htp_export.show.page.payload import page_data
-from htp_export.show.shown_graph import ShownGraph
 from htp_export.tools import float16, quantize_dynamic, quantize_static
 from tests.exporting import exported
 from tests.handmade import with_function

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.path_names import path_prefix

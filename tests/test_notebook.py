@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 import htp_export
-from htp_export.costs.module_tree import tree_rows
-from htp_export.show.costs import render_cost
-from htp_export.show.tree import render
+from htp_export.capabilities.cost.drawing import render_cost
+from htp_export.capabilities.cost.module_tree import tree_rows
+from htp_export.capabilities.cost.tree_drawing import render
 from tests import screens
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "view.ipynb"

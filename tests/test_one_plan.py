@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.compress.quantization.calibration_data import samples_of
-from htp_export.compress.trade_offs.measuring import Measurer
+from htp_export.capabilities.quantize.calibration_data import samples_of
+from htp_export.capabilities.search.measuring import Measurer
 from htp_export.errors import InputError
-from htp_export.model.plans import assigned
+from htp_export.plans.rules import assigned
 from tests.exporting import SharedFiles
 from tests.nets import spread
 

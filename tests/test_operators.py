@@ -9,8 +9,17 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.model import operators
-from htp_export.model.operators import CONTROL_FLOW, LAYOUT, RANDOM, RESHAPING, SIZES_ONLY, base_op, is_standard, moves
+from htp_export.shapes import operator_kinds as operators
+from htp_export.shapes.operator_kinds import (
+    CONTROL_FLOW,
+    LAYOUT,
+    RANDOM,
+    RESHAPING,
+    SIZES_ONLY,
+    base_op,
+    is_standard,
+    moves,
+)
 
 
 @pytest.mark.parametrize("kind", [RANDOM, SIZES_ONLY, CONTROL_FLOW, LAYOUT, RESHAPING, operators.COMMUTATIVE])

@@ -11,8 +11,8 @@ import torch
 from safetensors.numpy import save_file
 
 import htp_export
-from htp_export.cli.commands import _Commands
-from htp_export.cli.main import main
+from htp_export.command.commands import _Commands
+from htp_export.command.main import main
 from htp_export.errors import FileError
 from tests.test_data_files import listing
 

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from tests import handmade
 from tests.nets import x

@@ -8,9 +8,10 @@ import onnxruntime
 import pytest
 
 import htp_export
-from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes import merge_constant_sums, merge_parallel_projections, merge_slices, running
-from htp_export.passes.near_matching import MOST, near
+from htp_export.capabilities.optimize import running
+from htp_export.capabilities.optimize.near_matching import MOST, near
+from htp_export.capabilities.optimize.passes import merge_constant_sums, merge_parallel_projections, merge_slices
+from htp_export.shapes.symbolic import Symbolic
 
 HEADER = '<ir_version: 10, opset_import: ["": 20]>'
 

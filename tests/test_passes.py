@@ -4,8 +4,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from htp_export.capabilities.optimize.registry import DEFAULT, available, find
 from htp_export.errors import InputError
-from htp_export.passes.registry import DEFAULT, available, find
 from tests.graphs import Builder, array, ops, owners, passed, reasons, run
 
 

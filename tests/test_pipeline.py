@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.compress.pipelines.pipeline_steps import STEPS, PipelineStep
-from htp_export.compress.pipelines.step_options import described_options
+from htp_export.capabilities.pipeline.pipeline_steps import STEPS, PipelineStep
+from htp_export.capabilities.pipeline.step_options import described_options
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, StepError
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format.provenance_notes import read_provenance
@@ -399,6 +399,6 @@ def test_exit_statuses_of_the_command(
 
 def test_the_documentation_lists_every_step() -> None:
     listed = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8"), re.MULTILINE))
-    from htp_export.provenance import adapters
+    from htp_export.capabilities.carry import adapters
 
     assert listed == set(STEPS) - set(adapters.__all__)

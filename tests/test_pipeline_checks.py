@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import InputError
 from tests.all_commands import companions, example
 

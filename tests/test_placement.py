@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.deploy.devices import device_named, entry_of
-from htp_export.deploy.filling import OUTSIDE, Item, Tensor, fill
-from htp_export.deploy.placing import bytes_of
+from htp_export.capabilities.place.devices import device_named, entry_of
+from htp_export.capabilities.place.filling import OUTSIDE, Item, Tensor, fill
+from htp_export.capabilities.place.placing import bytes_of
+from htp_export.capabilities.view.measures import measures_of
+from htp_export.command.main import main
 from htp_export.errors import InputError, OnnxRuntimeError, SelectorError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.show.measures import measures_of
 from tests.exporting import SharedFiles, metadata
 from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import spread
@@ -693,7 +693,7 @@ def test_a_part_that_a_plugin_cannot_take_is_explained(
 
 @lists_nodes
 def test_notebooks_draw_the_tree_of_the_command(file: Path) -> None:
-    from htp_export.show.notebook import in_notebook
+    from htp_export.drawing.notebook import in_notebook
 
     placed = in_notebook(htp_export.place(file, {".": "cpu", "blocks": "gpu"}))
     assert placed is not None

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli.commands import command_names
-from htp_export.cli.main import main
+from htp_export.command.commands import command_names
+from htp_export.command.main import main
 from htp_export.errors import UntaggedModelError
 from tests.all_commands import COMMANDS, WITHOUT_FILE, arguments, companions, example
 

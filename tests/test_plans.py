@@ -8,11 +8,11 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from htp_export.compress.quantization.precisions import PRECISIONS, PRESETS, Precision, precision_of, precisions_of
+from htp_export.capabilities.quantize.precisions import PRECISIONS, PRESETS, Precision, precision_of, precisions_of
 from htp_export.errors import FileError, InputError, SelectorError, UntaggedModelError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.model.plans import assigned, read_plan, rules_of
 from htp_export.model.tagged import TaggedModel, load
+from htp_export.plans.rules import assigned, read_plan, rules_of
 
 
 def _tagged(nodes: dict[str, list[str]], fates: dict[str, str] | None = None) -> TaggedModel:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from htp_export.huggingface import example_calls, example_inputs, load_model, load_processor
-from htp_export.huggingface.processors import size_of_images
+from htp_export.capabilities.huggingface import example_calls, example_inputs, load_model, load_processor
+from htp_export.capabilities.huggingface.processors import size_of_images
 
 BERT = {"model_type": "bert", "vocab_size": 400, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT |= {"intermediate_size": 16, "architectures": ["BertForMaskedLM"], "pad_token_id": 0}
@@ -190,7 +190,7 @@ def test_sizes_of_images_in_the_forms_of_transformers(settings: Any, size: Any) 
 
 
 def test_the_command_uses_the_tokenizer_beside_the_model(tmp_path: Path) -> None:
-    from htp_export.cli.model_options import ModelOptions
+    from htp_export.command.model_options import ModelOptions
 
     folder = folder_with(tmp_path / "bert", BERT)
     add_tokenizer(folder)

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.capabilities.profile import latency, module_times
+from htp_export.capabilities.profile.kernels import Kernel
+from htp_export.capabilities.profile.module_times import device_of
+from htp_export.command.main import main
 from htp_export.errors import InputError
-from htp_export.run import latency, module_times
-from htp_export.run.kernels import Kernel
-from htp_export.run.module_times import device_of
 from htp_export.runtime import traces
 from htp_export.runtime.traces import Trace, read_trace
 from tests.handmade import branching, encoder

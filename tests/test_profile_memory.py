@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.run.measured_memory import ModuleMemory, _Sums
+from htp_export.capabilities.profile.measured_memory import ModuleMemory, _Sums
+from htp_export.command.main import main
 from tests.handmade import encoder
 from tests.nets import spread
 

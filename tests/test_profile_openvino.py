@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.capabilities.profile.openvino_kernels import openvino_kernels
+from htp_export.capabilities.profile.openvino_session import EngineNode
+from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
-from htp_export.run.openvino_kernels import openvino_kernels
-from htp_export.runtime.openvino_session import EngineNode
 from tests.handmade import encoder
 from tests.nets import spread
 from tests.test_latency import assert_adds_up, small

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from tests.test_latency import assert_adds_up
 

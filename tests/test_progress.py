@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli import terminal
+from htp_export.command import terminal
 from htp_export.process.progress import counted, listening
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.utils import prune as torch_prune
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.compress.pruning.cutoffs import Cutoff, find_cutoff, keys_of
+from htp_export.capabilities.prune.cutoffs import Cutoff, find_cutoff, keys_of
+from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError
 from tests.nets import EXPORTERS, spread
 from tests.test_cutting import exported_to

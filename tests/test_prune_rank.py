@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.compress.pruning.low_rank import factors_of
-from htp_export.compress.pruning.sparsities import sparsity_of
+from htp_export.capabilities.prune.low_rank import factors_of
+from htp_export.capabilities.prune.sparsities import sparsity_of
+from htp_export.command.main import main
 from htp_export.errors import InputError
 from tests.nets import EXPORTERS, spread
 from tests.test_cutting import exported_to, run_file

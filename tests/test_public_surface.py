@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import htp_export
-from htp_export.provenance import adapters
+from htp_export.capabilities.carry import adapters
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = [

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.compress.quantization.calibration_data import samples_of
-from htp_export.compress.quantization.casting import narrowed
+from htp_export.capabilities.quantize.calibration_data import samples_of
+from htp_export.capabilities.quantize.casting import narrowed
 from htp_export.errors import FileError, InputError, SelectorError, ToolError, UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.selectors import select_below
@@ -596,7 +596,7 @@ class TestRefused:
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("out of order")
 
-        monkeypatch.setattr("htp_export.compress.quantization.quantizing.quantize_blocks", fail)
+        monkeypatch.setattr("htp_export.capabilities.quantize.quantizing.quantize_blocks", fail)
         with pytest.raises(
             ToolError, match=r"onnxruntime.quantization failed on .*net.onnx: RuntimeError: out of order"
         ):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from tests.handmade import small_file
 from tests.test_quantize import IDS, Net, written
 

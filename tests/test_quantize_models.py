@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.runtime.inputs import Inputs
 from tests.decoders import DECODERS
 from tests.nets import spread

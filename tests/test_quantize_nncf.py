@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
 from tests.nets import EXPORTERS, spread
 from tests.test_quantize import IDS, Net, assert_others_are_the_same, assert_tagged, outputs, written

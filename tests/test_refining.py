@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.compress.trade_offs.fronts import Choice
-from htp_export.compress.trade_offs.refining import MeasuredPlan, refined_plans
+from htp_export.capabilities.search.fronts import Choice
+from htp_export.capabilities.search.refining import MeasuredPlan, refined_plans
 from htp_export.errors import InputError
 from tests.nets import spread
 
@@ -56,7 +56,7 @@ def program() -> Any:
 
 def test_a_search_measures_them_before_optuna_chooses(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna")
-    from htp_export.compress.trade_offs import search_work
+    from htp_export.capabilities.search import search_work
 
     asked: list[dict[str, str]] = []
 
@@ -76,7 +76,7 @@ def test_a_search_measures_them_before_optuna_chooses(program: Any, monkeypatch:
 
 def test_plans_that_fail_do_not_keep_a_search_from_ending(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna")
-    from htp_export.compress.trade_offs.measuring import Measurer
+    from htp_export.capabilities.search.measuring import Measurer
 
     measure = Measurer.measure
 

@@ -18,12 +18,19 @@ import pytest
 from rich.console import Console
 
 import htp_export
-from htp_export.costs.module_tree import ModuleRow, ModuleTree
-from htp_export.fingerprints.blocks import repeated_blocks
+from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree
+from htp_export.capabilities.cost.tree_drawing import render
+from htp_export.capabilities.extract.splicing import _drop_unused as drop_unused
+from htp_export.capabilities.fingerprint.blocks import repeated_blocks
+from htp_export.capabilities.functions import placing
+from htp_export.capabilities.functions.placing import MOST_NESTED
+from htp_export.capabilities.optimize.near_matching import MOST, near, near_matching
+from htp_export.capabilities.view.inventory import take_inventory
+from htp_export.capabilities.view.model_explorer.drawing import drawing
+from htp_export.editing.function_records import Expectations
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.model.function_records import Expectations
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.module_facts import contents_of
 from htp_export.model.region_digests import RegionDigests
@@ -31,14 +38,7 @@ from htp_export.model.rewiring import replace_inputs
 from htp_export.model.structural_hash import Hasher
 from htp_export.model.structures import structures
 from htp_export.model.tensor_names import UsedNames
-from htp_export.passes.near_matching import MOST, near, near_matching
 from htp_export.process.garbage_collection import rare_collections
-from htp_export.show.inventory import take_inventory
-from htp_export.show.model_explorer.drawing import drawing
-from htp_export.show.tree import render
-from htp_export.surgery import placing
-from htp_export.surgery.placing import MOST_NESTED
-from htp_export.surgery.splicing import _drop_unused as drop_unused
 from tools import scale
 
 
@@ -201,7 +201,11 @@ def test_a_tensor_with_very_many_consumers_is_said_where_patterns_may_be_missed(
     )
     htp_export.optimize(model, passes=["fuse_for_onnxruntime"], level="fused")
     assert 0 < len(tried) <= consumers * MOST
-    said = [record.getMessage() for record in caplog.records if record.name == "htp_export.passes.near_matching"]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "htp_export.capabilities.optimize.near_matching"
+    ]
     if consumers < MOST:
         assert not said
     else:

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.compress.quantization.precisions import PRECISIONS
-from htp_export.compress.trade_offs.fronts import Choice, additive_front, pareto
-from htp_export.compress.trade_offs.measuring import Measurer
-from htp_export.compress.trade_offs.output_errors import OutputErrors
+from htp_export.capabilities.quantize.precisions import PRECISIONS
+from htp_export.capabilities.search.fronts import Choice, additive_front, pareto
+from htp_export.capabilities.search.measuring import Measurer
+from htp_export.capabilities.search.output_errors import OutputErrors
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, SelectorError
 from tests import documents
 from tests.nets import spread
@@ -325,7 +325,7 @@ class TestSensitivity:
 
 
 def htp_export_samples(file: Path, data: list[dict[str, Array]]) -> Any:
-    from htp_export.compress.quantization.calibration_data import samples_of
+    from htp_export.capabilities.quantize.calibration_data import samples_of
 
     return samples_of(data, htp_export.load(file).model)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.compress.trade_offs.output_errors import OutputErrors
+from htp_export.capabilities.search.output_errors import OutputErrors
 from htp_export.files.slots import slots
 from tests.test_search import NETS
 

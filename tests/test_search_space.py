@@ -15,19 +15,19 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.compress.pruning.weights import weights_of
-from htp_export.compress.quantization.calibration_data import samples_of
-from htp_export.compress.quantization.precisions import PRECISIONS
-from htp_export.compress.trade_offs.choices import choice_of
-from htp_export.compress.trade_offs.measuring import Measurer
-from htp_export.compress.trade_offs.search_reading import search_from
-from htp_export.compress.trade_offs.search_results import Search, Trial
+from htp_export.capabilities.prune.weights import weights_of
+from htp_export.capabilities.quantize.calibration_data import samples_of
+from htp_export.capabilities.quantize.precisions import PRECISIONS
+from htp_export.capabilities.search.choices import choice_of
+from htp_export.capabilities.search.front_drawing import front_svg
+from htp_export.capabilities.search.measuring import Measurer
+from htp_export.capabilities.search.search_reading import search_from
+from htp_export.capabilities.search.search_results import Search, Trial
+from htp_export.capabilities.view.page.front_data import front_data
+from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.files.slots import slots
 from htp_export.format.provenance_notes import read_provenance
-from htp_export.show.fronts import front_svg
-from htp_export.show.page.front_data import front_data
 
 Array = np.ndarray[Any, Any]
 

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.compress.trade_offs.storages import open_storage
+from htp_export.capabilities.search.storages import open_storage
+from htp_export.command.main import main
 from htp_export.errors import InputError
 
 optuna = pytest.importorskip("optuna")
@@ -126,8 +126,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WORKER = """
 import sys, time
 import htp_export
-from htp_export.compress.trade_offs.heartbeats import Heartbeat
-from htp_export.compress.trade_offs.measuring import Measurer
+from htp_export.capabilities.search.heartbeats import Heartbeat
+from htp_export.capabilities.search.measuring import Measurer
 
 word, file, storage = sys.argv[1:]
 if word == "hangs":  # in its second trial

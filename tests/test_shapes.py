@@ -12,10 +12,10 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from htp_export.model.shapes.registry import content_rule, shape_rule, type_rule
-from htp_export.model.shapes.sizes import Size, divide, not_negative, smaller_of, symbol
-from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tagged import load
+from htp_export.shapes.registry import content_rule, shape_rule, type_rule
+from htp_export.shapes.sizes import Size, divide, not_negative, smaller_of, symbol
+from htp_export.shapes.symbolic import Symbolic
 
 NET = '<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1, "own": 1]>\n'
 
@@ -285,13 +285,13 @@ def test_a_rule_is_registered_by_a_decorator():
 def test_every_file_of_the_folder_of_rules_is_read(tmp_path):
     """A family of operators is one new file, and no list names it."""
     program = f"""
-import htp_export.model.shapes.operators as operators
+import htp_export.shapes.operators as operators
 operators.__path__.append({str(tmp_path)!r})
-from htp_export.model.shapes.registry import rules_of
+from htp_export.shapes.registry import rules_of
 print(rules_of("tests.new", "Fresh").shape is not None, rules_of("", "MatMul").shape is not None)
 """
     (tmp_path / "fresh.py").write_text(
-        "from htp_export.model.shapes.registry import shape_rule\n"
+        "from htp_export.shapes.registry import shape_rule\n"
         "@shape_rule('Fresh', domain='tests.new')\ndef fresh(node, known): return None\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -10,11 +10,11 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
+from htp_export.capabilities.optimize.fates import SignatureEvidence
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.boundaries import OUTSIDE, Boundaries
-from htp_export.passes.fates import SignatureEvidence
 from tests.exporting import SharedFiles
 from tests.graphs import Builder
 from tests.nets import EXPORTERS, NETS

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.huggingface import example_inputs, load_model, map_weights
 from htp_export.process.mapped_memory import MappedFiles

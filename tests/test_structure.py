@@ -14,7 +14,7 @@ import pytest
 from onnx import AttributeProto, TensorProto, helper
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.files.structure import check_structure
 
 Edit = Callable[[onnx.ModelProto], object]
@@ -316,7 +316,7 @@ def test_a_function_that_gives_an_input_back_is_refused(tmp_path: Path) -> None:
 def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from htp_export.costs import costing
+    from htp_export.capabilities.cost import costing
 
     def fails(*_: object, **__: object) -> None:
         raise LookupError("no such axis")
@@ -341,7 +341,7 @@ def test_an_error_that_does_not_stem_from_the_model_stays_what_it_is(
     monkeypatch: pytest.MonkeyPatch, valid: bool, error: Exception
 ) -> None:
     """ONNX Runtime cannot load an operator that it does not have, and the model is valid all the same."""
-    from htp_export.costs import costing
+    from htp_export.capabilities.cost import costing
 
     def fails(*_: object, **__: object) -> None:
         raise error
@@ -413,7 +413,7 @@ def test_a_few_bytes_that_ask_for_very_many_values_are_left_to_their_nodes(name:
 
 
 def test_a_loop_that_does_not_end_is_not_computed_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
-    from htp_export.passes import constant_work
+    from htp_export.capabilities.optimize import constant_work
 
     monkeypatch.setattr(constant_work, "_LONGEST", 0.2)
     model = onnx.parser.parse_model("""

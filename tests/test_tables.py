@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.passes.registry import LEVELS
+from htp_export.capabilities.optimize.registry import LEVELS
 from tests.truth import nodes_of
 from tools import compare_models, tool_table
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.model.tag_facts import TagFacts, tag_lines
+from htp_export.command.main import main
+from htp_export.results.tag_facts import TagFacts, tag_lines
 
 LINE = "every node has a module: 2 captured at export"
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import FileError
 from htp_export.files import filesystem, replacing
 from htp_export.files.filesystem import Identity, Lock

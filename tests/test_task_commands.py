@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 import pytest
 
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from tests.decoders import DECODERS, ENCODER_DECODERS, decoder
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")

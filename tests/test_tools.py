@@ -17,9 +17,9 @@ from torch import nn
 
 import htp_export
 from htp_export import tools
+from htp_export.capabilities.carry.adapting import adapted, library
 from htp_export.errors import HtpExportError, InputError, ToolError, UntaggedModelError
 from htp_export.files.model_files import write_model
-from htp_export.provenance.adapting import adapted, library
 from tests.exporting import exported, exported_net
 from tests.nets import NETS
 from tests.truth import inexact, owners_of, untagged

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 import htp_export
-from htp_export.costs.module_tree import ModuleRow, ModuleTree, tree_rows
+from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree, tree_rows
+from htp_export.capabilities.cost.tree_drawing import render
 from htp_export.errors import InputError, SelectorError
-from htp_export.model.columns import csv_text
-from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import load
-from htp_export.show.tree import render
+from htp_export.results.columns import csv_text
+from htp_export.results.tag_facts import TagFacts
 from tests.handmade import encoder
 
 

@@ -14,8 +14,8 @@ import onnx
 import pytest
 
 import htp_export
-from htp_export.cli.commands import command_names
-from htp_export.cli.main import main
+from htp_export.command.commands import command_names
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format import tags

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.capabilities.verify.readers import parameter_readers
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format.tags import is_under
-from htp_export.run.readers import parameter_readers
 from tests import faults
 from tests.exporting import exported
 from tests.nets import EXPORTERS, NETS, spread, x

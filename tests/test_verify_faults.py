@@ -43,7 +43,7 @@ def resnet() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def built(model_class: Any, config: Any) -> tuple[nn.Module, dict[str, Any]]:
-    from htp_export.huggingface.models import spread_parameters
+    from htp_export.capabilities.huggingface.models import spread_parameters
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)

@@ -15,24 +15,24 @@ import torch
 from model_explorer_onnx.main import ONNXAdapter
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.costs.module_tree import tree_rows
-from htp_export.differences.equal_modules import call_signature
+from htp_export.capabilities.cost.module_tree import tree_rows
+from htp_export.capabilities.diff.comparison_page import difference_page
+from htp_export.capabilities.inspect import inspecting
+from htp_export.capabilities.inspect.equal_modules import call_signature
+from htp_export.capabilities.view.inventory import take_inventory
+from htp_export.capabilities.view.measures import Measure, measures_of, spread
+from htp_export.capabilities.view.model_explorer import application
+from htp_export.capabilities.view.model_explorer.graphs import graph_of
+from htp_export.capabilities.view.model_explorer.main import HtpExportAdapter
+from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, overlay_of
+from htp_export.capabilities.view.netron import netron_attachment
+from htp_export.capabilities.view.page.document import asset
+from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_to_json
-from htp_export.inspection import inspecting
-from htp_export.model.drawn_levels import drawn_parents
 from htp_export.model.tagged import load
-from htp_export.show.inventory import take_inventory
-from htp_export.show.measures import Measure, measures_of, spread
-from htp_export.show.model_explorer import application
-from htp_export.show.model_explorer.graphs import graph_of
-from htp_export.show.model_explorer.main import HtpExportAdapter
-from htp_export.show.model_explorer.overlays import dtype_overlay, overlay_of
-from htp_export.show.netron import netron_attachment
-from htp_export.show.page.comparison import difference_page
-from htp_export.show.page.document import asset
+from htp_export.results.drawn_levels import drawn_parents
 from tests import handmade
 from tests.exporting import exported_net
 

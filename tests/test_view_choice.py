@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from htp_export.capabilities.view.shown_graph import ShownGraph, shown_graph
+from htp_export.capabilities.view.viewing import page_of
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.tagged import load
-from htp_export.show.shown_graph import ShownGraph, shown_graph
-from htp_export.show.viewing import page_of
 from tests import handmade
 from tests.chromium import Page, needs_chromium
 from tests.test_view import page_data_of

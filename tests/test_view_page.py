@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import htp_export
+from htp_export.capabilities.diff.comparison_page import comparison_page
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.model.columns import si
-from htp_export.model.tag_facts import TagFacts
-from htp_export.show.page.comparison import comparison_page
+from htp_export.results.columns import si
+from htp_export.results.tag_facts import TagFacts
 from tests import handmade
 from tests.chromium import Page, needs_chromium
 
@@ -462,8 +462,8 @@ def test_alike_siblings_are_one_row_with_their_mean_time_and_largest_error(page,
 def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack):
     from rich.console import Console
 
-    from htp_export.costs.module_tree import tree_rows
-    from htp_export.show.tree import render
+    from htp_export.capabilities.cost.module_tree import tree_rows
+    from htp_export.capabilities.cost.tree_drawing import render
 
     start(page, stack)
     program = htp_export.export(Stack().eval(), (torch.randn(2, 8),), verbose=False)

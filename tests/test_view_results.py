@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.compress.trade_offs.search_reading import search_from
-from htp_export.compress.trade_offs.search_results import Search, Trial
-from htp_export.show.fronts import front_svg
-from htp_export.show.measures import measures_of
-from htp_export.show.page.front_data import front_data
-from htp_export.show.viewing import read_results
+from htp_export.capabilities.search.front_drawing import front_svg
+from htp_export.capabilities.search.search_reading import search_from
+from htp_export.capabilities.search.search_results import Search, Trial
+from htp_export.capabilities.view.measures import measures_of
+from htp_export.capabilities.view.page.front_data import front_data
+from htp_export.capabilities.view.viewing import read_results
+from htp_export.command.main import main
 from tests.chromium import Page, needs_chromium
 
 PARTS = ("", "0", "1", "2")

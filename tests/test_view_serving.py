@@ -18,8 +18,8 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.cli.main import main
-from htp_export.show.page.server import PageServer
+from htp_export.capabilities.view.page.server import PageServer
+from htp_export.command.main import main
 from tests import handmade
 from tests.chromium import Page, needs_chromium
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.errors import InputError, UserCodeError
 
 CODE = """
@@ -117,8 +117,8 @@ def test_python_takes_seeds_and_numbers_of_runs_in_their_range_only(folder: Path
 def test_a_fault_of_our_own_is_no_fault_of_the_model_or_of_a_tool(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from htp_export.compress.quantization import quantizing
-    from htp_export.costs import costing
+    from htp_export.capabilities.cost import costing
+    from htp_export.capabilities.quantize import quantizing
 
     def fails(*_: object, **__: object) -> None:
         raise LookupError("no such axis")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
 from htp_export.files.model_files import external_files, read_model
 from tests.all_commands import COMMANDS, arguments, companions, example
 from tests.handmade import encoder

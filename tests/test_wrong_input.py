@@ -11,10 +11,10 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export.command.main import main
+from htp_export.drawing import command_words
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format import tags
-from htp_export.show import command_words
 from tests.handmade import encoder
 from tests.permissions import bound_by_permissions
 
@@ -337,8 +337,8 @@ def test_advice_is_given_in_commands() -> None:
 
 
 def test_the_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from htp_export.capabilities.huggingface import models as hub
     from htp_export.huggingface import load_model
-    from htp_export.huggingface import models as hub
 
     monkeypatch.setattr(hub, "why_unreachable", lambda: "https://hub: no network")
     with pytest.raises(htp_export.InputError, match=r"the hub cannot be reached \(https://hub: no network\)"):
@@ -369,7 +369,7 @@ def test_quantizing_warns_where_products_saturate(
 ) -> None:
     from onnxruntime.quantization import QuantType
 
-    from htp_export.provenance.adapters import quantizers
+    from htp_export.capabilities.carry.adapters import quantizers
 
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t: none\n")

@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.capabilities.huggingface.models import spread_parameters
 from htp_export.huggingface import example_inputs, load_model
-from htp_export.huggingface.models import spread_parameters
 
 Inputs = dict[str, np.ndarray]
 

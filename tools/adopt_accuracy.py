@@ -32,8 +32,8 @@ import onnx_ir as ir
 import torch
 
 import htp_export
+from htp_export.capabilities.huggingface.models import spread_parameters
 from htp_export.format import tags
-from htp_export.huggingface.models import spread_parameters
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.compare_models import MODELS

@@ -45,8 +45,8 @@ LEVELS = ("exact", "tolerant", "fused")
 
 
 def ours(level: str) -> Callable[[str, str], None]:
+    from htp_export.capabilities.optimize.optimizing import optimize
     from htp_export.passes import available
-    from htp_export.passes.optimizing import optimize
 
     available()
 

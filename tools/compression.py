@@ -33,7 +33,7 @@ import onnxruntime
 import torch
 
 import htp_export
-from htp_export.compress.trade_offs.output_errors import OutputErrors
+from htp_export.capabilities.search.output_errors import OutputErrors
 
 SPACE = ("int8", "int4", "fp16")
 SEARCHED, NNCF = "searched", "NNCF int8"

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cli.main import main as run_command
+from htp_export.command.main import main as run_command
 from tools.fuzz_mutations import BOMB, mutated
 
 __all__ = ["COMMANDS", "Fault", "branching", "make_models", "run"]

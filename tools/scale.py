@@ -128,7 +128,7 @@ def commands(folder: Path, module: str) -> dict[str, Callable[[], object]]:
 
 def _command(*arguments: object) -> None:
     """Run a command of the command line here, without what it prints."""
-    from htp_export.cli.main import main
+    from htp_export.command.main import main
 
     with tempfile.TemporaryFile("w") as said, contextlib.redirect_stdout(said):
         status = main([*map(str, arguments), "--debug"])
@@ -145,7 +145,7 @@ def measure(shape: str, size: int, only: Sequence[str]) -> dict[str, float | str
     import onnxruntime  # noqa: F401
     import onnxscript.rewriter.ort_fusions  # noqa: F401 - commands that use them would each import them
 
-    import htp_export.cli.main  # noqa: F401
+    import htp_export.command.main  # noqa: F401
 
     found: dict[str, float | str] = {}
     with tempfile.TemporaryDirectory() as name:

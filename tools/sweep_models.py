@@ -250,7 +250,7 @@ def overridden(small: Mapping[str, object], own: Mapping[str, object]) -> dict[s
 
 def text_shape(model: torch.nn.Module) -> dict[str, object]:
     """Texts of eight tokens: exporters unroll a recurrence, token by token."""
-    from htp_export.huggingface.inputs import named_parameters
+    from htp_export.capabilities.huggingface.inputs import named_parameters
 
     return {"input_ids": [1, 8]} if "input_ids" in named_parameters(model) else {}
 
@@ -377,7 +377,7 @@ def _tokens() -> torch.Tensor:
 
 
 def _spread(model: torch.nn.Module) -> torch.nn.Module:
-    from htp_export.huggingface.models import spread_parameters
+    from htp_export.capabilities.huggingface.models import spread_parameters
 
     spread_parameters(model, torch.Generator().manual_seed(0))
     return model.eval()

@@ -144,7 +144,7 @@ def kept_by_tool(row: Row, path: Path, inputs: Inputs) -> int:
         seen.append(sum("htp.module" in node.metadata_props for node in after.graph))
         raise InterruptedError
 
-    carry = "htp_export.provenance.adapting.carry_in_place"
+    carry = "htp_export.capabilities.carry.adapting.carry_in_place"
     with mock.patch(carry, count), contextlib.suppress(InterruptedError):
         getattr(tools, row.tool)(path, **row.options(path, inputs))
     return seen[0]

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -19,9 +19,12 @@ from htp_export.files.filesystem import is_special
 from htp_export.files.replacing import work_folder
 from htp_export.model.tagged import HoldsModel, ModelSource, load
 
-__all__ = ["AfterExport", "Run", "around"]
+__all__ = ["AfterExport", "ModulesAsFunctions", "Run", "around"]
 
 Run: TypeAlias = Callable[..., torch.onnx.ONNXProgram | None]
+
+ModulesAsFunctions: TypeAlias = bool | str | type[torch.nn.Module] | Collection[type[torch.nn.Module] | str]
+"""True for every module, classes of modules, or a selector; see ``TaggedModel.select``."""
 
 
 class AfterExport(Protocol):

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.onnx import OperatorExportTypes, TrainingMode
 
+from htp_export.discovery import provider
 from htp_export.errors import CaptureError, TorchChangedError
-from htp_export.exporter.after_export import AfterExport, Run, around
+from htp_export.exporter.after_export import AfterExport, ModulesAsFunctions, Run, around
 from htp_export.exporter.caches import advice_on_caches, prepare_caches, refuse_caches
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.guarded import export_untagged, seam
@@ -22,7 +23,6 @@ from htp_export.exporter.capture.opsets import check_opset, other_opset
 from htp_export.exporter.capture.patching import Patches
 from htp_export.exporter.capture.running import Exporter
 from htp_export.exporter.capture.saving import check_writable
-from htp_export.exporter.module_functions import ModuleFunctions, ModulesAsFunctions
 from htp_export.exporter.module_names import NamesOfModules
 from htp_export.exporter.rewriting import Rewriting
 from htp_export.exporter.watched import Dynamo, Program, TorchScript
@@ -145,7 +145,7 @@ def export(
     run: Run = torch.onnx.export
     steps: list[AfterExport] = [] if names is None else [NamesOfModules(names)]
     if export_modules_as_functions:
-        steps.append(ModuleFunctions(export_modules_as_functions, model))
+        steps.append(provider("module_functions").ModuleFunctions(export_modules_as_functions, model))
     for step in steps:
         exporter, run = around(step, exporter, run, dynamo=uses_dynamo)
     # All of it alone, not the trace only: torch reads its translations first, which parses sources, and CPython 3.11's

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.model.operators import subgraphs
+from htp_export.shapes.operator_kinds import subgraphs
 
 __all__ = ["bodies_of", "canonical_order"]
 

@@ -14,9 +14,9 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.model.operators import SIZES_ONLY
 from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel
+from htp_export.shapes.operator_kinds import SIZES_ONLY
 
 __all__ = ["Cut", "Cutter", "cut"]
 

@@ -25,9 +25,9 @@ import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.model.operators import is_standard
-from htp_export.model.shapes.facts import constant_tensor
 from htp_export.model.tagged import TaggedModel
+from htp_export.shapes.facts import constant_tensor
+from htp_export.shapes.operator_kinds import is_standard
 
 __all__ = [
     "Contents",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
+from htp_export.shapes.operator_kinds import is_standard
 
 __all__ = ["only_consumer", "producer_of"]
 

@@ -17,7 +17,7 @@ from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.dependence import input_dependent_values
-from htp_export.model.operators import RANDOM, subgraphs
+from htp_export.shapes.operator_kinds import RANDOM, subgraphs
 
 __all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "subgraphs"]
 

@@ -25,11 +25,11 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_scopes import scopes_of
-from htp_export.model.drawn_levels import drawn_parents
 from htp_export.model.regions import GraphIndex, Region, all_nodes
-from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.model.tables import html_table, html_tree
-from htp_export.model.tag_facts import TagFacts
+from htp_export.results.drawn_levels import drawn_parents
+from htp_export.results.tables import html_table, html_tree
+from htp_export.results.tag_facts import TagFacts
+from htp_export.shapes.symbolic import Symbolic
 
 __all__ = ["ModelSource", "Region", "TagSource", "TaggedModel", "all_nodes", "load", "model_of", "name_of"]
 

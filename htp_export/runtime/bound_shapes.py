@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.runtime.inputs import Inputs
+from htp_export.shapes.symbolic import Symbolic
 
 __all__ = ["infer_bound"]
 

@@ -32,7 +32,7 @@ from htp_export.exporter.capture.torch_internals import (
     without_export_root,
 )
 from htp_export.format.reasons import Reason
-from htp_export.model.operators import SIZES_ONLY, is_standard
+from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from htp_export.exporter.capture.body_functions import every_node
 from htp_export.exporter.capture.record import Node, Record
-from htp_export.model.operators import SIZES_ONLY, is_standard, operator_of, subgraphs, values_read
+from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_of, subgraphs, values_read
 
 if TYPE_CHECKING:
     import onnx_ir as ir

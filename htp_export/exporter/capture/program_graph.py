@@ -14,15 +14,9 @@ import onnx_ir as ir
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
 from htp_export.exporter.capture.body_internals import bodies_of, is_choice
-from htp_export.exporter.capture.torch_internals import (
-    arguments_of,
-    is_assertion,
-    is_view,
-    operator_name,
-    outputs_of,
-)
+from htp_export.exporter.capture.torch_internals import arguments_of, is_assertion, is_view, operator_name, outputs_of
 from htp_export.format import tags
-from htp_export.model.operators import VIEW
+from htp_export.shapes.operator_kinds import VIEW
 
 __all__ = ["drop_identities", "graph_of_program"]
 

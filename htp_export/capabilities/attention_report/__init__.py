@@ -1,0 +1,1 @@
+"""``attention_report``: what attention in steps costs, by module."""

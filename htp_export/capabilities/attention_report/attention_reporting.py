@@ -1,0 +1,180 @@
+"""What `decomposed_attention` shows of a model: operations, memory and traffic, as it is and in steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from htp_export.attention.decomposing import attention_as_in, decomposed_attention
+from htp_export.errors import InputError
+from htp_export.exporter.capture.torch_internals import scopes_of
+from htp_export.exporter.exporting import export
+from htp_export.model.tagged import TaggedModel, load
+from htp_export.results.columns import Column, text_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from htp_export.capabilities.cost.fusing import FusedCost
+
+__all__ = ["AttentionReport", "AttentionRow", "attention_report"]
+
+_ATTENTION = "attention"
+_MODEL = "model"
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """Some modules of one export.
+
+    Attributes:
+        modules: How many modules these are.
+        nodes: Their ONNX nodes.
+        operations: Their operations in the FX graph that the exporter translates.
+        cost: Memory and traffic, as they are and if each of these modules kept its intermediates on chip.
+    """
+
+    modules: int
+    nodes: int
+    operations: int
+    cost: FusedCost
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """The result of `attention_report`.
+
+    Attributes:
+        modules: The paths of the modules with attention.
+        before: The model as it is: ``"model"``, the whole, and ``"attention"``, all modules with attention.
+        after: The same inside `decomposed_attention`; and for the name of each step, or of another module right below
+            one with attention, all modules of this name.
+    """
+
+    modules: tuple[str, ...]
+    before: Mapping[str, AttentionRow]
+    after: Mapping[str, AttentionRow]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON."""
+        exports = {"before": self.before, "after": self.after}
+        rows = {when: {name: asdict(row) for name, row in one.items()} for when, one in exports.items()}
+        return {"modules": list(self.modules), **rows}
+
+    @property
+    def summary(self) -> str:
+        """How many nodes and operations there are, in one line."""
+
+        def change(part: str, numbers: str) -> str:
+            return f"{getattr(self.before[part], numbers)} to {getattr(self.after[part], numbers)}"
+
+        counts = (
+            f"{title} from {change(_MODEL, numbers)}, in attention from {change(_ATTENTION, numbers)}"
+            for title, numbers in (("ONNX nodes", "nodes"), ("FX operations", "operations"))
+        )
+        return f"{len(self.modules)} modules with attention; {'; '.join(counts)}"
+
+    def __str__(self) -> str:
+        rows = [("before", *row) for row in self.before.items()] + [("after", *row) for row in self.after.items()]
+        return "\n".join((*text_table(_COLUMNS, rows), self.summary))
+
+
+_COLUMNS: tuple[Column[tuple[str, str, AttentionRow]], ...] = (
+    Column("export", "export", lambda row: row[0], right=False),
+    Column("part", "part", lambda row: row[1], right=False),
+    Column("modules", "modules", lambda row: row[2].modules),
+    Column("nodes", "nodes", lambda row: row[2].nodes),
+    Column("operations", "FX operations", lambda row: row[2].operations),
+    Column("traffic", "traffic", lambda row: row[2].cost.traffic_bytes, unit="B"),
+    Column("fused_traffic", "if fused", lambda row: row[2].cost.fused_traffic_bytes, unit="B"),
+    Column("peak", "peak memory", lambda row: row[2].cost.peak_bytes, unit="B"),
+    Column("fused_peak", "if fused", lambda row: row[2].cost.fused_peak_bytes, unit="B"),
+)
+
+
+def attention_report(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> AttentionReport:
+    """Export a model as it is and in steps of attention, and compare operations, memory and traffic.
+
+    Both exports are made in memory, with ``dynamo=True``. Memory and traffic are estimates by `cost`, with all modules
+    of a row as they are and if each of them kept its intermediates on chip.
+
+    Not thread-safe: no other thread may use the model meanwhile.
+
+    Args:
+        model: The model.
+        args: Example positional inputs.
+        kwargs: Example keyword inputs.
+
+    Returns:
+        The numbers of both exports: of the whole model, of all modules with attention, and of each step in all of them.
+
+    Raises:
+        InputError: If no module of the model computes attention, or `decomposed_attention` refuses one.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+        >>> report = htp_export.attention_report(layer, (torch.randn(1, 5, 16),))
+        >>> report.modules, report.after["model"].nodes < report.before["model"].nodes
+        (('self_attn',), True)
+    """
+    with decomposed_attention(model):
+        tagged, operations = _exported(model, args, kwargs)
+    if not _made_of_steps(tagged) <= frozenset().union(*operations):
+        with attention_as_in(tagged.hierarchy, model):  # torch knows the modules that there were when its export began
+            tagged, operations = _exported(model, args, kwargs)
+    steps: defaultdict[str, list[str]] = defaultdict(list)
+    hierarchy = tagged.hierarchy
+    paths = tuple(dict.fromkeys(hierarchy.parent(path) or "" for path, info in hierarchy.items() if info.synthetic))
+    if not paths:
+        raise InputError(
+            "no module of the model computes attention: nn.MultiheadAttention, scaled_dot_product_attention, or the "
+            "softmax of a product of two tensors"
+        )
+    for path in (child for attention in paths for child in hierarchy.children(attention)):
+        if tagged[path].nodes:
+            name = path.rpartition(".")[2]
+            steps[f".{name}" if name in (_MODEL, _ATTENTION) else name].append(path)
+    after = _numbers(tagged, operations, {_ATTENTION: paths, **steps})
+    tagged, operations = _exported(model, args, kwargs)
+    return AttentionReport(paths, _numbers(tagged, operations, {_ATTENTION: paths}), after)
+
+
+def _made_of_steps(tagged: TaggedModel) -> set[str]:
+    """The steps that have nodes."""
+    return {path for path, info in tagged.hierarchy.items() if info.synthetic and tagged[path].nodes}
+
+
+def _exported(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> tuple[TaggedModel, list[frozenset[str]]]:
+    """The export, and for each operation of its FX graph the modules in which it is."""
+    program = export(model, args, kwargs=kwargs, verbose=False)
+    if program is None or program.exported_program is None:
+        raise InputError("the exporter returned no program")
+    nodes = [node for node in program.exported_program.graph.nodes if node.op == "call_function"]
+    return load(program), [frozenset(scope.name for scope in scopes_of(node)) for node in nodes]
+
+
+def _numbers(
+    tagged: TaggedModel, operations: Sequence[frozenset[str]], groups: Mapping[str, Collection[str]]
+) -> dict[str, AttentionRow]:
+    from htp_export.capabilities.cost.fusing import cost_of_fusing
+
+    groups = {_MODEL: ("",), **groups}
+    costs = cost_of_fusing(tagged, groups)
+    return {
+        name: AttentionRow(
+            modules=len(paths),
+            nodes=len({node for path in paths for node in tagged[path].nodes}),
+            operations=sum(1 for stack in operations if not {*stack, ""}.isdisjoint(paths)),
+            cost=costs[name],
+        )
+        for name, paths in groups.items()
+    }

@@ -1,0 +1,1 @@
+"""``carry`` and ``adopt``: module tags for what other tools made, and adapters that run these tools."""

@@ -1,0 +1,183 @@
+"""Quantizers of ONNX Runtime."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx
+
+from htp_export.capabilities.carry.adapting import adapted, library
+from htp_export.capabilities.carry.carrying import Carried
+from htp_export.errors import InputError
+from htp_export.files.npz_file import read_npz
+from htp_export.model.tagged import ModelSource
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["matmul_nbits", "quantize_dynamic", "quantize_static"]
+
+_log = logging.getLogger(__name__)
+
+_BITS = (2, 4, 8)
+_PROCESSORS = Path("/proc/cpuinfo")
+
+
+def quantize_dynamic(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
+    """Quantize weights, and activations at run time, and restore the tags.
+
+    On x86 processors without VNNI, ONNX Runtime's products of unsigned activations and signed weights saturate, and a
+    warning is logged. Use ``reduce_range=True`` or ``weight_type=QuantType.QUInt8``; see ``docs/accuracy.md``.
+
+    Args:
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        **options: Options of ``onnxruntime.quantization.quantize_dynamic``.
+
+    Returns:
+        The new model with tags, and the evidence for them.
+
+    Raises:
+        InputError: The library is not installed or rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        ToolError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> result = htp_export.tools.quantize_dynamic(program, reduce_range=True)
+        >>> {node.op_type: node.metadata_props["htp.module"] for node in result.model.graph}["MatMulInteger"]
+        '0'
+    """
+    tool = library("onnxruntime.quantization", None)
+    _warn_of_saturation(options)
+    return adapted(
+        "quantize_dynamic", lambda source, target: tool.quantize_dynamic(source, target, **options), model, output
+    )
+
+
+def quantize_static(
+    model: ModelSource,
+    output: str | os.PathLike[str] | None = None,
+    inputs: Iterable[Mapping[str, np.ndarray[Any, Any]]] | str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Carried:
+    """Quantize weights and activations, calibrated on inputs, and restore the tags.
+
+    Args:
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        inputs: Input name → array, one mapping for each run; or an ``.npz`` file with the inputs of one run.
+        **options: Options of ``onnxruntime.quantization.quantize_static``; its data reader is built from ``inputs``.
+
+    Returns:
+        The new model with tags, and the evidence for them.
+
+    Raises:
+        InputError: There are no inputs, or ONNX Runtime rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written, or the ``.npz`` file has no arrays.
+        ToolError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> name, inputs = program.model.graph.inputs[0].name, torch.randn(2, 4).numpy()
+        >>> result = htp_export.tools.quantize_static(program, inputs=[{name: inputs}])
+        >>> result.recovered["inserted"] > 0
+        True
+    """
+    tool = library("onnxruntime.quantization", None)
+    runs = iter(_runs(inputs))
+
+    class Reader(tool.CalibrationDataReader):  # type: ignore[misc, name-defined] # it asks for this very class
+        def get_next(self) -> Mapping[str, Any] | None:
+            return next(runs, None)
+
+    return adapted(
+        "quantize_static",
+        lambda source, target: tool.quantize_static(source, target, Reader(), **options),
+        model,
+        output,
+    )
+
+
+def _warn_of_saturation(options: Mapping[str, Any]) -> None:
+    """Say that products may saturate here: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html"""
+    signed = getattr(options.get("weight_type"), "name", "QInt8") == "QInt8"
+    if signed and not options.get("reduce_range") and saturates():
+        _log.warning(
+            "this processor has no VNNI: ONNX Runtime's products of 8-bit integers saturate on it, and results can be "
+            "far off. Quantize with reduce_range=true, or with unsigned weights"
+        )
+
+
+def saturates() -> bool:
+    """Whether it is an x86 processor without VNNI; not known, and so False, where Linux does not say."""
+    try:
+        lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set[str]())
+    return "avx2" in flags and not flags & {"avx512_vnni", "avx_vnni"}
+
+
+def _runs(inputs: Iterable[Mapping[str, Any]] | str | os.PathLike[str] | None) -> list[Mapping[str, Any]]:
+    if isinstance(inputs, str | os.PathLike):
+        return [dict(read_npz(inputs))]
+    runs = list(inputs or ())
+    if not runs:
+        raise InputError("quantize_static needs inputs to see activations on: inputs=[{name: array}, ...]")
+    return runs
+
+
+def matmul_nbits(
+    model: ModelSource, output: str | os.PathLike[str] | None = None, bits: int = 4, **options: Any
+) -> Carried:
+    """Quantize the weights of matrix products to a few bits and restore the tags.
+
+    Args:
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        bits: Bits of a weight: 2, 4 or 8.
+        **options: Options of ``onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer``: ``block_size``,
+            ``is_symmetric`` and others.
+
+    Returns:
+        The new model with tags, and the evidence for them.
+
+    Raises:
+        InputError: There are no weights of so many bits, or ONNX Runtime rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        ToolError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> class Product(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return torch.nn.functional.linear(x, self.weight)
+        >>> net = Product()
+        >>> net.weight = torch.nn.Parameter(torch.randn(8, 32))
+        >>> program = htp_export.export(net.eval(), (torch.randn(2, 5, 32),), verbose=False)
+        >>> [node.op_type for node in htp_export.tools.matmul_nbits(program, bits=4).model.graph]
+        ['MatMulNBits']
+    """
+    if bits not in _BITS:
+        raise InputError(f"matmul_nbits: bits are {bits!r}, and can be {', '.join(map(str, _BITS))}")
+    tool = library("onnxruntime.quantization.matmul_nbits_quantizer", None)
+
+    def quantize(source: Path, _: Path) -> onnx.ModelProto:
+        quantizer = tool.MatMulNBitsQuantizer(onnx.load(source), bits=bits, **options)
+        quantizer.process()
+        result: onnx.ModelProto = quantizer.model.model
+        return result
+
+    return adapted("matmul_nbits", quantize, model, output)

@@ -1,0 +1,151 @@
+"""Run a tool on the file of a tagged model, and restore the tags of its result."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.capabilities.carry.carrying import Carried, carry_in_place, tagged_model
+from htp_export.editing.flattening import read_flat
+from htp_export.errors import HtpExportError, InputError, ResultError, ToolError, in_one_line
+from htp_export.files.model_files import read_model, write_for_tool, write_model
+from htp_export.files.parsing import model_from_proto
+from htp_export.files.targets import check_target
+from htp_export.files.written_check import made_from
+from htp_export.model.tagged import ModelSource, model_of, name_of
+
+__all__ = ["Tool", "adapted", "library", "share_unchanged"]
+
+Tool = Callable[[Path, Path], "onnx.ModelProto | ir.Model | None"]
+"""Called with the file of the model and a target: returns the result, or writes it to the target."""
+
+_NAMED_HERE = "htp_export/"
+
+
+def library(name: str, extra: str | None = "tools") -> Any:
+    """Import the library of a tool.
+
+    Raises:
+        InputError: It is not installed; the message says how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        what = f'"htp-export[{extra}]"' if extra else name.partition(".")[0]
+        raise InputError(f"{name} cannot be imported ({error}); pip install {what}") from error
+
+
+def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike[str] | None) -> Carried:
+    """Run a tool on a tagged model and put the tags on its result.
+
+    Nodes without a unique name get one for the time. torch's metadata of weights is removed for the time: it repeats
+    their shapes, which tools do not update when they transpose a weight.
+
+    Args:
+        name: The tool's name, for messages.
+        tool: The tool.
+        model: The tagged model.
+        output: The file to write.
+
+    Raises:
+        UntaggedModelError: The model has no tags of htp_export.
+        ToolError: The tool failed; its own error is the cause.
+        FileError: A file cannot be read or written.
+    """
+    check_target(output)
+    before = read_flat(tagged_model(model), others=False).model  # tools rename what they inline
+    names, notes = _name_nodes(before), _take_notes(before)
+    with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
+        source, target = Path(folder) / "model.onnx", Path(folder) / "made.onnx"
+        write_for_tool(before, source)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                after = tool(source, target)
+        except HtpExportError:
+            raise
+        except Exception as error:
+            if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+                raise InputError(f"{name}: {error}") from error
+            message = _plain(error, {source: name_of(model, "the model"), target: "its result"})
+            raise ToolError(name, f"failed on this model: {type(error).__name__}: {message}") from error
+        try:
+            after = read_model(target) if after is None else after
+            after = model_from_proto(after) if isinstance(after, onnx.ModelProto) else after
+        except Exception as error:
+            message = _plain(error, {target: "its result"})
+            raise ToolError(name, f"made a model of this one that is not valid: {message}") from error
+        result = carry_in_place(before, after)
+        for node in result.model.graph.all_nodes():
+            result.model.graph.opset_imports.setdefault(node.domain, 1)  # some tools do not say what they use
+            if node.name in names:
+                node.name = names[node.name]
+        for weight, value in result.model.graph.initializers.items():
+            value.metadata_props.update(notes.get(weight, {}))
+        if output is not None:
+            try:
+                with made_from(lambda: [before]):
+                    write_model(result.model, output)
+            except ResultError as error:
+                raise ToolError(name, f"made a model of this one that is not valid: {error.problem}") from error
+        _into_memory(result.model, Path(folder))
+    return result
+
+
+def share_unchanged(model: ir.Model, source: ModelSource) -> None:
+    """Refer to the data file of the original model for the weights that the tool left unchanged."""
+    before = model_of(source).graph.initializers
+    for name, value in model.graph.initializers.items():
+        tensor, original = value.const_value, before[name].const_value if name in before else None
+        if tensor is None or not isinstance(original, ir.ExternalTensor):
+            continue
+        alike = tensor.dtype == original.dtype and tensor.shape == original.shape
+        if alike and tensor.tobytes() == original.tobytes():
+            value.const_value = original
+
+
+def _plain(error: BaseException, names: Mapping[Path, str]) -> str:
+    """An error in one line, with the user's file names instead of temporary ones."""
+    text = in_one_line(error)
+    for file, name in names.items():
+        text = text.replace(os.fspath(file), name)
+    return text
+
+
+def _name_nodes(model: ir.Model) -> dict[str, str | None]:
+    """Give every node a unique name; new name → old name."""
+    nodes = list(model.graph.all_nodes())
+    uses, names = Counter(node.name for node in nodes), dict[str, str | None]()
+    for index, node in enumerate(nodes):
+        if not node.name or uses[node.name] > 1:
+            names[f"{_NAMED_HERE}{index}"] = node.name
+            node.name = f"{_NAMED_HERE}{index}"
+    return names
+
+
+def _take_notes(model: ir.Model) -> dict[str, dict[str, str]]:
+    """Remove the metadata of all weights; name of a weight → its metadata."""
+    notes = dict[str, dict[str, str]]()
+    for graph in model.graphs():
+        for name, value in graph.initializers.items():
+            notes[name] = dict(value.metadata_props)
+            value.metadata_props.clear()
+    return notes
+
+
+def _into_memory(model: ir.Model, folder: Path) -> None:
+    """Load the weights that are in a folder that will be removed."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir).resolve() == folder.resolve():
+                value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)

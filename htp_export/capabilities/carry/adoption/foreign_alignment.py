@@ -1,0 +1,168 @@
+"""Counterparts of the tensors of a file that others exported: names say nothing, weights and values do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from htp_export.capabilities.carry.adoption.likenesses import Likeness
+from htp_export.capabilities.carry.alignment import Alignment
+from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
+from htp_export.format.reasons import Reason
+from htp_export.shapes.operator_kinds import moves, resembles
+
+__all__ = ["Evidence", "ForeignAlignment"]
+
+
+@dataclass
+class Evidence:
+    """What is known of the tensors of the other file, by their places in its summary.
+
+    Attributes:
+        inputs: Input → original input.
+        weights: Weight, or tensor that is computed from weights only → the original weights that it stands for.
+        values: Tensor → the original tensors with its numbers.
+        unequal: Tensors that were compared, and that have the numbers of no original.
+        compared: Original tensors that took part.
+        idle: Original node → the input that it gives back on these inputs.
+        idle_after: The same for nodes of the other file.
+    """
+
+    inputs: Mapping[int, int] = field(default_factory=dict)
+    weights: Mapping[int, Likeness] = field(default_factory=dict)
+    values: Mapping[int, Likeness] = field(default_factory=dict)
+    unequal: Collection[int] = frozenset()
+    compared: Collection[int] = frozenset()
+    idle: Mapping[int, int] = field(default_factory=dict)
+    idle_after: Mapping[int, int] = field(default_factory=dict)
+
+
+class ForeignAlignment(Alignment):
+    """The counterparts of the tensors of a file that was not made from the original.
+
+    Args:
+        before: The original model.
+        after: The other file, as `without_names` gives it.
+        evidence: What is known of its tensors.
+    """
+
+    by_consumers = True
+
+    def __init__(self, before: GraphSummary, after: GraphSummary, evidence: Evidence) -> None:
+        self._evidence = evidence
+        equal = {value: like.originals for value, like in evidence.values.items() if like.same_shape}
+        idle = {node: value for node, value in evidence.idle.items() if moves(before.nodes[node].op, views=True)}
+        super().__init__(before, after, equal or {NOTHING: ()}, idle=idle)
+
+    def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
+        """Match a value with a number, unless their numbers were compared and differ."""
+        members = self.numbers.members.get(number, ()) if value in self._evidence.unequal else ()
+        if not any(member in self._evidence.compared for member in members):
+            super().match(value, number, exact, named)
+
+    def _sources(self) -> None:
+        numbers = self.numbers
+        for index, value in enumerate(self.after.values):
+            if value.content:
+                self.match(index, numbers.constant(value.content), True)
+        for index, original in self._evidence.inputs.items():
+            self.match(index, numbers.number[original], self.alike(index, original))
+        for index, like in self._evidence.weights.items():
+            self._take(index, like, Reason.INITIALIZER)
+
+    def _forward(self, node: SummaryNode) -> None:
+        if self.numbers.passes_on(self.after, node) and self.counterpart[node.outputs[0]] == NOTHING:
+            source = node.inputs[0]
+            self.match(node.outputs[0], self.counterpart[source], self.exact[source])
+        else:
+            super()._forward(node)
+
+    def _by_values(self, equal: Mapping[int, Sequence[int]]) -> bool:
+        added = super()._by_values({value: originals for value, originals in equal.items() if value != NOTHING})
+        for value, like in self._evidence.values.items():
+            if not like.same_shape and self.after.values[value].kind == "node":
+                current = self.numbers.current(self.counterpart[value])
+                if like.joined or current not in {self.numbers.number[original] for original in like.originals}:
+                    self._take(value, like, Reason.VALUES)
+                    added = True
+        return added
+
+    def _by_weights(self, node: SummaryNode, value: int) -> None:
+        """Match the output of a node that reads one weight, or several joined ones, with the products of these."""
+        weights = [v for v in node.inputs if v in self._evidence.weights]
+        live = [v for v in node.inputs if v != NOTHING and self.after.live[v]]
+        if len(weights) != 1 or len(live) != 1:
+            return
+        like = self._evidence.weights[weights[0]]
+        products = [
+            self._product(node, original) for original in (like.originals if like.joined else like.originals[:1])
+        ]
+        if products and NOTHING not in products:
+            number = self.numbers.number
+            if len({self._reads(product) for product in products}) == 1:
+                self.match(
+                    value, number[products[0]], not like.joined and self.alike(value, products[0]), Reason.INITIALIZER
+                )
+                if like.joined and self.counterpart[value] != NOTHING:
+                    self.parts[value] = tuple(products)
+
+    def _product(self, node: SummaryNode, weight: int) -> int:
+        """The output of the one original node that a node resembles and that reads a weight."""
+        readers = [self.before.nodes[reader] for reader in self.before.readers[weight]]
+        found = [old for old in readers if resembles(node.op, old.op) and len(old.outputs) == 1]
+        return found[0].outputs[0] if len(found) == 1 and not found[0].scope else NOTHING
+
+    def _reads(self, product: int) -> frozenset[int]:
+        """The numbers of the tensors that the producer of a product reads, without weights."""
+        old = self.before.nodes[self.before.maker[product]]
+        return frozenset(self.numbers.number[v] for v in old.inputs if v != NOTHING and self.before.live[v])
+
+    def _take(self, value: int, like: Likeness, reason: str) -> None:
+        number = self.numbers.number
+        originals = like.originals if like.joined or like.same_shape else self._in_chain(value, like.originals)
+        first = number[originals[0]]
+        self.match(value, first, like.same_shape, reason)
+        if like.joined:
+            self.parts[value] = originals
+        else:
+            further = tuple(original for original in originals if number[original] != first)
+            if further:
+                self.also[value] = further
+
+    def _in_chain(self, value: int, originals: Sequence[int]) -> tuple[int, ...]:
+        """Of tensors that layout operators make of each other, the first; or the last, for an output of such a one."""
+        moved = {original: self._moved_from(original) & set(originals) for original in originals}
+        maker = self.after.maker[value]
+        if maker != NOTHING and moves(self.after.nodes[maker].op):
+            sources = set[int]().union(*moved.values())
+            chosen = tuple(original for original in originals if original not in sources)
+        else:
+            chosen = tuple(original for original in originals if not moved[original])
+        return chosen or tuple(originals)
+
+    def _moved_from(self, original: int) -> set[int]:
+        maker = self.before.maker[original]
+        if maker == NOTHING or not moves(self.before.nodes[maker].op):
+            return set()
+        return set(self.before.nodes[maker].inputs)
+
+    def weights_of(self, value: int) -> tuple[int, ...]:
+        """The original weights that a value stands for."""
+        like = self._evidence.weights.get(value)
+        return () if like is None else like.originals
+
+    def anchors(self, value: int) -> set[int]:
+        """The numbers of the original tensors that a value stands for, without those of small constants."""
+        if value in self._evidence.weights or self.after.live[value]:
+            return self.numbers_of(value)
+        return set()
+
+
+def without_names(summary: GraphSummary) -> list[str]:
+    """Remove the names of tensors and nodes from a summary, as equal names prove nothing; return those of tensors."""
+    names = [value.name for value in summary.values]
+    for value in summary.values:
+        value.name = ""
+    for node in summary.nodes:
+        node.name = ""
+    return names

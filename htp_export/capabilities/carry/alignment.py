@@ -1,0 +1,246 @@
+"""The counterpart of each tensor of a tool's result in the original model, by value number.
+
+Evidence, the strongest first: equal computations of equal tensors (`Numbering`), weights being equal by name or by
+contents; names of tensors; names of nodes, or of their outputs. Then backwards from the outputs: a node that remains
+reads what it read before. If that contradicts a name, another tensor took over the name, as in optimisers that fold
+BatchNorm into a Conv. Last, and only if both models were run: equal values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+
+from htp_export.capabilities.carry.backwards import go_backwards
+from htp_export.capabilities.carry.counterparts import LOOK_BACK, Counterparts
+from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
+from htp_export.capabilities.carry.numbering import repeats
+from htp_export.format.reasons import Reason
+from htp_export.shapes.operator_kinds import base_op, ends_in, moves, resembles
+
+__all__ = ["Alignment"]
+
+_FEW = 4  # consumers of a weight (a constant like 1 has more), and original nodes that one node replaces
+
+_MOST_FOLLOWERS = 4
+"""Nodes after a product that one fused node may have taken in: bias, residual, scale and activation."""
+
+
+class Alignment(Counterparts):
+    """The counterparts of the tensors after a tool, as far as they are known.
+
+    Args:
+        before: The original model.
+        after: The result of the tool.
+        equal: Value after → original values that were equal when both models ran.
+        renamed: Weight after → original weight with the same contents under another name.
+        idle: Original nodes that are known to give back an input → this input.
+    """
+
+    def __init__(
+        self,
+        before: GraphSummary,
+        after: GraphSummary,
+        equal: Mapping[int, Sequence[int]] | None = None,
+        renamed: Mapping[int, int] | None = None,
+        idle: Mapping[int, int] | None = None,
+    ) -> None:
+        super().__init__(before, after, idle)
+        self._renamed = renamed or {}
+        self._settled, self._denied = set[int](), set[int]()
+        self._node_names = {node.name: index for index, node in enumerate(before.nodes) if node.name}
+        self._sources()
+        self._look()
+        if equal and self._by_values(equal):
+            self._settled = {value for value, number in enumerate(self.counterpart) if number != NOTHING}
+            self._look()  # what is known now may tell more
+
+    def _look(self) -> None:
+        """Forwards and backwards once, for all tensors that are not settled."""
+        nodes = self.after.nodes
+        for node in nodes:
+            self._forward(node)
+        self.known = {number for number in self.counterpart if number != NOTHING}
+        go_backwards(self)
+        self.counterpart = [self.numbers.current(number) for number in self.counterpart]
+        self.known = {number for number in self.counterpart if number != NOTHING}
+
+    # --- inputs, outputs and constants ---
+
+    def _sources(self) -> None:
+        before, after = self.before, self.after
+        for index, value in enumerate(after.values):
+            if value.kind == "node":
+                continue
+            same = self.numbers.constant(value.content) if value.content else NOTHING
+            candidate = same
+            if same == NOTHING:
+                candidate = self._renamed.get(index, before.find(value.name, value.scope))
+                if candidate != NOTHING and (before.values[candidate].content or not self.alike(index, candidate)):
+                    candidate = NOTHING  # the same name, but other contents
+                candidate = NOTHING if candidate == NOTHING else self.numbers.number[candidate]
+            self.match(index, candidate, True)
+        for ours, theirs in ((after.inputs, before.inputs), (after.outputs, before.outputs)):
+            if len(ours) == len(theirs):
+                for index, original in zip(ours, theirs, strict=True):
+                    if self.counterpart[index] == NOTHING and self.after.values[index].kind != "initializer":
+                        self.match(index, self.numbers.number[original], self.alike(index, original))
+
+    def _by_values(self, equal: Mapping[int, Sequence[int]]) -> bool:
+        """Match tensors with equal values, even if names or structure contradict; return whether that added matches."""
+        matched = set[int]()
+        for value, candidates in equal.items():
+            numbers = list(dict.fromkeys(self.numbers.number[candidate] for candidate in candidates))
+            if self.numbers.current(self.counterpart[value]) in numbers:
+                self.exact[value] = self.exact[value] or len(numbers) == 1
+            elif self.after.values[value].kind == "node":
+                self.match(value, numbers[0], len(numbers) == 1, Reason.VALUES)
+                matched.add(numbers[0])
+                if len(numbers) > 1:
+                    self.also[value] = tuple(c for c in candidates if self.numbers.number[c] != numbers[0])
+        self._deny(matched - {self.counterpart[value] for value in self.also}, equal)
+        return bool(matched)
+
+    def _deny(self, matched: Set[int], equal: Mapping[int, Sequence[int]]) -> None:
+        """If a tensor matches an original by value, drop the match of another tensor with its name and other values."""
+        fixed = {*self.after.inputs, *self.after.outputs}
+        for value, number in enumerate(self.counterpart):
+            if number not in matched or value in equal or value in fixed or not self.exact[value]:
+                continue
+            if self.after.live[value] and self.after.values[value].kind == "node":
+                self.counterpart[value], self.exact[value], self.named[value] = NOTHING, False, ""
+                self._denied.add(value)
+
+    # --- forwards ---
+
+    def _forward(self, node: SummaryNode) -> None:
+        if self._settled.issuperset(node.outputs):
+            return
+        reads = [value if value == NOTHING else self.counterpart[value] for value in node.inputs]
+        complete = all(number != NOTHING or value == NOTHING for number, value in zip(reads, node.inputs, strict=True))
+        if repeats(node) and reads[0] != NOTHING and len(node.outputs) == 1:
+            named = (
+                Reason.TENSOR
+                if self.before.find(self.after.values[node.outputs[0]].name, node.scope) != NOTHING
+                else ""
+            )
+            self.match(node.outputs[0], reads[0], self.exact[node.inputs[0]], named)
+            return
+        same = self.numbers.made_by(node, reads) if complete else None
+        for place, value in enumerate(node.outputs):
+            if value == NOTHING or value in self._settled:
+                continue
+            candidate = NOTHING
+            if value not in self._denied:
+                candidate = self._by_name(value, node)
+            if same is not None and place < len(same.outputs) and same.outputs[place] != NOTHING:
+                alike = candidate != NOTHING and self.alike(value, candidate)
+                exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)  # else in its inputs' layout
+                self.match(
+                    value,
+                    self.numbers.number[same.outputs[place]],
+                    exact,
+                    Reason.TENSOR if candidate != NOTHING else "",
+                )
+            elif candidate != NOTHING:
+                self.match(value, self.numbers.number[candidate], self.alike(value, candidate), Reason.TENSOR)
+            elif place == 0 and not moves(node.op):
+                candidate = self._by_node_name(node, {number for number in reads if number != NOTHING})
+                if candidate != NOTHING:
+                    self.match(value, self.numbers.number[candidate], False, Reason.NODE)
+                else:
+                    self._by_weights(node, value)
+
+    def _by_name(self, value: int, node: SummaryNode) -> int:
+        """The original output of this name; of constants that are known on both sides, one with the same contents."""
+        found = self.after.values[value]
+        candidate, content = self.before.find(found.name, node.scope), found.content
+        if candidate != NOTHING and content and self.before.values[candidate].content not in ("", content):
+            return self.numbers.constant(content)
+        return candidate
+
+    def _by_node_name(self, node: SummaryNode, reads: set[int]) -> int:
+        """The original output of a node by its name: that of an original node or tensor, possibly with a suffix."""
+        name = node.name
+        while name:
+            candidate = self.before.find(name)
+            if candidate == NOTHING and name in self._node_names:
+                outputs = self.before.nodes[self._node_names[name]].outputs
+                candidate = outputs[0] if outputs else NOTHING
+            maker = self.before.maker[candidate] if candidate != NOTHING else NOTHING
+            if maker != NOTHING and self.before.nodes[maker].scope == node.scope:
+                return self._followed(node, candidate, reads) if self._may_make(node, maker, reads) else NOTHING
+            name = name[: max(name.rfind("_"), name.rfind("/"), 0)]
+        return NOTHING
+
+    def _may_make(self, node: SummaryNode, maker: int, reads: set[int]) -> bool:
+        """Whether a node can replace an original one, by their operators.
+
+        A node that replaces several may have the name of the last of them and the operator of another (a Conv with an
+        activation), which must be shortly before, and after the inputs of the node.
+        """
+        queue, seen = [maker], set[int]()
+        while queue and len(seen) < _FEW:
+            at = queue.pop(0)
+            if resembles(node.op, self.before.nodes[at].op):
+                return True
+            seen.add(at)
+            behind = (v for v in self.before.nodes[at].inputs if v != NOTHING and self.before.live[v])
+            makers = (self.before.maker[v] for v in behind if self.numbers.number[v] not in reads)
+            queue += [
+                producer for producer in makers if producer != NOTHING and producer not in seen and "::" in node.op
+            ]
+        return False
+
+    def _by_weights(self, node: SummaryNode, value: int) -> None:
+        """Match the output of a node that reads all weights of an original one and has a variant of its operator."""
+        weights = {v for v in node.inputs if v != NOTHING and self.after.values[v].kind == "initializer"}
+        numbers = {self.counterpart[v] for v in weights} - {NOTHING}
+        for weight in sorted(numbers):
+            readers = self.before.readers[weight]
+            for reader in readers if len(readers) <= _FEW else ():
+                old = self.before.nodes[reader]
+                read = {self.numbers.number[v] for v in old.inputs if v != NOTHING and not self.before.live[v]}
+                if ends_in(node.op, old.op) and read <= numbers and not old.scope:
+                    exact = "nchwc" not in node.op and self.alike(value, old.outputs[0])
+                    self.match(value, self.numbers.number[old.outputs[0]], exact, Reason.INITIALIZER)
+                    return
+
+    def _followed(self, node: SummaryNode, value: int, reads: set[int]) -> int:
+        """A later tensor, if the node reads more than this one depends on, or names an operator that it absorbed."""
+        before, number = self.before, self.numbers.number
+        missing = self._operands_besides(node, value)
+        if not missing:
+            missing = {read for read in reads if before.live[read]} - self._made_of(value)
+        at = value
+        for _ in range(_MOST_FOLLOWERS):
+            readers = [reader for reader in before.readers[at] if not self.numbers.idle[reader]]
+            if len(readers) != 1 or NOTHING in before.nodes[readers[0]].outputs:
+                break
+            follower = before.nodes[readers[0]]
+            took = base_op(follower.op) in node.words
+            if not missing and not took:
+                break
+            missing -= {number[v] for v in follower.inputs if v != NOTHING}
+            at = follower.outputs[0]
+            if not missing:
+                value = at
+        return value
+
+    def _operands_besides(self, node: SummaryNode, value: int) -> set[int]:
+        """The inputs of a node beyond those of an original one, if it has more: the other operand of a sum."""
+        old = self.before.nodes[self.before.maker[value]]
+        mine = Counter(self.counterpart[v] for v in node.inputs if v != NOTHING and self.after.live[v])
+        theirs = Counter(self.numbers.number[v] for v in old.inputs if v != NOTHING and self.before.live[v])
+        return set(mine - theirs) - {NOTHING} if mine.total() > theirs.total() else set()
+
+    def _made_of(self, value: int) -> set[int]:
+        """The numbers of the tensors on which one depends, a few nodes back."""
+        queue, behind = [value], set[int]()
+        while queue and len(behind) < LOOK_BACK:
+            maker = self.before.maker[queue.pop(0)]
+            if maker != NOTHING:
+                sources = [v for v in self.before.nodes[maker].inputs if v != NOTHING and self.before.live[v]]
+                queue.extend(v for v in sources if self.numbers.number[v] not in behind)
+                behind.update(self.numbers.number[v] for v in sources)
+        return behind

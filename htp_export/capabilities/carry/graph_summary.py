@@ -1,0 +1,350 @@
+"""A summary of a model: its nodes, tensors and owners as numbers and short strings, without weights.
+
+It has everything that is compared of two models, and is small enough for the metadata of a file. Nodes of subgraphs
+are in the same list, after the node that holds them, which also reads what they capture.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import onnx_ir as ir
+
+from htp_export.format import tags
+from htp_export.model.dependence import dependence
+from htp_export.shapes.operator_kinds import SIZES_ONLY, operator_of, values_read
+from htp_export.shapes.symbolic import Symbolic
+
+__all__ = ["NOTHING", "GraphSummary", "Shape", "SummaryNode", "SummaryValue", "summarize"]
+
+Shape = tuple[tuple[int | str, ...] | None, int]
+"""Dimensions and element type of a tensor; None and 0 for what is not known."""
+
+NOTHING = -1  # no tensor, no node
+_SMALL_BYTES = 256  # constants up to this size are compared by what is in them
+
+
+@dataclass(slots=True)
+class SummaryValue:
+    """A tensor.
+
+    Attributes:
+        name: Its name.
+        scope: Where the name holds: ``""`` in the main graph, else the way to the subgraph.
+        shape: Dimensions as numbers and symbols; None where the file does not say.
+        dtype: ONNX's number of the element type; 0 where the file does not say.
+        kind: ``input``, ``initializer`` or ``node``, its producer.
+        content: The contents of a small constant, as a short hash; otherwise empty.
+    """
+
+    name: str
+    scope: str = ""
+    shape: tuple[int | str, ...] | None = None
+    dtype: int = 0
+    kind: str = "node"
+    content: str = ""
+
+
+@dataclass(slots=True)
+class SummaryNode:
+    """A node.
+
+    Attributes:
+        op: Operator, with its domain where that is not ONNX's: ``com.microsoft::Gelu``.
+        name: The node's name.
+        inputs: Values that it reads, `NOTHING` for one left out.
+        outputs: Values that it makes, `NOTHING` for one left out.
+        captured: Values from outside that its subgraphs read.
+        attributes: Its attributes, as a short hash.
+        words: Its attributes that are strings, such as names of operators that it absorbed.
+        scope: As of `SummaryValue`.
+        holder: The node whose subgraph it is in; `NOTHING` in the main graph.
+        has_bodies: Whether it holds subgraphs.
+        owners: Its owners, empty where it has no tags.
+        call: What it says of its calls, as of ``tags.encoded_calls``.
+        reason: ``htp.reason``.
+    """
+
+    op: str
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    captured: tuple[int, ...] = ()
+    attributes: str = ""
+    words: tuple[str, ...] = ()
+    scope: str = ""
+    holder: int = NOTHING
+    has_bodies: bool = False
+    owners: tuple[str, ...] = ()
+    call: str = ""
+    reason: str = ""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Its inputs, and what its subgraphs capture."""
+        return self.inputs + self.captured if self.captured else self.inputs
+
+
+@dataclass
+class GraphSummary:
+    """A model.
+
+    Attributes:
+        nodes: Every node of the main graph and its subgraphs.
+        values: Every tensor.
+        inputs: The main graph's inputs.
+        outputs: The main graph's outputs.
+        infer: Finds the shapes that the file does not say, by name; called once, when the first is asked for.
+    """
+
+    nodes: list[SummaryNode] = field(default_factory=list)
+    values: list[SummaryValue] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    infer: Callable[[], Mapping[str, Shape]] | None = field(default=None, repr=False)
+
+    def shape(self, value: int) -> Shape:
+        """Dimensions and element type of a tensor; None and 0 for what is not known."""
+        entry = self.values[value]
+        if entry.shape is None and self.infer is not None and not entry.scope:
+            inferred, self.infer = self.infer(), None
+            for further in self.values:
+                if further.shape is None and not further.scope and further.name in inferred:
+                    further.shape, further.dtype = inferred[further.name]
+        return entry.shape, entry.dtype
+
+    @cached_property
+    def maker(self) -> list[int]:
+        """Value → its producer."""
+        producers = [NOTHING] * len(self.values)
+        for index, node in enumerate(self.nodes):
+            for value in node.outputs:
+                if value != NOTHING:
+                    producers[value] = index
+        return producers
+
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """Value → its consumers, each once."""
+        consumers: list[list[int]] = [[] for _ in self.values]
+        for index, node in enumerate(self.nodes):
+            for value in dict.fromkeys(node.reads):
+                if value != NOTHING:
+                    consumers[value].append(index)
+        return consumers
+
+    @cached_property
+    def live(self) -> list[bool]:
+        """Value → whether it depends on the values of the model's inputs; sizes of tensors do not count."""
+        dependent = dependence(self._steps(), self._given())
+        return [index in dependent for index in range(len(self.values))]
+
+    def _given(self) -> dict[int, int]:
+        """The inputs of the main graph and of functions; those of subgraphs are given by the node that holds them."""
+        held = {node.scope for node in self.nodes if node.holder != NOTHING}
+        inputs = (index for index, value in enumerate(self.values) if value.kind == "input" and value.scope not in held)
+        return dict.fromkeys(inputs, 1)
+
+    def _steps(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
+        """Values that nodes read, and values that depend on them, for `htp_export.model.dependence`."""
+        sizes, values = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)  # holder → what is read inside
+        inputs = defaultdict[str, list[int]](list)
+        for index, value in enumerate(self.values):
+            if value.kind == "input":
+                inputs[value.scope].append(index)
+        body_inputs: dict[int, dict[int, None]] = defaultdict(dict)  # holder → inputs of its subgraphs
+        for index in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[index]
+            if node.holder != NOTHING:
+                body_inputs[node.holder].update(dict.fromkeys(inputs[node.scope]))
+                (sizes if node.op in SIZES_ONLY else values)[node.holder].update(values_read(node.op, node.inputs))
+                sizes[node.holder] |= sizes[index]
+                values[node.holder] |= values[index]
+        for index, node in enumerate(self.nodes):
+            if node.op not in SIZES_ONLY:
+                captured = (value for value in node.captured if value in values[index] or value not in sizes[index])
+                outputs = (value for value in node.outputs if value != NOTHING)
+                yield (*values_read(node.op, node.inputs), *captured), (*outputs, *body_inputs[index])
+
+    @cached_property
+    def by_name(self) -> dict[str, list[int]]:
+        """Name → its values; several, if several subgraphs use it."""
+        by_name: dict[str, list[int]] = {}
+        for index, value in enumerate(self.values):
+            if value.name:
+                by_name.setdefault(value.name, []).append(index)
+        return by_name
+
+    def find(self, name: str, scope: str = "") -> int:
+        """The value of a name, in a scope if there are several; `NOTHING` if there is none, or no single one."""
+        matches = self.by_name.get(name, ())
+        if len(matches) > 1:
+            matches = [value for value in matches if self.values[value].scope == scope] or matches
+        return matches[0] if len(matches) == 1 else NOTHING
+
+
+def summarize(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[GraphSummary, list[ir.Node]]:
+    """Summarize a model.
+
+    Args:
+        model: The model; no external data of it is read.
+        functions: Functions whose bodies are summarized too, each as a scope of its own.
+
+    Returns:
+        The summary, and the model's nodes in the same order.
+    """
+    summarizer = _Summarizer()
+    summarizer.graph(model.graph, "", NOTHING)
+    summarizer.summary.infer = functools.partial(_infer_shapes, model)
+    summarizer.summary.inputs = [summarizer.values[value] for value in model.graph.inputs]
+    summarizer.summary.outputs = [
+        summarizer.values[value] for value in model.graph.outputs if value in summarizer.values
+    ]
+    for function in functions:
+        summarizer.graph(function.graph, f"{function.domain}::{function.name}", NOTHING)
+    return summarizer.summary, summarizer.nodes
+
+
+def _infer_shapes(model: ir.Model) -> dict[str, Shape]:
+    """Name → dimensions and element type of what the nodes of the main graph make."""
+    known = Symbolic(model.graph, functions=model.functions)
+    described = (known.described(value) for node in model.graph for value in node.outputs if value.name)
+    return {
+        str(value.name): (
+            None if value.shape is None else tuple(map(_dimension, value.shape.dims)),
+            int(value.dtype or 0),
+        )
+        for value in described
+    }
+
+
+class _Summarizer:
+    """Summarizes one model."""
+
+    def __init__(self) -> None:
+        self.summary, self.nodes = GraphSummary(), list[ir.Node]()
+        self.values: dict[ir.Value, int] = {}
+
+    def graph(self, graph: ir.Graph, scope: str, holder: int) -> None:
+        for value in graph.inputs:
+            self._value(value, scope, "initializer" if value.is_initializer() else "input", _content(value.const_value))
+        for value in graph.initializers.values():
+            self._value(value, scope, "initializer", _content(value.const_value))
+        for node in graph:
+            self._node(node, scope, holder)
+
+    def _value(self, value: ir.Value, scope: str, kind: str, content: str = "") -> int:
+        if value in self.values:
+            return self.values[value]
+        shape = None if value.shape is None else tuple(map(_dimension, value.shape.dims))
+        if shape is None and value.const_value is not None:
+            shape = tuple(map(_dimension, value.const_value.shape.dims))
+        dtype = int(value.dtype) if value.dtype is not None else 0
+        self.values[value] = index = len(self.summary.values)
+        self.summary.values.append(SummaryValue(value.name or "", scope, shape, dtype, kind, content))
+        return index
+
+    def _read(self, value: ir.Value | None, scope: str) -> int:
+        if value is None:
+            return NOTHING
+        index = self.values.get(value)
+        return self._value(value, scope, "node") if index is None else index
+
+    def _node(self, node: ir.Node, scope: str, holder: int) -> None:
+        metadata, bodies = node.metadata_props, list[tuple[str, ir.Graph]]()
+        words: tuple[str, ...] = ()
+        index, attributes, content = len(self.nodes), "", ""
+        if node.attributes:
+            attributes, words, bodies = _attributes(node)
+            if node.op_type == "Constant":
+                content = attributes
+        self.nodes.append(node)
+        self.summary.nodes.append(
+            SummaryNode(
+                sys.intern(operator_of(node)),
+                node.name or "",
+                tuple([self._read(value, scope) for value in node.inputs]),
+                tuple([self._value(value, scope, "node", content) for value in node.outputs]),
+                (),
+                attributes,
+                words,
+                scope,
+                holder,
+                bool(bodies),
+                tags.owners_of(metadata),
+                tags.encoded_calls(metadata),
+                metadata.get(tags.REASON, ""),
+            )
+        )
+        for name, body in bodies:
+            self._body(body, f"{scope}/{node.outputs[0].name if node.outputs else node.name}:{name}", index)
+
+    def _body(self, body: ir.Graph, scope: str, holder: int) -> None:
+        before, first = len(self.summary.values), len(self.summary.nodes)
+        self.graph(body, scope, holder)
+        inside = self.summary.nodes[first:]
+        reads = (value for node in inside for value in node.reads)
+        results = (self.values[value] for value in body.outputs if value in self.values)
+        captured = dict.fromkeys(value for value in (*reads, *results) if NOTHING < value < before)
+        holder_node = self.summary.nodes[holder]
+        holder_node.captured = tuple(dict.fromkeys((*holder_node.captured, *captured)))
+
+
+def _dimension(dimension: object) -> int | str:
+    if isinstance(dimension, int):
+        return dimension
+    return getattr(dimension, "value", None) or "?"
+
+
+def _attributes(node: ir.Node) -> tuple[str, tuple[str, ...], list[tuple[str, ir.Graph]]]:
+    """The attributes of a node as text, those that are strings, and its subgraphs."""
+    parts, words, bodies = [], [], []
+    for name in sorted(node.attributes):
+        attribute = node.attributes[name]
+        kind, value = attribute.type, attribute.value
+        if attribute.is_ref():
+            parts.append(f"{name}@{attribute.ref_attr_name}")
+        elif kind == ir.AttributeType.GRAPH:
+            bodies.append((name, attribute.as_graph()))
+        elif kind == ir.AttributeType.GRAPHS:
+            bodies.extend((f"{name}.{place}", body) for place, body in enumerate(attribute.as_graphs()))
+        elif kind == ir.AttributeType.TENSOR:
+            parts.append(_content(attribute.as_tensor()) or name)
+        else:
+            if kind == ir.AttributeType.STRING:
+                words.append(str(value))
+            parts.append(f"{name}={value!r}")
+    if node.op_type == "Constant" and len(parts) == 1 and "=" in parts[0]:
+        parts = [_plain_content(node.attributes[next(iter(node.attributes))])]
+    text = ";".join(parts)
+    if len(text) > 24:
+        text = hashlib.blake2b(text.encode(), digest_size=9).hexdigest()
+    return sys.intern(text), tuple(words), bodies
+
+
+def _plain_content(attribute: ir.Attr) -> str:
+    """The contents of a ``Constant`` that is written as plain numbers, as those of a tensor."""
+    kinds = {ir.AttributeType.INT: "int64", ir.AttributeType.INTS: "int64"}
+    kinds |= {ir.AttributeType.FLOAT: "float32", ir.AttributeType.FLOATS: "float32"}
+    if attribute.type not in kinds:
+        return f"{attribute.name}={attribute.value!r}"
+    import numpy as np
+
+    return _content(ir.tensor(np.asarray(attribute.value, dtype=kinds[attribute.type]))) or "constant"
+
+
+def _content(tensor: ir.TensorProtocol | None) -> str:
+    """The contents of a small tensor; empty for large and external tensors, and for strings."""
+    if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.STRING:
+        return ""
+    if tensor.nbytes > _SMALL_BYTES:
+        return ""
+    shape = ",".join(str(dimension) for dimension in tensor.shape)
+    text = f"{int(tensor.dtype)}:{shape}:{tensor.tobytes().hex()}"
+    return text if len(text) <= 40 else hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -1,0 +1,358 @@
+"""The original nodes that each node of a tool's result replaces.
+
+A node whose inputs and outputs have counterparts replaces the original nodes between these. Nodes with unmatched
+tensors between them share the original nodes between the matched tensors; each replaces those that its name, its
+initializers or its operator indicates. A layout operator without an original counterpart was inserted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from htp_export.capabilities.carry.alignment import Alignment
+from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
+from htp_export.format.reasons import Reason
+from htp_export.shapes.operator_kinds import LAYOUT, base_op, moves
+
+__all__ = ["ReplacedNodes", "replaced_nodes"]
+
+_REPEATED = 40  # original nodes that one node is assumed to compute a second time
+_SHARED: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedNodes:
+    """The original nodes that one node replaces.
+
+    Attributes:
+        nodes: The original nodes, in order of execution; empty for an inserted node.
+        reason: ``tensor``, ``node``, ``initializer``, ``values`` or ``region``; ``inserted`` without nodes.
+        ends: For an inserted node that restores the form of original tensors: their producers.
+        coarse: Whether several nodes share these original nodes, because they cannot be separated.
+        chosen: Whether they were chosen from nodes of several modules, by their operator alone.
+        among: All original nodes between the matched tensors around the node.
+    """
+
+    nodes: tuple[int, ...]
+    reason: str
+    ends: tuple[int, ...] = ()
+    coarse: bool = False
+    chosen: bool = False
+    among: tuple[int, ...] = ()
+
+
+def replaced_nodes(alignment: Alignment) -> list[ReplacedNodes]:
+    """Return the original nodes that each node of the result replaces, in order."""
+    return _Division(alignment).result
+
+
+class _Division:
+    def __init__(self, alignment: Alignment) -> None:
+        self.known = alignment
+        self.before, self.after = alignment.before, alignment.after
+        self.number = alignment.numbers.number
+        self._taken = self._values_taken()
+        self._slices: dict[tuple[frozenset[int], frozenset[int]], tuple[int, ...]] = {}
+        self._behind, self._ahead = self._surroundings()
+        self._equal_after: dict[int, list[int]] = {}  # number → the values of it that nodes compute
+        self._done: dict[int, frozenset[int]] = {}  # unmatched value → original nodes that are replaced before it
+        self._claimed = self._claims()
+        self.result = [self._work(index, node) for index, node in enumerate(self.after.nodes)]
+
+    def _values_taken(self) -> set[int]:
+        """Original values that remain under their name."""
+        taken = set()
+        for value, number in enumerate(self.known.counterpart):
+            if number != NOTHING:
+                origin = self.known.origin(value)
+                if origin != NOTHING and self.before.values[origin].name == self.after.values[value].name:
+                    taken.add(origin)
+        return taken
+
+    def _surroundings(self) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
+        """For each node: numbers of the nearest matched tensors before it, and the nearest matched values after it."""
+        counterpart, nodes = self.known.counterpart, self.after.nodes
+        behind, ahead = [_SHARED] * len(nodes), [_SHARED] * len(nodes)
+        carried: dict[int, frozenset[int]] = {}
+        for index, node in enumerate(nodes):
+            nearest = set[int]().union(*(self.known.numbers_of(v) for v in node.reads if v != NOTHING))
+            behind[index] = frozenset(nearest.union(*(carried.get(v, _SHARED) for v in node.reads)))
+            carried.update((v, behind[index]) for v in node.outputs if v != NOTHING and counterpart[v] == NOTHING)
+        carried = {}
+        for index in range(len(nodes) - 1, -1, -1):
+            outputs = [v for v in nodes[index].outputs if v != NOTHING]
+            nearest = {v for v in outputs if counterpart[v] != NOTHING}
+            ahead[index] = frozenset(nearest.union(*(carried.get(v, _SHARED) for v in outputs)))
+            for value in nodes[index].reads:
+                if value != NOTHING and counterpart[value] == NOTHING:
+                    carried[value] = carried.get(value, _SHARED) | ahead[index]
+        return behind, ahead
+
+    def _claims(self) -> dict[tuple[frozenset[int], str], int]:
+        """How many nodes after share the same known tensors ahead and have the same operator."""
+        claims: dict[tuple[frozenset[int], str], int] = {}
+        for index, node in enumerate(self.after.nodes):
+            key = (self._ahead[index], base_op(node.op))
+            claims[key] = claims.get(key, 0) + 1
+        return claims
+
+    # --- one node ---
+
+    def _work(self, index: int, node: SummaryNode) -> ReplacedNodes:
+        counterpart, nodes = self.known.counterpart, self.before.nodes
+        outputs = [v for v in node.outputs if v != NOTHING]
+        unknown = [v for v in outputs if counterpart[v] == NOTHING and self.after.readers[v]]
+        if not node.inputs and not node.has_bodies and unknown:
+            return ReplacedNodes((), Reason.INSERTED)
+        part = self._between(self._ahead[index], self._behind[index])
+        inner = [v for v in node.reads if v != NOTHING and counterpart[v] == NOTHING]
+        done = _SHARED.union(*(self._done.get(v, _SHARED) for v in inner))
+        if any(v in self.known.also for v in outputs):
+            done = _SHARED  # it may be any of several equal tensors
+        rest = tuple(n for n in part if n not in done) if done else part
+        if outputs and not any(self.after.live[v] for v in outputs):  # it computes on weights only
+            rest = tuple(n for n in rest if not any(v != NOTHING and self.before.live[v] for v in nodes[n].outputs))
+        rest = self._without_movers(node, rest)
+        if moves(node.op):
+            work = self._moved(index, node, rest, bool(unknown))
+        elif not rest:
+            work = self._inserted(index, node)
+        elif unknown and self._several_owners(rest):
+            work = self._pointed_at(index, node, rest)
+        else:
+            work = ReplacedNodes(rest, self._reason(node, rest), coarse=bool(unknown or inner))
+        if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):  # an inlined branch
+            work = replace(work, nodes=tuple(sorted({*work.nodes, *self._inside(work.nodes)})))
+        work = replace(work, among=part)
+        if unknown:
+            replaced = done if work.coarse else done.union(work.nodes)
+            self._done.update(dict.fromkeys(unknown, replaced))
+        return work
+
+    def _inside(self, holders: Iterable[int]) -> Iterator[int]:
+        """The original nodes in subgraphs of nodes."""
+        held = set(holders)
+        for index, node in enumerate(self.before.nodes):
+            if node.holder in held:
+                held.add(index)
+                yield index
+
+    def _without_movers(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
+        """Leave layout operators out if the node is one of the others: they were removed, or moved elsewhere."""
+        nodes = self.before.nodes
+        if len(part) < 2 or not any(nodes[n].op == node.op and nodes[n].attributes == node.attributes for n in part):
+            return part
+        return tuple(n for n in part if base_op(nodes[n].op) not in LAYOUT or nodes[n].op == node.op)
+
+    def _reason(self, node: SummaryNode, part: tuple[int, ...]) -> str:
+        """The evidence of its outputs' matches if a node replaces one node; otherwise ``region``."""
+        named = [self.known.named[v] for v in node.outputs if v != NOTHING and self.known.named[v]]
+        if named and len(part) == 1:
+            return named[0]
+        return Reason.REGION
+
+    def _several_owners(self, part: Iterable[int]) -> bool:
+        return len({(self.before.nodes[n].owners, self.before.nodes[n].call) for n in part}) > 1
+
+    def _moved(self, index: int, node: SummaryNode, part: tuple[int, ...], open_ended: bool) -> ReplacedNodes:
+        """The original nodes of a layout operator: those of its kind."""
+        base = base_op(node.op)
+        kinds = LAYOUT if base in LAYOUT else frozenset((base,))
+        moved = tuple(n for n in part if base_op(self.before.nodes[n].op) in kinds)
+        if not moved and not open_ended and part and all(moves(self.before.nodes[n].op, views=True) for n in part):
+            moved = part
+        if not moved:
+            return self._inserted(index, node)
+        return ReplacedNodes(moved, self._reason(node, moved), coarse=open_ended and len(moved) > 1)
+
+    def _inserted(self, index: int, node: SummaryNode) -> ReplacedNodes:
+        """An inserted node; it may restore original tensors, under their names or others."""
+        known, ends = self.known, dict[int, None]()
+        for value in node.outputs:
+            origin = NOTHING if value == NOTHING or known.counterpart[value] == NOTHING else known.origin(value)
+            if origin == NOTHING or self.before.maker[origin] == NOTHING:
+                continue
+            named = self.before.values[origin].name == self.after.values[value].name
+            if named or self._gives_back(index, node, value):
+                ends[self.before.maker[origin]] = None
+        return ReplacedNodes((), Reason.INSERTED, ends=tuple(sorted(ends)))
+
+    def _gives_back(self, index: int, node: SummaryNode, value: int) -> bool:
+        """Whether the output of a node is exactly an original tensor, and no input is, except in another form."""
+        known = self.known
+        same = [v for v in node.reads if v != NOTHING and known.counterpart[value] in known.numbers_of(v)]
+        if not known.exact[value] or any(known.exact[v] for v in same):
+            return False
+        return bool(same) or known.counterpart[value] not in self._behind[index]
+
+    def _pointed_at(self, index: int, node: SummaryNode, part: tuple[int, ...]) -> ReplacedNodes:
+        """The part of the nodes shared by several nodes that the node's name, weights or operator indicates."""
+        nodes = self.before.nodes
+        named = [n for n in part if node.name and nodes[n].name == node.name]
+        weights = {self.after.values[v].name for v in node.inputs if v != NOTHING and not self.after.live[v]} - {""}
+        reading = [
+            n for n in part if any(v != NOTHING and self.before.values[v].name in weights for v in nodes[n].inputs)
+        ]
+        alike = [n for n in part if base_op(nodes[n].op) == base_op(node.op)]
+        same = self._claimed[self._ahead[index], base_op(node.op)]
+        if alike and len(alike) == same:
+            alike = alike[:1]  # in order: earlier nodes have theirs
+        for selected, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
+            if selected:
+                return ReplacedNodes(self._up_to(selected, part), reason, chosen=selected is alike)
+        return ReplacedNodes(part, Reason.REGION, coarse=True)
+
+    def _up_to(self, ends: list[int], part: tuple[int, ...]) -> tuple[int, ...]:
+        """Some nodes, and those of a part on which they depend."""
+        inside, queue, behind = set(part), list(ends), set(ends)
+        while queue:
+            for value in self.before.nodes[queue.pop()].reads:
+                maker = self.before.maker[value] if value != NOTHING else NOTHING
+                if maker in inside and maker not in behind:
+                    behind.add(maker)
+                    queue.append(maker)
+        return tuple(sorted(behind))
+
+    # --- between matched tensors ---
+
+    def _between(self, ahead: frozenset[int], behind: frozenset[int]) -> tuple[int, ...]:
+        """The original nodes between the tensors ``behind`` and the values ``ahead``, in order."""
+        key = ahead, behind
+        if key not in self._slices:
+            between: set[int] = set()
+            for value in ahead:
+                self._collect(value, behind, between)
+            self._slices[key] = tuple(sorted(between))
+        return self._slices[key]
+
+    def _collect(self, value: int, behind: frozenset[int], collected: set[int]) -> None:
+        before, number = self.before, self.number
+        starts = self._starts(value, behind)
+        live = any(before.live[v] for v in starts)
+        queue, elsewhere = list(starts), list[int]()
+        first = set(starts)
+        seen: set[int] = set()
+        while queue:
+            at = queue.pop()
+            maker = before.maker[at]
+            if maker == NOTHING or maker in seen or (live and not before.live[at]):
+                continue
+            if at not in first:
+                if number[at] in behind:
+                    continue
+                if number[at] in self.known.known:
+                    elsewhere.append(at)
+                    continue
+            seen.add(maker)
+            if not self.known.numbers.idle[maker] or at in first:
+                collected.add(maker)
+            queue.extend(v for v in before.nodes[maker].reads if v != NOTHING)
+        for at in elsewhere:
+            collected |= self._repeated(at, behind, live)
+
+    def _starts(self, value: int, behind: frozenset[int]) -> list[int]:
+        """The original values that a value replaces: its counterpart, and equal values that were eliminated."""
+        known, origin = self.known, self.known.origin(value)
+        if origin == NOTHING:
+            return []
+        maker = self.before.maker[origin]
+        same_name = self.before.values[origin].name == self.after.values[value].name
+        idle = maker != NOTHING and known.numbers.idle[maker]
+        if known.counterpart[value] in behind:  # its output is its input
+            return [origin] if same_name and idle else []
+        equal = [
+            member
+            for member in known.numbers.members.get(known.counterpart[value], ())
+            if self.before.maker[member] != NOTHING
+            and not known.numbers.idle[self.before.maker[member]]
+            and (member == origin or member not in self._taken)
+        ]
+        more = (*known.also.get(value, ()), *known.parts.get(value, ()))
+        also = [further for further in more if self.number[further] not in behind]
+        if known.by_consumers:
+            return self._read_by_consumers(value, [*dict.fromkeys((equal or [origin]) + also)])
+        return [*dict.fromkeys((self._read_alike(value, equal) or [origin]) + also)]
+
+    def _read_alike(self, value: int, equal: list[int]) -> list[int]:
+        """Of equal constants, those that the counterparts of its consumers read; all if there is none."""
+        if len(equal) < 2 or any(self.before.nodes[self.before.maker[one]].inputs for one in equal):
+            return equal
+        outputs = (output for reader in self.after.readers[value] for output in self.after.nodes[reader].outputs)
+        origins = {self.known.origin(output) for output in outputs if output != NOTHING}
+        consumers = {self.before.maker[origin] for origin in origins if origin != NOTHING}
+        return [one for one in equal if not consumers.isdisjoint(self.before.readers[one])] or equal
+
+    def _read_by_consumers(self, value: int, equal: list[int]) -> list[int]:
+        """Of equal tensors, those that the counterparts of its consumers read; all if that is not known of one."""
+        if len(equal) < 2:
+            return equal
+        consumers, queue, seen = set[int](), [value], {value}
+        while queue:
+            for reader in self.after.readers[queue.pop()]:
+                for output in self.after.nodes[reader].outputs:
+                    if output in seen or output == NOTHING:
+                        continue
+                    seen.add(output)
+                    makers = self._makers_of_equal(output)
+                    if len(makers) == 1 and output not in self.known.also:
+                        consumers |= makers
+                    elif len(seen) < _REPEATED and makers:
+                        queue.append(output)  # it is one of several equal ones, too
+                    else:
+                        return self._in_order(value, equal)
+        read = [one for one in equal if self._before_one_of(one, consumers)]
+        return read or self._in_order(value, equal)
+
+    def _makers_of_equal(self, value: int) -> set[int]:
+        """The original nodes that compute a tensor or equal ones; none where a node gives back its input."""
+        number = self.known.numbers.current(self.known.counterpart[value])
+        if any(
+            v != NOTHING and self.known.counterpart[v] == number
+            for v in self.after.nodes[self.after.maker[value]].inputs
+        ):
+            return set()
+        makers = {self.before.maker[member] for member in self.known.numbers.members.get(number, ())} - {NOTHING}
+        return {maker for maker in makers if not self.known.numbers.idle[maker]}
+
+    def _in_order(self, value: int, equal: list[int]) -> list[int]:
+        """Of equal tensors, the one in the place of a value, if both files compute them equally often; or all."""
+        number = self.known.numbers.current(self.known.counterpart[value])
+        if not self._equal_after:
+            for node in self.after.nodes:
+                for output in node.outputs:
+                    if output != NOTHING and self._makers_of_equal(output):
+                        found = self.known.numbers.current(self.known.counterpart[output])
+                        self._equal_after.setdefault(found, []).append(output)
+        mine = self._equal_after.get(number, [])
+        return [sorted(equal)[mine.index(value)]] if len(mine) == len(equal) and value in mine else equal
+
+    def _before_one_of(self, value: int, nodes: set[int]) -> bool:
+        """Whether an original tensor is read by one of some nodes, or by one whose result is equal to others."""
+        queue, seen = [value], set[int]()
+        while queue and len(seen) < _REPEATED:
+            for reader in self.before.readers[queue.pop()]:
+                if reader in nodes:
+                    return True
+                outputs = [v for v in self.before.nodes[reader].outputs if v != NOTHING and v not in seen]
+                seen.update(outputs)
+                queue += [v for v in outputs if len(self.known.numbers.members[self.number[v]]) > 1]
+        return False
+
+    def _repeated(self, value: int, behind: frozenset[int], live: bool) -> set[int]:
+        """Original nodes that another node also replaces; none if an input is not available, or there are too many."""
+        before, queue, repeated = self.before, [value], set[int]()
+        while queue:
+            at = queue.pop()
+            maker = before.maker[at]
+            if self.number[at] in behind or maker in repeated or (live and not before.live[at]):
+                continue
+            if maker == NOTHING:
+                if before.values[at].kind == "input":
+                    return set()
+                continue
+            if len(repeated) == _REPEATED:
+                return set()
+            repeated.add(maker)
+            queue.extend(v for v in before.nodes[maker].reads if v != NOTHING)
+        return {maker for maker in repeated if not self.known.numbers.idle[maker]}

@@ -1,0 +1,72 @@
+"""The columns of ``tree`` and of ``cost``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from htp_export.results.columns import CLASS_NAME, Column, names_of
+
+__all__ = ["COST_COLUMNS", "FUSED", "TREE_COLUMNS", "UNCOUNTED"]
+
+
+def _error(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
+
+
+TREE_COLUMNS: tuple[Column[Any], ...] = (
+    CLASS_NAME,
+    Column("calls", "calls"),
+    Column("fate", "fate", style="yellow", right=False, keep=5),
+    Column("nodes", "nodes", keep=4),
+    Column("own_nodes", "own nodes"),
+    Column("parameters", "parameters", keep=6),
+    Column("flops", "FLOPs", unit="FLOP", keep=7),
+    Column("time_ms", "time", unit="ms", keep=8),
+    Column("own_time_ms", "own time", unit="ms", keep=2),
+    Column("error", "error", text=_error, keep=8),
+    Column("status", "status", style="red", right=False, keep=3),
+)
+"""What can be shown of each module of a tree."""
+
+_COUNTS: tuple[Column[Any], ...] = (
+    CLASS_NAME,
+    Column("calls", "calls"),
+    Column("fate", "fate", right=False),
+    Column("nodes", "nodes", keep=3),
+    Column("parameters", "parameters", keep=8),
+    Column("weight_bytes", "weights", unit="B", keep=4),
+    Column("shared_weight_bytes", "shared weights", unit="B"),
+    Column("macs", "multiply-adds", unit="FLOP"),
+    Column("flops", "FLOPs", unit="FLOP", keep=9),
+    Column("other_flops", "other", unit="FLOP", keep=6),
+    Column("activation_bytes", "activations", unit="B", keep=2),
+    Column("peak_bytes", "peak", unit="B", keep=7),
+    Column("intensity", "ops/byte", text="{:.2f}".format, keep=5),
+)
+_SELF: tuple[Column[Any], ...] = tuple(
+    Column(f"self_{name}", f"self {title}", unit=unit)
+    for name, title, unit in (
+        ("nodes", "nodes", ""),
+        ("parameters", "parameters", ""),
+        ("weight_bytes", "weights", "B"),
+        ("macs", "multiply-adds", "FLOP"),
+        ("flops", "FLOPs", "FLOP"),
+        ("other_flops", "other", "FLOP"),
+        ("activation_bytes", "activations", "B"),
+        ("traffic_bytes", "traffic", "B"),
+    )
+)
+_FUSING: tuple[Column[Any], ...] = (
+    Column("traffic_bytes", "traffic", unit="B", keep=7),
+    Column("fused_traffic_bytes", "fused traffic", unit="B", keep=8),
+    Column("saved_traffic_bytes", "saved", unit="B", keep=9),
+    Column("fused_peak_bytes", "model's peak, fused", unit="B", keep=9),
+)
+UNCOUNTED: Column[Any] = Column(
+    "uncounted", "not counted", lambda m: ", ".join(m.uncounted) or None, style="yellow", right=False, keep=9
+)
+COST_COLUMNS = (*_COUNTS, UNCOUNTED, *_SELF, *_FUSING)
+"""What can be shown of the costs of each module."""
+
+FUSED = ("class_name", "nodes", *names_of(_FUSING))
+"""The columns that say what fusing would save."""

@@ -1,0 +1,212 @@
+"""``cost``: parameters, operations, memory and traffic of a model, by module and by node."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from htp_export.capabilities.cost.bindings import bind
+from htp_export.capabilities.cost.execution import Body, Run, Step
+from htp_export.capabilities.cost.flops import all_formulas, work_of
+from htp_export.capabilities.cost.memory import Timeline, traffic
+from htp_export.capabilities.cost.result import Cost, ModuleCost, NodeCost, Peak
+from htp_export.capabilities.cost.shapes import run_by_shapes
+from htp_export.capabilities.cost.work import NOTHING, Formulas, Work
+from htp_export.editing.flattening import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import Contents, contents_of
+from htp_export.model.tagged import ModelSource, TaggedModel
+
+__all__ = ["cost"]
+
+_SUMMED = ("macs", "flops", "other_flops", "activation_bytes", "traffic_bytes")
+_Sums: TypeAlias = defaultdict[str, Counter[str]]
+
+
+@names_model_faults("model")
+def cost(
+    model: ModelSource,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    formulas: Formulas | None = None,
+) -> Cost:
+    """Compute parameters, FLOPs, bytes and peak memory of every module and node.
+
+    Nothing is run and no weight is read. FLOPs are two for each multiply-add of matrix products and convolutions; other
+    operations are counted separately, and operators without a formula are listed. ``docs/cost.md`` has the formulas and
+    the memory model.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+            Without tags, the result has the whole model and its nodes.
+        inputs: Input name → example, an array or tensor. Its shape is used, and its values if they are a few integers.
+        dims: Name of an open dimension → size. Dimensions that are not given are 1, and `assumed` lists them.
+        shapes: Input name → shape.
+        formulas: ``(domain, operator)`` → a function of one run of a node that gives `htp_export.Work`, for operators
+            that have no formula, or in place of theirs.
+
+    Returns:
+        Costs by module path, in elements, operations and bytes.
+
+    Raises:
+        FileError: The file cannot be read.
+        InputError: The arguments do not fit the model, the number of dimensions of an input is unknown, or a formula
+            does not return `htp_export.Work`.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> report = cost(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+        >>> [(path, module.parameters, module.flops, module.other_flops) for path, module in report.modules.items()]
+        [('', 15, 48, 12), ('0', 15, 48, 6), ('1', 0, 0, 6)]
+        >>> report.peak.bytes, report.uncounted
+        (56, {})
+    """
+    tagged = read_flat(model)
+    bindings = bind(tagged.model, inputs, dims, shapes)
+    run = run_by_shapes(tagged, bindings)
+    nodes, uncounted = _nodes(run, all_formulas(formulas))
+    timeline = Timeline(run)
+    contents = contents_of(tagged)
+    modules = _modules(run, nodes, timeline, contents)
+    return Cost(
+        modules=modules,
+        nodes=tuple(nodes),
+        uncounted=uncounted,
+        peak=_peak(run, timeline),
+        shared=contents.shared,
+        dims=dict(bindings.sizes),
+        from_pytorch=contents.from_pytorch,
+        limits=_limits(tagged, run, contents.from_pytorch),
+        tags=tagged.tag_facts,
+        assumed=bindings.notes,
+    )
+
+
+def _nodes(run: Run, formulas: Formulas) -> tuple[list[NodeCost], dict[str, int]]:
+    """Every run of a node; and operator → nodes that are not counted."""
+    works = {id(step): work_of(step, formulas) for step in _every(run.steps)}
+    costs = []
+    for step, times in _chosen(run.steps, works):
+        work = works[id(step)]
+        done = work or NOTHING
+        read, written = traffic(step)
+        costs.append(
+            NodeCost(
+                name=step.node.name or "",
+                op_type=step.node.op_type,
+                owners=step.owners,
+                times=times,
+                counted=work is not None,
+                macs=done.macs * times,
+                flops=2 * done.macs * times,
+                other_flops=done.other * times,
+                shapes=tuple(tensor.shape for tensor in step.outputs),
+                activation_bytes=times * sum(t.bytes for t in step.outputs if t.viewed is None and t.origin == "made"),
+                traffic_bytes=times * (sum(read.values()) + written),
+                modules=step.modules if "" in step.modules else step.modules | {""},
+            )
+        )
+    return costs, dict(Counter(node.op_type for node in costs if not node.counted))
+
+
+def _every(steps: Sequence[Step]) -> Iterator[Step]:
+    for step in steps:
+        yield step
+        for body in step.bodies:
+            yield from _every(body.steps)
+
+
+def _chosen(steps: Sequence[Step], works: Mapping[int, Work | None], times: int = 1) -> Iterator[tuple[Step, int]]:
+    """Every step and how often it counts: of the branches of an ``If``, the one that costs more."""
+    for step in steps:
+        yield step, times
+        most = max(step.bodies, key=lambda body: _sum(body, works), default=None)
+        for body in step.bodies:
+            taken = step.node.op_type != "If" or body is most
+            yield from _chosen(body.steps, works, times * body.times if taken else 0)
+
+
+def _sum(body: Body, works: Mapping[int, Work | None]) -> tuple[int, int]:
+    done = [(works[id(step)] or NOTHING, times) for step, times in _chosen(body.steps, works)]
+    return sum(work.macs * times for work, times in done), sum(work.other * times for work, times in done)
+
+
+def _modules(run: Run, nodes: Sequence[NodeCost], timeline: Timeline, contents: Contents) -> dict[str, ModuleCost]:
+    total, own_total, uncounted = _sums(nodes)
+    peaks = _peaks(run, timeline)
+    modules = {}
+    for path, module in contents.modules.items():
+        internal = timeline.internal.get(path, ())
+        sums: dict[str, Any] = {name: total[path][name] for name in _SUMMED}
+        sums |= {f"self_{name}": own_total[path][name] for name in _SUMMED}
+        modules[path] = ModuleCost(
+            **vars(module.facts),
+            uncounted=dict(uncounted[path]),
+            peak_bytes=peaks.get(path, 0),
+            fused_traffic_bytes=total[path]["traffic_bytes"] - timeline.traffic_of(internal),
+            fused_peak_bytes=timeline.peak_without(internal),
+            **sums,
+        )
+    return modules
+
+
+def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
+    """Module path → numbers of its region; of itself; and operator → nodes that are not counted."""
+    total: _Sums = defaultdict(Counter)
+    own_total: _Sums = defaultdict(Counter)
+    uncounted: _Sums = defaultdict(Counter)
+    grouped: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)
+    for node in nodes:
+        group = grouped[node.modules]
+        for name in _SUMMED:
+            group[name] += getattr(node, name)
+        for path in node.modules if not node.counted else ():
+            uncounted[path][node.op_type] += 1
+        owners = node.owners or ("",)
+        for name in _SUMMED:
+            share, rest = divmod(getattr(node, name), len(owners))
+            for position, owner in enumerate(owners):
+                own_total[owner][name] += share + (position < rest)
+    for modules, numbers in grouped.items():
+        for path in modules:
+            sums = total[path]
+            for name in _SUMMED:
+                sums[name] += numbers[name]
+    return total, own_total, uncounted
+
+
+def _peaks(run: Run, timeline: Timeline) -> dict[str, int]:
+    peaks: dict[str, int] = {}
+    for step, live in zip(run.steps, timeline.live.tolist(), strict=True):
+        for path in step.modules | {""}:
+            peaks[path] = max(live, peaks.get(path, 0))
+    return peaks
+
+
+def _peak(run: Run, timeline: Timeline) -> Peak:
+    at = timeline.peak_step
+    if at is None:
+        return Peak(0, "", (), ())
+    step = run.steps[at]
+    live = tuple((life.tensor.name, life.tensor.bytes) for life in timeline.alive_at(at) if life.tensor.bytes)
+    return Peak(timeline.peak, step.node.name or step.node.op_type, step.owners, live)
+
+
+def _limits(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...]:
+    notes = []
+    if tagged.source == "none":
+        notes.append("only the whole is known")
+    elif tagged.untagged:
+        notes.append("nodes of no module count in the whole")
+    if not from_pytorch:
+        notes.append("parameters are the weights that the file has: it does not say which PyTorch had")
+    unknown = sum(t.shape is None and bool(t.name) for step in _every(run.steps) for t in step.outputs)
+    if unknown:
+        notes.append(f"{unknown} tensors have no known shape; they are missing from bytes and peaks ({run.unknown})")
+    return tuple(notes)

@@ -1,0 +1,186 @@
+"""Work of matrix products, convolutions and recurrent layers, in floating point and quantized.
+
+A product of an ``m x k`` and a ``k x n`` matrix is ``m * n * k`` multiply-adds. Padding counts like data.
+"""
+
+from __future__ import annotations
+
+import math
+
+from htp_export.capabilities.cost.execution import Step, UnknownShapeError
+from htp_export.capabilities.cost.work import Formula, Formulas, Work
+
+__all__ = ["FORMULAS"]
+
+
+def _matmul(step: Step) -> Work:
+    a = step.shape(0)
+    if step.integer("transA") and len(a) > 1:
+        inner = a[0] if step.integer("transBatchA") else a[-2]
+    else:
+        inner = a[-1] if a else 1
+    return Work(_outputs(step) * inner)
+
+
+def _matmul_with_bias(bias: int, after: int = 0) -> Formula:
+    """A product, a bias where there is one, and ``after`` operations on each element of the output."""
+
+    def formula(step: Step) -> Work:
+        added = 1 if step.input(bias) is not None else 0
+        return Work(_matmul(step).macs, (added + after) * _outputs(step))
+
+    return formula
+
+
+def _gemm(step: Step) -> Work:
+    added = step.input(2) is not None and step.real("beta", 1.0) != 0
+    scaled = (step.real("alpha", 1.0) != 1) + (added and step.real("beta", 1.0) != 1)
+    return Work(_matmul(step).macs, (int(added) + scaled) * _outputs(step))
+
+
+def _einsum(step: Step) -> Work:
+    """Operands are taken from left to right; what no later one needs is summed as soon as it can be.
+
+    Where a pair has an index to sum over, it is a product of matrices; where it has none, an elementwise one.
+    """
+    operands, output = _einsum_terms(step)
+    sizes: dict[str, int] = {}
+    for term, position in zip(operands, range(len(operands)), strict=True):
+        for index, size in zip(term, step.shape(position), strict=True):
+            sizes[index] = max(size, sizes.get(index, 1))
+    if len(operands) == 1:
+        summed = set(operands[0]) - set(output)
+        return Work(0, math.prod(sizes[i] for i in set(operands[0])) if summed else 0)
+    macs = elementwise = 0
+    left = set(operands[0])
+    for position in range(1, len(operands)):
+        together = left | set(operands[position])
+        later = set(output).union(*operands[position + 1 :])
+        size = math.prod(sizes[index] for index in together)
+        if together - later:
+            macs += size
+        else:
+            elementwise += size
+        left = together & later
+    return Work(macs, elementwise)
+
+
+def _einsum_terms(step: Step) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """The indices of each operand and of the output; those that ``...`` stands for are numbered from the right."""
+    equation = step.text("equation").replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(step.inputs):
+        raise UnknownShapeError(f"the operands of {equation!r}")
+
+    def indices(term: str, rank: int) -> tuple[str, ...]:
+        before, dots, after = term.partition("...")
+        hidden = rank - len(before) - len(after) if dots else 0
+        return (*before, *(str(k) for k in range(hidden - 1, -1, -1)), *after)
+
+    operands = [indices(term, len(step.shape(position))) for position, term in enumerate(terms)]
+    if any(len(operand) != len(step.shape(position)) for position, operand in enumerate(operands)):
+        raise UnknownShapeError(f"the operands of {equation!r}")
+    hidden = max((sum(index.isdecimal() for index in operand) for operand in operands), default=0)
+    if arrow:
+        return operands, indices(right, hidden + len(right.replace("...", "")))
+    letters = [index for operand in operands for index in operand]
+    return operands, tuple(index for index in dict.fromkeys(letters) if index.isdecimal() or letters.count(index) == 1)
+
+
+def _conv(weight: int, bias: int | None = None, after: int = 0) -> Formula:
+    """Each element of the output is a sum over the filter and the input channels of its group."""
+
+    def formula(step: Step) -> Work:
+        filters = step.shape(weight)
+        added = 1 if bias is not None and step.input(bias) is not None else 0
+        return Work(_outputs(step) * math.prod(filters[1:]), (added + after) * _outputs(step))
+
+    return formula
+
+
+def _fused_conv(step: Step) -> Work:
+    activation, summand = bool(step.text("activation")), step.input(3) is not None
+    return _conv(1, 2, int(activation) + int(summand))(step)
+
+
+def _causal_conv(step: Step) -> Work:
+    swish = 2 if step.text("activation", "none").lower() not in ("", "none") else 0
+    return _conv(1, 2, swish)(step)
+
+
+def _deform_conv(step: Step) -> Work:
+    """A convolution whose inputs are interpolated between four neighbours: 7 operations each, and the mask."""
+    filters, output = step.shape(1), step.output_shape()
+    work = _conv(1, 3)(step)
+    sampled = output[0] * math.prod(output[2:]) * math.prod(filters[2:]) * step.shape(0)[1]
+    return Work(work.macs, work.other + sampled * (8 if step.input(4) is not None else 7))
+
+
+def _conv_transpose(step: Step) -> Work:
+    """Each element of the input is multiplied with the filters of its group."""
+    added = 1 if step.input(2) is not None else 0
+    return Work(math.prod(step.shape(0)) * math.prod(step.shape(1)[1:]), added * _outputs(step))
+
+
+def _recurrent(gates: int, update: int, per_gate: int = 4) -> Formula:
+    """At every step: input and state times their weights, then each gate's sums and activation, then the update.
+
+    Args:
+        gates: Gates of the cell, with the candidate.
+        update: Operations on each element of the new state.
+        per_gate: Three additions (of products and two biases) and an activation.
+    """
+
+    def formula(step: Step) -> Work:
+        x, state = step.shape(0), step.shape(2)
+        runs = x[0] * x[1]
+        directions, hidden = state[0], step.integer("hidden_size") or min(state[1:])
+        macs = runs * (math.prod(step.shape(1)) + math.prod(state))
+        return Work(macs, runs * directions * hidden * (gates * per_gate + update))
+
+    return formula
+
+
+def _outputs(step: Step) -> int:
+    return math.prod(step.output_shape())
+
+
+_LSTM = _recurrent(4, 5)  # c' = f * c + i * g, h' = o * tanh(c')
+
+FORMULAS: Formulas = {
+    ("", "MatMul"): _matmul,
+    ("", "MatMulInteger"): _matmul,
+    ("", "QLinearMatMul"): _matmul_with_bias(99, after=2),  # scaled and rounded
+    ("", "Gemm"): _gemm,
+    ("", "Einsum"): _einsum,
+    ("", "Conv"): _conv(1, 2),
+    ("", "CausalConvWithState"): _causal_conv,
+    ("", "ConvInteger"): _conv(1),
+    ("", "QLinearConv"): _conv(3, 8, after=2),
+    ("", "ConvTranspose"): _conv_transpose,
+    ("", "DeformConv"): _deform_conv,
+    ("", "LSTM"): _LSTM,
+    ("", "GRU"): _recurrent(3, 5),  # h' = (1 - z) * n + z * h, and r * h before or after its product
+    ("", "RNN"): _recurrent(1, 0),
+    ("com.microsoft", "FusedMatMul"): _matmul,
+    ("com.microsoft", "TransposeMatMul"): _matmul,
+    ("com.microsoft", "FusedMatMulActivation"): _matmul_with_bias(99, after=1),
+    ("com.microsoft", "FusedGemm"): lambda step: Work(_gemm(step).macs, _gemm(step).other + _outputs(step)),
+    ("com.microsoft", "GemmFastGelu"): _matmul_with_bias(2, after=8),
+    ("com.microsoft", "QGemm"): _matmul_with_bias(6, after=2),
+    ("com.microsoft", "MatMulIntegerToFloat"): _matmul_with_bias(6, after=1),
+    ("com.microsoft", "DynamicQuantizeMatMul"): lambda step: Work(
+        _matmul(step).macs, _outputs(step) * (2 if step.input(4) is not None else 1) + 5 * math.prod(step.shape(0))
+    ),
+    ("com.microsoft", "MatMulNBits"): _matmul_with_bias(5),
+    ("com.microsoft", "MatMulBnb4"): _matmul,
+    ("com.microsoft", "FusedConv"): _fused_conv,
+    ("com.microsoft", "NhwcConv"): _conv(1, 2),
+    ("com.microsoft", "NhwcFusedConv"): _fused_conv,
+    ("com.microsoft", "QLinearConv"): _conv(3, 8, after=2),
+    ("com.microsoft", "ConvTransposeWithDynamicPads"): lambda step: Work(
+        math.prod(step.shape(0)) * math.prod(step.shape(1)[1:])
+    ),
+    ("com.microsoft", "DynamicQuantizeLSTM"): _LSTM,
+}

@@ -1,0 +1,158 @@
+"""Work of operators that sort, select, sample and mix experts: what depends on how they are done is counted as usual.
+
+Where the work depends on values, it is what it comes to at most; ``docs/cost.md`` has the formulas as a table.
+"""
+
+from __future__ import annotations
+
+import math
+
+from htp_export.capabilities.cost.execution import Step, UnknownShapeError
+from htp_export.capabilities.cost.formulas.attention import SOFTMAX
+from htp_export.capabilities.cost.work import Formula, Formulas, Work, nothing, per_input, per_output
+from htp_export.shapes.operator_kinds import RANDOM
+
+__all__ = ["FORMULAS", "halvings"]
+
+_CONTRIB = "com.microsoft"
+_OVERLAP = 19  # of two boxes: corners 4, sides 4, area, both areas 6, union 2, division, comparison
+
+
+def halvings(count: int) -> int:
+    """How often a number of things can be halved: comparisons to find a place among them."""
+    return max(count, 1).bit_length() - (count & (count - 1) == 0)
+
+
+def _top_k(step: Step) -> Work:
+    """A heap of the k largest, along which each element goes down: ``n * ceil(log2(k + 1))`` comparisons."""
+    output = step.output_shape()
+    return Work(0, math.prod(step.shape(0)) * halvings(output[step.integer("axis", -1)] + 1))
+
+
+def _sort(step: Step) -> Work:
+    """``n * ceil(log2(n))`` comparisons; of slices, where there is an axis, element by element."""
+    shape = step.shape(0)
+    count = shape[step.integer("axis")] if "axis" in step.attributes else math.prod(shape)
+    return Work(0, math.prod(shape) * halvings(count))
+
+
+def _non_max_suppression(step: Step) -> Work:
+    """Scores of each class against the threshold, their order, and at most every pair of boxes against each other.
+
+    Each box that is kept is held against those after it: with a limit of kept boxes, there are fewer pairs.
+    """
+    batches, classes, boxes = step.shape(1)
+    limit = step.input(2)
+    selected = boxes if limit is None or limit.value is None else min(boxes, int(limit.value.reshape(-1)[0]))
+    pairs = selected * (2 * boxes - selected - 1) // 2
+    return Work(0, batches * classes * (boxes * (1 + halvings(boxes)) + _OVERLAP * pairs))
+
+
+def _roi_align(step: Step) -> Work:
+    """Each output is a mean or maximum of points that lie between four neighbours: 8 operations for each point."""
+    ratio = step.integer("sampling_ratio")
+    if ratio <= 0:
+        raise UnknownShapeError("how many points are taken: it depends on the size of each region")
+    return Work(0, 8 * ratio * ratio * math.prod(step.output_shape()))
+
+
+def _stft(step: Step) -> Work:
+    """For each frame the window, and ``5 n log2 n`` as for a fast Fourier transform."""
+    if step.input(2) is not None:
+        (length,) = step.shape(2)
+    else:
+        length_input = step.input(3)
+        if length_input is None or length_input.value is None:
+            raise UnknownShapeError("the length of frames")
+        length = int(length_input.value.reshape(-1)[0])
+    frames = math.prod(step.output_shape()[:2])
+    return Work(0, frames * (length * (step.input(2) is not None) + round(5 * length * math.log2(max(length, 2)))))
+
+
+def _affine_grid(step: Step) -> Work:
+    """The coordinates of each point, and a one, times a matrix."""
+    grid = step.output_shape()
+    return Work(math.prod(grid) * (grid[-1] + 1), math.prod(grid) // grid[0])
+
+
+def _multinomial(step: Step) -> Work:
+    """Probabilities and their running sum, then a random number and its place for each sample."""
+    logits, samples = step.shape(0), step.output_shape()
+    return Work(0, math.prod(logits) * (SOFTMAX + 1) + math.prod(samples) * (1 + halvings(logits[-1])))
+
+
+def _determinant(step: Step) -> Work:
+    """Elimination: ``2 n^3 / 3`` for each matrix."""
+    shape = step.shape(0)
+    return Work(0, math.prod(shape[:-2]) * 2 * shape[-1] ** 3 // 3)
+
+
+def _inverse(step: Step) -> Work:
+    """Elimination with the right sides: ``2 n^3`` for each matrix."""
+    return Work(0, math.prod(step.shape(0)) * 2 * step.shape(0)[-1])
+
+
+def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") -> Formula:
+    """``MoE`` and ``QMoE``: every token goes through k experts, whatever the router says.
+
+    Args:
+        biases: Positions of the biases of the experts' layers.
+        weights: Positions of their weights, ``[experts, …]``, the third of which may be left out.
+        bits: The attribute with the size of a weight, of which several lie in a byte.
+    """
+
+    def formula(step: Step) -> Work:
+        packed = 8 // step.integer(bits, 4) if bits else 1
+        x, routed = step.shape(0), step.shape(1)
+        tokens, chosen = math.prod(x[:-1]), step.integer("k", 1)
+        shapes = [step.shape(k) for k in weights if step.input(k) is not None]
+        macs = sum(packed * math.prod(shape[1:]) for shape in shapes)
+        added = sum(math.prod(step.shape(k)[1:]) for k in biases if step.input(k) is not None)
+        inner = packed * math.prod(step.shape(weights[1])[1:]) // x[-1]
+        # Of each expert: biases, an activation of two operations and the gate, weighing and adding its results.
+        per_expert = added + inner * (2 + (len(shapes) > 2)) + 2 * x[-1]
+        return Work(tokens * chosen * macs, math.prod(routed) * SOFTMAX + tokens * chosen * per_expert)
+
+    return formula
+
+
+def _skip_group_norm(step: Step) -> Work:
+    count = 8 + (step.input(4) is not None) + 2 * step.integer("activation")
+    return per_output(count)(step)
+
+
+def _distances(step: Step) -> Work:
+    """A subtraction, a square and a sum for each element of each pair."""
+    return Work(0, 3 * math.prod(step.output_shape()) * step.shape(0)[-1])
+
+
+FORMULAS: Formulas = {
+    ("", "TopK"): _top_k,
+    ("", "Unique"): _sort,
+    ("", "NonMaxSuppression"): _non_max_suppression,
+    ("", "RoiAlign"): _roi_align,
+    ("", "STFT"): _stft,
+    ("", "AffineGrid"): _affine_grid,
+    **{("", op): per_output(1) for op in RANDOM},
+    ("", "Multinomial"): _multinomial,
+    ("", "Det"): _determinant,
+    ("", "Bernoulli"): per_output(2),  # a random number and its comparison
+    ("", "HannWindow"): per_output(5),
+    ("", "HammingWindow"): per_output(5),
+    ("", "BlackmanWindow"): per_output(9),
+    ("", "SwiGLU"): per_output(3),
+    **{("", op): nothing for op in ("MaxUnpool", "TensorScatter")},
+    (_CONTRIB, "MoE"): _experts((3, 5, 7), (2, 4, 6)),
+    (_CONTRIB, "QMoE"): _experts((4, 7, 10), (2, 5, 8), "expert_weight_bits"),
+    (_CONTRIB, "Unique"): _sort,
+    (_CONTRIB, "Inverse"): _inverse,
+    (_CONTRIB, "CDist"): _distances,
+    (_CONTRIB, "SkipGroupNorm"): _skip_group_norm,
+    (_CONTRIB, "GatherBlockQuantized"): per_output(2),
+    (_CONTRIB, "BiasDropout"): per_output(2),
+    (_CONTRIB, "ComplexMul"): per_output(3),
+    (_CONTRIB, "ComplexMulConj"): per_output(3),
+    **{(_CONTRIB, op): per_output(1) for op in ("MulInteger", "Range")},
+    **{(_CONTRIB, op): per_input(1) for op in ("IsAllFinite", "ReduceSumInteger")},
+    **{(_CONTRIB, op): nothing for op in ("GatherND", "RemovePadding", "RestorePadding", "UnfoldTensor")},
+}

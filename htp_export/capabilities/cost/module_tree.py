@@ -1,0 +1,176 @@
+"""The module tree of a file, with what each module came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from htp_export.capabilities.cost.columns import TREE_COLUMNS
+from htp_export.capabilities.cost.result import Cost
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import ModuleFacts, contents_of
+from htp_export.model.tagged import TaggedModel
+from htp_export.results.columns import Column, chosen, json_value, record
+from htp_export.results.tables import ModuleTable
+from htp_export.results.tag_facts import TagFacts
+
+__all__ = ["Measured", "ModuleRow", "ModuleTree", "tree_rows", "visible"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleRow(ModuleFacts):
+    """One module of the tree: its facts, and what was measured.
+
+    Attributes:
+        flops: Two for each multiply-add of matrix products and convolutions, where sizes are known.
+        time_ms: How long it takes, with all below it, where that was measured.
+        own_time_ms: Of that, its own nodes.
+        error: How far it is from PyTorch, or from another file, at most, where that was measured.
+        status: What is wrong with it; empty where nothing is, or it was not checked.
+    """
+
+    flops: int | None = None
+    time_ms: float | None = None
+    own_time_ms: float | None = None
+    error: float | None = None
+    status: str | None = None
+
+    @property
+    def own_nodes(self) -> int:
+        """Nodes that it computes itself, and no module below it."""
+        return self.self_nodes
+
+
+_DRAWN = ("class_name", "calls", "fate", "nodes", "own_nodes", "parameters")
+
+
+@dataclass(frozen=True)
+class ModuleTree(ModuleTable):
+    """The rows of a module tree, in the order of ``named_modules()``.
+
+    Attributes:
+        rows: One for each module shown.
+        tags: What the model knows about its module tags.
+        notes: What to know about the rows.
+    """
+
+    columns = TREE_COLUMNS
+
+    rows: tuple[ModuleRow, ...]
+    tags: TagFacts | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tree as plain data, for JSON; what is not known of a module is left out.
+
+        Examples:
+            >>> ModuleTree((ModuleRow("", "net.Net", 1, "computed", nodes=3),)).to_dict()["modules"][""]["nodes"]
+            3
+        """
+        modules = {
+            row.path: {key: json_value(value) for key, value in record(self.columns, row).items() if value is not None}
+            for row in self.rows
+        }
+        return {
+            "modules": modules,
+            "tags": self.tags and self.tags.to_dict(),
+            **({"notes": list(self.notes)} if self.notes else {}),
+        }
+
+    @property
+    def drawn(self) -> Sequence[Column[ModuleRow]]:
+        """The columns of the table as text."""
+        return chosen(self.columns, _DRAWN)
+
+    @property
+    def by_module(self) -> Mapping[str, ModuleRow]:
+        """Module path → its row."""
+        return {row.path: row for row in self.rows}
+
+    @property
+    def summary(self) -> str:
+        """How much the whole is, where its row is among them."""
+        root = self.by_module.get("")
+        size = f", {root.nodes:,} nodes, {root.parameters:,} parameters" if root is not None else ""
+        return f"{len(self.rows):,} modules{size}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one module, elsewhere.
+
+    Attributes:
+        time_ms: How long it takes, with all below it.
+        own_time_ms: Of that, its own nodes.
+        error: How far it is from what it should be, at most.
+        status: What is wrong with it.
+    """
+
+    time_ms: float | None = None
+    own_time_ms: float | None = None
+    error: float | None = None
+    status: str | None = None
+
+
+@names_model_faults("tagged")
+def tree_rows(
+    tagged: TaggedModel,
+    depth: int | None = None,
+    select: str | Sequence[str] | None = None,
+    *,
+    cost: Cost | None = None,
+    measured: Mapping[str, Measured] | None = None,
+) -> ModuleTree:
+    """What each module of a model came to.
+
+    Args:
+        tagged: The model.
+        depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None.
+            Containers that never run (``nn.ModuleList``) are no level: they are as deep as what they hold.
+        select: Only the modules that this selector names, and those above them, which say where they are.
+        cost: What the model costs, for FLOPs.
+        measured: Module path → what was measured of it.
+
+    Raises:
+        SelectorError: If the selector cannot be read or matches nothing.
+        UntaggedModelError: If the model has no tags.
+        InputError: If ``depth`` is negative.
+    """
+    contents = contents_of(tagged).modules
+    rows = tuple(
+        ModuleRow(
+            **vars(contents[path].facts),
+            flops=None if cost is None else cost.modules[path].flops,
+            **vars((measured or {}).get(path, Measured())),
+        )
+        for path in visible(tagged, depth, select)
+    )
+    return ModuleTree(rows, tagged.tag_facts, cost.assumed if cost is not None else ())
+
+
+def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None) -> list[str]:
+    """The modules that a tree shows.
+
+    Args:
+        tagged: The model.
+        depth: As for ``tree_rows``.
+        select: As for ``tree_rows``.
+
+    Raises:
+        SelectorError: If the selector cannot be read or matches nothing.
+        UntaggedModelError: If the model has no tags, and some modules are selected.
+        InputError: If ``depth`` is negative.
+    """
+    if depth is not None and depth < 0:
+        raise InputError(f"depth counts levels from 0, not {depth}")
+    shown = set(tagged.paths if select is None else tagged.select(select))
+    shown |= tags.all_above(shown)
+    level: dict[str, int] = {}
+    for path in tagged.paths:  # a module stands after those above it
+        parent = tagged.hierarchy.parent(path)
+        above = 0 if parent is None else level.get(parent, 0)
+        level[path] = above + (parent is not None and (parent in tagged.hierarchy.called or not parent))
+    return [path for path in tagged.paths if path in shown and (depth is None or level[path] <= depth)]

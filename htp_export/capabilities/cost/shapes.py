@@ -1,0 +1,155 @@
+"""Runs a model by shapes alone: what every node reads and makes when the inputs have given sizes.
+
+Weights are not read. Shapes are inferred in numbers, and what they are computed from (``Shape``, ``Gather``,
+``Concat``) is computed; where that does not tell, those are believed that the file says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from htp_export.capabilities.cost.bindings import Bindings
+from htp_export.capabilities.cost.execution import Body, Origin, Run, Step, Tensor
+from htp_export.format import tags
+from htp_export.model.tagged import TaggedModel
+from htp_export.shapes.facts import Fact
+from htp_export.shapes.inference import Inference
+from htp_export.shapes.known import Dims, Operation
+from htp_export.shapes.operator_kinds import RESHAPING, VIEW
+from htp_export.shapes.sizes import Dim
+
+__all__ = ["run_by_shapes"]
+
+# ONNX Runtime gives the output of these the memory of the input.
+_VIEWS = RESHAPING | {"Identity"}
+
+
+def run_by_shapes(tagged: TaggedModel, bindings: Bindings) -> Run:
+    """What happens in one run of a model.
+
+    Returns:
+        The steps, in the order of the graph; a call of a function of the model is the steps of its body.
+    """
+    return _Runner(tagged, bindings).main()
+
+
+class _Runner(Inference):
+    """One run; functions are run once for each call, with the tensors that the call gives."""
+
+    def __init__(self, tagged: TaggedModel, bindings: Bindings) -> None:
+        super().__init__(tagged.model.opset_imports, tagged.model.functions, bindings.sizes)
+        self._tagged = tagged
+        self._tensors: dict[ir.Value, Tensor] = {}
+        self._around: tuple[str, ...] = ()
+        self._owners: tuple[str, ...] = ()
+        self._called = False
+        self._first_unknown = ""
+        self._steps: list[Step] = []
+        self._bodies: list[Body] = []
+        self._trips_known = True
+        for value in tagged.model.graph.inputs:
+            tensor = bindings.inputs.get(str(value.name))
+            if tensor is not None:
+                kind = None if tensor.dtype is None else ir.TensorType(tensor.dtype)
+                self.state(value, Fact(kind, tensor.shape, None, tensor.value))
+                self._tensors[value] = tensor
+
+    def main(self) -> Run:
+        graph = self._tagged.model.graph
+        self.walk(graph)
+        outputs = [self._tensor(value) for value in graph.outputs]
+        return Run(self._steps, outputs, self._first_unknown)
+
+    def visit(self, node: ir.Node) -> None:
+        """Infer what a node makes, and note it as a step; a call of a function is the steps of its body."""
+        inputs = tuple(None if value is None else self._tensor(value) for value in node.inputs)
+        self._owners = owners = self._owners_of(node)
+        outer, self._bodies, self._trips_known = self._bodies, [], True
+        super().visit(node)
+        bodies, self._bodies, trips_known = tuple(self._bodies), outer, self._trips_known
+        if self._called:
+            self._called = False
+            return
+        views = inputs[0] if inputs and _is_view(node) else None
+        origin: Origin = "constant" if node.op_type == "Constant" and node.domain == "" else "made"
+        outputs = tuple(self._new(value, origin, views) for value in node.outputs)
+        self._tensors.update(zip(node.outputs, outputs, strict=True))
+        attributes, modules = self.operation(node).attributes, self._modules(node, owners)
+        self._steps.append(Step(node, owners, inputs, outputs, attributes, bodies, trips_known, modules))
+
+    def call(self, function: ir.Function, operation: Operation) -> None:
+        """Run a function with the tensors that a call gives it."""
+        around, self._around = self._around, self._owners or self._around
+        for place, formal in enumerate(function.inputs):
+            value = operation.inputs[place] if place < len(operation.inputs) else None
+            self._tensors[formal] = Tensor(str(formal.name), None, None) if value is None else self._tensor(value)
+        super().call(function, operation)
+        self._around = around
+        self._tensors.update(zip(operation.outputs, map(self._tensor, function.outputs), strict=False))
+        self._called = True
+
+    def body(self, name: str, graph: ir.Graph, facts: Sequence[Fact], times: int | None) -> list[Fact]:
+        """Run a subgraph, and note its steps."""
+        for value, fact in zip(graph.inputs, facts, strict=False):
+            self.state(value, fact)
+        tensors = [self._new(value, "made") for value in graph.inputs[: len(facts)]]
+        self._tensors.update(zip(graph.inputs, tensors, strict=False))
+        outer, self._steps = self._steps, []
+        results = super().body(name, graph, facts, times)
+        steps, self._steps = self._steps, outer
+        outputs = [self._tensor(value) for value in graph.outputs]
+        self._bodies.append(Body(name, steps, 1 if times is None else times, tensors, outputs))
+        self._trips_known = times is not None
+        return results
+
+    def either(self, first: Fact, second: Fact) -> Fact:
+        """The larger of what two branches give: the one that costs more."""
+        return max(first, second, key=lambda fact: -1 if fact.shape is None else _elements(fact.shape))
+
+    def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
+        """One run of the body stands for all."""
+        return run(state)
+
+    def trips(self, trips: Dim | None, certain: bool) -> Dim | None:
+        """A loop runs as often as it says it may, and once where that is not known."""
+        return 1 if trips is None else trips
+
+    def _tensor(self, value: ir.Value) -> Tensor:
+        if value not in self._tensors:
+            # A weight, a constant that is an input, a value from outside of a function, or no valid model.
+            origin: Origin = "weight" if value.const_value is not None and value.producer() is None else "made"
+            self._tensors[value] = self._new(value, origin)
+        return self._tensors[value]
+
+    def _new(self, value: ir.Value, origin: Origin, viewed: Tensor | None = None) -> Tensor:
+        kind, shape = self.type(value), self.shape(value)
+        sizes = None if shape is None else tuple(dim for dim in shape if isinstance(dim, int))
+        dtype = kind.dtype if isinstance(kind, ir.TensorType) else None
+        numbers = sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
+        if numbers is None and value.name and not self._first_unknown:
+            self._first_unknown = self.why(value) or f"tensor {value.name!r}: sizes that the inputs do not tell"
+        return Tensor(value.name or "", dtype, numbers, origin, self.array(value), viewed)
+
+    def _owners_of(self, node: ir.Node) -> tuple[str, ...]:
+        """Owners in the call that runs: a node of a shared body names the modules of all calls."""
+        owners = self._tagged.owners_of(node)
+        if not self._around:
+            return owners
+        inside = tuple(owner for owner in owners if any(tags.is_under(owner, path) for path in self._around))
+        return inside or owners or self._around
+
+    def _modules(self, node: ir.Node, owners: tuple[str, ...]) -> frozenset[str]:
+        """The modules in whose regions a node is when it has these owners."""
+        work = self._tagged.work_of(node)
+        return (work if work.owners == owners else self._tagged.calls.work(owners)).modules
+
+
+def _is_view(node: ir.Node) -> bool:
+    return bool(node.meta.get(VIEW)) or (node.domain in ("", "ai.onnx") and node.op_type in _VIEWS)
+
+
+def _elements(shape: Dims) -> int:
+    return math.prod(dim if isinstance(dim, int) else 1 for dim in shape)

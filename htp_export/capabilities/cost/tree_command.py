@@ -1,0 +1,73 @@
+"""``htp-export tree``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from htp_export.capabilities.cost.columns import TREE_COLUMNS
+from htp_export.capabilities.cost.measurements import read_measured
+from htp_export.capabilities.cost.tree_drawing import render, tree_csv
+from htp_export.command.file_options import FeedDimsOption, FeedOption, TableOptions
+from htp_export.command.looking import FILE_IDLE, LookOptions
+from htp_export.command.sizes import Sizes, read_sizes
+from htp_export.command.terminal import split_names
+from htp_export.errors import InputError
+from htp_export.results.columns import names_of
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.cost.result import Cost
+    from htp_export.model.tagged import TaggedModel
+
+EXAMPLE = "bert.onnx --depth 3"
+PLACE = 20
+IDLE = (FILE_IDLE,)
+
+
+def tree_command(
+    model: LookOptions,
+    table: TableOptions,
+    columns: Annotated[
+        list[str] | None, typer.Option(help=f"By comma, of {', '.join(names_of(TREE_COLUMNS))}.")
+    ] = None,
+    inputs: FeedOption = None,
+    dims: FeedDimsOption = None,
+    profile: Annotated[Path | None, typer.Option(help="Times: what profile --json wrote.")] = None,
+    verify: Annotated[Path | None, typer.Option(help="Errors: what verify or compare --json wrote.")] = None,
+) -> None:
+    """Show the module tree: classes, nodes, parameters, FLOPs.
+
+    Of an ONNX file, or of a PyTorch model, which need not export to ONNX.
+    Times and errors, too, where the results of profile, verify or compare are given.
+    """
+    from htp_export.capabilities.cost.module_tree import tree_rows
+    from htp_export.editing.flattening import read_flat
+
+    looked = model.look(inputs, quiet=table.as_json or table.as_csv)
+    tagged = read_flat(looked.model)
+    model_cost, note = _cost(tagged, read_sizes(inputs if looked.file else None, dims))
+    measured = read_measured(profile, verify)
+    tree = tree_rows(tagged, table.depth, table.select or None, cost=model_cost, measured=measured)
+    if note:
+        tree = replace(tree, notes=(*tree.notes, note))
+    names = split_names(columns)
+    table.report(
+        {**looked.facts, **tree.to_dict()},
+        lambda: tree_csv(tree, names, table.sort),
+        lambda: render(tree, fold=table.fold, columns=names, sort=table.sort),
+    )
+
+
+def _cost(tagged: TaggedModel, sizes: Sizes) -> tuple[Cost | None, str]:
+    """What the model costs; else why that is not known."""
+    from htp_export.capabilities.cost.costing import cost
+
+    try:
+        return cost(tagged, sizes.inputs, dims=sizes.dims, shapes=sizes.shapes), ""
+    except InputError as error:
+        if sizes.given:
+            raise
+        return None, f"no FLOPs: {error}"

@@ -1,0 +1,46 @@
+"""``htp-export diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.command.file_options import DepthOption, JsonOption
+from htp_export.command.idle_options import JSON_HAS_ALL, Idle
+from htp_export.command.outputs import Kind, Writes, report, show_written, written_page
+from htp_export.command.terminal import Steps, show
+
+EXAMPLE = "bert.onnx small.onnx"
+PLACE = 80
+IDLE = (Idle(("depth", "only_changed"), lambda given: given["as_json"], JSON_HAS_ALL),)
+
+
+def diff_command(
+    before: Annotated[Path, typer.Argument(help="The first ONNX file.", show_default=False)],
+    after: Annotated[Path, typer.Argument(help="The second.", show_default=False)],
+    depth: DepthOption = None,
+    only_changed: Annotated[bool, typer.Option("--only-changed", help="Leave out what is the same.")] = False,
+    as_json: JsonOption = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Write a page: both trees, side by side.", show_default=False),
+        Writes(Kind.PAGE),
+    ] = None,
+) -> None:
+    """Show what differs between two files, by module."""
+    from htp_export.capabilities.diff.differing import diff
+    from htp_export.capabilities.diff.drawing import render
+
+    with Steps(quiet=as_json).step(f"comparing {before} and {after}"):
+        difference = diff(before, after)
+    if output is not None:
+        from htp_export.capabilities.diff.comparison_page import difference_page
+        from htp_export.files.text_file import write_text
+
+        write_text(output, difference_page(difference, before, after))
+    report(difference, as_json, lambda: render(difference, depth=depth, only_changed=only_changed))
+    if output is not None and not as_json and (written := written_page(output)):
+        show_written(written)
+        show(f"next: open {output} in a browser")

@@ -1,0 +1,349 @@
+"""What differs between two files, module by module."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.capabilities.diff.alignment import aligned
+from htp_export.editing.flattening import read_flat
+from htp_export.format import tags
+from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import ModuleFacts, contents_of
+from htp_export.model.structures import Structure, structures
+from htp_export.model.tagged import ModelSource, TaggedModel
+from htp_export.results.columns import MODULE, Column, text_table
+from htp_export.results.tag_facts import TagFacts, tag_lines
+
+__all__ = ["DIFFERENCE_COLUMNS", "STATUSES", "ModelDifference", "ModuleDifference", "ModuleState", "byte_lines", "diff"]
+
+STATUSES = ("same", "changed", "moved", "added", "removed")
+"""What can have become of a module; ``moved`` is the same under another path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleState(ModuleFacts):
+    """A module in one of the files: its facts there, and what it computes.
+
+    Attributes:
+        operators: Operator → nodes; operators that are not ONNX's own with their domain, ``com.microsoft.Gelu``.
+        computes: What its region computes: operators, wiring, attributes, shapes and types of weights.
+    """
+
+    operators: Mapping[str, int]
+    computes: Structure = field(repr=False)
+
+    @property
+    def structure(self) -> str:
+        """What it computes, as a hash."""
+        return self.computes.digest
+
+    def to_dict(self) -> dict[str, Any]:
+        """The module as plain data; sizes by element type."""
+        listed = ("path", "class_name", "fate", "nodes", "operators", "parameters", "structure")
+        sizes = {"weight_bytes": dict(self.weight_bytes_by_dtype), "shared_bytes": dict(self.shared_bytes_by_dtype)}
+        return {**{name: getattr(self, name) for name in listed}, **sizes}
+
+
+@dataclass(frozen=True)
+class ModuleDifference:
+    """One module in both files.
+
+    Attributes:
+        path: Its path in the second file; if it was removed, in the first.
+        status: One of `STATUSES`.
+        before: The module in the first file; None if it was added.
+        after: The module in the second file; None if it was removed.
+    """
+
+    path: str
+    status: str
+    before: ModuleState | None
+    after: ModuleState | None
+
+    @property
+    def moved_from(self) -> str | None:
+        """Its path in the first file, where that is another one."""
+        if self.before is None or self.after is None or self.before.path == self.after.path:
+            return None
+        return self.before.path
+
+    @property
+    def simple_class(self) -> str:
+        """The class without its module; both, where it changed."""
+        classes = [state.class_name.rpartition(".")[2] for state in (self.before, self.after) if state is not None]
+        return " → ".join(dict.fromkeys(name for name in classes if name))
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """How many nodes it has, before and after."""
+        return (self.before.nodes if self.before else 0, self.after.nodes if self.after else 0)
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """How many parameters it has, before and after."""
+        return (self.before.parameters if self.before else 0, self.after.parameters if self.after else 0)
+
+    @property
+    def weight_bytes(self) -> Mapping[str, tuple[int, int]]:
+        """Element type → bytes before and after, types of which there are any."""
+        first = self.before.weight_bytes_by_dtype if self.before else {}
+        second = self.after.weight_bytes_by_dtype if self.after else {}
+        return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in sorted({*first, *second})}
+
+    @property
+    def shared_bytes(self) -> Mapping[str, tuple[int, int]]:
+        """The same of the weights that nodes of other modules read too; every type of ``weight_bytes``."""
+        first = self.before.shared_bytes_by_dtype if self.before else {}
+        second = self.after.shared_bytes_by_dtype if self.after else {}
+        return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in self.weight_bytes}
+
+    @property
+    def operators(self) -> Mapping[str, int]:
+        """Operator → how many more there are than before, those that changed; the largest change first."""
+        change = Counter(self.after.operators if self.after else {})
+        change.subtract(self.before.operators if self.before else {})
+        changed = [(op, count) for op, count in change.items() if count]
+        return dict(sorted(changed, key=lambda item: (-abs(item[1]), item[0])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The module as plain data."""
+        return {
+            "status": self.status,
+            "moved_from": self.moved_from,
+            "class": self.simple_class,
+            "nodes": list(self.nodes),
+            "parameters": list(self.parameters),
+            "weight_bytes": {dtype: list(sizes) for dtype, sizes in self.weight_bytes.items()},
+            "shared_bytes": {dtype: list(sizes) for dtype, sizes in self.shared_bytes.items()},
+            "operators": dict(self.operators),
+            "before": self.before and self.before.to_dict(),
+            "after": self.after and self.after.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class ModelDifference:
+    """The result of `diff`.
+
+    Attributes:
+        modules: Module path → its difference: the modules of the second file in their order, then the removed ones.
+            ``""`` is the whole model.
+        by_module: Whether both files have modules; otherwise there is only the whole model.
+        tags: The tags of each file: source, reasons, untagged nodes.
+    """
+
+    modules: Mapping[str, ModuleDifference]
+    by_module: bool = True
+    tags: tuple[TagFacts, ...] = ()
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """Status → modules."""
+        found = Counter(module.status for module in self.modules.values())
+        return {status: found[status] for status in STATUSES if found[status]}
+
+    @property
+    def same(self) -> bool:
+        """Whether both files compute the same with weights of the same shapes and types; their values are not read."""
+        return self.modules[""].status == "same" and set(self.counts) == {"same"}
+
+    def of(self, *statuses: str) -> list[ModuleDifference]:
+        """The modules of some statuses."""
+        return [module for module in self.modules.values() if module.status in statuses]
+
+    @property
+    def added(self) -> list[str]:
+        """Paths of the modules that only the second file has."""
+        return [module.path for module in self.of("added")]
+
+    @property
+    def removed(self) -> list[str]:
+        """Paths of the modules that only the first file has."""
+        return [module.path for module in self.of("removed")]
+
+    @property
+    def changed(self) -> list[str]:
+        """Paths of the modules that compute otherwise than before."""
+        return [module.path for module in self.of("changed")]
+
+    @property
+    def moved(self) -> Mapping[str, str]:
+        """Path of a module in the second file → the other path that it has in the first."""
+        return {module.path: module.moved_from for module in self.modules.values() if module.moved_from is not None}
+
+    def topmost(self) -> list[ModuleDifference]:
+        """The modules that differ, without those that were moved, added or removed together with one above them."""
+        return [module for module in self.modules.values() if module.status != "same" and not self._implied(module)]
+
+    def _implied(self, module: ModuleDifference) -> bool:
+        above = tags.nearest_above(module.path, self.modules)
+        if above is None or module.status == "changed" or self.modules[above].status != module.status:
+            return False
+        if module.status != "moved":
+            return True
+        rest = module.path[len(above) :]
+        return module.moved_from == f"{self.modules[above].moved_from}{rest}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return {
+            "same": self.same,
+            "by_module": self.by_module,
+            "counts": dict(self.counts),
+            "tags": [each.to_dict() for each in self.tags],
+            "modules": {path: module.to_dict() for path, module in self.modules.items()},
+        }
+
+    @property
+    def summary(self) -> str:
+        """How many modules differ, and how."""
+        if self.same:
+            return f"no difference in {len(self.modules)} modules"
+        return f"modules: {', '.join(f'{count} {status}' for status, count in self.counts.items())}"
+
+    def __str__(self) -> str:
+        table = [] if self.same else text_table([MODULE, *DIFFERENCE_COLUMNS], self.topmost())
+        return "\n".join((*table, self.summary, *tag_lines(*self.tags)))
+
+
+_MOST_OPERATORS = 5
+_STYLES = {"same": "dim", "changed": "yellow", "moved": "cyan", "added": "green", "removed": "red"}
+
+
+def byte_lines(module: ModuleDifference) -> Iterator[str]:
+    """A line for each element type that changed, and for the one that most is of."""
+    sizes, shared = module.weight_bytes, module.shared_bytes
+    most = max(sizes, key=lambda dtype: max(sizes[dtype]), default="")
+    for dtype, (before, after) in sizes.items():
+        if before != after:
+            first, second = (_with_shared(*side) for side in zip(sizes[dtype], shared[dtype], strict=True))
+            yield f"{dtype} {first} → {second}"
+        elif dtype == most:
+            yield f"{dtype} {before:,}"
+
+
+def _with_shared(total: int, shared: int) -> str:
+    """Bytes that are the module's alone, and those that it shares with other modules."""
+    parts = [f"{total - shared:,}"] if total > shared or not shared else []
+    return " + ".join([*parts, f"{shared:,} shared"] if shared else parts)
+
+
+def _operator_changes(changes: Mapping[str, int]) -> str:
+    listed = [f"{count:+d} {op}" for op, count in changes.items()]
+    more = len(listed) - _MOST_OPERATORS
+    return ", ".join(listed[:_MOST_OPERATORS]) + (f", {more} more" if more > 0 else "")
+
+
+def _pair(sizes: tuple[int, int]) -> str:
+    before, after = sizes
+    return f"{before:,}" if before == after else f"{before:,} → {after:,}"
+
+
+def _status(module: ModuleDifference) -> str:
+    return module.status if module.moved_from is None else f"{module.status}, was {module.moved_from or '(root)'}"
+
+
+DIFFERENCE_COLUMNS: tuple[Column[ModuleDifference], ...] = (
+    Column("class", "class", lambda module: module.simple_class, style="cyan", right=False),
+    Column("status", "status", _status, style=lambda module: _STYLES[module.status], right=False),
+    Column("nodes", "nodes", text=_pair),
+    Column("parameters", "parameters", text=_pair),
+    Column("weight_bytes", "bytes", lambda module: "; ".join(byte_lines(module)), right=False),
+    Column("operators", "operators", text=_operator_changes, style="dim", right=False),
+)
+"""What is said of each module."""
+
+
+@names_model_faults("a", "b")
+def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
+    """Compare the structure of two models by module: nodes, operators, parameters, bytes by element type.
+
+    Modules are matched by path. Of the others, a module with the same structure, or with the same class and child
+    modules, has moved. Values of weights are not read; other shapes or types are a change.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        a: The first model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        b: The second model.
+
+    Returns:
+        The modules of both models; only the whole model if one of them has no tags.
+
+    Raises:
+        FileError: A file cannot be read.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> def exported(act):
+        ...     net = torch.nn.Sequential(torch.nn.Linear(4, 8), act).eval()
+        ...     return htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> found = diff(exported(torch.nn.ReLU()), exported(torch.nn.Tanh()))
+        >>> found.changed, found.modules["1"].operators
+        (['', '1'], {'Relu': -1, 'Tanh': 1})
+    """
+    first, second = read_flat(a), read_flat(b)
+    by_module = "none" not in (first.source, second.source)
+    before, after = (_states(tagged, by_module) for tagged in (first, second))
+    partner = aligned(before, after)
+    kept = set(partner.values())
+    modules = {
+        path: _compared(path, before[partner[path]] if path in partner else None, state)
+        for path, state in after.items()
+    }
+    modules |= {path: _compared(path, state, None) for path, state in before.items() if path not in kept}
+    return ModelDifference(modules, by_module, (first.tag_facts, second.tag_facts))
+
+
+def _compared(path: str, before: ModuleState | None, after: ModuleState | None) -> ModuleDifference:
+    if before is None or after is None:
+        status = "added" if before is None else "removed"
+    elif before.computes != after.computes or before.fate != after.fate or not _same_class(before, after):
+        status = "changed"
+    else:
+        status = "same" if before.path == after.path else "moved"
+    return ModuleDifference(path, status, before, after)
+
+
+def _same_class(before: ModuleState, after: ModuleState) -> bool:
+    """Whether the classes are equal, or one of the files does not say."""
+    return before.class_name == after.class_name or not (before.class_name and after.class_name)
+
+
+def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
+    contents = contents_of(tagged).modules
+    paths = tagged.paths if by_module else [""]
+    computes, operators = structures(GraphFacts(tagged), paths), _operators_of(tagged)
+    return {
+        path: ModuleState(
+            **vars(contents[path].facts),
+            operators=operators.get(path, {}),
+            computes=computes[path],
+        )
+        for path in paths
+    }
+
+
+def _operators_of(tagged: TaggedModel) -> dict[str, dict[str, int]]:
+    """Module path → operator → nodes in its region, most frequent first."""
+    groups: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)  # of nodes in the same regions
+    for node, work in tagged.index.works.items():
+        groups[work.modules][_operator(node)] += 1
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for regions, counts in groups.items():
+        for path in {"", *regions}:
+            there = found[path]
+            for operator, count in counts.items():
+                there[operator] += count
+    return {path: dict(counts.most_common()) for path, counts in found.items()}
+
+
+def _operator(node: ir.Node) -> str:
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"

@@ -1,0 +1,59 @@
+"""Differences between two files, drawn for a terminal or a pipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from htp_export.capabilities.diff.differing import DIFFERENCE_COLUMNS, ModelDifference, ModuleDifference, byte_lines
+from htp_export.drawing.folding import gathered
+from htp_export.drawing.module_table import flat_table
+from htp_export.drawing.tag_note import tag_note
+from htp_export.results.columns import MODULE
+
+__all__ = ["render"]
+
+_SHARED = "shared: bytes of weights that other modules read too; in the modules above them they count once"
+
+
+def render(difference: ModelDifference, *, depth: int | None = None, only_changed: bool = False) -> RenderableType:
+    """A table with a line for each module, alike ones once, and a sum.
+
+    Modules that were moved, added or removed together with one above them have no line. Markup in names is not
+    interpreted.
+
+    Args:
+        difference: What to draw.
+        depth: Leave out modules more than so many names below the root; all where it is None.
+        only_changed: Leave out modules that are the same.
+    """
+    parts: list[RenderableType] = []
+    shown = difference.topmost() if only_changed else _without_implied(difference)
+    shown = [module for module in shown if depth is None or _level(module.path) <= depth]
+    if shown and not (only_changed and difference.same):
+        lines = [replace(alike[0], path=name) for name, alike in gathered(shown, lambda module: module.path, _alike)]
+        parts += [flat_table([MODULE, *DIFFERENCE_COLUMNS], lines, gap=2), Text()]
+    parts.append(Text(difference.summary))
+    if any("shared" in line for module in shown for line in byte_lines(module)):
+        parts.append(Text(_SHARED, style="dim"))
+    if not difference.by_module:
+        parts.append(Text("one of the files has no module tags: only the whole is compared", style="yellow"))
+    return Group(*parts, *tag_note(*difference.tags))
+
+
+def _without_implied(difference: ModelDifference) -> list[ModuleDifference]:
+    differing = {module.path for module in difference.topmost()}
+    return [module for module in difference.modules.values() if module.status == "same" or module.path in differing]
+
+
+def _alike(module: ModuleDifference) -> object:
+    """What makes the lines of two modules the same; one that was moved stands alone."""
+    sizes = (*module.nodes, *module.parameters, *byte_lines(module))
+    operators = tuple(module.operators.items())
+    return (module.simple_class, module.status, sizes, operators, module.moved_from and module.path)
+
+
+def _level(path: str) -> int:
+    return path.count(".") + 1 if path else 0

@@ -1,0 +1,158 @@
+"""Options of ``export`` for what other runtimes need besides the ONNX file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from htp_export.command.model_options import ModelOptions
+from htp_export.command.outputs import Writes
+from htp_export.command.sources import Call
+from htp_export.errors import InputError
+from htp_export.files.filesystem import is_special
+
+__all__ = ["DeployOptions"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeployOptions:
+    """What is written for other runtimes, beside the model or as a folder."""
+
+    genai: Annotated[
+        bool, typer.Option("--genai", help="Write genai_config.json, configs and tokenizer beside the model.")
+    ] = False
+    export_json: Annotated[
+        bool, typer.Option("--export-json", help="Write export.json and configs, for transformers.exporters.")
+    ] = False
+    transformers_js: Annotated[
+        Path | None, typer.Option(help="Write a folder for transformers.js, too.", show_default=False), Writes()
+    ] = None
+    js_dtypes: Annotated[
+        str, typer.Option(help="Types of weights in that folder, by comma: fp32, fp16, q8, int8, uint8, q4.")
+    ] = "fp32,q4"
+
+    def check(self, output: Path, model: ModelOptions) -> None:
+        """Refuse what cannot be written, before the model is loaded.
+
+        Args:
+            output: The ONNX file to write.
+            model: The model that is exported.
+
+        Raises:
+            InputError: If the model is none of transformers, or files would lie where others are.
+        """
+        if not self._any:
+            return
+        if model.source is None:
+            raise InputError("--genai, --export-json and --transformers-js are for a SOURCE, a model of transformers")
+        if is_special(output):
+            raise InputError(f"nothing can lie beside {output}; name a file")
+        from htp_export.capabilities.huggingface.genai_files import check_genai
+        from htp_export.capabilities.huggingface.transformers_js import check_transformers_js
+
+        beside = output.absolute() if output.is_dir() else output.absolute().parent
+        if self.makes_folder and not _is_same(Path(model.source), beside):
+            check_genai(beside)
+        if self.transformers_js is not None:
+            folder = self.transformers_js.absolute()
+            if output.absolute().is_relative_to(folder):
+                raise InputError(f"{output} lies in {self.transformers_js}, which is replaced; export to another place")
+            if _is_same(Path(model.source), folder):
+                raise InputError(f"--transformers-js {self.transformers_js}: would replace SOURCE; name another folder")
+            check_transformers_js(folder, self._dtypes)
+
+    def wanted_files(self, two_files: bool | None) -> bool | None:
+        """Whether a decoder is to have two files: not for transformers.js, if nothing else was asked for."""
+        return False if two_files is None and self.transformers_js is not None else two_files
+
+    def check_files(self, names: Iterable[str]) -> None:
+        """Refuse a model whose files the other runtimes do not take, before it is exported.
+
+        Args:
+            names: The names of its files.
+
+        Raises:
+            InputError: If there are such files.
+        """
+        listed = list(names)
+        if self.makes_folder and len(listed) > 1:
+            problem = f"this one has {len(listed)}: {', '.join(listed)}"
+            raise InputError(f"--genai and --export-json are for models of one file, and {problem}")
+        if self.transformers_js is not None and "decoder_with_past_model" in listed:
+            raise InputError("--transformers-js: it runs decoders of one file; leave --two-files away")
+
+    def write_beside(self, model: ModelOptions, call: Call, file: Path, made: Any) -> list[str]:
+        """Write the files that lie beside the model.
+
+        Args:
+            model: The options that name the model.
+            call: What was exported.
+            file: The exported model, where it lies now.
+            made: What the exporter returned.
+
+        Returns:
+            Their names.
+        """
+        written: list[Path] = []
+        if self.genai:
+            from htp_export.capabilities.huggingface.genai_files import write_genai
+
+            written += write_genai(file, call.model, companions=_companions(model))
+        if self.export_json:
+            from htp_export.capabilities.huggingface.export_metadata import write_export_metadata
+
+            exported_program = getattr(made, "exported_program", None)
+            written += write_export_metadata(file, call.model, call.kwargs, exported_program)
+        return list(dict.fromkeys(path.name for path in written))
+
+    def write_folder(self, files: Mapping[str, Path], model: ModelOptions, calls: Sequence[Call]) -> dict[str, int]:
+        """Write the folder for transformers.js; its files with their sizes.
+
+        Args:
+            files: Name in the folder → exported file.
+            model: The options that name the model.
+            calls: What was exported; the last one is a call of the whole model, not of its encoder.
+        """
+        if self.transformers_js is None:
+            return {}
+        from htp_export.capabilities.huggingface.transformers_js import write_transformers_js
+        from htp_export.command.outputs import written_folder
+
+        folder = write_transformers_js(
+            files, self.transformers_js, calls[-1].model, companions=_companions(model), dtypes=self._dtypes
+        )
+        return written_folder(folder)
+
+    @property
+    def makes_folder(self) -> bool:
+        """Whether the folder of the output is made: its files belong together, as those for transformers.js do."""
+        return self.genai or self.export_json
+
+    @property
+    def _any(self) -> bool:
+        return self.makes_folder or self.transformers_js is not None
+
+    @property
+    def _dtypes(self) -> list[str]:
+        return [dtype.strip() for dtype in self.js_dtypes.split(",") if dtype.strip()]
+
+
+def _companions(model: ModelOptions) -> Path | None:
+    """The folder with the tokenizer of a model."""
+    from htp_export.capabilities.huggingface.companions import source_folder
+
+    folder = source_folder(str(model.source), model.revision)
+    if folder is None:
+        _log.info("%s has no tokenizer; none is copied", model.name)
+    return folder
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one.is_dir() and one.resolve() == other.resolve()

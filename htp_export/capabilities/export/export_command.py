@@ -1,0 +1,130 @@
+"""``htp-export export``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.capabilities.export.deploy_options import DeployOptions
+from htp_export.capabilities.export.file_exports import FileExports
+from htp_export.capabilities.export.graph_options import GraphOptions
+from htp_export.command.file_options import JsonOption
+from htp_export.command.idle_options import Idle
+from htp_export.command.model_options import ModelOptions
+from htp_export.command.outputs import Kind, Writes, check_output
+from htp_export.command.sources import Call
+from htp_export.command.terminal import Steps
+from htp_export.errors import InputError
+from htp_export.files.targets import check_folder, check_parent, new_folder
+
+__all__ = ["export_command"]
+
+EXAMPLE = "bert --random-weights -o bert.onnx --verify"
+PLACE = 10
+IDLE = (
+    Idle(("js_dtypes",), lambda given: given["transformers_js"] is None, "it is for --transformers-js"),
+    Idle(("as_json",), lambda given: given["quiet"], "--quiet shows nothing"),
+)
+
+
+def export_command(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The ONNX file to write.", show_default=False), Writes()
+    ],
+    model: ModelOptions,
+    deploy: DeployOptions,
+    graph: GraphOptions,
+    two_files: Annotated[
+        bool | None,
+        typer.Option("--two-files/--one-file", help="A decoder for prefill and one with a cache, or one for both."),
+    ] = None,
+    cache_names: Annotated[
+        str | None, typer.Option(help="Names of a cache's tensors: optimum or transformers.", show_default="optimum")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Check every module against PyTorch.")] = False,
+    as_json: JsonOption = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
+) -> None:
+    """Export a model to ONNX with module tags, and show its tree."""
+    model.check()
+    _check_outputs(output, model, deploy)
+    deploy.check(output, model)
+    graph.check()
+    steps = Steps(quiet, count=2 + verify + (deploy.transformers_js is not None))
+    with steps.step(f"loading {model.name}"):
+        calls = _calls(model, graph, deploy, two_files, cache_names or "optimum")
+    _check_cache(calls, {"--two-files/--one-file": two_files, "--cache-names": cache_names})
+    deploy.check_files(calls)
+    exports = FileExports(model, deploy, graph, steps, verify, as_json, quiet, len(calls))
+    with _targets(calls, output, deploy) as targets:
+        for target in targets.values():
+            check_output(target, Kind.MODEL)
+        for name, target in targets.items():
+            exports.write(name, calls[name], target)
+    if deploy.transformers_js is not None:
+        with steps.step("writing the folder for transformers.js"):
+            folder = deploy.write_folder(targets, model, list(calls.values()))
+        exports.add_files(folder)
+    exports.finish()
+
+
+def _check_outputs(output: Path, model: ModelOptions, deploy: DeployOptions) -> None:
+    """Refuse an output that cannot be written: a file, or, for a task, a folder."""
+    if output.is_dir() and model.has_task:
+        check_parent(output / "model.onnx")
+    elif deploy.makes_folder and not output.parent.exists():
+        check_folder(output.parent, "the files of an export", lambda _: True)
+    else:
+        check_output(output, Kind.MODEL)
+
+
+def _calls(
+    model: ModelOptions, graph: GraphOptions, deploy: DeployOptions, two_files: bool | None, cache_names: str
+) -> dict[str, Call]:
+    """Name of each file → the call that it is exported from.
+
+    With ``--dynamic`` and with TorchScript, a task chooses the class alone.
+    """
+    from htp_export.capabilities.huggingface.tasks import split_task
+
+    _, has_cache = split_task(model.task)
+    if has_cache and not graph.dynamo:
+        raise InputError(f"--task {model.task}: TorchScript takes no cache; leave --torchscript away")
+    if has_cache and graph.axes:
+        raise InputError(f"--task {model.task} says which axes vary; leave --dynamic away")
+    calls, streamed = {}, graph.stream_weights
+    if graph.dynamo and not graph.axes:
+        calls = model.calls_by_task(
+            two_files=deploy.wanted_files(two_files),
+            cache_names=cache_names,
+            stream_weights=streamed,
+            right_padding=deploy.genai,
+        )
+    # With one example, exporters take the batch for a constant.
+    return calls or {"model": model.call(batch=2 if "batch" in graph.axes else 1, stream_weights=streamed)}
+
+
+def _check_cache(calls: Mapping[str, Call], given: Mapping[str, object]) -> None:
+    """Refuse options for a key-value cache, where no file has one."""
+    from htp_export.capabilities.huggingface.tasks import split_task
+
+    has_cache = any(call.example is not None and split_task(call.example.task)[1] for call in calls.values())
+    for option, value in given.items():
+        if value is not None and not has_cache:
+            raise InputError(f"{option} is for a task with a key-value cache (-with-past), and without --dynamic")
+
+
+@contextlib.contextmanager
+def _targets(calls: Mapping[str, Call], output: Path, deploy: DeployOptions) -> Iterator[dict[str, Path]]:
+    """Provide name → the file to write: the output, or files in a folder. A new folder is removed on failure."""
+    is_folder = output.is_dir() or len(calls) > 1
+    if is_folder and not output.is_dir() and output.suffix == ".onnx":
+        files = ", ".join(f"{name}.onnx" for name in calls)
+        raise InputError(f"-o {output}: {len(calls)} files are written, {files}; name a folder")
+    folder = output if is_folder else output.parent
+    with new_folder(folder) if is_folder or deploy.makes_folder else contextlib.nullcontext():
+        yield {name: output / f"{name}.onnx" for name in calls} if is_folder else dict.fromkeys(calls, output)

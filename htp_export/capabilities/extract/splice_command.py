@@ -1,0 +1,34 @@
+"""``htp-export splice``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.command.file_options import FileArgument, JsonOption, ModuleArgument, OutputOption, ShareOption
+from htp_export.command.outputs import report
+from htp_export.command.terminal import Steps
+
+EXAMPLE = "bert.onnx encoder.layer.0 layer0.onnx -o mixed.onnx"
+PLACE = 100
+
+
+def splice_command(
+    file: FileArgument,
+    module: ModuleArgument,
+    replacement: Annotated[Path, typer.Argument(help="The ONNX file to put in its place.", show_default=False)],
+    output: OutputOption,
+    call: Annotated[
+        int | None, typer.Option(min=0, help="Which call of a module that ran several times; all without it.")
+    ] = None,
+    share_weights: ShareOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Replace one module of a model by another model."""
+    from htp_export.capabilities.extract.splicing import splice
+
+    with Steps(quiet=as_json).step(f"splicing {module}"):
+        result = splice(file, module, replacement, output, call=call, share_weights=share_weights)
+    report(result, as_json, output=output)

@@ -1,0 +1,84 @@
+"""What is in a graph, drawn for a terminal or a pipe: findings by kind and by module."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import attrgetter
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from htp_export.capabilities.forensics.finding import KIND_COLUMNS, Finding, Forensics, title_of
+from htp_export.drawing.folding import gathered
+from htp_export.drawing.module_table import flat_table
+from htp_export.drawing.tag_note import tag_note
+from htp_export.format import tags
+from htp_export.results.columns import Column
+
+__all__ = ["render_findings", "render_forensics"]
+
+
+def _nodes(finding: Finding) -> str:
+    more = f", … ({len(finding.nodes)})" if len(finding.nodes) > 3 else ""
+    return ", ".join(finding.nodes[:3]) + more
+
+
+_FINDING: tuple[Column[Finding], ...] = (
+    Column("module", "module", lambda finding: finding.module or "(root)", right=False),
+    Column("kind", "what", text=title_of, right=False),
+    Column(
+        "fixed_by",
+        "fixed by",
+        lambda finding: finding.fixed_by or finding.why,
+        style=lambda finding: "" if finding.fixed_by else "yellow",
+        right=False,
+    ),
+    Column("nodes", "nodes", _nodes, right=False),
+    Column("detail", "detail", style="dim", right=False),
+)
+
+
+def render_forensics(result: Forensics, *, depth: int | None = None) -> RenderableType:
+    """A table with a line for each kind, and one with a line for each module that has findings.
+
+    Names are drawn as they are, whatever markup they look like.
+
+    Args:
+        result: What to draw.
+        depth: Leave out modules more than so many names below the root; no modules where it is 0, all where it is None.
+    """
+    if not result.findings:
+        return Group(Text(result.summary), *map(Text, result.notes), *tag_note(result.tags))
+    parts: list[RenderableType] = [flat_table(KIND_COLUMNS, result.by_kind, gap=2)]
+    modules = [path for path in result.modules if path and (depth is None or path.count(".") < depth)]
+    if modules:
+        parts += [Text(), _by_module(result, modules)]
+    return Group(*parts, Text(), *map(Text, result.notes), *tag_note(result.tags))
+
+
+def render_findings(result: Forensics) -> RenderableType:
+    """A table with a line for each finding; those of alike modules are one, with the nodes of the first."""
+    alike = gathered(result.findings, attrgetter("module"), attrgetter("kind", "fixed_by", "why"))
+    table = flat_table(_FINDING, [replace(findings[0], module=name) for name, findings in alike], gap=2)
+    return Group(table, Text(), *tag_note(result.tags))
+
+
+def _by_module(result: Forensics, modules: list[str]) -> Table:
+    """A line for each module, alike ones once, without those that only hold another one with the same findings."""
+
+    def above(path: str) -> str:
+        return tags.nearest_above(path, result.modules) or ""
+
+    def kinds_text(path: str) -> str:
+        kinds = sorted(result.modules[path].items(), key=lambda item: -item[1])
+        return ", ".join(f"{count} {kind}" for kind, count in kinds)
+
+    shown = set(modules)
+    finer = [p for p in modules if above(p) not in shown or result.modules[above(p)] != result.modules[p]]
+    columns: list[Column[tuple[str, str]]] = [
+        Column("found", "found", lambda line: sum(result.modules[line[1]].values())),
+        Column("module", "module", lambda line: line[0], right=False),
+        Column("kinds", "of which", lambda line: kinds_text(line[1]), style="dim", right=False),
+    ]
+    return flat_table(columns, [(name, paths[0]) for name, paths in gathered(finer, str, kinds_text)], gap=2)

@@ -1,0 +1,249 @@
+"""Findings: what passes would change in a graph, and what they leave unchanged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.format import tags
+from htp_export.results.columns import Column, text_table
+from htp_export.results.tag_facts import TagFacts, tag_lines
+
+__all__ = ["KINDS", "KIND_COLUMNS", "Finding", "Forensics", "Kind", "node_name", "title_of"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of finding.
+
+    Attributes:
+        title: What it is, for readers.
+        fixed_by: The pass that changes it; None where there is none.
+        why: Why there is none.
+    """
+
+    title: str
+    fixed_by: str | None
+    why: str = ""
+
+
+_ORDER = "adds up in another order, so that results differ"
+
+KINDS: Mapping[str, Kind] = {
+    "matmul_add_2d": Kind("MatMul + Add of matrices", "fuse_matmul_add"),
+    "matmul_add_3d": Kind("MatMul + Add with batch", "fuse_matmul_add_3d"),
+    "qkv_projections": Kind("three projections of one tensor", "merge_parallel_projections"),
+    "attention": Kind("attention in single steps", "fuse_for_onnxruntime"),
+    "double_scaling": Kind("queries and keys scaled apart", "cleanup_attention"),
+    "layer_norm": Kind(
+        "LayerNorm in single steps",
+        None,
+        f"LayerNormalization {_ORDER}; export at opset 17 or later, where PyTorch's is one operator",
+    ),
+    "rms_norm": Kind("RMSNorm in single steps", "fuse_for_onnxruntime"),
+    "gelu_erf": Kind("GELU in single steps", "fuse_for_onnxruntime"),
+    "gelu_tanh": Kind("GELU by tanh in single steps", "fuse_for_onnxruntime"),
+    "softmax": Kind("softmax in single steps", None, f"Softmax {_ORDER}; write it as one operator in the model"),
+    "conv_batchnorm": Kind("Conv + BatchNormalization", "fuse_conv_batchnorm"),
+    "conv_relu": Kind("Conv + Relu", "fuse_conv_relu"),
+    "identity": Kind("Identity", "eliminate_identity_ops"),
+    "identity_weight": Kind("Identity around a weight", "eliminate_identity_ops"),
+    "identity_cast": Kind("Cast to the same type", "eliminate_identity_ops"),
+    "cast_chain": Kind("Cast after Cast", None, "no pass merges casts"),
+    "identity_transpose": Kind("Transpose that moves nothing", "eliminate_redundant_transposes"),
+    "cancelling_transposes": Kind("Transposes that cancel", "eliminate_redundant_transposes"),
+    "chained_transposes": Kind("Transpose after Transpose", "eliminate_redundant_transposes"),
+    "identity_reshape": Kind("Reshape to the same shape", "eliminate_identity_ops"),
+    "chained_reshapes": Kind("Reshape after Reshape", "merge_reshapes"),
+    "shape_chain": Kind("sizes computed from Shape", "simplify_shape_chains"),
+    "unfolded_constants": Kind("work on constants alone", "fold_constants"),
+    "duplicate_constants": Kind("equal constants", "eliminate_duplicate_constants"),
+    "unused_initializers": Kind("weights that nothing reads", "eliminate_unused_initializers"),
+    "dead_nodes": Kind("nodes that nothing needs", "eliminate_dead_nodes"),
+}
+"""Kinds of findings, by the word that `Finding.kind` has, in the order of tables.
+
+What any other pass changes has the name of that pass as its kind.
+"""
+
+
+def title_of(kind: str) -> str:
+    """What a kind of finding is, for readers.
+
+    Examples:
+        >>> title_of("chained_reshapes"), title_of("eliminate_expands")
+        ('Reshape after Reshape', 'eliminate expands')
+    """
+    return KINDS[kind].title if kind in KINDS else kind.replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Nodes that a pass would change together, or that match a pass and stay.
+
+    Attributes:
+        kind: A key of `KINDS`, or the name of the pass.
+        module: The deepest module that contains all its nodes; ``""`` is the root, and the module of all findings in
+            untagged models.
+        nodes: Names of its nodes; for a node without a name, the name of its first output.
+        fixed_by: The pass of `htp_export.optimize` that changes it; None if there is none.
+        why: Why no pass changes it.
+        detail: Details of this finding.
+        tensors: The constants of the finding.
+        level: The level of `htp_export.optimize` from which on the pass may run; None if there is none.
+    """
+
+    kind: str
+    module: str
+    nodes: tuple[str, ...]
+    fixed_by: str | None
+    why: str = ""
+    detail: str = ""
+    tensors: tuple[str, ...] = ()
+    level: str | None = None
+
+
+@dataclass(frozen=True)
+class Forensics:
+    """The result of `forensics`.
+
+    Attributes:
+        findings: All findings, by kind in the order of `KINDS`, then in graph order.
+        nodes: Number of nodes of the model.
+        tags: The tags of the model: source, reasons, untagged nodes.
+        failed: Passes that could not run on this model → the reason; what they would change is unknown.
+    """
+
+    findings: tuple[Finding, ...]
+    nodes: int
+    tags: TagFacts | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def kinds(self) -> Mapping[str, int]:
+        """Kind → number of findings, in the order of `KINDS`."""
+        counts = Counter(finding.kind for finding in self.findings)
+        return {kind: counts[kind] for kind in dict.fromkeys((*KINDS, *counts)) if counts[kind]}
+
+    @cached_property
+    def modules(self) -> Mapping[str, Mapping[str, int]]:
+        """Module path → kind → number of findings at or below it; modules without findings are left out."""
+        found: dict[str, Counter[str]] = {}
+        for finding in self.findings:
+            for path in tags.ancestors(finding.module):
+                found.setdefault(path, Counter())[finding.kind] += 1
+        return {path: dict(found[path]) for path in sorted(found, key=tags.path_order)}
+
+    def of(self, kind: str) -> tuple[Finding, ...]:
+        """Return the findings of one kind."""
+        return tuple(finding for finding in self.findings if finding.kind == kind)
+
+    @property
+    def by_kind(self) -> list[KindSummary]:
+        """A line for each kind that was found."""
+        return [_summed(kind, self.of(kind)) for kind in self.kinds]
+
+    @property
+    def summary(self) -> str:
+        """How much was found."""
+        if not self.findings:
+            return f"nothing found in {self.nodes} nodes"
+        fixed = sum(finding.fixed_by is not None for finding in self.findings)
+        count = "1 finding" if len(self.findings) == 1 else f"{len(self.findings)} findings"
+        return f"{count} in {self.nodes} nodes, {fixed} of which a pass changes"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return {
+            "nodes": self.nodes,
+            "kinds": dict(self.kinds),
+            "modules": {path: dict(kinds) for path, kinds in self.modules.items()},
+            "findings": [asdict(finding) for finding in self.findings],
+            "failed": dict(self.failed),
+            "tags": self.tags and self.tags.to_dict(),
+        }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines below the table: passes that could not run."""
+        return tuple(f"{name} could not run, and is left out: {why}" for name, why in self.failed.items())
+
+    def __str__(self) -> str:
+        table = text_table(KIND_COLUMNS, self.by_kind) if self.findings else []
+        return "\n".join((*table, self.summary, *self.notes, *tag_lines(self.tags)))
+
+
+@dataclass(frozen=True)
+class KindSummary:
+    """All findings of one kind.
+
+    Attributes:
+        kind: The kind.
+        title: What it is, for readers.
+        count: How many there are.
+        nodes: Different nodes in them.
+        fixed_by: The pass that changes them; None where none changes any of them.
+        level: The level of `htp_export.optimize` that it needs.
+        fixed: How many it changes.
+        reasons: Why the others stay → how many.
+    """
+
+    kind: str
+    title: str
+    count: int
+    nodes: int
+    fixed_by: str | None
+    level: str | None
+    fixed: int
+    reasons: Mapping[str, int]
+
+    @property
+    def fix(self) -> str:
+        """The pass, with the level that it needs where that is not the lowest; empty where none changes any."""
+        if self.fixed_by is None:
+            return ""
+        return self.fixed_by if self.level in (None, "exact") else f"{self.fixed_by} ({self.level})"
+
+    @property
+    def not_fixed(self) -> str:
+        """Why some or all stay, in words; empty where none do."""
+        if len(self.reasons) == 1 and not self.fixed:
+            return next(iter(self.reasons))
+        return "; ".join(f"{count}: {why}" for why, count in self.reasons.items())
+
+
+KIND_COLUMNS: tuple[Column[KindSummary], ...] = (
+    Column("count", "found"),
+    Column("nodes", "nodes"),
+    Column("title", "what", right=False),
+    Column("fix", "fixed by", right=False),
+    Column("not_fixed", "not fixed", style="yellow", right=False),
+)
+"""Columns of the table of kinds."""
+
+
+def _summed(kind: str, findings: tuple[Finding, ...]) -> KindSummary:
+    fixed = [finding for finding in findings if finding.fixed_by is not None]
+    reasons = Counter(finding.why for finding in findings if finding.fixed_by is None)
+    return KindSummary(
+        kind=kind,
+        title=title_of(kind),
+        count=len(findings),
+        nodes=len({name for finding in findings for name in finding.nodes}),
+        fixed_by=fixed[0].fixed_by if fixed else None,
+        level=fixed[0].level if fixed else None,
+        fixed=len(fixed),
+        reasons=dict(reasons.most_common()),
+    )
+
+
+def node_name(node: ir.Node) -> str:
+    """The name of a node, or of its first output where it has none."""
+    if node.name:
+        return node.name
+    return next((value.name for value in node.outputs if value.name), node.op_type)

@@ -1,0 +1,255 @@
+"""Forensics: what each pass would change in a graph, by module, and what it leaves unchanged and why."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from htp_export.capabilities.forensics.duplicates import large_duplicates
+from htp_export.capabilities.forensics.finding import KINDS, Finding, Forensics, node_name
+from htp_export.capabilities.forensics.kinds import ONE_BY_ONE, kind_of
+from htp_export.capabilities.forensics.patterns import unchanged
+from htp_export.capabilities.forensics.rewrites import Rewrite, equal_constants, rewrites
+from htp_export.editing.editing import bytes_of
+from htp_export.editing.flattening import read_flat
+from htp_export.errors import HtpExportError
+from htp_export.format import tags
+from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, TaggedModel
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.optimize.declining import Declined
+    from htp_export.capabilities.optimize.merging import Difference
+    from htp_export.capabilities.optimize.registry import Level, PassInfo
+
+__all__ = ["forensics"]
+
+_FIRST = ("eliminate_unused_initializers", "eliminate_dead_nodes")
+"""Every pass leaves out what nothing needs; these say so first."""
+
+
+@names_model_faults("model")
+def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None, level: Level = "fused") -> Forensics:
+    """List what can be simplified in a model, by module, and the pass that does it.
+
+    For each finding: its nodes, its module, the pass of `htp_export.optimize` that changes it, or the reason why none
+    does. The passes run on a copy that shares the weights: those of level ``exact`` one after another, then each
+    further pass on their result.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Without tags,
+            findings belong to the root.
+        select: Only findings in these modules; see ``TaggedModel.select``.
+        level: The level of the passes, as in `htp_export.optimize`; ``"exact"`` takes the least time.
+
+    Returns:
+        The findings; `htp_export.capabilities.forensics.finding.KINDS` lists their kinds.
+
+    Raises:
+        FileError: The file cannot be read.
+        InputError: There is no such level.
+        SelectorError: The selector cannot be read, or matches nothing.
+        UntaggedModelError: Modules are selected, and the model has no tags.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(approximate="tanh")).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 5, 4),), opset_version=18, verbose=False)
+        >>> [(found.kind, found.module, found.fixed_by) for found in forensics(program).findings]
+        [('matmul_add_3d', '0', 'fuse_matmul_add_3d'), ('gelu_tanh', '1', 'fuse_for_onnxruntime')]
+    """
+    tagged = read_flat(model)
+    chosen = None if select is None else tagged.select(select)
+    investigation = _Investigation(tagged)
+    investigation.run(level)
+    found = investigation.findings
+    if chosen is not None:
+        found = [finding for finding in found if any(tags.is_under(finding.module, path) for path in chosen)]
+    return Forensics(tuple(found), len(tagged.nodes), tagged.tag_facts, investigation.failed)
+
+
+@dataclass
+class _Copy:
+    """The model, or a copy that passes run on.
+
+    Attributes:
+        tagged: The copy.
+        origins: Node → the original nodes that it replaces.
+        written: Its nodes that are in the original model.
+    """
+
+    tagged: TaggedModel
+    origins: dict[ir.Node, tuple[ir.Node, ...]]
+    written: Collection[ir.Node]
+
+    def again(self) -> _Copy:
+        """A copy of its present state."""
+        tagged = self.tagged.clone()
+        pairs = list(zip(self.tagged.nodes, tagged.nodes, strict=True))
+        origins = {copy: self.origins.get(node, ()) for node, copy in pairs}
+        return _Copy(tagged, origins, {copy for node, copy in pairs if node in self.written})
+
+    def origins_of(self, nodes: Iterable[ir.Node]) -> tuple[ir.Node, ...]:
+        """The original nodes that some nodes replace."""
+        return tuple(dict.fromkeys(origin for node in nodes for origin in self.origins.get(node, ())))
+
+
+class _Investigation:
+    """Passes that run on copies of a model, and their changes.
+
+    Attributes:
+        failed: Passes that raised → why.
+    """
+
+    def __init__(self, tagged: TaggedModel) -> None:
+        self._tagged, self._facts = tagged, GraphFacts(tagged)
+        self._places = {node: place for place, node in enumerate(tagged.nodes)}
+        graph = tagged.model.graph
+        made = [node.outputs[0] for node in self._facts.nodes_of("Constant")]
+        self._constants = {value.name or "" for value in (*graph.initializers.values(), *made)}
+        self._unread = [value for value in graph.initializers.values() if not value.uses()]
+        self._found: list[Finding] = []
+        self._starts: list[int] = []
+        self._known: set[frozenset[str]] = set()
+        self.failed: dict[str, str] = {}
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found, in the order of tables."""
+        from htp_export.capabilities.optimize.registry import DEFAULT
+
+        order = {kind: place for place, kind in enumerate((*KINDS, *DEFAULT))}
+        found = sorted(zip(self._starts, self._found, strict=True), key=lambda each: each[0])
+        return sorted((finding for _, finding in found), key=lambda each: order.get(each.kind, len(order)))
+
+    def run(self, level: Level) -> None:
+        """Run the passes up to a level.
+
+        Passes of ``exact`` go first: what others match is best seen on what they leave. Then those that `optimize` runs
+        by default; passes that take away what others match run apart from them.
+        """
+        from htp_export.capabilities.optimize.declining import declined
+        from htp_export.capabilities.optimize.registry import DEFAULT, LEVELS, available, choose, find
+
+        chosen = choose("default", level)
+        exact = [find(name) for name in dict.fromkeys((*_FIRST, *(e.name for e in chosen if e.level == "exact")))]
+        start = _Copy(self._tagged, {node: (node,) for node in self._places}, self._places.keys())
+        simple = self._run(exact, "exact", start)
+        ends = [self._run([e for e in chosen if e.level != "fused"], "tolerant", simple)] if level != "exact" else []
+        apart = [e for e in available().values() if e.level == "fused" or e.name not in DEFAULT]
+        allowed = [
+            e for e in apart if LEVELS.index(e.level) <= LEVELS.index(level) and _applies(e, simple.tagged.model)
+        ]
+        ends += [self._run([e], e.level, simple) for e in allowed]
+        for copy in (simple, *ends):
+            self._left(copy, declined(copy.tagged.nodes))
+        self._left(simple, unchanged(GraphFacts(simple.tagged)))
+        for constants, readers, detail, why in large_duplicates(self._facts):
+            self._add("duplicate_constants", readers, detail=detail, why=why, tensors=constants)
+
+    def _run(self, passes: Sequence[PassInfo], level: Level, given: _Copy) -> _Copy:
+        """Run passes on a copy of a model; without those that fail."""
+        from htp_export.capabilities.optimize.running import Pipeline
+
+        while True:
+            copy = given.again()
+            known, unread, found = set(self._known), self._unread, len(self._found)
+            watch = functools.partial(self._watch, copy, level)
+            pipeline = Pipeline([info for info in passes if info.name not in self.failed], watch=watch)
+            try:
+                copy.tagged = pipeline.run(copy.tagged)
+                return copy
+            except HtpExportError as error:  # a pass of another package, or weights that cannot be read
+                if not pipeline.running or pipeline.running in self.failed:
+                    raise
+                del self._found[found:], self._starts[found:]
+                self._known, self._unread = known, unread
+                self.failed[pipeline.running] = str(error).splitlines()[0]
+
+    def _watch(self, copy: _Copy, level: Level, info: PassInfo, difference: Difference, model: ir.Model) -> None:
+        """Add the findings of one run of a pass."""
+        from htp_export.capabilities.optimize.registry import LEVELS
+
+        add = functools.partial(self._add, fixed_by=info.name, level=max(level, info.level, key=LEVELS.index))
+        for rewrite in rewrites(difference, one_by_one=info.name == ONE_BY_ONE):
+            origins = copy.origins_of(rewrite.removed)
+            copy.origins.update(dict.fromkeys(rewrite.added, origins))
+            kind, names = kind_of(info.name, rewrite), frozenset(map(node_name, origins))
+            again = kind == info.name and names in self._known  # a pass of a lower level changes them, too
+            if not (again or set(rewrite.removed).isdisjoint(copy.written) or rewrite.operators == {"Constant"}):
+                weights = rewrite.inputs[:1] if kind == "identity_weight" else []
+                names_of_weights = [value.name or "" for value in weights if value is not None]
+                add(kind, origins, detail=_detail(rewrite), tensors=names_of_weights)
+        for equal in equal_constants(difference):
+            tensors = [name for value in equal.values if (name := value.name or "") in self._constants]
+            if len(tensors) > 1:
+                size = bytes_of(equal.values[0].const_value) * (len(tensors) - 1)
+                detail = f"{len(tensors)} equal, {size:,} bytes too many"
+                add("duplicate_constants", copy.origins_of(equal.readers), detail=detail, tensors=tensors)
+        unread = [value for value in self._unread if value.name not in model.graph.initializers]
+        if unread:
+            self._unread = []
+            size = sum(bytes_of(value.const_value) for value in unread)
+            tensors = [value.name or "" for value in unread]
+            add("unused_initializers", (), detail=f"{len(unread)}, {size:,} bytes", tensors=tensors)
+
+    def _left(self, copy: _Copy, found: Iterable[Declined]) -> None:
+        """Add nodes that passes leave unchanged, unless another pass changes them."""
+        known: defaultdict[str, set[str]] = defaultdict(set)
+        for finding in self._found:
+            known[finding.kind].update(finding.nodes)
+        for each in found:
+            nodes = copy.origins_of(each.nodes)
+            names = {node_name(node) for node in nodes}
+            if nodes and known[each.kind].isdisjoint(names):
+                known[each.kind].update(names)
+                self._add(each.kind, nodes, why=each.why or _why(each.kind), detail=each.detail)
+
+    def _add(
+        self,
+        kind: str,
+        nodes: Sequence[ir.Node],
+        *,
+        fixed_by: str | None = None,
+        level: Level | None = None,
+        why: str = "",
+        detail: str = "",
+        tensors: Sequence[str] = (),
+    ) -> None:
+        nodes = sorted(nodes, key=self._places.__getitem__)
+        module, names = self._facts.module_of(nodes), tuple(map(node_name, nodes))
+        self._found.append(Finding(kind, module, names, fixed_by, why, detail, tuple(tensors), level))
+        self._starts.append(self._places[nodes[0]] if nodes else 0)
+        self._known.add(frozenset(names))
+
+
+def _applies(info: PassInfo, model: ir.Model) -> bool:
+    """Whether a model has what a pass requires, as far as the pass states it."""
+    from htp_export.capabilities.optimize.node_pass import NodePass
+
+    made = info.make
+    return not (isinstance(made, type) and issubclass(made, NodePass)) or made.applies(model)
+
+
+def _why(kind: str) -> str:
+    """Why nodes of a kind stay, if no pass says why."""
+    known = KINDS.get(kind)
+    return (
+        "" if known is None else known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"
+    )
+
+
+def _detail(rewrite: Rewrite) -> str:
+    """The operators that took the place of nodes, or those that read the result where there are none."""
+    if rewrite.added:
+        return "becomes " + ", ".join(dict.fromkeys(node.op_type for node in rewrite.added))
+    fed = Counter(node.op_type for node in rewrite.readers)
+    return "feeds " + ", ".join(f"{op} x{count}" if count > 1 else op for op, count in fed.most_common()) if fed else ""

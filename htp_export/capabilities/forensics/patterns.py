@@ -1,0 +1,200 @@
+"""Patterns that no pass changes, or not in every form, as onnxscript rules."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.forensics.attention_steps import attention_steps
+from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.groups import connected
+from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.optimize.declining import Declined
+
+__all__ = ["unchanged"]
+
+_Op: TypeAlias = Any
+_Value: TypeAlias = Any  # what onnxscript's patterns are made of has no types
+_Pattern: TypeAlias = Callable[[_Op, _Value], _Value]
+
+
+def unchanged(facts: GraphFacts) -> Iterator[Declined]:
+    """What looks like one operator in single steps, casts in a row, and sizes, after the passes of level ``exact``."""
+    from htp_export.capabilities.optimize.declining import Declined
+
+    yield from _single_steps(facts)
+    yield from _casts(facts)
+    yield from _sizes(facts)
+    for steps in attention_steps(facts):
+        einsum = "Einsum" in (steps.scores.op_type, steps.context.op_type)
+        yield Declined("attention", steps.nodes, "written with Einsum" if einsum else "")
+
+
+def _either(operator: Callable[[_Value, _Value], _Value], one: _Value, other: _Value) -> _Value:
+    """An operator of two values in either order."""
+    from onnxscript.rewriter.pattern import OrValue
+
+    return OrValue([operator(one, other), operator(other, one)])
+
+
+def _centred(op: _Op, x: _Value) -> _Value:
+    return op.Sub(x, op.ReduceMean(x, _allow_other_inputs=True))
+
+
+def _mean_square(op: _Op, x: _Value) -> _Value:
+    from onnxscript.rewriter.pattern import OrValue, Var
+
+    mean = op.ReduceMean(OrValue([op.Pow(x, 2), op.Mul(x, x)]), _allow_other_inputs=True)
+    return OrValue([_either(op.Add, mean, Var("epsilon")), mean])
+
+
+def _inverse(op: _Op, x: _Value) -> _Value:
+    """``1 / sqrt(mean(x²) + epsilon)``."""
+    from onnxscript.rewriter.pattern import OrValue
+
+    square = _mean_square(op, x)
+    root = op.Sqrt(square)
+    return OrValue([op.Reciprocal(root), op.Div(1, root), op.Pow(square, -0.5)])
+
+
+def _norms(centre: Callable[[_Op, _Value], _Value]) -> Iterator[_Pattern]:
+    """``x / sqrt(mean(x²) + epsilon)``, in each form; LayerNorm where the mean was taken off ``x`` before."""
+    yield lambda op, x: op.Div(centred := centre(op, x), op.Sqrt(_mean_square(op, centred)))
+    yield lambda op, x: op.Mul(centred := centre(op, x), _inverse(op, centred))
+    yield lambda op, x: op.Mul(_inverse(op, centred := centre(op, x)), centred)
+
+
+def _gelus(inner: Callable[[_Op, _Value], _Value]) -> Iterator[_Pattern]:
+    """``0.5 x (1 + inner(x))``, its factors in any order."""
+    from onnxscript.rewriter.pattern import OrValue
+
+    def half(op: _Op, value: _Value) -> _Value:
+        return OrValue([_either(op.Mul, value, 0.5), op.Div(value, 2)])
+
+    def factors(op: _Op, x: _Value) -> Sequence[tuple[_Value, _Value]]:
+        sum_ = _either(op.Add, inner(op, x), 1)
+        return (half(op, x), sum_), (x, half(op, sum_)), (_either(op.Mul, x, sum_), 0.5)
+
+    for form, order in itertools.product(range(3), (1, -1)):
+        yield functools.partial(lambda form, order, op, x: op.Mul(*factors(op, x)[form][::order]), form, order)
+    yield lambda op, x: op.Div(factors(op, x)[2][0], 2)
+
+
+def _erf(op: _Op, x: _Value) -> _Value:
+    from onnxscript.rewriter.pattern import OrValue
+
+    return op.Erf(OrValue([op.Div(x, math.sqrt(2)), _either(op.Mul, x, math.sqrt(0.5))]))
+
+
+def _tanh(op: _Op, x: _Value) -> _Value:
+    from onnxscript.rewriter.pattern import OrValue
+
+    square = OrValue([op.Mul(x, x), op.Pow(x, 2)])
+    cube = _either(op.Mul, OrValue([op.Pow(x, 3), _either(op.Mul, x, square)]), 0.044715)
+    return op.Tanh(_either(op.Mul, _either(op.Add, x, cube), math.sqrt(2 / math.pi)))
+
+
+def _softmaxes() -> Iterator[_Pattern]:
+    """``exp(x) / sum(exp(x))``, with or without the largest element taken off before."""
+    yield lambda op, x: op.Div(e := op.Exp(_less_largest(op, x)), op.ReduceSum(e, _allow_other_inputs=True))
+    yield lambda op, x: op.Div(e := op.Exp(x), op.ReduceSum(e, _allow_other_inputs=True))
+
+
+def _less_largest(op: _Op, x: _Value) -> _Value:
+    return op.Sub(x, op.ReduceMax(x, _allow_other_inputs=True))
+
+
+_PATTERNS: Mapping[str, Callable[[], Iterator[_Pattern]]] = {
+    "layer_norm": lambda: _norms(_centred),
+    "rms_norm": lambda: _norms(lambda _, x: x),
+    "gelu_erf": lambda: _gelus(_erf),
+    "gelu_tanh": lambda: _gelus(_tanh),
+    "softmax": _softmaxes,
+}
+"""Kind → its forms; the first kind that matches a node counts."""
+
+
+def _single_steps(facts: GraphFacts) -> Iterator[Declined]:
+    """Operators that are written in single steps, with what scales and shifts a normalization afterwards."""
+    from onnxscript.rewriter.pattern import Pattern
+
+    from htp_export.capabilities.optimize.declining import Declined
+
+    patterns = [(kind, Pattern(form)) for kind, forms in _PATTERNS.items() for form in forms()]
+    model = facts.tagged.model
+    for node in facts.nodes_of("Div", "Mul"):
+        for kind, pattern in patterns:
+            match = pattern.match(model, model.graph, node, check_nodes_are_removable=False)
+            if match:
+                steps = [*match.nodes, *(_affine(facts, node) if kind.endswith("norm") else ())]
+                yield Declined(kind, tuple(dict.fromkeys(steps)), detail=f"{len(steps)} steps")
+                break
+
+
+def _affine(facts: GraphFacts, node: ir.Node) -> Iterator[ir.Node]:
+    """The ``Mul`` and ``Add`` of weights behind a node; there may be a ``Cast`` between."""
+    casts: list[ir.Node] = []
+    wanted = ["Mul", "Add"]
+    while wanted and (reader := only_consumer(node.outputs[0], "Cast", *wanted)) is not None:
+        node = reader
+        if reader.op_type == "Cast":
+            casts.append(reader)
+            continue
+        if facts.with_constant(reader) is None:
+            return
+        yield from (*casts, reader)
+        casts.clear()
+        wanted = wanted[wanted.index(reader.op_type) + 1 :]
+
+
+def _casts(facts: GraphFacts) -> Iterator[Declined]:
+    """A ``Cast`` after another one."""
+    from htp_export.capabilities.optimize.declining import Declined
+
+    for node in facts.nodes_of("Cast"):
+        first = producer_of(node.inputs[0], "Cast")
+        if first is not None:
+            source, between = facts.dtype(first.inputs[0]), facts.dtype(first.outputs[0])
+            keeps = source is not None and between is not None and _holds(between, source)
+            why = "" if keeps else "the type in between holds less, so that both count"
+            detail = " to ".join(
+                "?" if dtype is None else dtype.name for dtype in (source, between, facts.dtype(node.outputs[0]))
+            )
+            yield Declined("cast_chain", (first, node), why, detail)
+
+
+def _holds(wide: ir.DataType, narrow: ir.DataType) -> bool:
+    """Whether every value of one type is one of another."""
+    try:
+        return narrow == ir.DataType.BOOL or bool(np.can_cast(narrow.numpy(), wide.numpy(), "safe"))
+    except TypeError:
+        return False
+
+
+def _sizes(facts: GraphFacts) -> Iterator[Declined]:
+    """Nodes that compute sizes from ``Shape``: of one module, those that read each other together."""
+    from htp_export.capabilities.optimize.declining import Declined
+
+    owners = facts.tagged.index.owners
+    chain: set[ir.Node] = set()
+    sizes: set[ir.Value] = set()
+    for node in facts.nodes:
+        on_sizes = is_standard(node) and any(value in sizes for value in node.inputs)
+        rest = (value for value in node.inputs if value is not None and value not in sizes)
+        on_sizes = on_sizes and all(map(facts.is_constant, rest)) and (facts.rank(node.outputs[0]) or 0) <= 1
+        if on_sizes or is_standard(node, *SIZES_ONLY):
+            chain.add(node)
+            sizes.update(node.outputs)
+    for nodes in connected(
+        (node for node in facts.nodes if node in chain), lambda one, other: owners[one] == owners[other]
+    ):
+        yield Declined("shape_chain", nodes, "the sizes depend on the model's inputs, and are needed")

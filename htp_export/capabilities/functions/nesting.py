@@ -1,0 +1,303 @@
+"""``functions``: modules of a model as ONNX functions of it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.capabilities.functions.bodies import Bodies, differing_constants
+from htp_export.capabilities.functions.formals import Formals
+from htp_export.capabilities.functions.levels import Levels
+from htp_export.capabilities.functions.originals import flat_order, share_bodies
+from htp_export.capabilities.functions.placing import Placement
+from htp_export.editing.flattening import dissolve
+from htp_export.editing.function_records import DOMAIN, Instance, Records
+from htp_export.errors import InputError
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
+from htp_export.format import tags
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.regions import GraphIndex, all_nodes
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
+from htp_export.model.tensor_names import UsedNames
+from htp_export.results.columns import Column, text_table
+
+__all__ = ["FUNCTION_COLUMNS", "FunctionRow", "Nested", "functions"]
+
+
+@dataclass(frozen=True)
+class FunctionRow:
+    """One function that was made.
+
+    Attributes:
+        class_name: The class of the modules that it is.
+        modules: Their paths, in the order of ``named_modules()``.
+        calls: How many calls of these modules it stands for.
+        nodes: Nodes in its body, calls of other functions and nodes in subgraphs counted.
+        inputs: Its inputs, weights among them.
+        outputs: Its outputs.
+    """
+
+    class_name: str
+    modules: tuple[str, ...]
+    calls: int
+    nodes: int
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class Nested(HoldsModel):
+    """The result of `functions`.
+
+    Attributes:
+        model: The model.
+        modules: Path of each module that became a function → identifier of the function, ``htp::BertLayer``; of the
+            first call, if calls became different functions.
+        functions: Identifier → the function.
+        skipped: Path of each selected module that stayed flat → reason.
+        outside: Path of a module that became a function → number of its nodes outside of the function: shared with
+            other modules, on a path that leaves the module and returns, or constants that differ between modules.
+    """
+
+    model: ir.Model
+    modules: Mapping[str, str]
+    functions: Mapping[str, FunctionRow]
+    skipped: Mapping[str, str]
+    outside: Mapping[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON; without the model."""
+        functions = {name: {**vars(row), "modules": list(row.modules)} for name, row in self.functions.items()}
+        return {
+            "modules": dict(self.modules),
+            "functions": functions,
+            "skipped": dict(self.skipped),
+            "outside": dict(self.outside),
+        }
+
+    @property
+    def summary(self) -> str:
+        """How many modules are functions, and how many are not."""
+        left = f"; left flat: {len(self.skipped)} of {len(self.skipped) + len(self.modules)} modules"
+        return f"{len(self.functions)} functions of {len(self.modules)} modules{left if self.skipped else ''}"
+
+    def __str__(self) -> str:
+        return "\n".join((*text_table(FUNCTION_COLUMNS, self.functions.items()), self.summary))
+
+
+FUNCTION_COLUMNS: tuple[Column[tuple[str, FunctionRow]], ...] = (
+    Column("function", "function", lambda item: item[0], style="cyan", right=False),
+    Column("calls", "calls", lambda item: item[1].calls),
+    Column("nodes", "nodes", lambda item: item[1].nodes),
+    Column("inputs", "inputs", lambda item: item[1].inputs),
+    Column("outputs", "outputs", lambda item: item[1].outputs),
+    Column("module", "first module", lambda item: item[1].modules[0], right=False),
+)
+"""What is known of each function, by its identifier."""
+
+
+@names_model_faults("model")
+def functions(
+    model: ModelSource,
+    select: str | Sequence[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    share_weights: bool = False,
+) -> Nested:
+    """Turn selected modules into ONNX functions, nested as the modules are.
+
+    Viewers then show the hierarchy; runtimes compute the same. Modules of one class that compute the same share a
+    function, which has their weights as inputs. The root, modules that are not ``computed``, and work that several
+    modules share stay in the graph. Functions from an earlier call are inlined first. `inline` restores the flat graph.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
+            tags of htp_export; weights are not read.
+        select: The modules; see ``TaggedModel.select``. ``"**"`` is every module.
+        output: The file to write.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` cannot be read any more.
+
+    Returns:
+        The model, its functions, and the reason for each selected module that stayed flat.
+
+    Raises:
+        FileError: A file cannot be read or written.
+        InputError: None of the selected modules can be a function; the message has the reason.
+        SelectorError: The selector cannot be read, or a part of it matches no module.
+        UntaggedModelError: The model has no tags, or only torch's own scopes.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> net = torch.nn.Sequential(block(), block()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> nested = htp_export.functions(program, "class:Sequential")
+        >>> dict(nested.modules), [node.op_type for node in nested.model.graph], dict(nested.skipped)
+        ({'0': 'htp::Sequential', '1': 'htp::Sequential'}, ['Sequential', 'Sequential'], {'': 'it is the graph itself'})
+    """
+    check_target(output)
+    tagged = load(model)
+    selected = tagged.select(select)
+    tagged.require_exact_tags()
+    wanted = [path for path in selected if path and tagged.hierarchy[path].fate == "computed"]
+    built = _built(_flat(tagged), wanted)
+    model, index, placement, bodies = built.work.model, built.index, built.placement, built.bodies
+    made = _functions_of(bodies)
+    hierarchy = tagged.hierarchy
+    skipped = {path: _why_flat(hierarchy[path], index, placement) for path in selected if path not in made}
+    if not made:
+        listed = "; ".join(f"{path or '(root)'}: {reason}" for path, reason in list(skipped.items())[:5])
+        more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+        raise InputError(f"no selected module can be a function: {listed}{more}")
+    records = share_bodies(bodies.occurrences, built.sources, hierarchy, built.work.calls)
+    _finish(model, Records(records, flat_order(bodies, built.sources)))
+    if output is not None:
+        write_model(model, output, share_weights=share_weights)
+    ordered = {path: made[path] for path in selected if path in made}
+    return Nested(model, ordered, _rows(bodies), skipped, _outside(index, placement, ordered))
+
+
+def _flat(tagged: TaggedModel) -> TaggedModel:
+    """The model without the functions that an earlier call made."""
+    if all(function.domain != DOMAIN for function in tagged.model.functions.values()):
+        return tagged
+    model = tagged.model.clone()
+    dissolve(model, tagged.hierarchy, tagged.calls)
+    return load(model)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A copy of a model with functions.
+
+    Attributes:
+        sources: Node of the copy → node of the model.
+        work: The copy.
+        index: What was known of it before there were functions.
+        placement: The instances that its nodes are in.
+        bodies: The functions.
+    """
+
+    sources: Mapping[ir.Node, ir.Node]
+    work: TaggedModel
+    index: GraphIndex
+    placement: Placement
+    bodies: Bodies
+
+
+def _built(source: TaggedModel, wanted: Collection[str]) -> _Built:
+    """Make functions of a copy of a model; constants in which functions differ become inputs, so that one is left.
+
+    A constant that is left outside of a module is in the one around it, whose functions may then differ in it.
+    """
+    outside: dict[ir.Node, set[Instance]] = {}
+    while True:
+        model = source.model.clone()
+        sources = dict(zip(all_nodes(model), source.nodes, strict=True))
+        work = TaggedModel(model, source.hierarchy)
+        index, placement = GraphIndex(model, work.work_of), Placement(work, wanted)
+        for node in list(placement.chains) if outside else ():
+            placement.without(node, outside.get(sources[node], ()))
+        built = _Built(sources, work, index, placement, _make(work, index, placement))
+        known = sum(map(len, outside.values()))
+        for node, instances in differing_constants(built.bodies.occurrences.values(), source.hierarchy).items():
+            outside.setdefault(sources[node], set()).update(instances)
+        if sum(map(len, outside.values())) == known:
+            return built
+
+
+def _make(work: TaggedModel, index: GraphIndex, placement: Placement) -> Bodies:
+    """Make functions of a model's groups, in place."""
+    levels = Levels(placement, index.works)
+    graphs = list(dict.fromkeys([work.model.graph, *(node.graph for node in placement.scopes if node.graph)]))
+    arranged = {graph: levels.arrange_graph(graph) for graph in graphs}  # those outside first: they take nodes along
+    bodies = Bodies(work.model, work.hierarchy, Formals(index.constant, index.owners, work.signatures))
+    for graph in reversed(graphs):
+        bodies.build(graph, arranged[graph])
+    outer = list(work.model.graph.all_nodes())
+    used = UsedNames(str(node.name) for node in outer if node not in bodies.occurrences)
+    for node in outer:
+        if node in bodies.occurrences:
+            node.name = used.unused(str(node.name))
+    return bodies
+
+
+def _finish(model: ir.Model, records: Records) -> None:
+    model.opset_imports[DOMAIN] = 1
+    if records.calls or records.order:
+        model.metadata_props[tags.FUNCTIONS] = records.to_json()
+
+
+def _functions_of(bodies: Bodies) -> dict[str, str]:
+    """Path → identifier of the function that its first call became."""
+    found: dict[str, str] = {}
+    for occurrence in sorted(bodies.occurrences.values(), key=lambda one: one.instance.call):
+        found.setdefault(occurrence.instance.path, _identifier(occurrence.function))
+    return found
+
+
+def _rows(bodies: Bodies) -> dict[str, FunctionRow]:
+    alike: defaultdict[ir.Function, list[str]] = defaultdict(list)
+    for occurrence in bodies.occurrences.values():
+        alike[occurrence.function].append(occurrence.instance.path)
+    places = {path: place for place, path in enumerate(bodies.hierarchy)}
+    return {
+        _identifier(function): FunctionRow(
+            class_name=bodies.hierarchy[paths[0]].class_name,
+            modules=tuple(sorted(set(paths), key=places.__getitem__)),
+            calls=len(paths),
+            nodes=sum(1 for _ in function.all_nodes()),
+            inputs=len(function.inputs),
+            outputs=len(function.outputs),
+        )
+        for function, paths in alike.items()
+    }
+
+
+def _outside(index: GraphIndex, placement: Placement, made: Collection[str]) -> dict[str, int]:
+    """Path → nodes with an owner at or below it that are not in its function, where there are any."""
+    counts: Counter[str] = Counter()
+    functions = frozenset(made)
+    for node in placement.chains:
+        held = {one.path for scope in (node, *placement.scopes[node]) for one in placement.chains[scope]}
+        counts.update((index.works[node].modules & functions) - held)
+    return {path: counts[path] for path in made if counts[path]}
+
+
+def _why_flat(module: ModuleInfo, index: GraphIndex, placement: Placement) -> str:
+    """Why a selected module is no function."""
+    if not module.path:
+        return "it is the graph itself"
+    if module.fate == "uncalled":
+        return "it never ran; select what it holds"
+    if module.fate == "fused":
+        return f"it is merged with {', '.join(map(repr, module.fused_with)) or 'its neighbours'}"
+    reasons = {
+        "identity": "it gives back what it is given",
+        "constant": "it was folded into constants",
+        "dead": "nothing that the model returns needs it",
+    }
+    if module.fate in reasons:
+        return reasons[module.fate]
+    if module.path in placement.flat:
+        return placement.flat[module.path]
+    nodes = index.below.get(module.path, ())
+    if not nodes:
+        return "it has no nodes"
+    if all(node not in placement.chains for node in nodes):
+        return "it lies in functions that the model has already; inline them first"
+    return "all its nodes are shared with other modules"
+
+
+def _identifier(function: ir.Function) -> str:
+    return f"{function.domain}::{function.name}"

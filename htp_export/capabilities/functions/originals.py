@@ -1,0 +1,183 @@
+"""What the nodes that went into functions were, kept for the way back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.capabilities.functions.bodies import Bodies, Occurrence, copy_value
+from htp_export.editing.function_records import Expectations, Instance, Record, given_values
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.reasons import Reason
+from htp_export.model.regions import subgraphs
+
+__all__ = ["flat_order", "share_bodies"]
+
+
+@dataclass(frozen=True)
+class _Original:
+    """A node as it was.
+
+    Attributes:
+        name: Its name.
+        metadata: Its metadata.
+        outputs: What it makes.
+        graphs: The names of its subgraphs, and of their inputs and initializers.
+    """
+
+    name: str
+    metadata: Mapping[str, str]
+    outputs: Sequence[ir.Value]
+    graphs: list[list[str]]
+
+
+def share_bodies(
+    occurrences: Mapping[ir.Node, Occurrence],
+    sources: Mapping[ir.Node, ir.Node],
+    hierarchy: Hierarchy,
+    calls: CallTree,
+) -> dict[str, Record]:
+    """Make the bodies of functions true for all their calls, and note what every call loses by it.
+
+    Args:
+        occurrences: Call → what it calls, for every instance.
+        sources: Node → the node of the untouched model that it was, for all but the calls.
+        hierarchy: The modules.
+        calls: Which of their calls ran in which.
+
+    Returns:
+        Name of each call outside of functions → what its nodes were; calls that lose nothing are left out.
+    """
+    originals: dict[ir.Node, _Original] = {}
+    alike: defaultdict[ir.Node, list[_Original]] = defaultdict(list)
+    for occurrence in occurrences.values():
+        for shared, own in occurrence.pairs():
+            source = sources.get(own, own)
+            outputs = source.outputs if source is not own else [copy_value(value) for value in own.outputs]
+            originals[own] = _Original(source.name or "", dict(source.metadata_props), outputs, _graph_names(source))
+            alike[shared].append(originals[own])
+    for shared, found in alike.items():
+        _share(shared, found, hierarchy)
+
+    expected = Expectations(hierarchy, calls)
+
+    def record(occurrence: Occurrence, instance: Instance) -> Record:
+        found: Record = {}
+        returned = set(occurrence.function.outputs)
+        for shared, own in occurrence.pairs():
+            entry = _difference(shared, originals[own], expected.metadata(shared, instance), returned)
+            if own in occurrences:
+                inside = record(occurrences[own], expected.instance(shared, instance))
+                entry = {key: value for key, value in entry.items() if key == "outputs"}
+                if inside:
+                    entry["inside"] = inside
+            if entry:
+                found[str(shared.name)] = entry
+        return found
+
+    inner = {own for occurrence in occurrences.values() for own in occurrence.body.all_nodes()}
+    outer = {call: occurrence for call, occurrence in occurrences.items() if call not in inner}
+    written = {str(call.name): record(occurrence, occurrence.instance) for call, occurrence in outer.items()}
+    return {name: entry for name, entry in written.items() if entry}
+
+
+def flat_order(bodies: Bodies, sources: Mapping[ir.Node, ir.Node]) -> list[int]:
+    """The order of ``Records``.
+
+    Args:
+        bodies: The functions that were made.
+        sources: Node → the node of the untouched model that it was, for all but the calls.
+    """
+
+    def flat(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
+        for node in nodes:
+            if node in bodies.occurrences:
+                yield from flat(bodies.occurrences[node].body)
+            else:
+                yield sources[node]
+
+    nodes = list(flat(bodies.model.graph))
+    places = {node: place for place, node in enumerate(nodes[0].graph or ())}
+    order = [places[node] for node in nodes]
+    return [] if order == sorted(order) else order
+
+
+def _share(shared: ir.Node, found: Sequence[_Original], hierarchy: Hierarchy) -> None:
+    """Make a node of a body true for all that it stands for."""
+    if len(found) == 1:
+        return
+    owners = list(dict.fromkeys(owner for one in found for owner in tags.owners_of(one.metadata)))
+    if owners:
+        reasons = {one.metadata.get(tags.REASON, "") for one in found}
+        calls = {tags.encoded_calls(one.metadata) for one in found}
+        one_call = next(iter(calls)) if len(calls) == 1 and len(owners) == 1 else ""
+        reason = next(iter(reasons)) if len(reasons) == 1 else Reason.SHARED
+        if len(owners) > 1 and reason == Reason.SCOPE:
+            reason = Reason.SHARED
+        tags.tag_node(shared.metadata_props, tags.node_tags(owners, reason, hierarchy.called, one_call))
+        if all(tags.NAMESPACE not in one.metadata for one in found):
+            del shared.metadata_props[tags.NAMESPACE]
+    for position, value in enumerate(shared.outputs):
+        others = [one.outputs[position] for one in found]
+        if any(other.type != others[0].type for other in others):
+            value.type = value.shape = None
+        elif any(_type_of(other) != _type_of(others[0]) for other in others):
+            value.shape = None
+
+
+def _difference(
+    shared: ir.Node, original: _Original, metadata: Mapping[str, str], returned: Collection[ir.Value]
+) -> Record:
+    """What ``restore`` needs; what a function returns is named and typed by its call."""
+    entry: Record = {}
+    if shared.name != original.name:
+        entry["name"] = original.name
+    changes = _changes(metadata, original.metadata)
+    if changes:
+        entry["metadata"] = changes
+    outputs: Record = {}
+    for position, (value, before) in enumerate(zip(shared.outputs, original.outputs, strict=True)):
+        if value in returned:
+            continue
+        written: Record = {}
+        if value.name != before.name:
+            written["name"] = before.name
+        changes = _changes(value.metadata_props, before.metadata_props)
+        if changes:
+            written["metadata"] = changes
+        if _type_of(value) != _type_of(before):
+            written["type"] = _type_of(before)
+        if written:
+            outputs[str(position)] = written
+    if outputs:
+        entry["outputs"] = outputs
+    if _graph_names(shared) != original.graphs:
+        entry["graphs"] = original.graphs
+    return entry
+
+
+def _graph_names(node: ir.Node) -> list[list[str]]:
+    return [
+        [str(value or "") for value in (graph.name, *(one.name for one in given_values(graph)))]
+        for graph in subgraphs(node)
+    ]
+
+
+def _changes(expected: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str | None]:
+    gone = {key: None for key in expected if key not in found}
+    return {**gone, **{key: value for key, value in found.items() if expected.get(key) != value}}
+
+
+def _type_of(value: ir.Value) -> list[Any] | None:
+    """The element type and the dimensions of a tensor, as plain data; None for what is no tensor, or not known."""
+    if not isinstance(value.type, ir.TensorType):
+        return None
+    shape = value.shape
+    dimensions = None if shape is None else [dim if isinstance(dim, int) else dim.value for dim in shape]
+    return [int(value.type.dtype), dimensions]

@@ -1,0 +1,224 @@
+"""The files of a model with an encoder and a decoder: the encoder, and its decoder as two files or as one."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from htp_export.capabilities.huggingface.caches import emptied, empty_cache
+from htp_export.capabilities.huggingface.call_maker import CACHE, CallMaker, is_same
+from htp_export.capabilities.huggingface.example_calls import ExampleCall, adapted, run, without_a_cache
+from htp_export.capabilities.huggingface.inputs import named_parameters
+from htp_export.capabilities.huggingface.task_names import Axes
+from htp_export.errors import InputError, described
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["EncoderAndDecoder"]
+
+_CROSS = f"{CACHE}cross"
+_ENCODER_TEXT: Axes = {0: "batch_size", 1: "encoder_sequence_length"}
+_ENCODER: dict[str, Axes] = {
+    "input_ids": _ENCODER_TEXT,
+    "attention_mask": _ENCODER_TEXT,
+    "last_hidden_state": _ENCODER_TEXT,
+}
+_NEW_TOKENS: Axes = {0: "batch_size", 1: "decoder_sequence_length"}
+_FIRST_TOKENS: dict[str, Axes] = {
+    "input_ids": _NEW_TOKENS,
+    "logits": _NEW_TOKENS,
+    "encoder_attention_mask": _ENCODER_TEXT,
+    "encoder_hidden_states": _ENCODER_TEXT,
+    f"present.{CACHE}": {0: "batch_size", 2: "decoder_sequence_length"},
+    f"present.{_CROSS}": {0: "batch_size", 2: "encoder_sequence_length"},
+}
+_NEXT_TOKENS: dict[str, Axes] = {
+    **_FIRST_TOKENS,
+    CACHE: {0: "batch_size", 2: "past_decoder_sequence_length"},
+    _CROSS: {0: "batch_size", 2: "encoder_sequence_length"},
+    f"present.{CACHE}": {0: "batch_size", 2: "past_decoder_sequence_length + decoder_sequence_length"},
+}
+_ANY_TOKENS: dict[str, Axes] = {**_NEXT_TOKENS, _CROSS: {0: "batch_size", 2: "past_encoder_sequence_length"}}
+_SHORTEST = 4  # states of the encoder: torch.export takes 0 and 1 for constants, and half of them are in the cache
+
+
+class EncoderAndDecoder:
+    """The calls of the files of one model.
+
+    Args:
+        maker: Of the model.
+
+    Raises:
+        InputError: If the model puts nothing into a cache, or cannot be called with what its encoder finds.
+    """
+
+    def __init__(self, maker: CallMaker) -> None:
+        self._maker, self._model, self._sizes = maker, maker.model, maker.sizes
+        if "image" in (self._model.input_modalities or ()) and self._model.main_input_name == "input_ids":
+            problem = "reads texts and images in its encoder; choose a task without -with-past"
+            raise InputError(f"{type(self._model).__name__} {problem}")
+        ids = self._decoder_ids()
+        split = self._sizes["past_sequence_length"]
+        self._first_ids, self._next_ids = ids[:, :split], ids[:, split:]
+        self._cache = empty_cache(self._model)
+        try:
+            run(self._model, {**self._own_names(self._first), "past_key_values": self._cache})
+        except Exception as error:  # whatever a model raises that wants other states
+            said = f"{type(self._model).__name__} cannot be called with the states of its encoder"
+            raise InputError(f"{said} ({described(error)})") from error
+        if not self._cache.cross_attention_cache.get_seq_length():
+            raise without_a_cache(self._model)
+
+    def encoder(self) -> ExampleCall:
+        """The call of the encoder."""
+        given = self._encoder_inputs
+        return self._maker.call({"encode": given}, model=self._model.get_encoder(), axes=_ENCODER)
+
+    def two_decoders(self) -> dict[str, ExampleCall]:
+        """A decoder for the first tokens, and one for those after them."""
+        following = {"input_ids": self._next_ids, **self._mask, "past_key_values": self._cache}
+        call = self._maker.call
+        return {
+            "decoder_model": call({"prefill": self._first}, adapt=self._begin, axes=_FIRST_TOKENS),
+            "decoder_with_past_model": call({"decode": following}, adapt=self._go_on, axes=_NEXT_TOKENS),
+        }
+
+    def merged_decoder(self) -> dict[str, ExampleCall]:
+        """One decoder for all tokens, without a branch: of both caches, it computes what is not in them yet.
+
+        Raises:
+            InputError: If the model does not compute then what it computes otherwise.
+        """
+        length = self._hidden.shape[1]
+        if length < _SHORTEST:
+            raise InputError(f"the example of a merged decoder needs an encoder_sequence_length of {_SHORTEST} or more")
+        nothing = copy.copy(self._cache)
+        nothing.self_attention_cache = emptied(self._cache.self_attention_cache)
+        nothing.cross_attention_cache = emptied(self._cache.cross_attention_cache)
+        some = copy.copy(self._cache)
+        some.cross_attention_cache = emptied(self._cache.cross_attention_cache, length // 2)
+        given = {**self._mask, "encoder_hidden_states": self._hidden}
+        runs = {
+            "prefill": {"input_ids": self._first_ids, **given, "past_key_values": nothing},
+            "decode": {"input_ids": self._next_ids, **given, "past_key_values": self._cache},
+        }
+        self._check_merged(runs)
+        example = {"input_ids": self._next_ids, **given, "past_key_values": some}
+        call = self._maker.call(runs, adapt=self._all_missing, axes=_ANY_TOKENS, example=example)
+        return {"decoder_model_merged": call}
+
+    def _check_merged(self, runs: Mapping[str, dict[str, Any]]) -> None:
+        """Compare one decoder with the model itself, without a cache and with one."""
+        following = {**self._own_names({**self._first, "input_ids": self._next_ids}), "past_key_values": self._cache}
+        wanted = [run(self._model, copy.deepcopy(own)).logits for own in (self._own_names(self._first), following)]
+        try:
+            with adapted(self._model, self._all_missing, runs["prefill"]):
+                found = [run(self._model, copy.deepcopy(kwargs))["logits"] for kwargs in runs.values()]
+            why = "" if all(map(is_same, found, wanted)) else "the logits differ"
+        except Exception as error:  # whatever a model raises that does not know such a cache
+            why = described(error)
+        if why:
+            problem = "does not compute the keys and values of an encoder from a part of its states"
+            raise InputError(f"{type(self._model).__name__} {problem} ({why}): export its decoder as two files")
+
+    @cached_property
+    def _encoder_inputs(self) -> dict[str, Any]:
+        encoder, main = self._model.get_encoder(), self._model.main_input_name
+        sizes = [self._sizes["batch_size"], self._sizes["encoder_sequence_length"]]
+        inputs = self._maker.inputs({"input_ids": sizes} if main == "input_ids" else None, sizes[0])
+        taken = named_parameters(encoder)
+        return {name: inputs[name] for name in (main, "attention_mask") if name in inputs and name in taken}
+
+    @cached_property
+    def _encoded(self) -> Any:
+        """What the encoder returns."""
+        encoder = self._model.get_encoder()
+        returned = run(encoder, self._encoder_inputs)
+        if getattr(returned, "last_hidden_state", None) is None:
+            raise InputError(
+                f"the encoder {type(encoder).__name__} of {type(self._model).__name__} has no last_hidden_state"
+            )
+        return returned
+
+    @property
+    def _hidden(self) -> torch.Tensor:
+        states: torch.Tensor = self._encoded.last_hidden_state
+        return states
+
+    @property
+    def _mask(self) -> dict[str, Any]:
+        """The mask of the states: the encoder's own where it shortens what it reads."""
+        mask = getattr(self._encoded, "attention_mask", self._encoder_inputs.get("attention_mask"))
+        return {} if mask is None else {"encoder_attention_mask": mask}
+
+    @property
+    def _first(self) -> dict[str, Any]:
+        return {"input_ids": self._first_ids, **self._mask, "encoder_hidden_states": self._hidden}
+
+    def _decoder_ids(self) -> torch.Tensor:
+        length = self._sizes["past_sequence_length"] + self._sizes["sequence_length"]
+        shapes = {"decoder_input_ids": [self._sizes["batch_size"], length]}
+        ids: torch.Tensor = self._maker.inputs(shapes)["decoder_input_ids"]
+        return ids
+
+    def _own_names(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a decoder's file under the names that an encoder-decoder model has for them.
+
+        Some models read the mask of an encoder's states from its result: it has the class that their encoder returns.
+        """
+        names = {"input_ids": "decoder_input_ids", "encoder_attention_mask": "attention_mask"}
+        own = {names.get(name, name): value for name, value in arguments.items()}
+        states = {"last_hidden_state": own.pop("encoder_hidden_states")}
+        if "attention_mask" in own and self._mask_in_result:
+            states["attention_mask"] = own["attention_mask"]
+        own["encoder_outputs"] = type(self._encoded)(**states)
+        return own
+
+    @property
+    def _mask_in_result(self) -> bool:
+        return "attention_mask" in inspect.signature(type(self._encoded)).parameters
+
+    def _begin(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The first tokens: nothing is in a cache."""
+        returned = forward(**self._own_names(arguments))
+        return {"logits": returned.logits, "past_key_values": returned.past_key_values}
+
+    def _go_on(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The tokens after the first ones: what the encoder found is in the cache.
+
+        The model asks for the states of the encoder again, and reads their sizes alone.
+        """
+        keys = arguments["past_key_values"].cross_attention_cache.layers[0].keys
+        unread = self._hidden.new_zeros(keys.shape[0], keys.shape[2], self._hidden.shape[-1], device=keys.device)
+        returned = forward(**self._own_names({**arguments, "encoder_hidden_states": unread}))
+        grown = returned.past_key_values.self_attention_cache
+        return {"logits": returned.logits, "past_key_values.self_attention_cache": grown}
+
+    def _all_missing(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """Any tokens: the model computes what the cache does not have of the encoder's states.
+
+        If the cache has all of them, the last one is computed again: models reshape their keys, and no keys at all have
+        no shape to reshape.
+        """
+        import torch
+
+        cache, hidden = arguments["past_key_values"], arguments["encoder_hidden_states"]
+        layers = cache.cross_attention_cache.layers
+        known, length = layers[0].keys.shape[2], hidden.shape[1]
+        kept = known - known // length
+        check: Callable[[bool], None] = torch._check  # torch has typed it since 2.14
+        for bound in (kept >= 0, kept <= known, kept <= length):
+            check(bound)  # torch.export does not know it of a quotient
+        for layer in layers:
+            layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
+        cache.is_updated = dict.fromkeys(range(len(layers)), False)  # otherwise, the model computes nothing
+        arguments["encoder_hidden_states"] = hidden[:, kept:]
+        if self._mask_in_result:  # without one, a model makes a mask of the states that it is given, and not of all
+            every = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+            arguments.setdefault("encoder_attention_mask", every)
+        returned = forward(**self._own_names(arguments))
+        return {"logits": returned.logits, "past_key_values": returned.past_key_values}

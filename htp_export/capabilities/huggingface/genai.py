@@ -1,0 +1,237 @@
+"""``genai_config.json``: how ONNX Runtime GenAI runs a decoder with a key-value cache.
+
+The keys are those of ``src/config.h`` in https://github.com/microsoft/onnxruntime-genai, and the defaults those of its
+model builder. The names of tensors and the sizes of the cache are read from the graph; token ids, the context length
+and the way to choose a token are read from the configs of transformers. ``type`` is ``"decoder"`` for all of them:
+GenAI's types of single architectures run the same way, and some of them expect other caches than transformers has.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.capabilities.huggingface.configs import find
+from htp_export.errors import InputError
+
+__all__ = ["GENAI_CONFIG", "Caches", "genai_config"]
+
+GENAI_CONFIG = "genai_config.json"
+
+_log = logging.getLogger(__name__)
+
+_CACHE = re.compile(r"(?P<before>.*?)(?P<layer>\d+)\.(?P<kind>key|value)(?P<after>s?)", re.DOTALL)
+"""``past_key_values.0.key`` as optimum has it, ``input.past_key_values.layers.0.keys`` as transformers has it."""
+
+_TOKENS = ("input_ids", "attention_mask", "position_ids")
+"""What GenAI gives a decoder besides its cache."""
+
+_UNLIMITED = 2048
+"""The context length of a model whose config has no limit, as with ALiBi; GenAI wants a number."""
+
+_SEARCH: dict[str, tuple[type, Any]] = {
+    "do_sample": (bool, False),
+    "early_stopping": (bool, True),
+    "min_length": (int, 0),
+    "num_beams": (int, 1),
+    "num_return_sequences": (int, 1),
+    "no_repeat_ngram_size": (int, 0),
+    "top_k": (int, 50),
+    "top_p": (float, 1.0),
+    "temperature": (float, 1.0),
+    "repetition_penalty": (float, 1.0),
+    "length_penalty": (float, 1.0),
+    "diversity_penalty": (float, 0.0),
+}
+"""Setting of GenAI, with the same name in a generation config → its type, and what it is without one."""
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The tensors of a key-value cache among the inputs, or among the outputs, of a graph.
+
+    Attributes:
+        keys: The name of a layer's keys, with ``%d`` for its number.
+        values: The name of a layer's values, with ``%d`` for its number.
+        layers: The numbers of the layers, in order.
+        heads: How many heads a layer's keys have; None where the graph does not say it.
+        head_size: The size of a head; None where the graph does not say it.
+    """
+
+    keys: str
+    values: str
+    layers: tuple[int, ...]
+    heads: int | None = None
+    head_size: int | None = None
+
+    @classmethod
+    def among(cls, tensors: Iterable[ir.Value]) -> Caches | None:
+        """Find the cache among the inputs or the outputs of a graph; None if there is none.
+
+        Raises:
+            InputError: If the names do not follow one pattern, with keys and values for every layer.
+        """
+        found: dict[str, dict[str, dict[int, ir.Value]]] = {"key": {}, "value": {}}
+        for tensor in tensors:
+            match = _CACHE.fullmatch(str(tensor.name))
+            if match is not None:
+                pattern = f"{match['before']}%d.{match['kind']}{match['after']}"
+                found[match["kind"]].setdefault(pattern, {})[int(match["layer"])] = tensor
+        if not any(found.values()):
+            return None
+        names = [pattern for patterns in found.values() for pattern in patterns]
+        if len(found["key"]) != 1 or len(found["value"]) != 1 or any(name.count("%") != 1 for name in names):
+            raise InputError(f"the cache has no keys and values of one name each, with a number: {', '.join(names)}")
+        [(keys, by_layer)], [(values, others)] = found["key"].items(), found["value"].items()
+        if by_layer.keys() != others.keys():
+            raise InputError(f"the cache has keys of layers {sorted(by_layer)}, and values of layers {sorted(others)}")
+        layers = tuple(sorted(by_layer))
+        shape = by_layer[layers[0]].shape
+        sizes = [size if isinstance(size, int) else None for size in shape] if shape is not None else []
+        heads, head_size = (sizes[1], sizes[3]) if len(sizes) == 4 else (None, None)
+        return cls(keys, values, layers, heads, head_size)
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return {pattern.replace("%d", str(layer)) for pattern in (self.keys, self.values) for layer in self.layers}
+
+
+def genai_config(
+    model: ir.Model, config: Any, generation_config: Any = None, *, filename: str = "model.onnx"
+) -> dict[str, Any]:
+    """The content of ``genai_config.json`` for a decoder that takes a key-value cache and returns one.
+
+    Args:
+        model: The exported decoder. It takes ``input_ids``, a cache with batch, heads, length and head size, and maybe
+            ``attention_mask`` and ``position_ids``; it returns ``logits`` and the cache.
+        config: The config of the transformers model.
+        generation_config: Its generation config; settings there come before those of the config.
+        filename: The name of the ONNX file in the folder of ``genai_config.json``.
+
+    Raises:
+        InputError: If the model is no such decoder; the message names the tensor.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> from transformers import LlamaConfig
+        >>> def tensor(name, *sizes):
+        ...     return ir.val(name, ir.DataType.FLOAT, sizes)
+        >>> caches = [tensor(f"past_key_values.0.{kind}", "batch", 4, "past", 8) for kind in ("key", "value")]
+        >>> results = [tensor(f"present.0.{kind}", "batch", 4, "total", 8) for kind in ("key", "value")]
+        >>> logits = tensor("logits", "batch", "length", 99)
+        >>> graph = ir.Graph([tensor("input_ids", "batch", "length"), *caches], [logits, *results], nodes=[])
+        >>> found = genai_config(ir.Model(graph, ir_version=10), LlamaConfig())["model"]
+        >>> found["decoder"]["inputs"]["past_key_names"], found["decoder"]["head_size"], found["vocab_size"]
+        ('past_key_values.%d.key', 8, 99)
+    """
+    past, present = _caches(model.graph)
+    inputs = {name: name for name in _TOKENS if any(value.name == name for value in model.graph.inputs)}
+    heads, hidden_size = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+    head_size = past.head_size or _count(config, "head_dim")
+    if head_size is None and heads and hidden_size:
+        head_size = hidden_size // heads
+    vocabulary = _last_size(model.graph.outputs) or _count(config, "vocab_size")
+    context = _context_length(config)
+    decoder = {
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+        "filename": filename,
+        "head_size": head_size,
+        "hidden_size": hidden_size,
+        "inputs": {**inputs, "past_key_names": past.keys, "past_value_names": past.values},
+        "outputs": {"logits": "logits", "present_key_names": present.keys, "present_value_names": present.values},
+        "num_attention_heads": heads,
+        "num_hidden_layers": len(past.layers),
+        "num_key_value_heads": past.heads or _count(config, "num_key_value_heads") or heads,
+    }
+    return {
+        "model": {
+            "type": "decoder",
+            **_token_ids(config, generation_config),
+            "context_length": context,
+            "vocab_size": vocabulary,
+            "decoder": {key: value for key, value in decoder.items() if value is not None},
+        },
+        "search": {**_search(generation_config), "max_length": context, "past_present_share_buffer": False},
+    }
+
+
+def _caches(graph: ir.Graph) -> tuple[Caches, Caches]:
+    """The cache that a decoder takes, and the one that it returns."""
+    given = [value for value in graph.inputs if not value.is_initializer()]
+    past, present = Caches.among(given), Caches.among(graph.outputs)
+    if past is None or present is None:
+        raise InputError(
+            "ONNX Runtime GenAI runs decoders with a key-value cache, and the model "
+            f"{'takes' if past is None else 'returns'} none; export it for the task text-generation-with-past"
+        )
+    if past.layers != present.layers:
+        raise InputError(f"the model takes a cache of layers {past.layers}, and returns one of layers {present.layers}")
+    names = {str(value.name) for value in given}
+    unknown = sorted(names - past.names() - set(_TOKENS))
+    if unknown or "input_ids" not in names:
+        problem = f"gives no input {unknown[0]!r}" if unknown else "needs an input 'input_ids'"
+        raise InputError(f"ONNX Runtime GenAI {problem}; the model takes {', '.join(sorted(names - past.names()))}")
+    if all(value.name != "logits" for value in graph.outputs):
+        raise InputError("ONNX Runtime GenAI needs an output 'logits', which the model does not return")
+    return past, present
+
+
+def _last_size(outputs: Iterable[ir.Value]) -> int | None:
+    """The last dimension of ``logits``."""
+    shape = next((value.shape for value in outputs if value.name == "logits"), None)
+    size = shape[-1] if shape else None
+    return size if isinstance(size, int) else None
+
+
+def _context_length(config: Any) -> int:
+    length = _count(config, "max_position_embeddings", "max_seq_len", "seq_length", "max_sequence_length")
+    if length is None:
+        _log.warning("the config names no longest context; genai_config.json says %d tokens", _UNLIMITED)
+        return _UNLIMITED
+    return length
+
+
+def _token_ids(config: Any, generation_config: Any) -> dict[str, Any]:
+    """The ids of special tokens, as far as they are known; GenAI ends a text at ``eos_token_id``."""
+    ids: dict[str, Any] = {}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for source in (generation_config, config):
+            said = None if source is None else find(source, name)
+            listed = said if isinstance(said, list | tuple) else [said]
+            known = [each for each in listed if _is(int, each)]
+            if known:
+                ids.setdefault(name, known if len(known) > 1 else known[0])
+    ends = ids.get("eos_token_id")
+    if ends is None:
+        _log.warning("the configs name no eos_token_id; ONNX Runtime GenAI ends a text at token 0")
+    if "pad_token_id" not in ids and ends is not None:
+        ids["pad_token_id"] = ends[0] if isinstance(ends, list) else ends
+    return {name: each[0] if isinstance(each, list) and name != "eos_token_id" else each for name, each in ids.items()}
+
+
+def _search(generation_config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (kind, usual) in _SEARCH.items():
+        said = getattr(generation_config, name, None)
+        found[name] = kind(said) if _is(kind, said) else usual
+    return found
+
+
+def _count(config: Any, *names: str) -> int | None:
+    """The first positive number of these settings; configs may come from anywhere and hold anything."""
+    return next((said for name in names if _is(int, said := find(config, name)) and said > 0), None)
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Whether a setting is a boolean, a whole number from 0 on, or a finite number."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and 0 <= value < 2**31
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,164 @@
+"""What the tokenizer and the image processor that lie beside a model say about its inputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from htp_export.capabilities.huggingface.models import has_files, hub_options
+from htp_export.errors import described
+from htp_export.files.json_file import read_json
+
+__all__ = ["Processor", "load_processor"]
+
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+_TEXT = (
+    "The quick brown fox jumps over the lazy dog while a small boat sails along the quiet river and two old friends "
+    "talk about the weather, the price of bread and the long way home"
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A tokenizer and the size of images; either may be None.
+
+    Attributes:
+        source: Where they come from, for messages.
+        tokenizer: A tokenizer of transformers.
+        image_size: Height and width of the images that the image processor makes.
+    """
+
+    source: str = ""
+    tokenizer: Any = None
+    image_size: tuple[int, int] | None = None
+
+    def tokens(self, count: int, start: int, vocabulary: int | None, *, special: bool) -> list[int] | None:
+        """The tokens of an English text; None if there is no tokenizer, or its tokens are not those of the model.
+
+        Args:
+            count: The number of tokens.
+            start: The word with which the text begins; different numbers give different texts.
+            vocabulary: The number of tokens that the model knows; None if it is not known.
+            special: Whether to include the special tokens that the tokenizer puts around a text.
+        """
+        if self.tokenizer is None:
+            return None
+        words = _TEXT.split()
+        begin = start % len(words)
+        text = " ".join((words[begin:] + words[:begin]) * (1 + count // len(words)))
+        options = {"truncation": True, "max_length": count} if special else {}
+        try:
+            ids = [int(token) for token in self.tokenizer(text, add_special_tokens=special, **options)["input_ids"]]
+        except Exception as error:  # the code of a model: some take no plain text
+            self._refuse(f"makes no tokens of a plain text ({described(error)})")
+            return None
+        if len(ids) < count:
+            self._refuse(f"makes {len(ids)} tokens of a text of {len(text)} characters")
+            return None
+        largest = max(ids[:count], default=0)
+        if vocabulary is not None and largest >= vocabulary:
+            self._refuse(f"has the token {largest}, and the model has {vocabulary} tokens")
+            return None
+        return ids[:count]
+
+    @property
+    def padding(self) -> int | None:
+        """The token that fills a text up to the length of others."""
+        token = getattr(self.tokenizer, "pad_token_id", None)
+        return token if isinstance(token, int) else None
+
+    def _refuse(self, problem: str) -> None:
+        _log.warning("%s: the tokenizer %s; the example has random tokens", self.source, problem)
+
+
+def load_processor(
+    source: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, object] | None = None,
+) -> Processor:
+    """The tokenizer and the image processor of a model, as far as there are any; both None for a model type.
+
+    A file that cannot be read is reported in the log, and is as if it were not there.
+
+    Args:
+        source: As for ``load_model``.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run the Python code that comes with the model.
+        overrides: Config key → value, as for ``load_model``: if they change the size of images, the image processor
+            is left out.
+
+    Examples:
+        >>> load_processor("bert")
+        Processor(source='bert', tokenizer=None, image_size=None)
+    """
+    if not has_files(source):
+        return Processor(source)
+    hub, _ = hub_options(source, True, revision, trust_remote_code)
+    resized = any(key.rpartition(".")[2] == "image_size" for key in overrides or {})
+    return Processor(source, _tokenizer(source, hub), None if resized else _image_size(source, hub))
+
+
+def _tokenizer(source: str, hub: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        if not any(_file(source, name, hub) for name in _TOKENIZER_FILES):
+            return None
+        return AutoTokenizer.from_pretrained(source, **hub)
+    except Exception as error:  # transformers raises dozens of kinds, and so does the code of a model
+        _warn(source, "tokenizer", error)
+        return None
+
+
+def _image_size(source: str, hub: dict[str, Any]) -> tuple[int, int] | None:
+    try:
+        for name in _IMAGE_FILES:
+            file = _file(source, name, hub)
+            settings = {} if file is None else read_json(file)
+            size = size_of_images(settings.get("image_processor") or settings)
+            if size is not None:
+                return size
+    except Exception as error:  # as for the tokenizer
+        _warn(source, "image processor", error)
+    return None
+
+
+def size_of_images(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Height and width of what an image processor makes of a square image; None if its settings do not say.
+
+    The settings are read and not run: an image processor needs torchvision or PIL, and the size is all that is used.
+
+    Examples:
+        >>> size_of_images({"do_center_crop": True, "size": {"shortest_edge": 256}, "crop_size": 224})
+        (224, 224)
+        >>> size_of_images({"size": {"height": 384, "width": 512}})
+        (384, 512)
+    """
+    size = settings.get("crop_size") if settings.get("do_center_crop") else None
+    size = size if size is not None else settings.get("size") if settings.get("do_resize", True) else None
+    if isinstance(size, Mapping):
+        edge = size.get("shortest_edge")
+        size = [size.get("height", edge), size.get("width", edge)]
+    listed = list(size) if isinstance(size, (list, tuple)) else [size, size]
+    sizes = [each for each in listed if type(each) is int and each > 0]
+    return (sizes[0], sizes[1]) if len(sizes) == len(listed) == 2 else None
+
+
+def _file(source: str, name: str, hub: Mapping[str, Any]) -> str | None:
+    """The path of a file of a model; None if the model has no such file."""
+    from transformers.utils.hub import cached_file
+
+    options = {option: value for option, value in hub.items() if option != "trust_remote_code"}
+    found: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **options)
+    return found
+
+
+def _warn(source: str, what: str, error: Exception) -> None:
+    _log.warning("%s: the %s cannot be read (%s); example inputs are from the config", source, what, described(error))

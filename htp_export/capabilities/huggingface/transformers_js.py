@@ -1,0 +1,150 @@
+"""The folder of a model for transformers.js: ``onnx/model.onnx``, its smaller variants, configs and tokenizer.
+
+Names of files and types are those of ``src/utils/dtypes.js`` and ``src/models/session_config.js`` in
+https://github.com/huggingface/transformers.js.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.capabilities.huggingface.companions import copy_companions, is_companion, write_configs
+from htp_export.capabilities.huggingface.unwritable import named_if_unwritable
+from htp_export.errors import InputError
+from htp_export.files.json_file import read_json, write_json
+from htp_export.files.model_files import read_model, write_model
+from htp_export.files.replacing import Move, work_folder
+from htp_export.files.targets import check_folder
+from htp_export.files.written_check import made_from
+
+__all__ = ["DTYPES", "check_transformers_js", "write_transformers_js"]
+
+_Variant = Callable[[Path], ir.Model]
+
+
+def _dynamic(weight_type: str) -> _Variant:
+    def quantized(file: Path) -> ir.Model:
+        from onnxruntime.quantization import QuantType
+
+        from htp_export.capabilities.carry import adapters
+
+        model: ir.Model = adapters.quantize_dynamic(file, weight_type=getattr(QuantType, weight_type)).model
+        return model
+
+    return quantized
+
+
+def _few_bits(file: Path) -> ir.Model:
+    from htp_export.capabilities.carry import adapters
+
+    model: ir.Model = adapters.matmul_nbits(file, bits=4, block_size=32, is_symmetric=True).model
+    return model
+
+
+def _half(file: Path) -> ir.Model:
+    from htp_export.capabilities.carry import adapters
+
+    model: ir.Model = adapters.float16(file, keep_io_types=True).model
+    return model
+
+
+_VARIANTS: dict[str, tuple[str, _Variant]] = {
+    "fp32": ("", read_model),
+    "fp16": ("_fp16", _half),
+    "q8": ("_quantized", _dynamic("QUInt8")),
+    "int8": ("_int8", _dynamic("QInt8")),
+    "uint8": ("_uint8", _dynamic("QUInt8")),
+    "q4": ("_q4", _few_bits),
+}
+"""Type in transformers.js → what its files end with, and what makes the model; the first is the exported model."""
+
+DTYPES = tuple(_VARIANTS)
+
+
+def write_transformers_js(
+    files: Mapping[str, str | os.PathLike[str]],
+    folder: str | os.PathLike[str],
+    model: Any,
+    *,
+    companions: Path | None = None,
+    dtypes: Sequence[str] = ("fp32", "q4"),
+) -> Path:
+    """Write a folder that transformers.js loads; it is written completely or not at all.
+
+    Weights lie beside each model, in ``onnx/model.onnx_data`` and so on, and ``config.json`` says so. Nodes keep their
+    tags in all variants.
+
+    Args:
+        files: Name in the folder → exported file: ``{"model": "decoder.onnx"}``.
+        folder: The folder; an earlier one is replaced.
+        model: The model of transformers that was exported, for ``config.json`` and ``generation_config.json``.
+        companions: The folder with its tokenizer and preprocessor; None if there is none.
+        dtypes: The variants: some of ``DTYPES``.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InputError: If there is no such variant.
+        FileError: If the folder holds other files, or cannot be written; what was there is untouched.
+        ToolError: If a model cannot be quantized.
+    """
+    target = Path(folder)
+    check_transformers_js(target, dtypes)
+    with named_if_unwritable(target):
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with work_folder(target) as work:
+            new = work.new / target.absolute().name
+            (new / "onnx").mkdir(parents=True)
+            external = [made for name, file in files.items() for made in _variants(name, Path(file), new, dtypes)]
+            config, *_ = write_configs(model, new)
+            _say_external(config, external)
+            if companions is not None:
+                copy_companions(companions, new)
+            work.commit([Move(new, target)])
+    return target
+
+
+def check_transformers_js(folder: Path, dtypes: Sequence[str]) -> None:
+    """Refuse a folder that holds anything else than a model for transformers.js, and variants that there are not.
+
+    Raises:
+        InputError: If there is no such variant, or none.
+        FileError: If the folder is a file, or holds other files; it names one.
+    """
+    unknown = [dtype for dtype in dtypes if dtype not in _VARIANTS]
+    if unknown or not dtypes:
+        problem = f"has no type {unknown[0]!r} here" if unknown else "needs a type"
+        raise InputError(f"a model for transformers.js {problem}; there are {', '.join(DTYPES)}")
+    check_folder(folder, "a model for transformers.js", _is_part)
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file with this path in the folder is one that this module writes."""
+    inner, _, file = name.rpartition("/")
+    return is_companion(file) if not inner else inner == "onnx" and file.endswith((".onnx", ".onnx_data"))
+
+
+def _variants(name: str, file: Path, folder: Path, dtypes: Sequence[str]) -> list[str]:
+    """Write the variants of one file; the names of those whose weights lie beside them."""
+    external = []
+    for dtype in dict.fromkeys(dtypes):
+        suffix, variant = _VARIANTS[dtype]
+        target = folder / "onnx" / f"{name}{suffix}.onnx"
+        data = target.with_name(f"{target.name}_data")
+        with made_from(lambda: [read_model(file)]):
+            write_model(variant(file), target, external_data=data.name)
+        if data.exists():
+            external.append(target.name)
+    return external
+
+
+def _say_external(config: Path, names: Sequence[str]) -> None:
+    """Say in ``config.json`` which models have one file with weights beside them: a browser has to fetch it."""
+    settings = {"use_external_data_format": dict.fromkeys(names, 1)}
+    write_json(config, {**read_json(config), "transformers.js_config": settings})

@@ -1,0 +1,14 @@
+"""The graph of a PyTorch model that is named on the command line."""
+
+from __future__ import annotations
+
+from htp_export.capabilities.inspect.inspected import Inspected
+from htp_export.capabilities.inspect.inspecting import inspect
+from htp_export.command.sources import Call
+
+__all__ = ["traced"]
+
+
+def traced(call: Call) -> Inspected:
+    """The graph, by the best way that there is; see `htp_export.inspect`."""
+    return inspect(call.model, call.args, kwargs=call.kwargs)

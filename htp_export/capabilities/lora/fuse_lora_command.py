@@ -1,0 +1,31 @@
+"""``htp-export fuse-lora``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.command.file_options import FileArgument, JsonOption, OutputOption
+from htp_export.command.outputs import report
+from htp_export.command.terminal import Steps
+
+EXAMPLE = "bert.onnx tuned/ -o tuned.onnx"
+PLACE = 148
+
+
+def fuse_lora_command(
+    file: FileArgument,
+    adapter: Annotated[
+        Path, typer.Argument(help="Folder of PEFT, or an adapter file of ONNX Runtime.", show_default=False)
+    ],
+    output: OutputOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Add a LoRA adapter to the weights of a model."""
+    from htp_export.capabilities.lora.lora_files import fuse_lora
+
+    with Steps(quiet=as_json).step(f"fusing {adapter.name}"):
+        result = fuse_lora(file, adapter, output)
+    report(result, as_json, output=output)

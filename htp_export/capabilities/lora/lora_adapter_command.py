@@ -1,0 +1,35 @@
+"""``htp-export lora-adapter``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.command.file_options import FileArgument, JsonOption
+from htp_export.command.outputs import Kind, Writes, report, show_written, written_page
+from htp_export.command.terminal import Steps
+
+EXAMPLE = "lora.onnx tuned/ -o tuned.onnx_adapter"
+PLACE = 147
+
+
+def lora_adapter_command(
+    file: FileArgument,
+    adapter: Annotated[Path, typer.Argument(help="Folder of an adapter of PEFT.", show_default=False)],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The adapter file to write.", show_default=False),
+        Writes(Kind.ADAPTER),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a PEFT adapter for ONNX Runtime."""
+    from htp_export.capabilities.lora.lora_files import lora_adapter
+
+    with Steps(quiet=as_json).step(f"converting {adapter.name}"):
+        result = lora_adapter(file, adapter, output)
+    report(result, as_json)
+    if not as_json:
+        show_written(written_page(output))

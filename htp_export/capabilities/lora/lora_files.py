@@ -1,0 +1,299 @@
+"""lora_adapter() and fuse_lora(): adapters for a model that takes them, or added to its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.lora.adapters import (
+    Adapter,
+    LowRank,
+    factor_name,
+    files_of,
+    placed,
+    read_adapter,
+    write_adapter,
+)
+from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of
+from htp_export.capabilities.lora.lora_layers import lora_layers, remove_lora
+from htp_export.editing.flattening import read_flat
+from htp_export.errors import InputError
+from htp_export.files.model_files import has_external_data, write_model
+from htp_export.files.targets import Kind, check_target
+from htp_export.format import tags
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.lora import FACTORS, lora_modules, write_lora
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import stored_tensor
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
+from htp_export.process.progress import counted
+from htp_export.results.tag_facts import TagFacts
+from htp_export.runtime.arrays import Array
+from htp_export.shapes.operator_kinds import operator_of
+from htp_export.weights.weight_sources import WeightSources
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.prune.weights import Use
+
+__all__ = ["FusedLora", "LoraAdapter", "fuse_lora", "lora_adapter"]
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """The result of `htp_export.lora_adapter`.
+
+    Attributes:
+        file: The file that was written; None if there is none.
+        ranks: Module path → rank of its factors.
+        arrays: Name of an input of the model → factor, to be given to a run by hand.
+    """
+
+    file: Path | None
+    ranks: Mapping[str, int]
+    arrays: Mapping[str, Any] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON; without the factors."""
+        return {"file": None if self.file is None else str(self.file), "ranks": dict(self.ranks)}
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        ranks = sorted(set(self.ranks.values()))
+        where = f" -> {self.file}" if self.file else ""
+        return f"{len(self.ranks)} linear layers, rank {', '.join(map(str, ranks))}{where}"
+
+    def __str__(self) -> str:
+        return self.summary
+
+
+@dataclass(frozen=True)
+class FusedLora(HoldsModel):
+    """The result of `htp_export.fuse_lora`.
+
+    Attributes:
+        ranks: Module path → rank of what was added to its weight.
+        model: The model.
+    """
+
+    ranks: Mapping[str, int]
+    model: ir.Model = field(repr=False, kw_only=True)
+
+    @cached_property
+    def tags(self) -> TagFacts:
+        """What the model knows about its module tags."""
+        return self.tagged.tag_facts
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON; without the model."""
+        return {"ranks": dict(self.ranks), "tags": self.tags.to_dict()}
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        return f"an adapter is added to the weights of {len(self.ranks)} linear layers"
+
+    def __str__(self) -> str:
+        return self.summary
+
+
+@names_model_faults("model")
+def lora_adapter(
+    model: ModelSource, adapter: str | os.PathLike[str], output: str | os.PathLike[str] | None = None
+) -> LoraAdapter:
+    """Convert an adapter of PEFT for a model that `insert_lora` made.
+
+    The file is of ONNX Runtime's adapter format. ``onnxruntime.LoraAdapter().Load(file)`` reads it, and
+    ``RunOptions.add_active_adapter`` chooses it for a run. Layers that the adapter does not name stay as they are. If
+    its factor (``lora_alpha`` over the rank) is not that of the model, ``lora_B`` is scaled.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        adapter: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        output: The file to write.
+
+    Returns:
+        The factors, under the names of the inputs of the model.
+
+    Raises:
+        InputError: The model takes no adapters, or the adapter names modules or sizes that it does not have.
+        FileError: A file cannot be read or written; existing files are unchanged.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
+        >>> exported = htp_export.export(net, (torch.randn(2, 8),), verbose=False)
+        >>> htp_export.lora_adapter(htp_export.insert_lora(exported, "0"), "nowhere")
+        Traceback (most recent call last):
+        ...
+        htp_export.errors.FileError: nowhere: there is no such adapter
+    """
+    check_target(output, Kind.ADAPTER, files_of(adapter))
+    tagged = load(model)
+    known = lora_layers(tagged)
+    if not known:
+        raise InputError("the model takes no adapters; insert_lora gives its linear layers inputs for them")
+    read = read_adapter(adapter)
+    layers = {}
+    for path, layer in placed(read, known, "layers that take adapters").items():
+        a, b = (tagged.model.graph.initializers[factor_name(path, factor)] for factor in FACTORS)
+        _check_sizes(read, path, layer, (_size(b, 0), _size(a, 1)))
+        dtype = (a.dtype or ir.DataType.FLOAT).numpy()
+        ratio = 1.0 if layer.scaling is None else layer.scaling / known[path]
+        scaled = layer.b if ratio == 1 else layer.b.astype(np.float32) * np.float32(ratio)
+        layers[path] = LowRank(layer.a.astype(dtype), scaled.astype(dtype))
+    if output is not None:
+        write_adapter(layers, Path(output))
+    arrays = {factor_name(path, "A"): layer.a for path, layer in layers.items()}
+    arrays |= {factor_name(path, "B"): layer.b for path, layer in layers.items()}
+    ranks = {path: layer.a.shape[0] for path, layer in layers.items()}
+    return LoraAdapter(None if output is None else Path(output), ranks, arrays)
+
+
+@names_model_faults("model")
+def fuse_lora(
+    model: ModelSource, adapter: str | os.PathLike[str], output: str | os.PathLike[str] | None = None
+) -> FusedLora:
+    """Add an adapter to the weights of a model, as PEFT's ``merge_and_unload`` does.
+
+    The layers that `insert_lora` made are removed, so that the model has its original nodes again. It may also be a
+    model without them. New weights are computed when they are written, one at a time.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        adapter: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``; or, for a model with the
+            layers of `insert_lora`, a file of ONNX Runtime's adapter format.
+        output: The file to write.
+
+    Returns:
+        The model, and the layers that were changed.
+
+    Raises:
+        InputError: The adapter names modules or sizes that the model does not have, or a weight is quantized, or shared
+            with other modules.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written; existing files are unchanged.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
+        >>> exported = htp_export.export(net, (torch.randn(2, 8),), verbose=False)
+        >>> htp_export.fuse_lora(exported, "nowhere")
+        Traceback (most recent call last):
+        ...
+        htp_export.errors.FileError: nowhere: there is no such adapter
+    """
+    check_target(output, reads=files_of(adapter))
+    adapter_read = read_adapter(adapter)
+    read = read_flat(model, others=False)
+    read.require_tags()
+    tagged = read if isinstance(model, str | os.PathLike) else read.clone()
+    external = has_external_data(tagged.model)
+    inserted = lora_layers(tagged)
+    if inserted:
+        tagged = _without_lora(tagged, inserted)
+    layers = placed(adapter_read, linear_paths(tagged), "linear layers of the model")
+    for path in counted(list(layers), "layers"):
+        scaling = layers[path].scaling
+        scaling = inserted.get(path) if scaling is None else scaling
+        if scaling is None:
+            raise InputError(f"{adapter_read.source}: gives no scaling for {path!r}; give the folder of PEFT")
+        _add_to_weight(adapter_read, tagged, path, layers[path], scaling)
+    if output is not None:
+        write_model(tagged.model, output, True if external else None)
+    return FusedLora({path: layer.a.shape[0] for path, layer in layers.items()}, model=tagged.model)
+
+
+def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedModel:
+    """Take all LoRA layers out of a model, with their modules."""
+    graph = tagged.model.graph
+    for path in layers:
+        remove_lora(graph, path)
+    gone = lora_modules(tagged.model.metadata_props)
+    hierarchy = Hierarchy(module for path, module in tagged.hierarchy.items() if path not in gone)
+    signatures = {path: calls for path, calls in tagged.signatures.items() if path not in gone}
+    write_model_metadata(tagged.model.metadata_props, hierarchy, signatures=signatures)
+    write_lora(tagged.model.metadata_props, {})
+    return load(tagged.model)
+
+
+def _size(value: ir.Value, axis: int) -> int | None:
+    size = None if value.shape is None else value.shape[axis]
+    return size if isinstance(size, int) else None
+
+
+def _check_sizes(adapter: Adapter, path: str, layer: LowRank, wanted: tuple[int | None, int | None]) -> None:
+    sizes = (layer.b.shape[0], layer.a.shape[1])
+    if sizes != wanted:
+        raise InputError(
+            f"{adapter.source}: module {path!r} maps {sizes[1]} numbers to {sizes[0]}, and that of the model "
+            f"{wanted[1]} to {wanted[0]}"
+        )
+
+
+def _add_to_weight(adapter: Adapter, tagged: TaggedModel, path: str, layer: LowRank, scaling: float) -> None:
+    """Add the product of two factors to the weight of a linear layer."""
+    from htp_export.capabilities.prune.weights import changed_when_written, uses_of
+
+    calls = linears_of(tagged, path)
+    uses = [use for call in calls for use in uses_of(tagged, call.product) if use.place == 1]
+    if len(uses) != len(calls) or len({use.value for use in uses}) != 1:
+        raise InputError(f"module {path!r}: its weight is {_why_not(tagged, calls)}")
+    use = uses[0]
+    tensor = use.value.const_value
+    assert tensor is not None
+    if others := _other_readers(tagged, path, uses):
+        raise InputError(
+            f"module {path!r}: its weight {use.value.name!r} is also that of {', '.join(map(repr, others))}"
+        )
+    shape = tuple(tensor.shape.numpy())
+    _check_sizes(adapter, path, layer, (shape[use.channels], shape[use.reduced]))
+    factor = scaling / use.node.attributes.get_float("alpha", 1.0)
+    is_turned = use.channels > use.reduced
+
+    def added(weight: Array) -> Array:
+        delta = layer.b.astype(np.float32) @ layer.a.astype(np.float32) * np.float32(factor)
+        total: Array = weight.astype(np.float32) + (delta.T if is_turned else delta)
+        return total.astype(weight.dtype)
+
+    use.value.const_value = changed_when_written(tensor, added)
+
+
+def _why_not(tagged: TaggedModel, calls: Sequence[Linear]) -> str:
+    """Why nothing can be added to the weight of a linear layer."""
+    sources = WeightSources(tagged)
+    for product in (call.product for call in calls):
+        weight = product.inputs[1]
+        for source in sources.of(weight) if weight is not None else ():
+            tensor = stored_tensor(source.tensor)
+            if tensor is not None and tensor.dtype.is_integer():
+                where = f"{operator_of(product)} {product.name!r}"
+                return f"quantized ({where}); fuse the adapter before the model is quantized, or use insert_lora"
+    return "not stored as one tensor of floating point"
+
+
+def _other_readers(tagged: TaggedModel, path: str, uses: Sequence[Use]) -> list[str]:
+    """Other modules whose nodes read a weight."""
+    readers = (owner for node in _readers(uses[0].value) for owner in tagged.owners_of(node))
+    return [owner for owner in dict.fromkeys(readers) if not tags.is_under(owner, path)]
+
+
+def _readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read a value, directly or transposed or cast."""
+    found = []
+    for use in value.uses():
+        moved = use.node.op_type in ("Transpose", "Cast", "Identity")
+        found += _readers(use.node.outputs[0]) if moved else [use.node]
+    return found

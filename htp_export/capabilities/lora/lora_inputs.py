@@ -1,0 +1,314 @@
+"""insert_lora(): inputs for low-rank adapters in the linear layers of a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.lora.adapters import factor_name
+from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of, unquantized
+from htp_export.capabilities.lora.lora_layers import lora_layers
+from htp_export.editing.flattening import read_flat
+from htp_export.errors import InputError
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
+from htp_export.format import tags
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.lora import FACTORS, factor_module, write_lora
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.reasons import Reason
+from htp_export.format.signatures import Signature
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.regions import all_values
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel
+from htp_export.model.tensor_names import UsedNames
+from htp_export.plans.rules import modules_within
+from htp_export.process.progress import counted
+from htp_export.results.columns import MODULE, Column, record, text_table
+from htp_export.results.tag_facts import TagFacts, tag_lines
+
+__all__ = ["InsertedLora", "LoraLayer", "insert_lora", "scaling_of"]
+
+_CLASS = "torch.nn.modules.linear.Linear"
+
+
+@dataclass(frozen=True)
+class LoraLayer:
+    """A linear layer that takes adapters.
+
+    Attributes:
+        path: The module.
+        inputs: Size of what it takes.
+        outputs: Size of what it gives.
+        calls: How often it runs.
+        names: The names of the two inputs of the model.
+    """
+
+    path: str
+    inputs: int
+    outputs: int
+    calls: int
+    names: tuple[str, ...]
+
+
+LORA_COLUMNS: tuple[Column[LoraLayer], ...] = (
+    Column("inputs", "inputs"),
+    Column("outputs", "outputs"),
+    Column("calls", "calls"),
+    Column("names", "model inputs", lambda layer: list(layer.names), text=", ".join, right=False),
+)
+
+
+@dataclass(frozen=True)
+class InsertedLora(HoldsModel):
+    """The result of `htp_export.insert_lora`.
+
+    Attributes:
+        layers: Module path → the layer, for every linear layer that takes adapters now.
+        scaling: The factor by which the low-rank products are multiplied: ``alpha / rank``.
+        model: The model.
+    """
+
+    layers: Mapping[str, LoraLayer]
+    scaling: float
+    model: ir.Model = field(repr=False, kw_only=True)
+
+    @cached_property
+    def tags(self) -> TagFacts:
+        """What the model knows about its module tags."""
+        return self.tagged.tag_facts
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON; without the model."""
+        layers = {path: record(LORA_COLUMNS, layer) for path, layer in self.layers.items()}
+        return {"modules": layers, "scaling": self.scaling, "tags": self.tags.to_dict()}
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        return f"{len(self.layers)} linear layers take adapters; without one, the model computes what it did before"
+
+    def __str__(self) -> str:
+        rows = list(self.layers.values())
+        return "\n".join((*text_table([MODULE, *LORA_COLUMNS], rows), self.summary, *tag_lines(self.tags)))
+
+
+@names_model_faults("model")
+def insert_lora(
+    model: ModelSource,
+    select: str | Sequence[str],
+    rank: int = 8,
+    alpha: float | None = None,
+    output: str | os.PathLike[str] | None = None,
+) -> InsertedLora:
+    """Give linear layers inputs for LoRA adapters, so that one file serves many of them.
+
+    Each layer gets two inputs, named and laid out as in a PEFT checkpoint: ``<module path>.lora_A.weight`` of the shape
+    (rank, inputs) and ``<module path>.lora_B.weight`` of the shape (outputs, rank). They are optional: their default
+    has the rank 0, so that the model computes what it did before. The rank of what is given may be any. Files of ONNX
+    Runtime's adapter format, as `lora_adapter` writes them, set all of them at once. Weights and biases stay.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        select: A selector of modules: all linear layers at or below them, and those that they call.
+        rank: The rank of the adapters, for the factor ``alpha / rank``.
+        alpha: PEFT's ``lora_alpha``; None for ``rank``, which is the factor 1.
+        output: The file to write.
+
+    Returns:
+        The model, and its layers that take adapters.
+
+    Raises:
+        SelectorError: The selector cannot be read or matches no module.
+        InputError: There is no linear layer, or one is merged with its neighbours, or takes adapters already.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written; existing files are unchanged.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
+        >>> exported = htp_export.export(net, (torch.randn(2, 8),), verbose=False)
+        >>> result = htp_export.insert_lora(exported, "0")
+        >>> result.layers["0"].names, result.tagged["0.lora_A"].class_name
+        (('0.lora_A.weight', '0.lora_B.weight'), 'torch.nn.modules.linear.Linear')
+    """
+    check_target(output)
+    scaling = scaling_of(rank, alpha)
+    read = read_flat(model, others=False)
+    tagged = read if isinstance(model, str | os.PathLike) else read.clone()
+    paths = _chosen(tagged, select)
+    known = lora_layers(tagged)
+    if again := [path for path in paths if path in known]:
+        raise InputError(f"module {again[0]!r} takes adapters already")
+    linears = {path: linears_of(tagged, path) for path in paths}
+    insertion = _Insertion(tagged, scaling, {linear.y for calls in linears.values() for linear in calls})
+    for path in counted(paths, "layers"):
+        insertion.add(path, linears[path])
+    insertion.describe()
+    write_lora(tagged.model.metadata_props, {**known, **dict.fromkeys(paths, scaling)})
+    tagged.model.ir_version = max(tagged.model.ir_version, 10)
+    if output is not None:
+        write_model(tagged.model, output)
+    layers = {path: _layer(path, calls) for path, calls in linears.items()}
+    return InsertedLora(layers, scaling, model=tagged.model)
+
+
+def scaling_of(rank: int, alpha: float | None) -> float:
+    """The factor of the product of an adapter.
+
+    Raises:
+        InputError: If the rank is no number of columns, or alpha no number above 0.
+
+    Examples:
+        >>> scaling_of(8, 16), scaling_of(8, None)
+        (2.0, 1.0)
+    """
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise InputError(f"rank {rank!r}: it is a whole number, 1 or more")
+    if alpha is not None and not (isinstance(alpha, int | float) and np.isfinite(alpha) and alpha > 0):
+        raise InputError(f"alpha {alpha!r}: it is a number above 0")
+    return 1.0 if alpha is None else float(alpha) / rank
+
+
+def _chosen(tagged: TaggedModel, select: str | Sequence[str]) -> list[str]:
+    wanted = set(modules_within(tagged, select))
+    paths = [path for path in linear_paths(tagged) if path in wanted]
+    if not paths:
+        raise InputError(f"there is no linear layer at or below the modules of {select!r}")
+    return paths
+
+
+def _layer(path: str, calls: Sequence[Linear]) -> LoraLayer:
+    names = tuple(factor_name(path, factor) for factor in FACTORS)
+    return LoraLayer(path, calls[0].inputs, calls[0].outputs, len(calls), names)
+
+
+class _Insertion:
+    """Puts low-rank products beside linear layers.
+
+    Args:
+        tagged: The model; it is changed in place.
+        scaling: The factor of the products.
+        results: What the layers give.
+    """
+
+    def __init__(self, tagged: TaggedModel, scaling: float, results: Container[ir.Value]) -> None:
+        self._tagged, self._scaling, self._given = tagged, scaling, results
+        self._graph = tagged.model.graph
+        names = [str(value.name) for graph in tagged.model.graphs() for value in all_values(graph)]
+        self._values, self._nodes = UsedNames(names), UsedNames(str(node.name) for node in tagged.nodes)
+        self._signatures: dict[str, Sequence[Signature]] = {}
+        self._modules: dict[str, list[ModuleInfo]] = {}
+        self._factors: dict[ir.DataType, ir.Value] = {}
+        self._results: dict[ir.Value, ir.Value] = {}  # what a layer gave before → what it gives now
+
+    def add(self, path: str, calls: Sequence[Linear]) -> None:
+        """Insert the products of one layer.
+
+        Args:
+            path: The module.
+            calls: Its calls.
+        """
+        dtype = self._tagged.inferred.dtype(calls[0].x) or ir.DataType.FLOAT
+        sizes = {"A": (0, calls[0].inputs), "B": (calls[0].outputs, 0)}
+        factors = {factor: self._input(path, factor, sizes[factor], dtype) for factor in FACTORS}
+        children = {factor: factor_module(path, factor) for factor in FACTORS}
+        self._modules[path] = [
+            ModuleInfo(child, _CLASS, len(calls), "computed", synthetic=True) for child in children.values()
+        ]
+        called = tags.CalledModules((*self._tagged.hierarchy.called, *children.values()))
+        steps = [self._product(path, linear, factors, dtype, called, len(calls)) for linear in calls]
+        for factor, child in children.items():
+            at = FACTORS.index(factor)
+            self._signatures[child] = [Signature({"x": values[at].name}, (values[at + 1].name,)) for values in steps]
+
+    def _input(self, path: str, factor: str, shape: tuple[int, int], dtype: ir.DataType) -> ir.Value:
+        name = factor_name(path, factor)
+        if self._values.unused(name) != name:
+            raise InputError(f"the model has a tensor {name!r} already")
+        dims = [f"{path}.lora_rank" if size == 0 else size for size in shape]
+        value = ir.Value(
+            name=name,
+            type=ir.TensorType(dtype),
+            shape=ir.Shape(dims),
+            const_value=ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name),
+        )
+        self._graph.inputs.append(value)
+        self._graph.register_initializer(value)
+        return value
+
+    def _product(
+        self,
+        path: str,
+        linear: Linear,
+        factors: Mapping[str, ir.Value],
+        dtype: ir.DataType,
+        called: tags.CalledModules,
+        calls: int,
+    ) -> list[ir.Value]:
+        """Add the product for one call; what goes in, is between the factors, and comes out."""
+        base, uses = linear.y, list(linear.y.uses())
+        x = self._results.get(linear.x, linear.x if linear.x in self._given else unquantized(linear.x))
+        number = str(linear.call) if calls > 1 else ""
+        nodes: list[ir.Node] = []
+
+        def made(
+            op: str, inputs: Sequence[ir.Value], owner: str, like: ir.Value | None = None, **facts: Any
+        ) -> ir.Value:
+            metadata = tags.node_tags((owner,), Reason.INSERTED, called, number)
+            name = f"{base.name}_{owner.rpartition('.')[2] if owner != path else 'lora'}_{op}"
+            nodes.append(ir.node(op, inputs, facts, metadata_props=metadata, name=self._nodes.unused(name)))
+            result = nodes[-1].outputs[0]
+            result.name, result.type = self._values.unused(name), ir.TensorType(dtype)
+            result.shape = None if like is None else like.shape
+            return result
+
+        first, second = (factor_module(path, factor) for factor in FACTORS)
+        down = made("MatMul", [x, made("Transpose", [factors["A"]], first, perm=[1, 0])], first)
+        up = made("MatMul", [down, made("Transpose", [factors["B"]], second, perm=[1, 0])], second, base)
+        scaled = up if self._scaling == 1 else made("Mul", [up, self._factor(dtype)], path, base)
+        result = made("Add", [base, scaled], path, base)
+        producer = base.producer()
+        assert producer is not None
+        self._graph.insert_after(producer, nodes)
+        for use in uses:
+            use.node.replace_input_with(use.idx, result)
+        for at, value in enumerate(self._graph.outputs):
+            if value is base:
+                self._graph.outputs[at] = result
+        name, base.name = base.name, self._values.unused(f"{base.name}_base")
+        result.name = name
+        self._results[base] = result
+        return [x, down, up]
+
+    def _factor(self, dtype: ir.DataType) -> ir.Value:
+        if dtype not in self._factors:
+            name = self._values.unused("lora_scaling")
+            tensor = ir.Tensor(np.array(self._scaling, dtype.numpy()), dtype=dtype, name=name)
+            value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([]), const_value=tensor)
+            self._graph.register_initializer(value)
+            self._factors[dtype] = value
+        return self._factors[dtype]
+
+    def describe(self) -> None:
+        """Write the new modules and their signatures into the metadata."""
+        listed: list[ModuleInfo] = []
+        waiting: list[str] = []
+        for path, module in self._tagged.hierarchy.items():
+            while waiting and not tags.is_under(path, waiting[-1]):
+                listed += self._modules[waiting.pop()]
+            listed.append(module)
+            if path in self._modules:
+                waiting.append(path)
+        while waiting:
+            listed += self._modules[waiting.pop()]
+        signatures = {**self._tagged.signatures, **self._signatures} if self._tagged.signatures else None
+        write_model_metadata(self._tagged.model.metadata_props, Hierarchy(listed), signatures=signatures)

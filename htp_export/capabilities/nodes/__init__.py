@@ -1,0 +1,1 @@
+"""``map``: which node computes which module and reads which parameter."""

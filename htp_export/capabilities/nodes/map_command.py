@@ -1,0 +1,44 @@
+"""``htp-export map``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from htp_export.command.file_options import FileArgument, JsonOption, SelectOption
+from htp_export.command.idle_options import Idle
+from htp_export.command.terminal import Steps, print_json, print_text, show
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.nodes.map_result import MapTable
+
+EXAMPLE = 'bert.onnx --select "encoder.layer.0.**"'
+PLACE = 25
+IDLE = (Idle(("table",), lambda given: given["as_json"], "--json writes all tables"),)
+
+
+def map_command(
+    file: FileArgument,
+    select: SelectOption = None,
+    table: Annotated[str, typer.Option(help="One of nodes, modules, parameters, initializers.")] = "nodes",
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write the table as CSV.")] = False,
+) -> None:
+    """Map nodes to modules and parameters, and back.
+
+    A line for each node, module, parameter or initializer; JSON has all of them.
+    """
+    from htp_export.capabilities.nodes.drawing import map_csv, render_map
+    from htp_export.capabilities.nodes.mapping import map as map_model
+
+    with Steps(quiet=as_json or as_csv).step(f"mapping {file}"):
+        mapped = map_model(file, select=select or None)
+        shown = cast("MapTable", table)
+        mapped.rows(shown)  # refuses a table that there is not
+    if as_json:
+        print_json(mapped.to_dict())
+    elif as_csv:
+        print_text(map_csv(mapped, shown))
+    else:
+        show(render_map(mapped, shown))

@@ -1,0 +1,195 @@
+"""``map``: which node computes which module and reads which parameter, and the other way around."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import onnx_ir as ir
+
+from htp_export.capabilities.nodes.map_result import ModelMap
+from htp_export.capabilities.nodes.map_rows import (
+    InitializerUse,
+    MappedInitializer,
+    MappedModule,
+    MappedNode,
+    MappedParameter,
+    ParameterUse,
+)
+from htp_export.format import tags
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import dtype_name, stored_tensor
+from htp_export.model.source_lines import source_lines
+from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tensor_names import UsedNames
+from htp_export.shapes.operator_kinds import operator_of
+from htp_export.weights.parameter_places import ParameterPlaces
+from htp_export.weights.weight_sources import WeightSource, WeightSources, owners_within
+
+__all__ = ["map"]
+
+
+@names_model_faults("model")
+def map(model: ModelSource, select: str | Sequence[str] | None = None) -> ModelMap:
+    """Map the nodes, modules, parameters and initializers of a model to each other.
+
+    The nodes of a module are known from its tags. The file says which parameters each module had in PyTorch; where each
+    of them is follows from names, owners and shapes, see ``docs/map.md``. Weights are not read.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        select: Only these modules and those inside them, with their nodes, parameters and weights.
+
+    Returns:
+        The map: ``.nodes``, ``.modules[path]``, ``.parameters[name]``, ``.initializers[name]``.
+
+    Raises:
+        FileError: The file cannot be read.
+        InputError: The model has invalid tags.
+        SelectorError: The selector is invalid, or a part of it matches no module.
+        UntaggedModelError: The model has no tags.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> mapped = htp_export.map(htp_export.export(net, (torch.randn(2, 5, 4),), verbose=False))
+        >>> [(node.operator, node.modules, [str(use) for use in node.parameters]) for node in mapped.nodes]
+        [('MatMul', ('0',), ['0.weight (transposed)']), ('Add', ('0',), ['0.bias']), ('Relu', ('1',), [])]
+        >>> [node.operator for node in mapped.parameters["0.weight"].nodes]
+        ['MatMul']
+    """
+    tagged = load(model)
+    tagged.require_tags()
+    return _Mapper(tagged, None if select is None else tagged.select(select)).result()
+
+
+class _Mapper:
+    """Maps one model.
+
+    Args:
+        tagged: The model.
+        selected: The modules to map, with those inside them; None for all.
+    """
+
+    def __init__(self, tagged: TaggedModel, selected: Sequence[str] | None) -> None:
+        self._tagged = tagged
+        self._chosen = None if selected is None else _with_inner(tagged, selected)
+        self._sources = WeightSources(tagged)
+        self._places = ParameterPlaces(tagged, self._sources)
+        names = UsedNames()
+        self._names = {value: names.unused(value.name or "unnamed") for value in self._places.places}
+        self._functions = {each.graph: "::".join(each.identifier()[:2]) for each in tagged.model.functions.values()}
+
+    def result(self) -> ModelMap:
+        """The map."""
+        nodes = {node: self._node(node) for node in self._tagged.nodes if self._is_chosen(node)}
+        of_module: defaultdict[str, list[MappedNode]] = defaultdict(list)
+        of_parameter: defaultdict[str, list[MappedNode]] = defaultdict(list)
+        of_weight: defaultdict[ir.Value, list[MappedNode]] = defaultdict(list)
+        for node, mapped in nodes.items():
+            for module in mapped.modules:
+                of_module[module].append(mapped)
+            for weight in dict.fromkeys(source.tensor for source in self._read_by(node)):
+                of_weight[weight].append(mapped)
+            for parameter in dict.fromkeys(self._places.declared[use.name].first for use in mapped.parameters):
+                of_parameter[parameter].append(mapped)
+        return ModelMap(
+            nodes=tuple(nodes.values()),
+            modules={
+                path: self._module(path, of_module[path])
+                for path in self._tagged
+                if self._chosen is None or path in self._chosen
+            },
+            parameters=self._parameters(of_parameter),
+            initializers={
+                name: self._initializer(value, name, of_weight[value])
+                for value, name in self._names.items()
+                if self._chosen is None or of_weight[value]
+            },
+            from_pytorch=self._tagged.parameters is not None,
+            tags=self._tagged.tag_facts,
+        )
+
+    def _is_chosen(self, node: ir.Node) -> bool:
+        work = self._tagged.index.works[node]
+        return self._chosen is None or not self._chosen.isdisjoint((*work.owners, *work.modules))
+
+    def _read_by(self, node: ir.Node) -> Iterator[WeightSource]:
+        """The weights that a node reads; none for a call of a function, whose nodes read them."""
+        if not self._sources.calls_function(node):
+            yield from (source for _, source in self._sources.read_by(node) if source.tensor in self._names)
+
+    def _node(self, node: ir.Node) -> MappedNode:
+        work, hierarchy = self._tagged.index.works[node], self._tagged.hierarchy
+        calls: defaultdict[str, list[int]] = defaultdict(list)
+        for path, number in work.calls:
+            if hierarchy[path].calls > 1:
+                calls[path].append(number)
+        return MappedNode(
+            name=_name(node),
+            operator=operator_of(node),
+            modules=work.owners,
+            calls={path: tuple(numbers) for path, numbers in calls.items()},
+            reason=node.metadata_props.get(tags.REASON, "") if self._tagged.source == "htp" else "",
+            parameters=tuple(dict.fromkeys(self._uses(node, work.owners))),
+            inputs=tuple("" if value is None else value.name or "" for value in node.inputs),
+            outputs=tuple(value.name or "" for value in node.outputs),
+            inside=self._inside(node),
+            stack=source_lines(node),
+        )
+
+    def _inside(self, node: ir.Node) -> str:
+        """The function that a node is in, or the node that holds it."""
+        if node.graph is None or node.graph is self._tagged.model.graph:
+            return ""
+        holders = self._tagged.index.holders(node.graph)
+        return self._functions.get(node.graph) or (_name(holders[0]) if holders else "")
+
+    def _uses(self, node: ir.Node, owners: Sequence[str]) -> Iterator[ParameterUse]:
+        for source in self._read_by(node):
+            readers = owners_within(owners, source.within)
+            for place in self._places.read_in(source.tensor, readers):
+                name = self._places.name_in(place.parameter, readers)
+                yield ParameterUse(name, self._names[source.tensor], (*place.how, *source.how))
+
+    def _module(self, path: str, nodes: Sequence[MappedNode]) -> MappedModule:
+        info = self._tagged.hierarchy[path]
+        held = (self._tagged.parameters or {}).get(path)
+        names = tuple(tags.below(path, name) for name in held.shapes) if held is not None else ()
+        return MappedModule(path, info.class_name, info.calls, info.fate, tuple(nodes), names)
+
+    def _parameters(self, nodes: Mapping[str, Sequence[MappedNode]]) -> dict[str, MappedParameter]:
+        uses: defaultdict[str, list[InitializerUse]] = defaultdict(list)
+        for value, places in self._places.places.items():
+            for place in places:
+                uses[place.parameter].append(InitializerUse(self._names[value], place.how))
+        parameters = {}
+        for name, each in self._places.declared.items():
+            first = each.tied or name
+            if self._chosen is None or each.module in self._chosen or nodes.get(first):
+                readers = tuple(nodes.get(first, ()))
+                parameters[name] = MappedParameter(
+                    name, each.module, each.shape, each.tied, tuple(uses[first]), readers
+                )
+        return parameters
+
+    def _initializer(self, value: ir.Value, name: str, nodes: Sequence[MappedNode]) -> MappedInitializer:
+        tensor = stored_tensor(value)
+        assert tensor is not None
+        owners = [owner for node in nodes for owner in node.modules]
+        parameters = tuple(
+            ParameterUse(self._places.name_in(place.parameter, owners), name, place.how)
+            for place in self._places.places[value]
+        )
+        return MappedInitializer(name, tuple(tensor.shape.numpy()), dtype_name(tensor.dtype), parameters, tuple(nodes))
+
+
+def _name(node: ir.Node) -> str:
+    return node.name or next((value.name for value in node.outputs if value.name), "")
+
+
+def _with_inner(tagged: TaggedModel, paths: Sequence[str]) -> frozenset[str]:
+    chosen = set(paths)
+    return frozenset(path for path in tagged if not chosen.isdisjoint(tags.ancestors(path)))

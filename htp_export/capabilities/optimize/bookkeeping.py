@@ -1,0 +1,260 @@
+"""Owners of nodes, tensors of module signatures, and fates, kept up to date while passes change a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.accounting import WeightBook, changes_of
+from htp_export.capabilities.optimize.contract import check_ensured
+from htp_export.capabilities.optimize.fates import SignatureEvidence
+from htp_export.capabilities.optimize.merging import Difference, Snapshot, merge_tags
+from htp_export.capabilities.optimize.results import Change
+from htp_export.editing.editing import BOUNDARY
+from htp_export.errors import HtpExportError
+from htp_export.format import tags
+from htp_export.format.call_tree import NodeCalls
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.signatures import Signature
+from htp_export.model.fates import find_fates
+from htp_export.model.regions import GraphIndex
+from htp_export.model.tagged import TaggedModel
+
+__all__ = ["Bookkeeping", "Mark"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The state of a model and its books at one time.
+
+    Attributes:
+        model: A copy of the model.
+        hierarchy: Its modules.
+        names: Tensor of a signature → its name at that time; None where it was gone.
+        lost: Module → owners on the other side of tensors that it lost.
+    """
+
+    model: ir.Model
+    hierarchy: Hierarchy
+    names: Mapping[str, str | None]
+    lost: Mapping[str, tuple[str, ...]]
+
+
+class Bookkeeping:
+    """Follows a model through passes.
+
+    Args:
+        tagged: The model; passes change it in place, and `settle` is called after each.
+
+    Attributes:
+        model: The model, as passes left it.
+        hierarchy: The module tree, with the present fates.
+        difference: The changes by the last pass.
+    """
+
+    def __init__(self, tagged: TaggedModel) -> None:
+        self.model, self._source = tagged.model, tagged.source
+        self.hierarchy, self._calls = tagged.hierarchy, tagged.calls
+        self._order: dict[str, int] = {}
+        for place, node in enumerate(tagged.nodes):
+            for owner in tags.owners_of(node.metadata_props):
+                self._order.setdefault(owner, place)
+        self._signatures = tagged.signatures if tagged.source == "htp" else {}
+        self._where: dict[str, ir.Value | None] = {}
+        self._lost: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._unread: frozenset[str] = frozenset()
+        self._find_signatures()
+        self._snapshot = Snapshot(tagged.model)
+        self.difference = Difference.between(self._snapshot, self._snapshot)
+        self._weights = WeightBook(tagged.model)
+        self._excused: dict[str, set[str]] = {}
+        if self._signatures:
+            evidence = SignatureEvidence(tagged.index, self.hierarchy, self._signatures)
+            self._excused = {path: evidence.strange(path) for path in self._signatures}
+
+    def _find_signatures(self) -> None:
+        values = TaggedModel(self.model, self.hierarchy).values
+        for name in _named(self._signatures):
+            if self._where.get(name, name) is not None:
+                self._where[name] = values.get(name)
+        self._unread = frozenset(_named(self._signatures)).difference(self._crossing())
+        self._note_boundary()
+
+    def _crossing(self) -> Iterable[str]:
+        """Names of tensors that cross the boundary of a module: its inputs, and its outputs that others read.
+
+        An output without a consumer, such as the weights of an attention module, may be removed. So may the inputs and
+        outputs of modules with the fate ``identity``.
+        """
+        for path, calls in self._signatures.items():
+            if path in self.hierarchy and self.hierarchy[path].fate == "identity":
+                continue
+            for call in calls:
+                yield from (name for name in call.inputs.values() if name is not None)
+                for name in call.outputs:
+                    value = self._where.get(name) if name is not None else None
+                    if name is not None and (value is None or self._leaves(value, path)):
+                        yield name
+
+    def _note_boundary(self) -> None:
+        for name, value in self._where.items():
+            if value is not None and name not in self._unread:
+                value.meta[BOUNDARY] = True
+
+    def settle(self) -> tuple[dict[str, Change], dict[str, tuple[str, ...]]]:
+        """Update everything after a pass: tag new nodes, follow tensors, determine fates.
+
+        Returns:
+            The changes of nodes and weights by module; and the modules that became fused, with their partners.
+
+        Raises:
+            HtpExportError: A node has no owner, in a model where all had; or the pass broke what every pass ensures.
+        """
+        before, after = self._snapshot, Snapshot(self.model)
+        check_ensured(before, after)
+        difference = self.difference = Difference.between(before, after)
+        self._snapshot = after
+        fused: dict[str, tuple[str, ...]] = {}
+        if difference and self._source == "htp":
+            merge_tags(difference, self._order, self.hierarchy.called, self._calls)
+            self._check()
+            self._follow(difference)
+            fused = self._find_fates()
+        return changes_of(difference, self._weights.settle(self.model)), fused
+
+    def mark(self) -> Mark:
+        """The present state, for `restore`."""
+        names = {name: None if value is None else value.name for name, value in self._where.items()}
+        lost = {path: tuple(others) for path, others in self._lost.items()}
+        return Mark(self.model.clone(), self.hierarchy, names, lost)
+
+    def restore(self, mark: Mark) -> None:
+        """Go back to a state; its model is a copy, with other objects of the same names."""
+        values = TaggedModel(mark.model, mark.hierarchy).values
+        self.model, self.hierarchy = mark.model, mark.hierarchy
+        self._where = {name: None if now is None else values.get(now) for name, now in mark.names.items()}
+        self._lost = defaultdict(dict, {path: dict.fromkeys(others) for path, others in mark.lost.items()})
+        self._snapshot = Snapshot(mark.model)
+        self._weights.settle(mark.model)
+        self._note_boundary()
+
+    def tensor(self, name: str) -> ir.Value | None:
+        """The tensor that a signature of the original model calls so; None if it is gone."""
+        return self._where.get(name)
+
+    def worked_across(self, paths: Iterable[str]) -> set[str]:
+        """Original names of boundary tensors that remain although a node computes across them.
+
+        Of modules that became fused without losing a tensor: inputs that are computed inside of the module, and outputs
+        that are computed outside; all boundary tensors of a module that has neither.
+        """
+        tensors: set[str] = set()
+        for path in paths:
+            if path in self._lost:
+                continue
+            inputs = {name for call in self._signatures[path] for name in call.taken}
+            outputs = {name for call in self._signatures[path] for name in call.given}
+            present = {name: value for name in inputs | outputs if (value := self._where.get(name)) is not None}
+            inside = {name for name, value in present.items() if self._is_inside(value, path)}
+            across = ((inputs - outputs) & inside) | ((outputs - inputs - inside) & present.keys())
+            tensors |= across or present.keys()
+        return tensors
+
+    def _is_inside(self, value: ir.Value, path: str) -> bool:
+        """Whether the producer of a tensor is in the region of a module."""
+        maker = value.producer()
+        return maker is not None and path in self._work(maker).modules
+
+    def _leaves(self, value: ir.Value, path: str) -> bool:
+        """Whether a tensor is an output of its graph, or has a consumer that does work outside of a module."""
+        if value.is_graph_output():
+            return True
+        readers = (self._work(use.node) for use in value.uses())
+        return any(not work.parts or any(path not in part.modules for part in work.parts) for work in readers)
+
+    def _work(self, node: ir.Node) -> NodeCalls:
+        metadata = node.metadata_props
+        return self._calls.work(tags.owners_of(metadata), tags.encoded_calls(metadata))
+
+    def _check(self) -> None:
+        bare = [node for node in self._snapshot.nodes if tags.MODULE not in node.metadata_props]
+        if bare:
+            listed = ", ".join(f"{node.op_type} {node.name!r}" for node in bare[:3])
+            raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
+
+    def _follow(self, difference: Difference) -> None:
+        """Find the tensors of signatures in the changed graph; note those that are gone, and the owners around them."""
+        if not self._where:
+            return
+        values = TaggedModel(self.model, self.hierarchy).values
+        here = set(values.values())
+        lost: dict[str, ir.Value] = {}
+        for name, value in self._where.items():
+            if value is None or value in here:
+                continue
+            now, seen = difference.equal.get(value), set[ir.Value]()
+            while now is not None and now not in here and now not in seen:
+                seen.add(now)
+                now = difference.equal.get(now)
+            before = difference.before.names.get(value, value.name)
+            counterpart = now if now in here else values.get(before) if before else None
+            is_needed = name not in self._unread and value in difference.live_values  # constants may come and go
+            if counterpart is None and is_needed:
+                lost[name] = value
+            self._where[name] = counterpart
+        self._note_boundary()
+        if lost:
+            self._note_lost(difference, lost)
+
+    def _note_lost(self, difference: Difference, lost: Mapping[str, ir.Value]) -> None:
+        before = difference.before
+        around: dict[ir.Value, dict[str, None]] = {}
+        for value in lost.values():
+            maker = before.makers.get(value)
+            makers = [before.nodes[maker]] if maker is not None else []
+            seen = [*makers, *(entry for entry in before.nodes.values() if value in entry.inputs)]
+            around[value] = dict.fromkeys(owner for entry in seen for owner in tags.owners_of(entry.metadata))
+        for path, calls in self._signatures.items():
+            for call in calls:
+                for original in (*call.inputs.values(), *call.outputs):
+                    gone = lost.get(original) if original is not None else None
+                    if gone is not None:
+                        others = (owner for owner in around[gone] if not tags.is_under(owner, path))
+                        self._lost[path].update(dict.fromkeys(others))
+
+    def _find_fates(self) -> dict[str, tuple[str, ...]]:
+        if not self._signatures:
+            return {}
+        was, index = self.hierarchy, GraphIndex(self.model, self._work)
+        evidence = SignatureEvidence(index, was, self.signatures, self._lost, self._excused)
+        self.hierarchy, _ = find_fates(was, evidence)
+        return {
+            path: module.fused_with
+            for path, module in self.hierarchy.items()
+            if module.fate == "fused" and was[path].fate != "fused"
+        }
+
+    @property
+    def signatures(self) -> dict[str, tuple[Signature, ...]]:
+        """The signatures of the modules, with the present names of tensors."""
+        return {path: tuple(call.renamed(self._now) for call in calls) for path, calls in self._signatures.items()}
+
+    def _now(self, name: str) -> str | None:
+        value = self._where.get(name)
+        return None if value is None or value.is_initializer() else value.name
+
+    def finish(self) -> TaggedModel:
+        """The model with its modules, fates and signatures, which are written into its metadata."""
+        if self._source == "htp" and tags.MODULES in self.model.metadata_props:
+            write_model_metadata(self.model.metadata_props, self.hierarchy, signatures=self.signatures)
+        return TaggedModel(self.model, self.hierarchy, self._source)
+
+
+def _named(signatures: Mapping[str, Sequence[Signature]]) -> Iterable[str]:
+    for calls in signatures.values():
+        for call in calls:
+            yield from call.taken | call.given

@@ -1,0 +1,86 @@
+"""Whether outputs before and after a pass agree with its level, in ONNX Runtime with its own optimisations off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.registry import Level
+from htp_export.errors import FileError, InputError
+from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.sessions import RunnableModel, Session, as_written, temporary_folder
+
+__all__ = ["TOLERANCE", "OutputCheck"]
+
+TOLERANCE: Mapping[Level, float] = {"exact": 0.0, "tolerant": 1e-5, "fused": 1e-3}
+"""Largest difference of an output, relative to its largest value if that is more than 1."""
+
+_Arrays = dict[str, np.ndarray[Any, Any]]
+_SIZES = (2, 8, 5, 3, 7)  # of open dimensions, in order
+
+
+class OutputCheck:
+    """Compares outputs of a model with what they were before each pass, and at first.
+
+    Args:
+        model: The model as it was.
+        inputs: Its inputs by name; random ones where it is None: floats of a normal distribution, integers 0 and 1, and
+            booleans half of them true.
+
+    Raises:
+        InputError: If the model cannot be run on the inputs.
+    """
+
+    def __init__(self, model: ir.Model, inputs: Mapping[str, Any] | None = None) -> None:
+        self._inputs = (
+            dict(Inputs.of(model).random(open_sizes=_SIZES, true=0.5).arrays)
+            if inputs is None
+            else {k: np.asarray(v) for k, v in inputs.items()}
+        )
+        try:
+            self._expected = _outputs(model, self._inputs)
+        except FileError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the model does not run in ONNX Runtime, so that nothing can be verified: {error}"
+            ) from error
+        self._latest = self._expected
+        self.max_abs = 0.0
+
+    def fault(self, model: ir.Model, level: Level) -> str:
+        """Why the model after a pass does not agree with the level of the pass; empty if it does."""
+        try:
+            outputs = _outputs(model, self._inputs)
+        except Exception as error:
+            return f"it does not run any more: {str(error).splitlines()[0][:200]}"
+        for name, expected in self._latest.items():
+            if name not in outputs or outputs[name].shape != expected.shape or outputs[name].dtype != expected.dtype:
+                return f"output {name!r} has another shape or dtype"
+            off, scale = _distance(expected, outputs[name])
+            if not off <= TOLERANCE[level] * max(1.0, scale):
+                return f"output {name!r} is off by {off:.3g}, more than {level} allows"
+        self._latest = outputs
+        self.max_abs = max((_distance(array, outputs[name])[0] for name, array in self._expected.items()), default=0.0)
+        return ""
+
+
+def _distance(expected: np.ndarray[Any, Any], actual: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """The largest difference, infinite where only one of two numbers is finite; and the largest finite number."""
+    if expected.dtype.kind in "biuSUO":
+        return (0.0 if np.array_equal(expected, actual) else float("inf")), 0.0
+    a, b = expected.astype(np.float64), actual.astype(np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        off = np.where(same, 0.0, np.abs(a - b))
+    off = np.where(np.isnan(off), np.inf, off)
+    return float(off.max(initial=0.0)), float(np.abs(a[np.isfinite(a)]).max(initial=0.0))
+
+
+def _outputs(model: ir.Model, inputs: Mapping[str, Any]) -> _Arrays:
+    with temporary_folder() as folder:
+        session = Session(RunnableModel.of(model, "the model", folder), changes=as_written(threads=1))
+        return session.run(inputs)

@@ -1,0 +1,82 @@
+"""What optimising did, drawn for a terminal or a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from htp_export.capabilities.optimize.results import PASS_COLUMNS, Change, Optimized, PassReport
+from htp_export.drawing.folding import gathered
+from htp_export.drawing.module_table import flat_table
+from htp_export.drawing.tag_note import tag_note
+from htp_export.format import tags
+from htp_export.results.columns import Column
+
+__all__ = ["render_optimized"]
+
+_MOST_MODULES = 3
+
+
+def render_optimized(result: Optimized, *, attribution: bool = False, depth: int | None = None) -> RenderableType:
+    """A table with a line for each pass: the nodes that it removed and added, and where most of them were.
+
+    Args:
+        result: What to draw.
+        attribution: Give every module of a pass a line of its own.
+        depth: With ``attribution``, how deep; what is deeper is added to the module above. None for each by itself.
+
+    Examples:
+        >>> from rich.console import Console
+        >>> import onnx_ir as ir
+        >>> from htp_export.capabilities.optimize.results import PassReport
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "fc", "htp.reason": "fused"})
+        >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu]), ir_version=10)
+        >>> report = PassReport("fold_constants", "exact", change=Change(3, 2, 1, 2048))
+        >>> found = Optimized(5, 3, {"fold_constants": {"fc": Change(3, 2, 1, 2048)}}, (report,), model=model)
+        >>> Console(width=80).print(render_optimized(found))  # doctest: +NORMALIZE_WHITESPACE
+        pass             removed   changed   added   saved   modules
+        fold_constants         3         2       1   2.048 kB   fc: 2
+        5 nodes before, 3 after
+        every node has a module: 1 fused from several modules
+    """
+    modules = result.attribution if depth is None else result.at_depth(depth)
+    rows: list[tuple[PassReport, str]] = []
+    for report in result.passes:
+        by_path = modules.get(report.name, {})
+        if report.change == Change() and not report.rolled_back:
+            continue
+        rows.append((report, "" if attribution or report.rolled_back else _top(by_path)))
+        for name, group in gathered(sorted(by_path, key=tags.path_order), str, by_path.__getitem__):
+            if attribution:
+                rows.append((replace(report, name="", change=by_path[group[0]], rolled_back=""), name or "(root)"))
+    undone = any(report.rolled_back for report, _ in rows)
+    columns = [_of_report(column) for column in PASS_COLUMNS if undone or column.name != "rolled_back"]
+    table = flat_table([*columns, Column("modules", "modules", lambda row: row[1], style="cyan", right=False)], rows)
+    lines: list[RenderableType] = [*([table] if rows else []), Text(result.summary)]
+    if result.fused:
+        paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (", …" if len(result.fused) > _MOST_MODULES else "")
+        lines.append(Text(f"{len(result.fused)} modules are fused with their neighbours now: {paths}", style="yellow"))
+    return Group(*lines, *tag_note(result.tags))
+
+
+def _of_report(column: Column[PassReport]) -> Column[tuple[PassReport, str]]:
+    """A column of a pass, for a line that says more."""
+
+    def value(row: tuple[PassReport, str]) -> Any:
+        return column.data(row[0])
+
+    style = "yellow" if column.name == "rolled_back" else ""
+    return Column(column.name, column.title, value, column.unit, column.text, style, column.right)
+
+
+def _top(changes: Mapping[str, Change]) -> str:
+    """The modules in which there are most nodes fewer."""
+    order = sorted(changes, key=lambda path: (-changes[path].saved, tags.path_order(path)))
+    groups = gathered(order, str, changes.__getitem__)
+    named = [f"{name or '(root)'}: {changes[paths[0]].saved}" for name, paths in groups[:_MOST_MODULES]]
+    more = sum(len(paths) for _, paths in groups[_MOST_MODULES:])
+    return ", ".join([*named, f"{more} more"] if more else named)

@@ -1,0 +1,63 @@
+"""Passes that rewrite a graph node by node."""
+
+from __future__ import annotations
+
+import abc
+from functools import cached_property
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from htp_export.editing.editing import remove_unused
+from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.symbolic import Symbolic
+
+__all__ = ["NodePass"]
+
+
+class NodePass(ir.passes.InPlacePass):
+    """Looks at the nodes of the main graph in order, and rewrites each where it can.
+
+    Attributes:
+        operators: What the pass requires: it looks at nodes of these operators of ONNX.
+        opset: The lowest opset that it requires; in files of an older one it does nothing.
+        graph: The graph, while the pass runs.
+    """
+
+    operators: ClassVar[tuple[str, ...]]
+    opset: ClassVar[int] = 1
+    graph: ir.Graph
+
+    @classmethod
+    def applies(cls, model: ir.Model) -> bool:
+        """Whether a model is of the opset, and has a node of the operators, that the pass requires.
+
+        Examples:
+            >>> class OfRelu(NodePass):
+            ...     operators = ("Relu",)
+            >>> graph = ir.Graph([], [], nodes=[ir.node("Relu", [ir.val("x")])], opset_imports={"": 20})
+            >>> OfRelu.applies(ir.Model(graph, ir_version=10))
+            True
+        """
+        graph = model.graph
+        return graph.opset_imports.get("", 1) >= cls.opset and any(is_standard(n, *cls.operators) for n in graph)
+
+    @cached_property
+    def known(self) -> Symbolic:
+        """Shapes and types in the graph, as they were when they were first asked for."""
+        return Symbolic(self.graph)
+
+    @abc.abstractmethod
+    def rewrite(self, node: ir.Node) -> bool:
+        """Rewrite a node, and what leads to it; whether anything was changed."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        self.graph = model.graph
+        self.__dict__.pop("known", None)
+        modified = False
+        for node in model.graph if self.applies(model) else ():
+            if is_standard(node, *self.operators):
+                modified |= self.rewrite(node)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)

@@ -1,0 +1,142 @@
+"""``htp-export optimize``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from htp_export.command.file_options import JsonOption, ShareOption
+from htp_export.command.idle_options import JSON_HAS_ALL, Idle
+from htp_export.command.outputs import Kind, Writes, check_output, show_next, show_written, written_files
+from htp_export.command.terminal import Steps, print_json, print_text, show
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.optimize.registry import Level
+    from htp_export.capabilities.optimize.results import Optimized
+
+EXAMPLE = "bert.onnx -o small.onnx --level tolerant"
+PLACE = 140
+IDLE = (
+    Idle(
+        ("files", "output", "passes", "level", "verify", "keep_exact", "attribution", "depth", "share_weights"),
+        lambda given: given["list_passes"],
+        "--list shows the passes, and ends",
+    ),
+    Idle(("attribution", "depth"), lambda given: given["as_json"], JSON_HAS_ALL),
+    Idle(("depth",), lambda given: not given["attribution"], "it is for --attribution"),
+)
+
+
+def optimize_command(
+    files: Annotated[list[Path] | None, typer.Argument(help="The ONNX file, or several.", show_default=False)] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="The file to write; for several a folder that is there.", show_default=False
+        ),
+        Writes(in_place=True),
+    ] = None,
+    passes: Annotated[str, typer.Option(help="'default', or names of passes with commas between them.")] = "default",
+    level: Annotated[
+        str, typer.Option(help="exact: the same results, bit for bit; tolerant: to 1e-5; fused: for ONNX Runtime only.")
+    ] = "exact",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Run it before and after every pass; undo what is off.")
+    ] = False,
+    keep_exact: Annotated[
+        bool, typer.Option("--keep-exact", help="No fusion across the boundary of a module whose tensors all stay.")
+    ] = False,
+    attribution: Annotated[
+        bool, typer.Option("--attribution", help="A line for each module of each pass, for several files too.")
+    ] = False,
+    depth: Annotated[
+        int | None, typer.Option(min=0, help="With --attribution: add what is deeper to the module above.")
+    ] = None,
+    list_passes: Annotated[bool, typer.Option("--list", help="Show the passes there are, and end.")] = False,
+    share_weights: ShareOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a graph smaller, and keep its module tags true."""
+    from htp_export.capabilities.optimize.optimizing import optimize
+    from htp_export.capabilities.optimize.registry import choose
+
+    if list_passes:
+        _list_passes(as_json)
+        return
+    if not files or output is None:
+        raise typer.BadParameter("give a file, and with -o the file to write")
+    wanted = cast("Level", level)
+    choose(passes, wanted)  # it refuses other levels, and unknown passes, before any work
+    targets = _targets(files, output)
+    for _, target in targets:
+        check_output(target, Kind.MODEL)
+    steps = Steps(quiet=as_json, count=len(targets))
+    results: dict[str, Optimized] = {}
+    for file, target in targets:
+        with steps.step(f"optimising {file.name}"):
+            results[file.name] = optimize(
+                file, target, passes, wanted, verify, keep_exact=keep_exact, share_weights=share_weights
+            )
+    if as_json:
+        _print_results(results)
+        return
+    _show_results(results, attribution, depth)
+    for _, target in targets:
+        show_written(written_files(target))
+    show_next("htp-export", "diff", *targets[0])
+
+
+def _list_passes(as_json: bool) -> None:
+    from htp_export.capabilities.optimize.registry import available
+
+    passes = sorted(available().values(), key=lambda info: info.name)
+    if as_json:
+        listed = [{"name": info.name, "level": info.level, "summary": info.summary} for info in passes]
+        print_json({"passes": listed})
+        return
+    for info in passes:
+        typer.echo(f"{info.name:34} {info.level:9} {info.summary}")
+
+
+def _print_results(results: Mapping[str, Optimized]) -> None:
+    from htp_export.capabilities.optimize.results import OptimizedModels
+
+    [first, *others] = results.values()
+    print_json(OptimizedModels(results).to_dict() if others else first.to_dict())
+
+
+def _show_results(results: Mapping[str, Optimized], attribution: bool, depth: int | None) -> None:
+    """Draw one result; of several, a table of all, and each by itself with ``--attribution``."""
+    from htp_export.capabilities.optimize.drawing import render_optimized
+    from htp_export.capabilities.optimize.results import OptimizedModels
+    from htp_export.drawing.module_table import flat_table
+
+    several = len(results) > 1
+    for name, result in results.items():
+        if several and attribution:
+            print_text(f"{name}:\n")
+        if attribution or not several:
+            show(render_optimized(result, attribution=attribution, depth=depth))
+    if several:
+        show(flat_table(*OptimizedModels(results).table()))
+
+
+def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:
+    """Each file with the one to write."""
+    if len(files) == 1:
+        return [(files[0], output)]
+    if output.exists() and not output.is_dir():
+        raise typer.BadParameter(f"{output} is a file; several files go into a folder")
+    names = [file.name for file in files]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise typer.BadParameter(f"several files are called {twice[0]}; in one folder they would be one")
+    if not output.exists():
+        from htp_export.files.targets import check_parent
+
+        check_parent(output)
+        output.mkdir()
+    return [(file, output / file.name) for file in files]

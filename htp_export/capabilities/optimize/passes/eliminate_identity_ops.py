@@ -1,0 +1,74 @@
+"""Nodes whose output is their input."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.declining import decline
+from htp_export.capabilities.optimize.registry import register
+from htp_export.editing.editing import constant_array, stand_in
+from htp_export.shapes.operator_kinds import RESHAPING, is_standard
+from htp_export.shapes.symbolic import Symbolic
+
+_IF_SHAPE_STAYS = RESHAPING | {"Expand", "Tile"}
+"""These change the shape only, or repeat elements: if the shape stays, they do nothing."""
+
+_NEUTRAL = {"Mul": 1, "Div": 1, "Sub": 0, "Pow": 1}
+"""Operators and second arguments that leave the first as it is, bit for bit; adding 0 turns -0 into 0."""
+
+NEEDS_A_NAME = "a graph's output needs a name of its own"
+"""Why a node without effect stays whose output is an output of the graph."""
+
+_KINDS = {"Identity": "identity", "Cast": "identity_cast", "Transpose": "identity_transpose"} | dict.fromkeys(
+    RESHAPING, "identity_reshape"
+)
+
+
+@register("eliminate_identity_ops", level="exact")
+class EliminateIdentityOps(ir.passes.InPlacePass):
+    """Takes out ``Identity``, and operators that do nothing here: casts to the same type, and slices of everything."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
+            known = Symbolic(graph, model.opset_imports)
+            for node in graph:
+                if not is_nothing(node, known):
+                    continue
+                if stand_in(node.outputs[0], node.inputs[0]):  # type: ignore[arg-type]
+                    graph.remove(node, safe=True)
+                    modified = True
+                else:
+                    decline(_KINDS.get(node.op_type, "eliminate_identity_ops"), [node], NEEDS_A_NAME)
+        return ir.passes.PassResult(model, modified)
+
+
+def is_nothing(node: ir.Node, known: Symbolic) -> bool:
+    """Whether the output of a node is its first input."""
+    if node.domain != "" or not node.inputs or node.inputs[0] is None:
+        return False
+    source, result = node.inputs[0], node.outputs[0]
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+        return False
+    if node.op_type == "Identity" or (is_standard(node, "Concat", "Sum", "Max", "Min") and len(node.inputs) == 1):
+        return True
+    if node.op_type == "Cast":
+        return known.dtype(source) is not None and node.attributes["to"].as_int() == known.dtype(source)
+    if node.op_type == "Dropout":
+        return len(node.inputs) < 3 or node.inputs[2] is None
+    shape = known.shape(source)
+    if shape is None or shape != known.shape(result):
+        return False
+    if node.op_type in _IF_SHAPE_STAYS:
+        return True
+    if node.op_type == "Slice":
+        steps = known.constant(node.inputs[4]) if len(node.inputs) > 4 else [1]
+        return steps is not None and all(step == 1 for step in steps)
+    if node.op_type == "Pad":
+        pads = known.constant(node.inputs[1]) if len(node.inputs) > 1 else None
+        return pads is not None and not any(pads)
+    if node.op_type in _NEUTRAL:
+        constant = constant_array(node.inputs[1], 1)
+        return constant is not None and bool(np.all(constant == _NEUTRAL[node.op_type]))
+    return False

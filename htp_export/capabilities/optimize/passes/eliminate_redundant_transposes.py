@@ -1,0 +1,56 @@
+"""Transpositions without effect, and consecutive ones."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.declining import decline
+from htp_export.capabilities.optimize.node_pass import NodePass
+from htp_export.capabilities.optimize.passes.eliminate_identity_ops import NEEDS_A_NAME
+from htp_export.capabilities.optimize.registry import register
+from htp_export.editing.editing import is_boundary, replace, stand_in
+from htp_export.model.neighbours import producer_of
+from htp_export.shapes.symbolic import Symbolic
+
+
+@register("eliminate_redundant_transposes", level="exact")
+class EliminateRedundantTransposes(NodePass):
+    """Makes one transposition of several in a row, and takes out those that change nothing."""
+
+    operators = ("Transpose",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        perm, source = permutation(node, self.known), node.inputs[0]
+        if perm is None or source is None:
+            return False
+        if perm == sorted(perm):
+            return _leave_out("identity_transpose", [node], source)
+        first = producer_of(source, "Transpose")
+        before = None if first is None else permutation(first, self.known)
+        if first is None or first.inputs[0] is None or before is None:
+            return False
+        joint = [before[axis] for axis in perm]
+        kind = "cancelling_transposes" if joint == sorted(joint) else "chained_transposes"
+        if is_boundary(source):
+            decline(kind, [first, node], "a module takes or gives the tensor in between")
+            return False
+        if joint == sorted(joint):
+            return _leave_out(kind, [first, node], first.inputs[0])
+        replace(node, [ir.node("Transpose", [first.inputs[0]], {"perm": joint})])
+        return True
+
+
+def permutation(node: ir.Node, known: Symbolic) -> list[int] | None:
+    """The permutation of a ``Transpose``; None if there is no attribute and the rank is unknown."""
+    written, rank = node.attributes.get_ints("perm"), known.rank(node.inputs[0])
+    if written is not None:
+        return list(written)
+    return None if rank is None else list(reversed(range(rank)))
+
+
+def _leave_out(kind: str, nodes: list[ir.Node], source: ir.Value) -> bool:
+    """Replace the output of the last of consecutive transpositions by the input of the first."""
+    if stand_in(nodes[-1].outputs[0], source):
+        return True
+    decline(kind, nodes, NEEDS_A_NAME)
+    return False

@@ -1,0 +1,21 @@
+"""Weights that nothing reads."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.registry import register
+
+
+@register("eliminate_unused_initializers", level="exact")
+class EliminateUnusedInitializers(ir.passes.InPlacePass):
+    """Takes out initializers that no node reads, in subgraphs too."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for graph in model.graphs():
+            for name, value in list(graph.initializers.items()):
+                if not value.uses() and not value.is_graph_output() and not value.is_graph_input():
+                    del graph.initializers[name]
+                    modified = True
+        return ir.passes.PassResult(model, modified)

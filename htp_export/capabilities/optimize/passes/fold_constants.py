@@ -1,0 +1,140 @@
+"""Nodes that compute the same in every run."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
+
+from htp_export.capabilities.optimize.constant_work import (
+    GROWTH,
+    ConstantNodes,
+    computed,
+    find_constant_nodes,
+    room_left,
+)
+from htp_export.capabilities.optimize.declining import decline
+from htp_export.capabilities.optimize.registry import register
+from htp_export.editing.editing import add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
+from htp_export.model.regions import subgraphs
+from htp_export.shapes.operator_kinds import RESHAPING, is_standard
+from htp_export.shapes.symbolic import Symbolic
+
+_SMALL = 1 << 14
+"""Elements; transposed and reshaped larger constants become views."""
+
+_VIEWS = RESHAPING | {"Transpose"}
+
+
+@register("fold_constants", level="exact")
+class FoldConstants(ir.passes.InPlacePass):
+    """Computes what depends on no input, with the kernels of ONNX Runtime: the results are what they were.
+
+    Any operator, with branches and loops, in subgraphs too; but nothing random, and no unpacking of quantized weights.
+    All that is stored in place of nodes may take 1 MiB, or a sixteenth of the model's weights, more than the constants
+    that go with the nodes. Weights are not copied: a transposed or reshaped weight is a view, laid out when the file is
+    written.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).modified
+        if modified:
+            remove_unused(model)
+        done: set[ir.Graph] = set()
+        while graph := next((graph for graph in model.graphs() if graph not in done), None):
+            done.add(graph)
+            modified |= _fold_views(model, graph)
+            modified |= _fold(model, graph)
+        return ir.passes.PassResult(model, modified)
+
+
+def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
+    """Fold transpositions and reshapes of large weights to views."""
+    known: Symbolic | None = None
+    modified = False
+    for node in graph:
+        weight = node.inputs[0] if is_standard(node, *_VIEWS) else None
+        if weight is None or not is_constant(weight) or weight.const_value is None:
+            continue
+        large = weight.const_value.size > _SMALL and weight.const_value.dtype != ir.DataType.STRING
+        if large and not node.outputs[0].is_graph_output():
+            known = known or Symbolic(graph, model.opset_imports)
+            modified |= _view(model, graph, node, weight, known)
+    if modified:
+        remove_unused(model)
+    return modified
+
+
+def _view(model: ir.Model, graph: ir.Graph, node: ir.Node, weight: ir.Value, known: Symbolic) -> bool:
+    tensor, shape = weight.const_value, known.shape(node.outputs[0])
+    if tensor is None or shape is None or not all(isinstance(dim, int) for dim in shape):
+        return False
+    growth = 0 if all(use.node is node for use in weight.uses()) else bytes_of(tensor)
+    if growth > room_left(model):
+        return False
+    sizes = [int(str(dim)) for dim in shape]
+    perm = (
+        list(node.attributes.get_ints("perm") or reversed(range(len(sizes)))) if node.op_type == "Transpose" else None
+    )
+
+    def laid_out() -> ir.TensorProtocol:
+        array = tensor.numpy()
+        return ir.tensor(array.reshape(sizes) if perm is None else array.transpose(perm))
+
+    view = ir.LazyTensor(laid_out, tensor.dtype, ir.Shape(sizes))
+    return _store(graph, node.outputs[0], view, growth)
+
+
+def _fold(model: ir.Model, graph: ir.Graph) -> bool:
+    """Fold the groups of constant nodes of a graph, within the limit of growth."""
+    left_out: set[ir.Node] = set()
+    folded = False
+    while works := find_constant_nodes(graph, room_left(model), left_out, model.opset_imports):
+        looked_at, nodes = len(left_out), len(graph)
+        for work, results, fault in computed(model, works):
+            if fault is not None:
+                left_out.add(fault)
+            else:
+                folded |= _keep(model, graph, work, results, left_out)
+        remove_unused(model)
+        if len(left_out) == looked_at and len(graph) == nodes:
+            break
+    return folded
+
+
+def _keep(
+    model: ir.Model,
+    graph: ir.Graph,
+    work: ConstantNodes,
+    results: dict[ir.Value, ir.TensorProtocol],
+    left_out: set[ir.Node],
+) -> bool:
+    """Replace values by their results; values that are too large, or no tensors, keep their nodes."""
+    room, folded = room_left(model), False
+    freed = work.freed if len(results) == len(work.results) else 0
+    if sum(bytes_of(tensor) for tensor in results.values()) - freed > room:
+        freed = 0
+    for value in sorted(work.results, key=lambda value: bytes_of(results.get(value))):
+        tensor, maker = results.get(value), value.producer()
+        growth = max(0, bytes_of(tensor) - freed)
+        if tensor is None or growth > room:
+            if maker is not None:
+                left_out.add(maker)
+                decline("unfolded_constants", [maker], f"the result is large: {growth:,} bytes more")
+            continue
+        room, freed = room - growth, max(0, freed - bytes_of(tensor))
+        if _store(graph, value, tensor, growth):
+            folded = True
+            if (
+                maker is not None
+                and subgraphs(maker)
+                and not any(v.uses() or v.is_graph_output() for v in maker.outputs)
+            ):
+                release(maker)
+    return folded
+
+
+def _store(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol, growth: int) -> bool:
+    stored = add_initializer(graph, tensor, str(value.name))
+    if growth:
+        stored.meta[GROWTH] = growth
+    return stand_in(value, stored)

@@ -1,0 +1,32 @@
+"""``Relu``, fused into the convolution before it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.declining import decline
+from htp_export.capabilities.optimize.node_pass import NodePass
+from htp_export.capabilities.optimize.registry import register
+from htp_export.editing.editing import replace
+from htp_export.model.neighbours import only_consumer, producer_of
+
+_DOMAIN = "com.microsoft"
+
+
+@register("fuse_conv_relu", level="fused")
+class FuseConvRelu(NodePass):
+    """Makes ONNX Runtime's ``FusedConv`` of a convolution and a ``Relu``."""
+
+    operators = ("Relu",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        conv = producer_of(node.inputs[0], "Conv")
+        if conv is None:
+            return False
+        if only_consumer(conv.outputs[0]) is None:
+            decline("conv_relu", [conv, node], "what the Conv gives is read elsewhere")
+            return False
+        attributes = {**conv.attributes, "activation": ir.AttrString("activation", "Relu")}
+        replace(node, [ir.node("FusedConv", conv.inputs, attributes, domain=_DOMAIN)])
+        self.graph.opset_imports.setdefault(_DOMAIN, 1)
+        return True

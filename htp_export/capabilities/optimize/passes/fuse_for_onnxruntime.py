@@ -1,0 +1,191 @@
+"""ONNX Runtime's own operators for attention, normalisation with skip connections, GELU and rotary embedding."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.near_matching import near_matching
+from htp_export.capabilities.optimize.passes.fuse_conv_batchnorm import has_large_factors
+from htp_export.capabilities.optimize.passes.simplify_shape_chains import reshape_target
+from htp_export.capabilities.optimize.registry import register
+from htp_export.editing.editing import (
+    add_constant,
+    constant_array,
+    is_constant,
+    multiple,
+    register_constants,
+    remove_unused,
+    replace,
+)
+from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.sizes import product
+from htp_export.shapes.symbolic import Symbolic
+
+_HIDDEN = "htp_export.hidden"
+_LARGE = 1 << 20  # values
+
+
+@register("fuse_for_onnxruntime", level="fused")
+class FuseForOnnxruntime(ir.passes.InPlacePass):
+    """Fuses attention, skip connections with normalisation, GELU and rotary embedding, with onnxscript's rules."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        from onnxscript.rewriter.ort_fusions import optimize_for_ort
+
+        before = list(model.graph)
+        _unflatten(model)
+        hidden = [node for node in model.graph.all_nodes() if _is_unsound(node)]
+        with _hidden(model, [*hidden, *_growing(model.graph)]), near_matching("fuse_for_onnxruntime"):
+            rewritten, _ = optimize_for_ort(model)
+        register_constants(rewritten.graph)
+        _turn_batches(rewritten)
+        _drop_unread_outputs(rewritten)
+        _fill_in_shapes(rewritten)
+        return ir.passes.PassResult(rewritten, list(rewritten.graph) != before)
+
+
+def _is_unsound(node: ir.Node) -> bool:
+    """Whether rules would make of a node what does not run, or is not finite where the node was."""
+    if is_standard(node, "InstanceNormalization"):  # taken for group normalization: an operator that runs on GPUs only
+        return True
+    if is_standard(node, "Div"):  # multiplied by the reciprocal
+        return constant_array(node.inputs[1], 1) is not None and multiple(node) is None
+    is_folded = is_standard(node, "BatchNormalization") and all(map(is_constant, node.inputs[1:]))
+    return is_folded and has_large_factors(node)
+
+
+def _growing(graph: ir.Graph) -> list[ir.Node]:
+    """Nodes with large constant results: onnxscript folds constants before it checks the size of the result."""
+    known: Symbolic | None = None
+    growing = []
+    for node in graph:
+        read = [ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None]
+        if node.domain or not all(tensor is not None for tensor in read):
+            continue
+        known = known or Symbolic(graph)
+        shapes = [known.shape(value) for value in node.outputs]
+        sizes = [None if shape is None else product(shape) for shape in shapes]
+        most = _LARGE + sum(tensor.size for tensor in read if tensor is not None)
+        if not all(isinstance(size, int) and size <= most for size in sizes):
+            growing.append(node)
+    return growing
+
+
+@contextlib.contextmanager
+def _hidden(model: ir.Model, nodes: Sequence[ir.Node]) -> Iterator[None]:
+    """Hide nodes from rules: they get another domain for the time."""
+    if nodes:
+        model.opset_imports[_HIDDEN] = 1
+    for node in nodes:
+        node.domain = _HIDDEN
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.domain = ""
+        model.opset_imports.pop(_HIDDEN, None)
+
+
+def _unflatten(model: ir.Model) -> None:
+    """Replace a ``Gemm`` between reshapes that join the dimensions before the last by ``MatMul`` and ``Add``.
+
+    onnxscript's rules for attention do not match these reshapes, or mistake the joined shape for the original one.
+    """
+    known: Symbolic | None = None
+    for node in list(model.graph):
+        if not is_standard(node, "Gemm") or len(node.inputs) < 3:
+            continue
+        first, last = producer_of(node.inputs[0], "Reshape"), only_consumer(node.outputs[0], "Reshape")
+        if first is None or last is None:
+            continue
+        known = known or Symbolic(model.graph)
+        _unflatten_one(model.graph, first, node, last, known)
+    if known is not None:
+        remove_unused(model)
+
+
+def _unflatten_one(graph: ir.Graph, first: ir.Node, gemm: ir.Node, last: ir.Node, known: Symbolic) -> None:
+    attributes = gemm.attributes
+    if any(attributes.get_int(key, 0) for key in ("transA", "transB")):
+        return
+    if any(attributes.get_float(key, 1.0) != 1.0 for key in ("alpha", "beta")):
+        return
+    source = first.inputs[0]
+    source_shape, matrix, result = known.shape(source), known.shape(gemm.inputs[1]), known.shape(last.outputs[0])
+    if source is None or source_shape is None or matrix is None or result is None or len(result) < 3:
+        return
+    if result[-1] != matrix[1] or known.rank(gemm.inputs[2]) != 1:
+        return
+    wanted = (*result[:-1], matrix[0])
+    target = reshape_target(source_shape, wanted)
+    nodes = []
+    if source_shape != wanted:
+        if target is None:
+            return
+        shape = add_constant(graph, np.array(target, np.int64), f"{last.outputs[0].name}_rows")
+        nodes.append(ir.node("Reshape", [source, shape]))
+        source = nodes[0].outputs[0]
+    product = ir.node("MatMul", [source, gemm.inputs[1]])
+    replace(last, [*nodes, product, ir.node("Add", [product.outputs[0], gemm.inputs[2]])])
+
+
+def _turn_batches(model: ir.Model) -> None:
+    """Insert a ``Transpose`` in place of ``transBatchA`` or ``transBatchB`` of a ``FusedMatMul`` with other ranks.
+
+    ONNX Runtime runs these only if both factors have the same rank, which onnxscript's rules do not check.
+    """
+    known: Symbolic | None = None
+    for node in list(model.graph):
+        if (node.domain, node.op_type) != ("com.microsoft", "FusedMatMul"):
+            continue
+        turned = [place for place, side in enumerate("AB") if node.attributes.get_int(f"transBatch{side}", 0)]
+        known = known or (Symbolic(model.graph) if turned else None)
+        if known is None or known.rank(node.inputs[0]) == known.rank(node.inputs[1]):
+            continue
+        for place in turned:
+            value, rank = node.inputs[place], known.rank(node.inputs[place])
+            if value is not None and rank is not None:
+                perm = [*range(1, rank - 1), 0, rank - 1]
+                back = ir.node("Transpose", [value], {"perm": perm}, name=f"{node.name}_Transpose{place}")
+                model.graph.insert_before(node, back)
+                node.replace_input_with(place, back.outputs[0])
+                node.attributes.pop(f"transBatch{'AB'[place]}")
+
+
+def _drop_unread_outputs(model: ir.Model) -> None:
+    """Remove optional outputs without consumers, such as the sum that ``SkipLayerNormalization`` can compute."""
+    for node in model.graph:
+        if node.domain != "com.microsoft":
+            continue
+        count = len(node.outputs)
+        while count > 1 and not node.outputs[count - 1].uses() and not node.outputs[count - 1].is_graph_output():
+            count -= 1
+        node.resize_outputs(count)
+
+
+def _fill_in_shapes(model: ir.Model) -> None:
+    """Set shapes of the outputs of ONNX Runtime's operators, which onnxscript's rules leave out, for later passes."""
+    for node in model.graph:
+        shape = _output_shape(node)
+        places = (0,) if node.op_type == "MultiHeadAttention" else (0, 3)  # between them mean and variance
+        for value in (node.outputs[place] for place in places if place < len(node.outputs)):
+            if shape is not None and value.shape is None:
+                value.shape, value.type = shape.copy(), node.inputs[0].type  # type: ignore[union-attr]
+
+
+def _output_shape(node: ir.Node) -> ir.Shape | None:
+    """The output shape of such a node: that of its first input; for attention, with the size of the values."""
+    shapes = [None if value is None else value.shape for value in node.inputs[:3]]
+    if node.domain != "com.microsoft" or not shapes or shapes[0] is None:
+        return None
+    if node.op_type in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"):
+        return shapes[0]
+    if node.op_type == "MultiHeadAttention" and len(shapes) == 3 and shapes[2] is not None:
+        queries, values = shapes[0], shapes[2]
+        return ir.Shape((*queries[:2], values[2])) if queries.rank() == values.rank() == 3 else None
+    return None

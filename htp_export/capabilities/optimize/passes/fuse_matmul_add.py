@@ -1,0 +1,55 @@
+"""A product of matrices and a bias, as one node."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.declining import decline
+from htp_export.capabilities.optimize.node_pass import NodePass
+from htp_export.capabilities.optimize.registry import register
+from htp_export.editing.editing import is_boundary, is_constant, replace
+from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.shapes.sizes import Dim
+from htp_export.shapes.symbolic import Symbolic
+
+
+@register("fuse_matmul_add", level="tolerant")
+class FuseMatmulAdd(NodePass):
+    """Makes ``Gemm`` of ``MatMul`` and ``Add`` where the matrices have two dimensions."""
+
+    operators = ("Add",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        parts = product_and_bias(node)
+        if parts is None or not all(self.known.rank(value) == 2 for value in parts[0].inputs):
+            return False
+        product, bias = parts
+        if not _fits(self.known, product, bias):
+            decline("matmul_add_2d", [product, node], "the bias does not fit the columns of the weight")
+            return False
+        replace(node, [ir.node("Gemm", [*product.inputs, bias])])
+        return True
+
+
+def product_and_bias(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
+    """The ``MatMul`` and the constant that an ``Add`` adds, if it is the only consumer of the product."""
+    for product, bias in (node.inputs, tuple(reversed(node.inputs))):
+        maker = producer_of(product, "MatMul")
+        if product is None or bias is None or maker is None:
+            continue
+        if is_constant(bias):
+            if only_consumer(product) is not None and not is_boundary(product):
+                return maker, bias
+            ranks = [None if value is None or value.shape is None else len(value.shape) for value in maker.inputs]
+            why = "a module gives the product" if is_boundary(product) else "the product without its bias is read, too"
+            decline("matmul_add_2d" if ranks == [2, 2] else "matmul_add_3d", [maker, node], why)
+    return None
+
+
+def _fits(known: Symbolic, product: ir.Node, bias: ir.Value) -> bool:
+    """Whether a bias can be broadcast to the shape of a product."""
+    result, shape = known.shape(product.outputs[0]), known.shape(bias)
+    if result is None or shape is None or len(shape) > 2:
+        return False
+    pairs: list[tuple[Dim, Dim]] = list(zip(reversed(shape), reversed(result), strict=False))
+    return all(bias_dim == 1 or bias_dim == result_dim for bias_dim, result_dim in pairs)

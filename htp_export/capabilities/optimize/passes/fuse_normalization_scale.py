@@ -1,0 +1,64 @@
+"""Factors and summands after a normalisation, folded into its weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.node_pass import NodePass
+from htp_export.capabilities.optimize.registry import register
+from htp_export.editing.editing import Array, add_constant, constant_array, is_boundary, replace, times
+from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.shapes.symbolic import Symbolic
+
+_NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization")
+"""These have a scale and a bias for each channel, the second dimension."""
+
+
+@register("fuse_normalization_scale", level="tolerant")
+class FuseNormalizationScale(NodePass):
+    """Takes ``Mul`` and ``Add`` of one number a channel into the instance or batch normalisation before them."""
+
+    operators = ("Add", "Mul")
+
+    def rewrite(self, node: ir.Node) -> bool:
+        for place in (0, 1):
+            value, numbers = node.inputs[place], constant_array(node.inputs[1 - place])
+            norm = producer_of(value, *_NORMALIZATIONS)
+            if numbers is not None and norm is not None and _fuse(self.graph, norm, node, numbers, self.known):
+                return True
+        return False
+
+
+def _fuse(graph: ir.Graph, norm: ir.Node, node: ir.Node, numbers: Array, known: Symbolic) -> bool:
+    scale, bias = constant_array(norm.inputs[1]), constant_array(norm.inputs[2])
+    rank, between = known.rank(norm.inputs[0]), norm.outputs[0]
+    if scale is None or bias is None or rank is None or only_consumer(between) is None or is_boundary(between):
+        return False
+    training = norm.attributes.get_int("training_mode", 0)
+    if training or any(output.uses() for output in norm.outputs[1:]):
+        return False
+    per_channel = _per_channel(numbers, rank, len(scale))
+    if per_channel is None or per_channel.dtype != scale.dtype:
+        return False
+    if node.op_type == "Mul":
+        scale, bias = times(scale, per_channel), times(bias, per_channel)
+    else:
+        with np.errstate(over="ignore"):
+            bias = bias + per_channel
+    if scale is None or bias is None or not np.isfinite(bias).all():
+        return False
+    name = str(node.outputs[0].name)
+    parameters = [add_constant(graph, array, f"{name}_{what}") for array, what in ((scale, "scale"), (bias, "bias"))]
+    replace(node, [ir.node(norm.op_type, [norm.inputs[0], *parameters, *norm.inputs[3:]], norm.attributes)])
+    return True
+
+
+def _per_channel(numbers: Array, rank: int, channels: int) -> Array | None:
+    """One number for each channel from numbers that broadcast to a tensor; None if a channel has several."""
+    if numbers.ndim > rank:
+        return None
+    shape = (1,) * (rank - numbers.ndim) + numbers.shape
+    if any(size != 1 for axis, size in enumerate(shape) if axis != 1) or shape[1] not in (1, channels):
+        return None
+    return np.ascontiguousarray(np.broadcast_to(numbers.reshape(-1), (channels,)))

@@ -1,0 +1,70 @@
+"""``If`` whose condition is constant."""
+
+from __future__ import annotations
+
+import itertools
+
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.registry import register
+from htp_export.editing.editing import release, remove_unused, stand_in
+from htp_export.model.tensor_names import UsedNames
+from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.symbolic import Symbolic
+
+
+@register("inline_branches", level="exact")
+class InlineBranches(ir.passes.InPlacePass):
+    """Puts the nodes of a branch in the place of an ``If`` whose condition is the same in every run."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for graph in list(model.graphs()):
+            conditionals = [node for node in graph if is_standard(node, "If")]
+            known = Symbolic(graph, model.opset_imports) if conditionals else None
+            for node in conditionals:
+                taken = known.constant(node.inputs[0]) if known is not None else None
+                if taken is not None and len(taken) == 1:
+                    modified |= inline_branch(model, graph, node, "then_branch" if taken[0] else "else_branch")
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) -> bool:
+    """Put the nodes of ``then_branch`` or ``else_branch`` in the place of an ``If``.
+
+    Returns:
+        False if an output of the ``If`` is an output of the graph, and the branch does not compute it.
+    """
+    branch = node.attributes[name].as_graph()
+    if any(value.is_graph_output() for value in node.outputs) and not all(
+        value.producer() is not None and value.graph is branch for value in branch.outputs
+    ):
+        return False  # a graph has to compute its outputs itself
+    results = list(branch.outputs)
+    taken = _names(model, branch)
+    for value in list(branch.initializers.values()):
+        branch.initializers.pop(str(value.name))
+        value.name = taken.unused(str(value.name))
+        graph.register_initializer(value)
+    branch.outputs.clear()
+    for inner in list(branch):
+        branch.remove(inner)
+        for value in inner.outputs:
+            if value.name:
+                value.name = taken.unused(str(value.name))
+        graph.insert_before(node, inner)
+    for old, new in zip(node.outputs, results, strict=True):
+        stand_in(old, new)
+    release(node)
+    graph.remove(node)
+    return True
+
+
+def _names(model: ir.Model, without: ir.Graph) -> UsedNames:
+    """The names of all values of a model, except those of one of its graphs."""
+    graphs = [graph for graph in model.graphs() if graph is not without]
+    outputs = (value for graph in graphs for node in graph for value in node.outputs)
+    held = (value for graph in graphs for value in (*graph.inputs, *graph.initializers.values()))
+    return UsedNames(value.name for value in itertools.chain(held, outputs) if value.name)

@@ -1,0 +1,176 @@
+"""Consecutive slices, slices that cover a tensor, and slices that are concatenated again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.registry import register
+from htp_export.editing.editing import add_constant, is_boundary, remove_unused, replace, stand_in
+from htp_export.model.neighbours import only_consumer
+from htp_export.shapes.known import normalized
+from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.symbolic import Symbolic
+
+_MOST_INDICES = 1 << 14
+"""Of a ``Gather`` in place of slices: a constant of 128 KiB at most, which costs less than the copies that it saves."""
+
+
+@register("merge_slices", level="exact")
+class MergeSlices(ir.passes.InPlacePass):
+    """Makes one node of slices: of two in a row, of all parts of a tensor, and of parts that are put together again.
+
+    Two slices in a row that cut other dimensions are one. Slices of one tensor that are joined along the same dimension
+    (``torch.roll``) are one ``Gather``. Slices that leave nothing of a tensor out are one ``Split``, but for those that
+    modules give: they stay results of nodes of their own.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        if not any(is_standard(node, "Slice") for node in graph):
+            return ir.passes.PassResult(model, modified=False)
+        known = Symbolic(graph)
+        modified = False
+        for node in graph:
+            modified |= _merge_in_a_row(graph, node, known) or _gather(graph, node, known)
+        for node in graph:
+            modified |= _split(graph, node, known)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The input of a ``Slice``, and start, end and step for each dimension that it cuts."""
+
+    source: ir.Value
+    bounds: dict[int, tuple[int, int, int]]
+
+
+def _cut(node: ir.Node | None, known: Symbolic) -> _Cut | None:
+    """The bounds of a ``Slice``, if they are constant."""
+    if node is None or not is_standard(node, "Slice") or node.inputs[0] is None or len(node.inputs) < 3:
+        return None
+    rank = known.rank(node.inputs[0])
+    numbers = [known.constant(value) if value is not None else None for value in node.inputs[1:]]
+    starts, ends = numbers[:2]
+    if rank is None or starts is None or ends is None:
+        return None
+    is_given = [value is not None for value in node.inputs[3:]]
+    axes = numbers[2] if is_given[:1] == [True] else list(range(len(starts)))
+    steps = numbers[3] if is_given[1:] == [True] else [1] * len(starts)
+    if axes is None or steps is None:
+        return None
+    places = [normalized(axis, rank) for axis in axes]
+    return _Cut(node.inputs[0], dict(zip(places, zip(starts, ends, steps, strict=True), strict=True)))
+
+
+def _merge_in_a_row(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
+    outer = _cut(node, known)
+    inner = _cut(outer.source.producer(), known) if outer is not None else None
+    if outer is None or inner is None or not outer.bounds.keys().isdisjoint(inner.bounds):
+        return False
+    between = outer.source
+    if is_boundary(between) or between.is_graph_output():
+        return False
+    if not all(_cuts_elsewhere(use.node, inner, known) for use in between.uses()):
+        return False
+    bounds = inner.bounds | outer.bounds
+    columns = [[bound[k] for bound in bounds.values()] for k in range(3)]
+    name = str(node.outputs[0].name)
+    numbers = [
+        add_constant(graph, np.array(column, np.int64), f"{name}_{what}")
+        for what, column in (
+            ("starts", columns[0]),
+            ("ends", columns[1]),
+            ("axes", list(bounds)),
+            ("steps", columns[2]),
+        )
+    ]
+    replace(node, [ir.node("Slice", [inner.source, *numbers])])
+    return True
+
+
+def _cuts_elsewhere(reader: ir.Node, inner: _Cut, known: Symbolic) -> bool:
+    cut = _cut(reader, known)
+    return cut is not None and cut.bounds.keys().isdisjoint(inner.bounds)
+
+
+def _gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
+    """Make one ``Gather`` of a ``Concat`` of slices of one tensor."""
+    if not is_standard(node, "Concat") or len(node.inputs) < 2:
+        return False
+    rank = known.rank(node.outputs[0])
+    axis = None if rank is None else normalized(node.attributes["axis"].as_int(), rank)
+    indices: list[int] = []
+    sources: dict[ir.Value, None] = {}
+    for value in node.inputs:
+        if value is None or axis is None or only_consumer(value) is None or is_boundary(value):
+            return False
+        cut = _cut(value.producer(), known)
+        shape = known.shape(cut.source) if cut is not None else None
+        size = shape[axis] if shape is not None else None
+        if cut is None or list(cut.bounds) != [axis] or not isinstance(size, int):
+            return False
+        sources[cut.source] = None
+        start, end, step = cut.bounds[axis]
+        indices += range(size)[max(start, -size) : end : step]  # Python clamps the other bounds as ONNX does
+    if len(sources) > 1 or not 0 < len(indices) <= _MOST_INDICES:
+        return False
+    places = add_constant(graph, np.array(indices, np.int64), f"{node.outputs[0].name}_indices")
+    replace(node, [ir.node("Gather", [next(iter(sources)), places], {"axis": axis})])
+    return True
+
+
+def _split(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
+    """Make one ``Split`` of consecutive slices that cover a tensor, the first of which is a node."""
+    first = _part(node, known)
+    if first is None or first[2] != 0:
+        return False
+    source, axis, *_ = first
+    readers = dict.fromkeys(use.node for use in source.uses() if use.node.graph is graph)
+    cuts = [(*part, reader) for reader in readers if (part := _part(reader, known)) is not None]
+    parts = sorted((cut[2:] for cut in cuts if cut[:2] == (source, axis)), key=lambda part: part[:2])
+    shape = known.shape(source)
+    edges = [0, *(last for _, last, _ in parts)]
+    if len(parts) < 2 or shape is None or edges[-1] != shape[axis]:
+        return False
+    if [start for start, _, _ in parts] != edges[:-1] or any(start >= last for start, last, _ in parts):
+        return False
+    _put_split(graph, source, axis, [(last - start, reader) for start, last, reader in parts])
+    return True
+
+
+def _part(node: ir.Node, known: Symbolic) -> tuple[ir.Value, int, int, int] | None:
+    """The tensor and dimension of which a ``Slice`` can be a part in a ``Split``, and its start and end."""
+    cut = _cut(node, known)
+    if cut is None or len(cut.bounds) != 1 or is_boundary(node.outputs[0]):
+        return None
+    ((axis, (start, end, step)),), shape = cut.bounds.items(), known.shape(cut.source)
+    size = shape[axis] if shape is not None else None
+    return (cut.source, axis, *slice(start, end).indices(size)[:2]) if step == 1 and isinstance(size, int) else None
+
+
+def _put_split(graph: ir.Graph, source: ir.Value, axis: int, parts: Sequence[tuple[int, ir.Node]]) -> None:
+    nodes = {node for _, node in parts}
+    earliest = next(node for node in graph if node in nodes)
+    outputs = [ir.Value(type=node.outputs[0].type, shape=node.outputs[0].shape) for _, node in parts]
+    sizes = [size for size, _ in parts]
+    inputs, attributes = [source], {"axis": axis}
+    if graph.opset_imports.get("", 1) >= 13:
+        inputs.append(add_constant(graph, np.array(sizes, np.int64), f"{earliest.outputs[0].name}_sizes"))
+        split = ir.node("Split", inputs, attributes, outputs=outputs)
+    else:
+        split = ir.node("Split", inputs, {**attributes, "split": sizes}, outputs=outputs)
+    split.name = f"{earliest.name}_Split"
+    graph.insert_before(earliest, split)
+    for (_, node), new in zip(parts, outputs, strict=True):
+        old = node.outputs[0]
+        name = old.name
+        if stand_in(old, new):
+            graph.remove(node, safe=True)
+            new.name = name

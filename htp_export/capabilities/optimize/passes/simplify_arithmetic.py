@@ -1,0 +1,42 @@
+"""Consecutive factors, and products with reciprocals."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.node_pass import NodePass
+from htp_export.capabilities.optimize.registry import register
+from htp_export.editing.editing import add_constant, is_boundary, multiple, replace, scaled, times
+from htp_export.model.neighbours import only_consumer, producer_of
+
+
+@register("simplify_arithmetic", level="tolerant")
+class SimplifyArithmetic(NodePass):
+    """Multiplies once where a value is multiplied by one constant after another, and divides where by a reciprocal."""
+
+    operators = ("Mul", "Div")
+
+    def rewrite(self, node: ir.Node) -> bool:
+        if _divide(node):
+            return True
+        outer = multiple(node)
+        inner = scaled(outer[0]) if outer is not None else None
+        joint = times(outer[1], inner[1]) if outer is not None and inner is not None else None
+        if inner is None or joint is None:
+            return False
+        factor = add_constant(self.graph, joint, f"{node.outputs[0].name}_factor")
+        replace(node, [ir.node("Mul", [inner[0], factor])])
+        return True
+
+
+def _divide(node: ir.Node) -> bool:
+    """Make a ``Div`` of a ``Mul`` by a ``Reciprocal`` that nothing else reads."""
+    for place in (1, 0) if node.op_type == "Mul" else ():
+        value, operand = node.inputs[place], node.inputs[1 - place]
+        reciprocal = producer_of(value, "Reciprocal")
+        if value is None or reciprocal is None or is_boundary(value):
+            continue
+        if only_consumer(value) is node:
+            replace(node, [ir.node("Div", [operand, reciprocal.inputs[0]])])
+            return True
+    return False

@@ -1,0 +1,195 @@
+"""The passes by name: those of this package, those registered by a program, and those of other packages."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Literal, TypeAlias, TypeVar
+
+import onnx_ir as ir
+
+from htp_export.discovery import names_in
+from htp_export.errors import InputError
+
+__all__ = ["DEFAULT", "GROUP", "LEVELS", "Level", "PassInfo", "available", "choose", "find", "register"]
+
+Level: TypeAlias = Literal["exact", "tolerant", "fused"]
+LEVELS: tuple[Level, ...] = ("exact", "tolerant", "fused")
+"""Effects of a pass on results: none; up to 1e-5; the same, with operators that only ONNX Runtime has."""
+
+GROUP = "htp_export.passes"
+"""Entry points of other packages; each names a module that registers passes, or a pass."""
+
+_FOLDER = "htp_export.capabilities.optimize.passes"
+
+DEFAULT = (
+    "fuse_for_onnxruntime",
+    "eliminate_dead_nodes",
+    "eliminate_identity_ops",
+    "simplify_shape_chains",
+    "inline_branches",
+    "fold_constants",
+    "eliminate_duplicate_constants",
+    "eliminate_common_subexpressions",
+    "eliminate_redundant_transposes",
+    "merge_reshapes",
+    "merge_layout_ops",
+    "merge_slices",
+    "eliminate_expands",
+    "cleanup_attention",
+    "simplify_arithmetic",
+    "merge_constant_sums",
+    "eliminate_nan_guards",
+    "merge_reductions",
+    "fuse_normalization_scale",
+    "fuse_pad_into_conv",
+    "fuse_conv_batchnorm",
+    "merge_parallel_projections",
+    "fuse_matmul_add",
+    "fuse_conv_relu",
+    "eliminate_unused_initializers",
+)
+"""The default passes in order; passes that are registered with ``after`` come between them."""
+
+
+@dataclass(frozen=True)
+class PassInfo:
+    """A pass that can be named.
+
+    Attributes:
+        name: Its name.
+        level: What it may do to the results, one of `LEVELS`.
+        make: Makes the pass, without arguments.
+        after: The default pass after which it runs by default; None for those of `DEFAULT`, and for passes that run
+            only by name.
+    """
+
+    name: str
+    level: Level
+    make: Callable[[], ir.passes.PassBase]
+    after: str | None = None
+
+    @property
+    def summary(self) -> str:
+        """What it does: the first line of its documentation."""
+        return (self.make.__doc__ or "").strip().partition("\n")[0]
+
+
+_registered: dict[str, PassInfo] = {}  # by ``register``
+
+_Make = TypeVar("_Make", bound=Callable[[], ir.passes.PassBase])
+
+
+def register(name: str, level: Level, after: str | None = None) -> Callable[[_Make], _Make]:
+    """Make a pass known by a name; for a class, or a function without arguments, that makes an onnx_ir pass.
+
+    The pass does not need to know about tags. It has to follow one rule: a node that stays computes what it computed
+    before. What computes something else is a new node, and uses the name of a value only for that value.
+
+    Args:
+        name: The name. A name that is registered again means the new pass.
+        level: ``"exact"`` if outputs stay the same bit for bit, ``"tolerant"`` if they may change by 1e-5, ``"fused"``
+            if the pass uses operators that only ONNX Runtime has.
+        after: The default pass after which the new one runs by default; None to run it only by name.
+
+    Raises:
+        InputError: If the level is none of these, or ``after`` is no default pass.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> @register("do_nothing", level="exact")
+        ... class DoNothing(ir.passes.InPlacePass):
+        ...     '''Does nothing.'''
+        ...     def call(self, model):
+        ...         return ir.passes.PassResult(model, modified=False)
+        >>> find("do_nothing").summary
+        'Does nothing.'
+        >>> del _registered["do_nothing"]
+    """
+    if level not in LEVELS:
+        raise InputError(f"pass {name!r}: level {level!r} is none of {', '.join(LEVELS)}")
+
+    if after is not None and after not in DEFAULT:
+        raise InputError(f"pass {name!r}: after={after!r} is no default pass; there are {', '.join(DEFAULT)}")
+
+    def decorate(make: _Make) -> _Make:
+        _registered[name] = PassInfo(name, level, make, after)
+        return make
+
+    return decorate
+
+
+def available() -> dict[str, PassInfo]:
+    """Every pass by name, those of installed packages too.
+
+    Examples:
+        >>> available()["eliminate_dead_nodes"].level
+        'exact'
+    """
+    for name in names_in(_FOLDER):
+        if name not in _registered:
+            importlib.import_module(f"{_FOLDER}.{name}")
+    for entry in entry_points(group=GROUP):
+        if entry.name not in _registered:
+            loaded = entry.load()
+            if isinstance(loaded, type) and issubclass(loaded, ir.passes.PassBase) and entry.name not in _registered:
+                level: Level = getattr(loaded, "level", "tolerant")
+                register(entry.name, level)(loaded)
+    return dict(_registered)
+
+
+def find(name: str) -> PassInfo:
+    """The pass of a name.
+
+    Raises:
+        InputError: If there is none; the message lists those there are.
+    """
+    if name not in _registered and name in names_in(_FOLDER):
+        importlib.import_module(f"{_FOLDER}.{name}")
+    if name in _registered:
+        return _registered[name]
+    known = available()
+    if name not in known:
+        raise InputError(f"no pass {name!r}; there are: {', '.join(sorted(known))}")
+    return known[name]
+
+
+def choose(passes: str | Sequence[str], level: Level) -> list[PassInfo]:
+    """The passes to run.
+
+    Args:
+        passes: ``"default"``, names with commas between them, or a list of names; among names, ``default`` means all
+            default passes.
+        level: What they may do to the results. Default passes that do more are left out.
+
+    Raises:
+        InputError: If there is no such pass or level, or if a pass is named that does more than the level allows.
+    """
+    if level not in LEVELS:
+        raise InputError(f"level {level!r} is none of {', '.join(LEVELS)}")
+    names: Iterable[str] = passes.split(",") if isinstance(passes, str) else passes
+    chosen: list[PassInfo] = []
+    for name in map(str.strip, names):
+        if name == "default":
+            chosen += [info for info in _default() if _allowed(info, level)]
+            continue
+        info = find(name)
+        if not _allowed(info, level):
+            raise InputError(f"pass {info.name!r} is {info.level}, more than level {level!r} allows")
+        chosen.append(info)
+    if not chosen:
+        raise InputError("no passes were named; give 'default' or names")
+    return chosen
+
+
+def _default() -> list[PassInfo]:
+    """The passes that run where none are named, in order."""
+    every = available()
+    further = [info for info in every.values() if info.after is not None]
+    return [info for name in DEFAULT for info in (every[name], *(extra for extra in further if extra.after == name))]
+
+
+def _allowed(info: PassInfo, level: Level) -> bool:
+    return LEVELS.index(info.level) <= LEVELS.index(level)

@@ -1,0 +1,255 @@
+"""Results of ``optimize``: changes by pass and module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.model.tagged import HoldsModel
+from htp_export.results.columns import Column, si, text_table
+from htp_export.results.tag_facts import TagFacts, tag_lines
+
+__all__ = ["PASS_COLUMNS", "Change", "Optimized", "OptimizedModels", "PassReport"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a pass did to the nodes and weights of a module.
+
+    Attributes:
+        removed: Nodes that are gone.
+        changed: Nodes that stayed, and read other tensors, have other attributes, or do the work of others, too.
+        added: Nodes that are new.
+        saved_bytes: By how many bytes its weights are fewer; negative where they are more.
+    """
+
+    removed: int = 0
+    changed: int = 0
+    added: int = 0
+    saved_bytes: int = 0
+
+    def __add__(self, other: Change) -> Change:
+        return Change(
+            self.removed + other.removed,
+            self.changed + other.changed,
+            self.added + other.added,
+            self.saved_bytes + other.saved_bytes,
+        )
+
+    @property
+    def saved(self) -> int:
+        """By how many nodes there are fewer.
+
+        Examples:
+            >>> (Change(removed=3, added=1) + Change(removed=1)).saved
+            3
+        """
+        return self.removed - self.added
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did, all rounds together.
+
+    Attributes:
+        name: The pass.
+        level: What it may do to the results.
+        seconds: How long it took.
+        change: What it did, over all modules.
+        fused: Modules that were exact before and are fused since → the modules with which.
+        rolled_back: Why its work was undone; empty where it was not.
+    """
+
+    name: str
+    level: str
+    seconds: float = 0.0
+    change: Change = Change()
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rolled_back: str = ""
+
+
+@dataclass(frozen=True)
+class Optimized(HoldsModel):
+    """The result of `htp_export.optimize`.
+
+    Attributes:
+        nodes_before: Number of nodes before, including those in subgraphs.
+        nodes_after: Number of nodes after.
+        attribution: Pass → module path → what the pass did to nodes and weights of the module itself. A node of several
+            modules, and a weight that several modules read, counts once, at the deepest module above all of them; so
+            the numbers of a pass add up to the whole.
+        passes: The passes that ran, in order.
+        max_abs: The largest absolute difference of any output, with ``verify``; None without.
+        model: The optimised model.
+    """
+
+    nodes_before: int
+    nodes_after: int
+    attribution: Mapping[str, Mapping[str, Change]]
+    passes: tuple[PassReport, ...]
+    max_abs: float | None = None
+    model: ir.Model = field(repr=False, kw_only=True)
+
+    @cached_property
+    def tags(self) -> TagFacts:
+        """What the optimised model knows about its module tags."""
+        return self.tagged.tag_facts
+
+    @property
+    def rolled_back(self) -> dict[str, str]:
+        """Passes whose work was undone → why."""
+        return {report.name: report.rolled_back for report in self.passes if report.rolled_back}
+
+    @property
+    def fused(self) -> dict[str, tuple[str, ...]]:
+        """Modules that were exact and are fused now → the modules with which."""
+        return {path: others for report in self.passes for path, others in report.fused.items()}
+
+    def below(self, path: str) -> dict[str, Change]:
+        """What each pass did to a module and everything below it; to the whole model for the root, ``""``."""
+        return {
+            name: sum((change for owner, change in by_module.items() if tags.is_under(owner, path)), Change())
+            for name, by_module in self.attribution.items()
+        }
+
+    def at_depth(self, depth: int) -> dict[str, dict[str, Change]]:
+        """Pass → module path → what the pass did to the module and everything below it, down to a depth.
+
+        What it did to a module above that depth itself has a line of its own, so that the numbers add up.
+
+        Args:
+            depth: How many parts a path has at most; 0 for the whole model.
+
+        Raises:
+            InputError: If it is negative.
+        """
+        if depth < 0:
+            raise InputError(f"a depth is 0 or more, not {depth}")
+        by_pass: dict[str, dict[str, Change]] = {}
+        for name, changes in self.attribution.items():
+            at = by_pass.setdefault(name, {})
+            for path, change in changes.items():
+                above = [*tags.ancestors(path)][::-1]  # the root first
+                cut = above[min(depth, len(above) - 1)]
+                at[cut] = at.get(cut, Change()) + change
+        return by_pass
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the model, as JSON has it."""
+        return {
+            "nodes_before": self.nodes_before,
+            "nodes_after": self.nodes_after,
+            "max_abs": self.max_abs,
+            "tags": self.tags.to_dict(),
+            "passes": [
+                {
+                    "name": report.name,
+                    "level": report.level,
+                    "seconds": round(report.seconds, 4),
+                    **vars(report.change),
+                    "fused": {path: list(others) for path, others in report.fused.items()},
+                    "rolled_back": report.rolled_back,
+                    "modules": {path: vars(change) for path, change in self.attribution.get(report.name, {}).items()},
+                }
+                for report in self.passes
+            ],
+        }
+
+    @property
+    def summary(self) -> str:
+        """How many nodes there were and are, and how far the outputs moved where that was measured."""
+        text = f"{self.nodes_before} nodes before, {self.nodes_after} after"
+        return text if self.max_abs is None else f"{text}; outputs differ by {self.max_abs:.3g} at most"
+
+    def __str__(self) -> str:
+        return "\n".join((*text_table(PASS_COLUMNS, self.passes), self.summary, *tag_lines(self.tags)))
+
+
+PASS_COLUMNS: tuple[Column[PassReport], ...] = (
+    Column("name", "pass", right=False),
+    Column("removed", "removed", lambda report: report.change.removed),
+    Column("changed", "changed", lambda report: report.change.changed),
+    Column("added", "added", lambda report: report.change.added),
+    Column("saved_bytes", "saved", lambda report: report.change.saved_bytes, "B"),
+    Column("rolled_back", "undone", lambda report: report.rolled_back or None, style="yellow", right=False),
+)
+"""What is known of each pass."""
+
+
+@dataclass(frozen=True)
+class OptimizedModels:
+    """What passes did to several models.
+
+    Attributes:
+        models: Name of a model → what `htp_export.optimize` did to it.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 20}), ir_version=10)
+        >>> one = Optimized(5, 3, {}, (PassReport("fold_constants", "exact", change=Change(3, 0, 1)),), model=model)
+        >>> both = OptimizedModels({"bert": one, "vit": one})
+        >>> both.attribution["fold_constants"]["vit"].saved, both.total["fold_constants"].saved
+        (2, 4)
+        >>> print(both)
+        nodes fewer by  bert  vit  all  saved
+        fold_constants     2    2    4    0 B
+        nodes before       5    5   10
+        nodes after        3    3    6
+    """
+
+    models: Mapping[str, Optimized]
+
+    @property
+    def attribution(self) -> dict[str, dict[str, Change]]:
+        """Pass → model → what the pass did to it; passes in the order in which they ran."""
+        by_pass: dict[str, dict[str, Change]] = {}
+        for name, result in self.models.items():
+            for report in result.passes:
+                by_pass.setdefault(report.name, {})[name] = report.change
+        return by_pass
+
+    @property
+    def total(self) -> dict[str, Change]:
+        """Pass → what it did to all models together."""
+        return {name: sum(changes.values(), Change()) for name, changes in self.attribution.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the models themselves, as JSON has it."""
+        return {
+            "models": {name: result.to_dict() for name, result in self.models.items()},
+            "total": {name: vars(change) for name, change in self.total.items()},
+        }
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        results = self.models.values()
+        nodes = (sum(result.nodes_before for result in results), sum(result.nodes_after for result in results))
+        return f"{nodes[0]} nodes before, {nodes[1]} after, in {len(results)} models"
+
+    def table(self) -> tuple[list[Column[list[Any]]], list[list[Any]]]:
+        """Columns and lines: for each pass, the nodes that it saved in each model; then the nodes of each model."""
+        lines: list[list[Any]] = []
+        for name, total in self.total.items():
+            if total != Change():
+                saved = (self.attribution[name].get(model, Change()).saved for model in self.models)
+                lines.append([name, *saved, total.saved, si(total.saved_bytes, "B")])
+        for name in ("nodes_before", "nodes_after"):
+            counts = [getattr(result, name) for result in self.models.values()]
+            lines.append([name.replace("_", " "), *counts, sum(counts), ""])
+        heads, sums = ["nodes fewer by", *self.models, "all", "saved"], lines[-2:]
+        columns: list[Column[list[Any]]] = [
+            Column(head, head, itemgetter(k), text=str, style=lambda line: "bold" if line in sums else "", right=k > 0)
+            for k, head in enumerate(heads)
+        ]
+        return columns, lines
+
+    def __str__(self) -> str:
+        return "\n".join(text_table(*self.table()))

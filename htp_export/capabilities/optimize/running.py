@@ -1,0 +1,154 @@
+"""Runs passes until none changes the model, and records what each did to each module."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.barriers import barriers, take_barriers
+from htp_export.capabilities.optimize.bookkeeping import Bookkeeping
+from htp_export.capabilities.optimize.checking import OutputCheck
+from htp_export.capabilities.optimize.merging import Difference
+from htp_export.capabilities.optimize.registry import PassInfo
+from htp_export.capabilities.optimize.results import Change, PassReport
+from htp_export.errors import InputError, PassError
+from htp_export.model.tagged import TaggedModel
+from htp_export.process.progress import counted
+
+__all__ = ["Pipeline"]
+
+_log = logging.getLogger(__name__)
+
+_MOST_ROUNDS = 12
+"""Rounds of all passes, after which the model stays as it is: two passes that undo each other's work would not end."""
+
+
+@dataclass
+class _Account:
+    """The changes of one pass so far."""
+
+    info: PassInfo
+    seconds: float = 0.0
+    changes: defaultdict[str, Change] = field(default_factory=lambda: defaultdict(Change))
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    rolled_back: str = ""
+    held: set[str] = field(default_factory=set)  # tensors of signatures that it may not work across
+    seen: int = -1  # the state of the model after it ran last
+
+
+class Pipeline:
+    """Passes, in order, again and again while any of them changes the model.
+
+    Args:
+        passes: The passes.
+        check: Compares outputs; a pass that breaks its level is undone, named, and not run again.
+        keep_exact: No pass may make a module inexact whose boundary tensors all remain.
+        watch: Called after each run that changed the model, with the pass, what it did, and the model.
+
+    Attributes:
+        running: Name of the pass that started last.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[PassInfo],
+        check: OutputCheck | None = None,
+        *,
+        keep_exact: bool = False,
+        watch: Callable[[PassInfo, Difference, ir.Model], None] | None = None,
+    ) -> None:
+        self._accounts = [_Account(info) for info in passes]
+        self._check = check
+        self._keep_exact = keep_exact
+        self._watch = watch
+        self.running = ""
+
+    def run(self, tagged: TaggedModel) -> TaggedModel:
+        """Run the passes on a model, which is changed in place.
+
+        Returns:
+            The model; another one, if a pass made a new one or was undone.
+
+        Raises:
+            FileError: If weights cannot be read.
+            PassError: If a pass fails; the model is as that pass left it, and of no use any more.
+        """
+        books, state = Bookkeeping(tagged), 0
+        for _ in range(_MOST_ROUNDS):
+            started = state
+            for account in counted(self._accounts, "passes"):
+                if account.seen == state or account.rolled_back:
+                    continue
+                state += self._step(account, books)
+                account.seen = state
+            if state == started:
+                break
+        return books.finish()
+
+    def _step(self, account: _Account, books: Bookkeeping) -> bool:
+        """Run one pass once; whether it changed anything."""
+        began = time.perf_counter()
+        mark = books.mark() if self._check is not None or self._keep_exact else None
+        modified, changes, fused = self._run(account, books)
+        while self._keep_exact and mark is not None and (across := books.worked_across(fused) - account.held):
+            account.held |= across
+            books.restore(mark)
+            mark = books.mark()
+            modified, changes, fused = self._run(account, books)
+        account.seconds += time.perf_counter() - began
+        if not modified:
+            return False
+        if self._check is not None and mark is not None:
+            fault = self._check.fault(books.model, account.info.level)
+            if fault:
+                _log.warning("pass %s was undone: %s", account.info.name, fault)
+                account.rolled_back = fault
+                books.restore(mark)
+                return False
+        for path, change in changes.items():
+            account.changes[path] += change
+        account.fused.update(fused)
+        if self._watch is not None:
+            self._watch(account.info, books.difference, books.model)
+        return True
+
+    def _run(self, account: _Account, books: Bookkeeping) -> tuple[bool, dict[str, Change], dict[str, tuple[str, ...]]]:
+        """Run a pass, with barriers at tensors that it may not cross; whether it changed anything, and its changes."""
+        self.running = account.info.name
+        held = {value for name in account.held if (value := books.tensor(name)) is not None}
+        try:
+            with barriers(books.model.graph, held):
+                result = account.info.make()(books.model)
+            take_barriers(result.model.graph)
+            books.model = result.model
+            return result.modified, *(books.settle() if result.modified else ({}, {}))
+        except InputError:  # weights that cannot be read: no fault of the pass
+            raise
+        except Exception as error:
+            ran = [earlier.info.name for earlier in self._accounts if earlier.seen >= 0 and not earlier.rolled_back]
+            raise PassError(account.info.name, ran, error) from error
+
+    @property
+    def reports(self) -> tuple[PassReport, ...]:
+        """What each pass did."""
+        return tuple(
+            PassReport(
+                account.info.name,
+                account.info.level,
+                account.seconds,
+                sum(account.changes.values(), Change()),
+                dict(account.fused),
+                account.rolled_back,
+            )
+            for account in self._accounts
+        )
+
+    @property
+    def attribution(self) -> dict[str, dict[str, Change]]:
+        """Pass → module path → its changes to nodes of the module itself."""
+        return {account.info.name: dict(account.changes) for account in self._accounts}

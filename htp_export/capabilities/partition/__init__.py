@@ -1,0 +1,1 @@
+"""``partition``: a model in stages, cut between modules."""

@@ -1,0 +1,242 @@
+"""A model as a chain of modules in the order in which they run, and the borders between them where it can be cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx_ir as ir
+
+from htp_export.capabilities.partition.constants import Constants
+from htp_export.model.cutting import Cutter
+from htp_export.model.tagged import TaggedModel
+
+__all__ = ["Border", "Chain"]
+
+
+@dataclass(frozen=True)
+class Border:
+    """A place between two modules, such that no tensor flows back over it and every other module is on one side.
+
+    Attributes:
+        place: How many units of the chain lie before it.
+        module: The outermost module that begins there.
+        tensors: How many tensors cross it.
+        cuts: How many modules it cuts: those around it that run, but for the root.
+        sequential: Whether the module reads what the modules right before it compute, and does not run beside them.
+    """
+
+    place: int
+    module: str
+    tensors: int
+    cuts: int
+    sequential: bool
+
+
+class Chain:
+    """The innermost modules of a model, one after another, and the place of every node among them.
+
+    A *unit* is a module with nodes, none of whose submodules has any. What a module computes around its submodules has
+    its place right after the last of the units whose results it reads, or, where it reads only the model's inputs,
+    right before the first one that reads it. What depends on sizes of tensors alone goes after these tensors. Places
+    therefore never decrease along an edge of the graph, and cutting the chain anywhere cuts the graph into parts that
+    run one after another.
+
+    Args:
+        tagged: The model.
+        cutter: Its cutter.
+        constants: Its constants.
+
+    Attributes:
+        units: The paths of the units, in order of execution.
+        spans: Module path → its first and its last unit, for every module that has nodes of its own.
+        places: Node of the main graph → the unit at which it runs. Constants that are repeated are not in it.
+    """
+
+    def __init__(self, tagged: TaggedModel, cutter: Cutter, constants: Constants) -> None:
+        self._tagged, self._cutter, self._constants = tagged, cutter, constants
+        self._nodes = [node for node in tagged.model.graph if not constants.is_repeated(node)]
+        first: dict[str, int] = {}
+        for number, node in enumerate(self._nodes):
+            if not constants.is_common(node):
+                for up in self.lineage(self.owner(node)):
+                    first.setdefault(up, number)
+        self.units: tuple[str, ...] = ()
+        self.spans: Mapping[str, tuple[int, int]] = self._number(first)
+        self.places: Mapping[ir.Node, int] = self._place()
+
+    def reads(self, node: ir.Node) -> Iterator[ir.Value]:
+        """What a node reads of the main graph, in its subgraphs too, but for what comes along."""
+        return (value for value in self._cutter.reads(node) if not self._constants.comes_along(value))
+
+    def lineage(self, path: str) -> Iterator[str]:
+        """A module and those above it, innermost first."""
+        current: str | None = path
+        while current is not None:
+            yield current
+            current = self._tagged.hierarchy.parent(current)
+
+    def owner(self, node: ir.Node) -> str:
+        """The first module that a node computes: shared work is there when it is needed first."""
+        return next(iter(self._tagged.owners_of(node)), "")
+
+    def _span(self, node: ir.Node) -> tuple[int, int]:
+        """The units between which a node has to run."""
+        anywhere = (0, len(self.units) - 1)
+        return anywhere if self._constants.is_common(node) else self.spans.get(self.owner(node), anywhere)
+
+    # --- places -----------------------------------------------------------------------------------------
+
+    def _number(self, first: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        """Number the units in the order in which they first run; every module's span."""
+        units: list[str] = []
+        spans: dict[str, tuple[int, int]] = {}
+
+        waiting = [""]
+        while waiting:  # a stack of our own: modules may lie deeper than functions can call each other
+            path = waiting.pop()
+            if path in spans:  # all below it have theirs
+                spans[path] = (spans[path][0], len(units) - 1)
+                continue
+            spans[path] = (len(units), len(units))
+            children = self._tagged.hierarchy.children(path)
+            below = sorted((child for child in children if child in first), key=first.__getitem__)
+            if not below:
+                units.append(path)
+            waiting += [path, *reversed(below)]
+        self.units = tuple(units)
+        return spans
+
+    def _place(self) -> dict[ir.Node, int]:
+        places: dict[ir.Node, int] = {}
+        moving: set[ir.Node] = set()
+        for node in self._nodes:
+            low, high = self._span(node)
+            makers = {producer for value in self.reads(node) if (producer := value.producer()) is not None}
+            places[node] = max([low, *(places[maker] for maker in makers)])
+            if low < high and makers <= moving:
+                moving.add(node)
+        for node in reversed(self._nodes):
+            if node in moving:
+                self._delay(node, places)
+        return places
+
+    def _delay(self, node: ir.Node, places: dict[ir.Node, int]) -> None:
+        """Move what only needs the model's inputs to where it is needed first."""
+        users = {user for value in node.outputs for user in self._users(value)}
+        if users and not any(value.is_graph_output() for value in node.outputs):
+            places[node] = max(places[node], min(self._span(node)[1], *(places[user] for user in users)))
+
+    def _users(self, value: ir.Value) -> Iterator[ir.Node]:
+        """The nodes of the main graph that read a value, themselves or in a subgraph."""
+        for use in value.uses():
+            *_, node = self._tagged.index.scopes(use.node)
+            yield node
+
+    def owned_places(self) -> Iterator[tuple[ir.Node, int]]:
+        """Nodes with their places, without those that compute sizes: these may be at any module."""
+        return ((node, place) for node, place in self.places.items() if node not in self._constants.sizes)
+
+    @cached_property
+    def weight_places(self) -> Mapping[ir.Value, int]:
+        """Weight → the unit at which it is read first."""
+        first: dict[ir.Value, int] = {}
+        for node, place in self.places.items():
+            for value in self.reads(node):
+                if value in self._constants.weights:
+                    first[value] = min(first.get(value, place), place)
+        return first
+
+    # --- borders ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def borders(self) -> tuple[Border, ...]:
+        """Every place where the chain can be cut, in order."""
+        blocked = self._blocked
+        outermost: dict[int, str] = {}
+        for path, (low, _) in self.spans.items():
+            outermost.setdefault(low, path)
+        crossing, cuts, sequential = self._crossing(), self._cuts(), self._read_from_neighbours()
+        return tuple(
+            Border(place, outermost[place], crossing[place], cuts[place], outermost[place] in sequential)
+            for place in range(1, len(self.units))
+            if place not in blocked
+        )
+
+    def _cuts(self) -> list[int]:
+        """For each place, how many modules that run, but for the root, have units on both sides."""
+        called = self._tagged.hierarchy.called
+        steps = [0] * (len(self.units) + 1)
+        for path, (low, high) in self.spans.items():
+            if path and path in called:
+                steps[low + 1] += 1
+                steps[high + 1] -= 1
+        return list(itertools.accumulate(steps))
+
+    @cached_property
+    def _blocked(self) -> dict[int, str]:
+        """Places inside a module that is not above the border: it runs again after others, or is read too early."""
+        blocked: dict[int, str] = {}
+        following: dict[int, int] = {}  # a blocked place → one after it, at or before the next that is not blocked
+        for node, place in self.places.items():
+            inside, passed = self._span(node)[1] + 1, []
+            while inside <= place:
+                passed.append(inside)
+                if inside not in blocked:
+                    blocked[inside] = self.owner(node)
+                inside = following.get(inside, inside + 1)
+            following.update(dict.fromkeys(passed, inside))
+        return blocked
+
+    def astride(self, place: int) -> str | None:
+        """The module on both sides of a place that is no border; None at a border."""
+        return self._blocked.get(place)
+
+    def _crossing(self) -> list[int]:
+        """For each place, how many tensors cross it, without sizes: these are computed on either side."""
+        steps = [0] * (len(self.units) + 1)
+        for made, read in self._lives():
+            if made < read:
+                steps[made + 1] += 1
+                steps[read + 1] -= 1
+        return list(itertools.accumulate(steps))
+
+    def _lives(self) -> Iterator[tuple[int, int]]:
+        """For each tensor, the units at which it is made and read last."""
+        last: dict[ir.Value, int] = {}
+        made: dict[ir.Value, int] = {}
+        for node, place in self.places.items():
+            for value in self.reads(node):
+                producer = value.producer()
+                if producer in self._constants.sizes or (producer is None and value not in self._constants.weights):
+                    continue
+                start = place if producer is None else self.places[producer]
+                made[value] = min(made.get(value, start), start)
+                last[value] = max(last.get(value, place), place)
+        return ((made[value], last[value]) for value in made)
+
+    def _read_from_neighbours(self) -> set[str]:
+        """The modules that read what the sibling right before them, or what lies between, computes."""
+        found: set[str] = set()
+        before = self._before()
+        for node in self.places:
+            if self._constants.is_common(node):
+                continue
+            makers = {producer for value in self.reads(node) if (producer := value.producer()) is not None}
+            for path in self.lineage(self.owner(node)):
+                if path in before:
+                    near, start = before[path], self.spans[path][0]
+                    if any(near <= self.places[maker] < start for maker in makers):
+                        found.add(path)
+        return found
+
+    def _before(self) -> dict[str, int]:
+        """Module path → the first unit of the sibling that runs right before it."""
+        before: dict[str, int] = {}
+        for path in self.spans:
+            children = [child for child in self._tagged.hierarchy.children(path) if child in self.spans]
+            ordered = sorted(children, key=lambda child: self.spans[child][0])
+            before.update((after, self.spans[each][0]) for each, after in itertools.pairwise(ordered))
+        return before

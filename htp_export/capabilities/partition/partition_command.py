@@ -1,0 +1,86 @@
+"""``htp-export partition``."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from htp_export.command.file_options import FileArgument, JsonOption
+from htp_export.command.idle_options import Idle
+from htp_export.command.outputs import Writes, show_next, show_written, written_folder
+from htp_export.command.terminal import Steps, print_json, show
+
+EXAMPLE = "bert.onnx 4 -o stages/"
+PLACE = 130
+IDLE = (
+    Idle(("genai_config",), lambda given: given["serve"] != "genai", "it is for --serve genai"),
+    Idle(("balance", "slack"), lambda given: not _is_count(given["stages"]), "the stages begin at the named modules"),
+)
+
+
+class _Engine(enum.StrEnum):
+    triton = "triton"
+    ray = "ray"
+    genai = "genai"
+
+
+def partition_command(
+    file: FileArgument,
+    stages: Annotated[
+        list[str],
+        typer.Argument(
+            help="How many stages; or the modules at which they begin: encoder.layer.4 encoder.layer.8",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write.", show_default=False), Writes()],
+    balance: Annotated[
+        str,
+        typer.Option(
+            help="What to balance: parameters, flops, or JSON: a number for each module path, as of profile --json."
+        ),
+    ] = "parameters",
+    slack: Annotated[
+        float, typer.Option(min=0, help="How much heavier than need be the heaviest stage may be, for better borders.")
+    ] = 0.05,
+    serve: Annotated[
+        _Engine | None, typer.Option(help="Write the configuration of an engine that runs the stages, too.")
+    ] = None,
+    genai_config: Annotated[
+        Path | None,
+        typer.Option(help="The genai_config.json of the model, for --serve genai; by default the one beside it."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cut a model into stages that run one after another."""
+    from htp_export.capabilities.partition.stage_folder import check_folder
+    from htp_export.capabilities.partition.staging import partition
+    from htp_export.capabilities.partition.weighing import read_weights
+
+    check_folder(output)
+    weights: Any = balance if balance in ("parameters", "flops") else read_weights(balance)
+    wanted = int(stages[0]) if _is_count(stages) else stages
+    with Steps(quiet=as_json).step(f"cutting {file}"):
+        result = partition(
+            file,
+            wanted,
+            output,
+            balance=weights,
+            slack=slack,
+            serve=None if serve is None else serve.value,
+            genai_config=genai_config,
+        )
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        show(str(result))
+        show_written(written_folder(output))
+        show_next("htp-export", "view", result.stages[0].file or output)
+
+
+def _is_count(stages: list[str]) -> bool:
+    """Whether the stages are a number of them, and no modules."""
+    return len(stages) == 1 and stages[0].isdecimal()

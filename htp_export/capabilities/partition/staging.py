@@ -1,0 +1,220 @@
+"""A model in stages: cut between modules, so that each stage can run on a machine of its own."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from htp_export.capabilities.partition.balancing import balanced_cuts
+from htp_export.capabilities.partition.chain import Border, Chain
+from htp_export.capabilities.partition.constants import Constants
+from htp_export.capabilities.partition.partitions import Partition
+from htp_export.capabilities.partition.stage_cuts import StageCut, stage_cuts
+from htp_export.capabilities.partition.stage_folder import check_folder, write_folder
+from htp_export.capabilities.partition.stage_models import stage_model
+from htp_export.capabilities.partition.stages import Stage, Tensor
+from htp_export.capabilities.partition.weighing import Balance, weigh
+from htp_export.errors import InputError, UnknownModuleError
+from htp_export.model.cutting import Cutter
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.runtime.crashes import safe_entries
+
+__all__ = ["partition"]
+
+_CROSSING = 0.01
+"""What a tensor that crosses costs, against the squared weights of stages in units of equal stages."""
+
+_CUT_MODULE = 0.02
+"""What a module costs that a border cuts, in the same units: borders are between layers unless others are better."""
+
+Serving: TypeAlias = Literal["triton", "ray", "genai"]
+
+
+@names_model_faults("model")
+def partition(
+    model: ModelSource,
+    stages: int | Sequence[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    balance: Balance = "parameters",
+    slack: float = 0.05,
+    serve: Serving | None = None,
+    genai_config: str | os.PathLike[str] | None = None,
+) -> Partition:
+    """Cut a model into stages that run one after another, each with whole modules that follow each other.
+
+    With a number of stages, cuts are placed between modules that run one after another, at any depth. The heaviest
+    stage is as light as possible, or up to ``slack`` heavier if fewer modules are cut, fewer tensors pass between
+    stages, or the other stages are more even. Every node is in exactly one stage, except for cheap constants and sizes,
+    which are computed again if that avoids sending a tensor. Every weight is in exactly one stage: a weight that two
+    stages read, such as a tied embedding, is in the first one and is sent as a tensor. A tensor may skip stages.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Weights
+            are not read.
+        stages: Number of stages, or the modules at which stages begin. The first stage begins with the model.
+        output: A folder for ``stage0.onnx`` and so on, each with its external weights beside it, and ``manifest.json``.
+            It is written completely or not at all. An existing partition is replaced.
+        balance: ``"parameters"``: bytes of weights; ``"flops"``, for a model without open dimensions; or a number for
+            each module including all below it: a mapping, or a result of ``profile`` or ``cost``.
+        slack: How much heavier the heaviest stage may be, as a fraction of the smallest possible weight.
+        serve: Also write the configuration of an engine: ``"triton"``, a model repository with an ensemble in
+            ``triton/``; ``"ray"``, a Ray Serve application, ``serve_app.py`` and ``serve.yaml``; ``"genai"``, the
+            ``genai_config.json`` of a pipeline for ONNX Runtime GenAI, and the tokenizer.
+        genai_config: The ``genai_config.json`` of the model, for ``serve="genai"``; the one beside its file by default.
+
+    Returns:
+        The stages, which can be run, and the tensors between them.
+
+    Raises:
+        UnknownModuleError: A named module is not in the model.
+        InputError: There are too few places to cut, or no stage can begin at a named module; the message lists the
+            places.
+        FileError: The folder has other contents, or a file cannot be read or written; existing files are unchanged.
+        UntaggedModelError: The model has no tags.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> found = partition(program, 2)
+        >>> [stage.modules for stage in found.stages], [each.name for each in found.crossing]
+        ([('0', '1'), ('2',)], ['relu'])
+        >>> list(found.run({"input": torch.zeros(2, 4)}))
+        ['linear_1']
+    """
+    extras = _extras(serve, model, genai_config)
+    if serve is not None and output is None:
+        raise InputError(f"serve={serve!r} writes files; name an output folder")
+    if output is not None:
+        check_folder(Path(output))
+    tagged = load(model)
+    tagged.select("**")  # there are tags
+    cutter = Cutter(tagged)
+    constants = Constants(tagged, cutter)
+    chain = Chain(tagged, cutter, constants)
+    if isinstance(stages, int):
+        starts = _balanced(chain, weigh(tagged, chain, balance), stages, slack)
+    else:
+        starts = _named(tagged, chain, stages)
+    made = _partition(tagged, stage_cuts(tagged, cutter, constants, chain, starts))
+    return made if output is None else write_folder(made, Path(output), extras)
+
+
+def _extras(
+    serve: str | None, model: ModelSource, genai_config: str | os.PathLike[str] | None
+) -> Callable[[Partition, Path], Partition]:
+    """What writes the configuration of an engine."""
+    from htp_export.capabilities.partition import ray_files, triton
+
+    if serve == "genai":
+        from htp_export.capabilities.partition.genai_pipeline import GenaiPipeline
+
+        if genai_config is None and isinstance(model, str | os.PathLike):
+            genai_config = Path(model).with_name("genai_config.json")
+        if genai_config is None:
+            raise InputError("a model that is no file has no genai_config.json beside it; give genai_config")
+        return GenaiPipeline(genai_config)
+    writers: dict[str | None, Callable[[Partition, Path], Partition]] = {
+        None: lambda partition, folder: partition,
+        "triton": triton.write_repository,
+        "ray": ray_files.write_application,
+    }
+    if serve not in writers:
+        raise InputError(f"stages are served by 'triton', 'ray' or 'genai', not {serve!r}")
+    return writers[serve]
+
+
+# --- where stages begin -----------------------------------------------------------------------------------
+
+
+def _balanced(chain: Chain, weights: Sequence[float], count: int, slack: float) -> list[int]:
+    """Borders that balance the stages.
+
+    They are between modules that run one after another or that are the model's own; inside of modules, between those
+    that run beside each other, such as query and key, only where there are too few of the others.
+    """
+    if isinstance(count, bool) or count < 1:
+        raise InputError(f"a model has one stage or more, not {count}")
+    if not 0 <= slack < float("inf"):
+        raise InputError(f"slack is a fraction of a stage's weight, 0 or more, not {slack}")
+    borders = [border for border in chain.borders if border.sequential or not border.cuts]
+    if count > len(borders) + 1:
+        borders = list(chain.borders)
+    if count > len(borders) + 1:
+        raise InputError(f"the model cannot be cut into {count} stages; {_possible(borders)}")
+    charges = [_CROSSING * border.tensors + _CUT_MODULE * border.cuts for border in borders]
+    return balanced_cuts(weights, [border.place for border in borders], charges, count, slack)
+
+
+def _named(tagged: TaggedModel, chain: Chain, modules: Sequence[str]) -> list[int]:
+    """The borders at which modules begin."""
+    if isinstance(modules, str):
+        raise InputError(f"stages begin at a list of modules, not at one text: [{modules!r}]")
+    begins: dict[int, str] = {}
+    for path in modules:
+        if path not in tagged:
+            raise UnknownModuleError(path, tagged)
+        if path not in chain.spans:
+            raise InputError(f"no stage can begin at module {path!r}: it has no nodes of its own in the graph")
+        place = chain.spans[path][0]
+        if place in begins:
+            raise InputError(f"modules {begins[place]!r} and {path!r} begin at the same place; name one of them")
+        begins[place] = path
+    places = [border.place for border in chain.borders]
+    for place, path in begins.items():
+        if place and places[bisect_left(places, place) : bisect_left(places, place) + 1] != [place]:
+            raise InputError(
+                f"no stage can begin at module {path!r}: module {chain.astride(place)!r} runs before it and "
+                f"after it; {_possible(chain.borders)}"
+            )
+    return sorted(place for place in begins if place)
+
+
+def _possible(borders: Sequence[Border]) -> str:
+    if not borders:
+        return "there is no border at which it could be cut"
+    return f"there are {len(borders)} borders: before {', '.join(repr(border.module) for border in borders)}"
+
+
+# --- what is told of them ---------------------------------------------------------------------------------
+
+
+def _partition(tagged: TaggedModel, cuts: Sequence[StageCut]) -> Partition:
+    graph = tagged.model.graph
+    made = tuple(_stage(tagged, each) for each in cuts)
+    homes = {id(value): (number, name) for number, each in enumerate(cuts) for name, value in each.part.outputs.items()}
+    inputs = {str(value.name): Tensor.of(value) for value in graph.inputs if not value.is_initializer()}
+    outputs = {str(value.name): homes[id(value)] for value in graph.outputs}
+    name = tagged.hierarchy.root.simple_class or graph.name or "model"
+    return Partition(name, made, inputs, outputs, _versions(tagged))
+
+
+def _stage(tagged: TaggedModel, stage: StageCut) -> Stage:
+    model = stage_model(tagged, stage)
+    return Stage(
+        stage.modules,
+        {str(value.name): Tensor.of(value) for value in model.graph.inputs},
+        {str(value.name): Tensor.of(value) for value in model.graph.outputs},
+        stage.sources,
+        sum(1 for _ in model.graph.all_nodes()),
+        stage.parameter_bytes,
+        model=model,
+        session_config=safe_entries(model),
+    )
+
+
+def _versions(tagged: TaggedModel) -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        ours = version("htp-export")
+    except PackageNotFoundError:  # run from its sources
+        ours = "unknown"
+    return {"htp_export": ours, "ir_version": tagged.model.ir_version, "opset": dict(tagged.model.opset_imports)}

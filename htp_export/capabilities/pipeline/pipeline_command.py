@@ -1,0 +1,128 @@
+"""``htp-export pipeline``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from htp_export.command.file_options import JsonOption
+from htp_export.command.idle_options import Idle
+from htp_export.command.outputs import Kind, Writes, report
+from htp_export.command.terminal import CheckFailed, Steps, print_json, show
+from htp_export.errors import InputError
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.pipeline.pipeline_steps import PipelineStep
+    from htp_export.format.provenance_notes import ProvenanceNote
+
+EXAMPLE = "steps.yaml -m bert.onnx -o small.onnx"
+PLACE = 190
+IDLE = (
+    Idle(
+        ("fresh", "folder"),
+        lambda given: given["file"].suffix.lower() == ".onnx" and given["model"] is None and given["output"] is None,
+        "the steps of the file are shown, and not run",
+    ),
+)
+
+
+def pipeline_command(
+    file: Annotated[
+        Path,
+        typer.Argument(help="Steps in YAML or JSON; or an ONNX file that a pipeline made.", show_default=False),
+    ],
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="The ONNX file to begin with.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False),
+        Writes(Kind.MODEL),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder for the files of the steps; OUTPUT.steps without it."), Writes()
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run all steps, whatever an earlier run has done.")] = False,
+    allow_entry: Annotated[
+        bool, typer.Option("--allow-entry", help="Run the code that the steps of an ONNX file name.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run passes, tools and checks in a row, by a file.
+
+    The result has the steps that made it in its metadata.
+
+    Run again, it goes on after the last step that is done. An ONNX file that a pipeline made is shown, and with --model
+    and --output made again.
+
+    Exit status 1 where a check does not hold, a step fails, or another model comes out again.
+    """
+    from htp_export.capabilities.pipeline.running import pipeline, read_pipeline
+
+    if file.suffix.lower() == ".onnx" and model is None and output is None:
+        _show_provenance(file, as_json)
+        return
+    read = read_pipeline(file, _with_pytorch, allow_entry=allow_entry)
+    with Steps(quiet=as_json).step("running the pipeline"):
+        result = pipeline(read, model, output, folder=folder, resume=not fresh)
+    report(result, as_json, output=result.output)
+    if not result.ok:
+        raise CheckFailed(result.summary)
+
+
+def _with_pytorch(step: PipelineStep) -> PipelineStep:
+    """A check against PyTorch with the model and arguments that it names."""
+    if step.name != "verify" or not {"entry", "source"} & set(step.options):
+        return step
+    from htp_export.command.sources import call_entry
+
+    options = dict(step.options)
+    if "entry" in options:
+        call = call_entry(str(options.pop("entry")), int(options.pop("seed", 0)))
+        named: Mapping[str, Any] = {"model": call.model, "args": call.args, "kwargs": call.kwargs}
+    else:
+        named = _from_source(options)
+    return replace(step, options={**options, **named}, described=step.options)
+
+
+_SOURCE_OPTIONS = ("task", "random_weights", "seed", "dtype", "revision", "attn_implementation")
+
+
+def _from_source(options: dict[str, Any]) -> dict[str, Any]:
+    """The model of a hub id, folder or model type, and example inputs; its options are taken out."""
+    from htp_export.capabilities.huggingface.inputs import example_inputs
+    from htp_export.capabilities.huggingface.models import load_model
+
+    source, overrides = str(options.pop("source")), options.pop("set", None)
+    settings = {name: options.pop(name) for name in _SOURCE_OPTIONS if name in options}
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise InputError(f"step verify: set is a mapping from names to values, not {overrides!r}")
+    model = load_model(source, overrides=overrides, **settings)
+    return {"model": model, "kwargs": example_inputs(model)}
+
+
+def _show_provenance(file: Path, as_json: bool) -> None:
+    """Say how a file was made, and whether it is what was made."""
+    from htp_export.capabilities.pipeline.pipeline_results import provenance_data
+    from htp_export.files.model_files import read_model
+    from htp_export.format.provenance_notes import read_provenance
+    from htp_export.model.content_hash import content_hash
+
+    model = read_model(file)
+    notes = read_provenance(model.metadata_props)
+    unchanged = content_hash(model) == notes[-1].output if notes else None
+    if as_json:
+        print_json({"file": str(file), "unchanged": unchanged, "provenance": provenance_data(notes)})
+        return
+    show("\n".join(_lines(notes)) if notes else "no pipeline wrote this file")
+    if unchanged is False:
+        show("the model was changed since")
+
+
+def _lines(notes: tuple[ProvenanceNote, ...]) -> list[str]:
+    described = (", ".join(f"{name}={value!r}" for name, value in note.options.items()) for note in notes)
+    return [f"{note.step}({options})" for note, options in zip(notes, described, strict=True)]

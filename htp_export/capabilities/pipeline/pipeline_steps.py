@@ -1,0 +1,301 @@
+"""The steps of a pipeline: a table from names to the functions that do them, and their options."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from htp_export.capabilities.pipeline.step_options import described_options, is_plain, option_files, texts_in
+from htp_export.discovery import exported_in
+from htp_export.errors import FileError, InputError
+
+__all__ = ["STEPS", "PipelineStep", "StepKind", "StepOptionError", "blamed", "steps_of"]
+
+
+class StepOptionError(InputError):
+    """An option of a step cannot be used; nothing was run.
+
+    Args:
+        message: The step, and the problem.
+        place: Where it stands: the number of the step, from 0, its name, the option, and a key in it.
+    """
+
+    def __init__(self, message: str, place: tuple[int | str, ...]) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+@contextlib.contextmanager
+def blamed(index: int, step: PipelineStep, *names: str) -> Iterator[None]:
+    """Name the step of an error, and its place, as in `StepOptionError`."""
+    try:
+        yield
+    except StepOptionError:
+        raise
+    except InputError as error:
+        raise StepOptionError(f"step {step.name}: {error}", (index, step.name, *names)) from error
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What a step does.
+
+    Attributes:
+        module: The module of htp_export in which its function is.
+        function: The function. It is called with options by keyword. A change returns a result with the new ``model``;
+            a check returns a result with ``ok`` and ``summary``.
+        check: Whether it is a check, which makes no file and stops the pipeline where it fails.
+        packages: Further packages whose versions decide what it makes.
+        given: The parameter that takes the model that the steps before have made.
+        start: The parameter that takes the model with which the pipeline began, unless an option says otherwise.
+        checks: Functions of htp_export, ``module:function``, which take some of the parameters and refuse wrong values.
+        keeps_modules: Whether the model afterwards has the modules that it had.
+    """
+
+    module: str
+    function: str
+    check: bool = False
+    packages: tuple[str, ...] = ()
+    given: str = "model"
+    start: str = ""
+    checks: tuple[str, ...] = ()
+    keeps_modules: bool = True
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function."""
+        function: Callable[..., Any] = getattr(importlib.import_module(f"htp_export.{self.module}"), self.function)
+        return function
+
+    @cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters of the function that options can give."""
+        listed = inspect.signature(self.load()).parameters
+        return {name: each for name, each in listed.items() if name not in (self.given, *_SET_HERE)}
+
+    def takes(self, option: str) -> Any:
+        """The type of the parameter of an option, as text if it cannot be evaluated; None if another tool has it."""
+        parameter = self.parameters.get(option)
+        if parameter is None or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            return None
+        try:
+            return eval(parameter.annotation, vars(inspect.getmodule(self.load())))  # text of our own source
+        except NameError:  # imported for type checkers alone
+            return parameter.annotation
+
+    def takes_file(self, option: str) -> bool:
+        """Whether an option may name a file: by the type of its parameter, and if another tool has it."""
+        kind = self.takes(option)
+        return kind is None or "PathLike" in repr(kind)
+
+    def runs_code(self, option: str, value: Any) -> bool:
+        """Whether an option may name code: a factory, a library that a tool or an execution provider loads."""
+        if option in _LOAD_LIBRARIES:
+            return not (isinstance(value, list) and all(isinstance(each, str) for each in value))
+        return self.takes(option) is None and not is_plain(value)
+
+    def check_option(self, option: str) -> None:
+        """Refuse an option that the function does not have.
+
+        Raises:
+            InputError: If it is one.
+        """
+        free = [key for key, each in self.parameters.items() if each.kind is inspect.Parameter.VAR_KEYWORD]
+        known = sorted(key for key in self.parameters if key not in free)
+        if option in (self.given, *_SET_HERE) or not (free or option in known):
+            listed = f"; it has {', '.join(known)}" if known else ""
+            raise InputError(f"there is no option {option!r}{listed}")
+
+    def check_complete(self, options: Mapping[str, Any]) -> None:
+        """Refuse options that leave out one that the function needs.
+
+        Raises:
+            InputError: If they do.
+        """
+        needs = {key: each for key, each in self.parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        needed = [key for key, each in needs.items() if each.default is inspect.Parameter.empty and key != self.start]
+        missing = [key for key in needed if key not in options]
+        if missing:
+            raise InputError(f"the option {missing[0]!r} is missing")
+
+
+_SET_HERE = ("output", "external_data", "share_weights", "dry_run")
+"""Parameters that a pipeline sets itself: it writes the files, all of them."""
+
+_LOAD_LIBRARIES = ("providers", "session_options")
+"""Parameters whose values are handed to ONNX Runtime. Names of providers load nothing; their options name libraries."""
+
+_RUN_CHECKS = ("run.reporting:check_tolerances", "runtime.sessions:check_providers")
+
+_TOOLS = "capabilities.carry.adapters"
+
+# A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
+STEPS: dict[str, StepKind] = {
+    "optimize": StepKind(
+        "capabilities.optimize.optimizing", "optimize", packages=("onnxscript",), checks=("passes.registry:choose",)
+    ),
+    "quantize": StepKind(
+        "capabilities.quantize.quantizing",
+        "quantize",
+        packages=("onnxruntime",),
+        checks=("compress.quantization.precisions:precisions_of",),
+    ),
+    "prune": StepKind(
+        "capabilities.prune.pruning",
+        "prune",
+        checks=("compress.pruning.sparsities:sparsities_of",),
+        keeps_modules=False,
+    ),
+    "insert_lora": StepKind(
+        "capabilities.lora.lora_inputs",
+        "insert_lora",
+        checks=("compress.lora.lora_inputs:scaling_of",),
+        keeps_modules=False,
+    ),
+    "fuse_lora": StepKind(
+        "capabilities.lora.lora_files",
+        "fuse_lora",
+        checks=("compress.lora.adapters:read_adapter",),
+        keeps_modules=False,
+    ),
+    "functions": StepKind("capabilities.functions.nesting", "functions"),
+    "inline": StepKind("capabilities.functions.inlining", "inline"),
+    "names": StepKind("capabilities.rename.naming", "names", checks=("model.path_names:check_style",)),
+    "splice": StepKind("capabilities.extract.splicing", "splice", keeps_modules=False),
+    "carry": StepKind("capabilities.carry.carrying", "carry", given="before", keeps_modules=False),
+    **{tool: StepKind(_TOOLS, tool, packages=(tool,)) for tool in exported_in(f"htp_export.{_TOOLS}")},
+    "compare": StepKind(
+        "capabilities.verify.file_comparing", "compare", check=True, given="b", start="a", checks=_RUN_CHECKS
+    ),
+    "verify": StepKind("capabilities.verify.verifying", "verify", check=True, given="onnx", checks=_RUN_CHECKS),
+}
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """One step of a pipeline.
+
+    Attributes:
+        name: Its name, of `STEPS`.
+        options: What its function is called with.
+        described: The options as they are written into the file; None for those that ``options`` has.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    described: Mapping[str, Any] | None = None
+
+    @property
+    def kind(self) -> StepKind:
+        """What it does."""
+        return STEPS[self.name]
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """Its options as JSON can hold them."""
+        written: dict[str, Any] = described_options(self.options if self.described is None else self.described)
+        return written
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files that its options name → their SHA-256."""
+        return option_files({name: value for name, value in self.written.items() if self.kind.takes_file(name)})
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions of the packages that take part."""
+        found = {}
+        for package in ("htp-export", "onnx", "onnx_ir", "onnxruntime", *self.kind.packages):
+            try:
+                found[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return found
+
+
+def steps_of(
+    listed: Any,
+    prepare: Callable[[PipelineStep], PipelineStep] = lambda step: step,
+    model_file: Path | None = None,
+    *,
+    allow_entry: bool = False,
+) -> list[PipelineStep]:
+    """Read steps: names, ``{name: options}``, or `PipelineStep`.
+
+    Args:
+        listed: The steps.
+        prepare: Called with each step; returns it with options for its function.
+        model_file: The model file that they were read from; None if the user wrote them.
+        allow_entry: Whether the options of a model file may name code.
+
+    Raises:
+        FileError: If options of a model file name what they may not, see `_check_origin`.
+        InputError: If there are none, if one cannot be read, or if a name or an option is unknown.
+
+    Examples:
+        >>> [step.name for step in steps_of(["inline", {"optimize": {"level": "tolerant"}}])]
+        ['inline', 'optimize']
+    """
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
+        raise InputError("a pipeline is a list of steps, such as [{'optimize': {'level': 'tolerant'}}, 'compare']")
+    steps = [_step(number, item) for number, item in enumerate(listed, 1)]
+    if model_file is not None:
+        for step in steps:
+            _check_origin(step, model_file, allow_entry=allow_entry)
+    prepared = []
+    for index, step in enumerate(steps):
+        with blamed(index, step):
+            prepared.append(prepare(step))
+        for name in prepared[-1].options:
+            with blamed(index, step, name):
+                step.kind.check_option(name)
+        with blamed(index, step):
+            step.kind.check_complete(prepared[-1].options)
+    return prepared
+
+
+def _step(number: int, item: Any) -> PipelineStep:
+    if isinstance(item, str):
+        item = PipelineStep(item)
+    elif isinstance(item, Mapping) and len(item) == 1:
+        [(name, options)] = item.items()
+        if not isinstance(options, Mapping | None):
+            problem = f"step {number} ({name}): options are a mapping from names to values, not {options!r}"
+            raise StepOptionError(problem, (number - 1, str(name)))
+        item = PipelineStep(str(name), dict(options or {}))
+    if not isinstance(item, PipelineStep):
+        problem = f"step {number}: a step is a name, or one name with its options, not {item!r}"
+        raise StepOptionError(problem, (number - 1,))
+    if item.name not in STEPS:
+        problem = f"step {number}: there is no step {item.name!r}; there are {', '.join(STEPS)}"
+        raise StepOptionError(problem, (number - 1,))
+    return item
+
+
+def _check_origin(step: PipelineStep, file: Path, *, allow_entry: bool) -> None:
+    """Refuse a step of a model file whose options name code, or a file that is not in the folder of the model.
+
+    Args:
+        step: The step.
+        file: The model file that it was read from.
+        allow_entry: Whether options may name code. Files in other folders are refused nevertheless.
+
+    Raises:
+        FileError: If it is refused.
+    """
+    folder = file.resolve().parent
+    for name, value in step.options.items():
+        said = f"its step {step.name} has the option {name}={value!r}"
+        if step.kind.runs_code(name, value) and not allow_entry:
+            problem = f"{said}, which may name code to run; allow it with --allow-entry if you trust the file"
+            raise FileError(file, f"{problem} (in Python: allow_entry=True)")
+        for text in texts_in(value) if step.kind.takes(name) is not None and step.kind.takes_file(name) else ():
+            if "\0" in text or not Path(os.path.realpath(text)).is_relative_to(folder):
+                raise FileError(file, f"{said}, which names a file that is not in the folder of this one")

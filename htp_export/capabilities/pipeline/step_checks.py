@@ -1,0 +1,165 @@
+"""What is wrong with the options of steps, as far as it can be said before the first step runs."""
+
+from __future__ import annotations
+
+import collections.abc
+import importlib
+import inspect
+import logging
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.pipeline.pipeline_steps import PipelineStep, blamed
+from htp_export.capabilities.pipeline.step_options import is_repeatable, texts_in
+from htp_export.errors import FileError, HtpExportError, InputError
+from htp_export.format import tags
+from htp_export.format.selectors import select_below
+from htp_export.model.tagged import TaggedModel, load
+
+__all__ = ["check_values"]
+
+_BY_SELECTOR = ("plan", "tolerances")
+"""Options that are mappings from selectors."""
+
+
+def check_values(steps: Sequence[PipelineStep], start: Callable[[], TaggedModel]) -> None:
+    """Check the values of options: types, files, modules, and what each function checks of its own arguments.
+
+    Modules are looked for in the model that the pipeline begins with, up to the first step that adds or removes some.
+
+    Args:
+        steps: The steps.
+        start: Reads this model; called only if an option names modules.
+
+    Raises:
+        StepOptionError: If a value cannot be used.
+    """
+    from htp_export.capabilities.carry import adapters as tools
+
+    keeps_modules = True
+    for index, step in enumerate(steps):
+        given = {name: value for name, value in step.options.items() if value is not None}
+        for name, value in given.items():
+            with blamed(index, step, name):
+                _check_value(step, name, value)
+            if keeps_modules:
+                _check_modules(index, step, name, value, start)
+        for check in step.kind.checks:
+            _run_check(check, index, step, given)
+        if step.name in tools.__all__ and is_repeatable(step.written):
+            with blamed(index, step):
+                _try_tool(step)
+        keeps_modules = keeps_modules and step.kind.keeps_modules
+
+
+def _check_value(step: PipelineStep, name: str, value: Any) -> None:
+    """Check the type of a value, and the files that it names."""
+    kind = step.kind.takes(name)
+    if not _fits(value, kind):
+        raise InputError(f"{name} is {value!r}, and takes {_said(kind)}")
+    if kind is None or not step.kind.takes_file(name):
+        return
+    for text in texts_in(value):
+        if "ModelProto" in repr(kind):
+            load(text)
+        elif not Path(text).exists():
+            raise FileError(text, "there is no such file")
+
+
+def _check_modules(index: int, step: PipelineStep, name: str, value: Any, start: Callable[[], TaggedModel]) -> None:
+    """Check the selectors of an option, and the path of `splice`."""
+    if name in _BY_SELECTOR and isinstance(value, Mapping):
+        for selector in value:
+            with blamed(index, step, name, str(selector)):
+                _select(selector, start())
+    elif name == "select":
+        with blamed(index, step, name):
+            _select(value, start())
+    elif name == "path":
+        with blamed(index, step, name):
+            start()[value]
+
+
+def _select(selector: str | Sequence[str], tagged: TaggedModel) -> None:
+    tagged.require_tags()
+    select_below(selector, tagged.hierarchy.classes)
+
+
+def _run_check(check: str, index: int, step: PipelineStep, given: Mapping[str, Any]) -> None:
+    """Call a check of a function with the options that it takes; of a mapping, the entry at fault is named."""
+    module, _, name = check.partition(":")
+    function = getattr(importlib.import_module(f"htp_export.{module}"), name)
+    taken = list(inspect.signature(function).parameters)
+    if not set(taken) & set(given):
+        return
+    defaults = {key: each.default for key, each in step.kind.parameters.items()}
+    arguments = {key: given.get(key, defaults.get(key)) for key in taken}
+    option = next(key for key in taken if key in given)
+    if isinstance(given[option], Mapping):
+        for key, value in given[option].items():
+            with blamed(index, step, option, str(key)):
+                function(**{**arguments, option: {key: value}})
+    with blamed(index, step, option):
+        function(**arguments)
+
+
+def _try_tool(step: PipelineStep) -> None:
+    """Run a tool on a model of one node: is it installed, and has it these options?
+
+    What it says of this model counts for nothing: only `InputError` is about the call.
+    """
+    logger = logging.getLogger("htp_export")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        step.kind.load()(_one_product(), **step.options)
+    except InputError:
+        raise
+    except HtpExportError:
+        pass
+    finally:
+        logger.setLevel(level)
+
+
+def _one_product() -> ir.Model:
+    x, weight = ir.val("x", ir.DataType.FLOAT, [2, 32]), ir.val("weight", const_value=ir.tensor(np.eye(32, dtype="f")))
+    node = ir.node("MatMul", [x, weight], metadata_props=tags.node_tags(["layer"], "scope", {"", "layer"}))
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "y", x.type, x.shape
+    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20}, name="net")
+    return ir.Model(graph, ir_version=10, metadata_props={tags.FORMAT: tags.VERSION})
+
+
+def _said(kind: Any) -> str:
+    """A type in words."""
+    if typing.get_origin(kind) is typing.Literal:
+        return f"one of {', '.join(map(repr, typing.get_args(kind)))}"
+    return kind.__name__ if isinstance(kind, type) else re.sub(r"\b(typing|collections\.abc)\.", "", str(kind))
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether plain data have the type of a parameter; objects of Python, and types that are not plain, always do."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if not isinstance(value, str | bool | int | float | list | tuple | dict) or kind is None or isinstance(kind, str):
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(each is not type(None) and _fits(value, each) for each in inner)
+    if origin is typing.Literal:
+        return value in inner
+    if kind in (bool, int, float, str):
+        numbers = (int, float) if kind is float else kind
+        return isinstance(value, numbers) and (kind is bool or not isinstance(value, bool))
+    if origin is collections.abc.Mapping:
+        entries = value.items() if isinstance(value, dict) else ()
+        return isinstance(value, dict) and all(_fits(key, inner[0]) and _fits(each, inner[1]) for key, each in entries)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if origin in (collections.abc.Sequence, collections.abc.Iterable):
+        return isinstance(value, list | tuple) and all(_fits(each, inner[0]) for each in value)
+    return True

@@ -1,0 +1,1 @@
+"""``place`` and ``placement``: which device runs each module."""

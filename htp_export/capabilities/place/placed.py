@@ -1,0 +1,296 @@
+"""The results of ``place`` and ``placement``: devices by module, and the tensors between them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.capabilities.place.crossings import Crossing
+from htp_export.capabilities.place.devices import session_options_with
+from htp_export.format.call_tree import NodeCalls
+from htp_export.format.tags import ancestors
+from htp_export.model.module_facts import ModuleFacts, contents_of
+from htp_export.model.tagged import HoldsModel, TaggedModel
+from htp_export.results.columns import CLASS_NAME, Column, record, si
+from htp_export.results.tables import ModuleTable
+from htp_export.results.tag_facts import TagFacts
+
+__all__ = ["DeviceUse", "Misplaced", "Placed", "PlacedModule", "Placement", "placed_modules"]
+
+_AND = " + "
+_MOST_LINES = 10  # of crossings in text; to_dict has all
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedModule(ModuleFacts):
+    """The facts of a module, and where it runs.
+
+    Attributes:
+        device: Its device or execution provider; several are joined by ``+``, the one with the most nodes first; empty
+            if none is known. Nodes that it shares with modules outside of it do not count, unless it has no others.
+        by_device: Device → number of its nodes, shared ones included. In a result of ``placement``, of the nodes that
+            ONNX Runtime places, which are fewer than ``nodes`` where it has merged some.
+        crossing_bytes: Bytes of the tensors that cross between devices and that it, or a module below it, makes or
+            reads.
+    """
+
+    device: str = ""
+    by_device: Mapping[str, int] = field(default_factory=dict)
+    crossing_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What is on one device.
+
+    Attributes:
+        nodes: Number of nodes.
+        weight_bytes: Bytes of the weights that they read; None if shapes are unknown.
+        peak_bytes: The most activations that are in memory while one of them runs, on all devices together.
+        budget: The bytes that they may need; None for no limit.
+    """
+
+    nodes: int
+    weight_bytes: int | None = None
+    peak_bytes: int | None = None
+    budget: int | None = None
+
+    def __str__(self) -> str:
+        known = self.weight_bytes is not None and self.peak_bytes is not None
+        text = (
+            f", {si(self.weight_bytes or 0, 'B')} weights, {si(self.peak_bytes or 0, 'B')} activations" if known else ""
+        )
+        limit = "" if self.budget is None else f", of {si(self.budget, 'B')}"
+        return f"{self.nodes} node{'s' * (self.nodes != 1)}{text}{limit}"
+
+
+_DEVICE: Column[PlacedModule] = Column("device", "device", right=False, keep=5)
+_PROVIDER: Column[PlacedModule] = Column("device", "provider", right=False, keep=5)
+_REST: tuple[Column[PlacedModule], ...] = (
+    Column("nodes", "nodes", keep=2),
+    Column("weight_bytes", "weights", unit="B", keep=3),
+    Column("crossing_bytes", "crossing", unit="B", keep=4),
+)
+
+
+class _ByDevice(ModuleTable):
+    """What both results have in common."""
+
+    crossings: tuple[Crossing, ...]
+
+    @property
+    def listed(self) -> Sequence[PlacedModule]:
+        """The modules with nodes; of those below a module on one device, only it."""
+        modules: Mapping[str, PlacedModule] = self.by_module
+        whole = {path for path, module in modules.items() if module.device and _AND not in module.device}
+        return [
+            module
+            for path, module in modules.items()
+            if module.by_device and not any(up in whole for up in ancestors(path) if up != path)
+        ]
+
+    def _crossing_lines(self) -> list[str]:
+        if not self.crossings:
+            return ["no tensor crosses between devices"]
+        known = sum(crossing.bytes or 0 for crossing in self.crossings)
+        count = len(self.crossings)
+        lines = [f"{count} tensor{'s cross' if count != 1 else ' crosses'} between devices, {known:,} bytes a run:"]
+        lines += [f"  {crossing}" for crossing in self.crossings[:_MOST_LINES]]
+        return [*lines, f"  and {count - _MOST_LINES} more"] if count > _MOST_LINES else lines
+
+    def _modules_as_data(self) -> dict[str, Any]:
+        rows: Mapping[str, PlacedModule] = self.by_module
+        return {
+            path: {**record(self.columns, module), "by_device": dict(module.by_device)} for path, module in rows.items()
+        }
+
+
+@dataclass(frozen=True)
+class Placed(_ByDevice, HoldsModel):
+    """The result of `htp_export.place`.
+
+    Attributes:
+        modules: Module path → where it goes.
+        devices: Device → what is on it.
+        crossings: The tensors between nodes of different devices. The inputs and outputs of the model are on the CPU.
+        options: Session configuration entries that make ONNX Runtime use the devices.
+        free: Number of nodes without a device. ONNX Runtime offers them to all execution providers, in their order.
+        remarks: Sentences on what to know of the result.
+        tags: The tags of the model.
+        given: The model.
+    """
+
+    columns = (CLASS_NAME, _DEVICE, *_REST)
+
+    modules: Mapping[str, PlacedModule]
+    devices: Mapping[str, DeviceUse]
+    crossings: tuple[Crossing, ...]
+    options: Mapping[str, str]
+    free: int = 0
+    remarks: tuple[str, ...] = ()
+    tags: TagFacts | None = None
+    given: ir.Model | None = field(default=None, repr=False, kw_only=True)
+
+    @property
+    def model(self) -> ir.Model:  # type: ignore[override]
+        """The model with the devices of its nodes."""
+        assert self.given is not None
+        return self.given
+
+    def session_options(self, options: Any = None) -> Any:
+        """The ``onnxruntime.SessionOptions`` for the model.
+
+        Args:
+            options: Options to add the entries to; None for new ones.
+
+        Raises:
+            InputError: If this ONNX Runtime would ignore the devices.
+        """
+        return session_options_with(self.options, options)
+
+    @property
+    def summary(self) -> str:
+        """What is on each device, in one line."""
+        return "; ".join(f"{device}: {use}" for device, use in self.devices.items())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Crossings, and what else is to be known, a line each."""
+        free = [f"{self.free} nodes have no device: ONNX Runtime chooses"] if self.free else []
+        options = [f"session option {name}: {value}" for name, value in self.options.items()]
+        return (*self._crossing_lines(), *free, *self.remarks, *options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, without the model."""
+        return {
+            "modules": self._modules_as_data(),
+            "devices": {device: asdict(use) for device, use in self.devices.items()},
+            "crossings": [asdict(crossing) for crossing in self.crossings],
+            "options": dict(self.options),
+            "free": self.free,
+            "notes": list(self.notes),
+            "tags": self.tags and self.tags.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Misplaced:
+    """A node that runs elsewhere than its device in the file.
+
+    Attributes:
+        node: Its name.
+        op_type: Its operator.
+        modules: The modules that it computes.
+        device: Its device in the file.
+        provider: The execution provider that has it.
+    """
+
+    node: str
+    op_type: str
+    modules: tuple[str, ...]
+    device: str
+    provider: str
+
+
+@dataclass(frozen=True)
+class Placement(_ByDevice):
+    """The result of `htp_export.placement`: where ONNX Runtime runs each module.
+
+    Attributes:
+        modules: Module path → the execution providers that run it.
+        providers: Execution provider → number of nodes, in the order of the session.
+        crossings: The tensors that one provider computes and another one reads.
+        unattributed: Nodes of which no module is known: ``(provider, operator, name)``.
+        misplaced: Nodes that run elsewhere than their device in the file.
+        options: The session configuration entries for layer assignment that were used.
+        remarks: Sentences on what to know of the result.
+        assumed: A line for each open dimension whose size was not given, with the size that was used.
+        tags: The tags of the model.
+    """
+
+    columns = (CLASS_NAME, _PROVIDER, *_REST)
+
+    modules: Mapping[str, PlacedModule]
+    providers: Mapping[str, int]
+    crossings: tuple[Crossing, ...]
+    unattributed: tuple[tuple[str, str, str], ...] = ()
+    misplaced: tuple[Misplaced, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    tags: TagFacts | None = None
+
+    @property
+    def summary(self) -> str:
+        """The nodes of each provider, in one line."""
+        return ", ".join(f"{name}: {nodes} node{'s' * (nodes != 1)}" for name, nodes in self.providers.items())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Crossings, and what differs from the file, a line each."""
+        lines = self._crossing_lines()
+        for (device, provider), count in Counter((node.device, node.provider) for node in self.misplaced).items():
+            lines.append(f"{count} node{'s run' if count != 1 else ' runs'} on {provider} and not on {device}")
+        if self.unattributed:
+            kinds = ", ".join(sorted({op for _, op, _ in self.unattributed}))
+            lines.append(f"{len(self.unattributed)} nodes belong to no known module: {kinds}")
+        return (*lines, *self.remarks, *self.assumed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return {
+            "modules": self._modules_as_data(),
+            "providers": dict(self.providers),
+            "crossings": [asdict(crossing) for crossing in self.crossings],
+            "unattributed": [list(node) for node in self.unattributed],
+            "misplaced": [asdict(node) for node in self.misplaced],
+            "options": dict(self.options),
+            "assumed": list(self.assumed),
+            "notes": list(self.notes),
+            "tags": self.tags and self.tags.to_dict(),
+        }
+
+
+def placed_modules(
+    tagged: TaggedModel,
+    nodes: Mapping[ir.Node, str | None],
+    work_of: Callable[[ir.Node], NodeCalls],
+    crossings: Sequence[Crossing],
+) -> dict[str, PlacedModule]:
+    """The rows of a result.
+
+    Args:
+        tagged: The model, whose modules they are.
+        nodes: Node → its device, of the model or of a graph made of it; None if it has none.
+        work_of: Whose work a node does.
+        crossings: The tensors between devices.
+    """
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    alone: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for node, device in nodes.items():
+        if device is not None:
+            work = work_of(node)
+            counts[""][device] += 1
+            for path in work.modules - {""}:
+                counts[path][device] += 1
+                alone[path][device] += all(path in part.modules for part in work.parts)
+    crossing_bytes: Counter[str] = Counter()
+    for crossing in crossings:
+        touched = {*crossing.consumers, *([] if crossing.producer is None else [crossing.producer])}
+        for path in {up for end in touched for up in ancestors(end)}:
+            crossing_bytes[path] += crossing.bytes or 0
+    rows = {}
+    for path, contents in contents_of(tagged).modules.items():
+        by_device = dict(counts[path].most_common())
+        own = [device for device, count in alone[path].most_common() if count]
+        rows[path] = PlacedModule(
+            **vars(contents.facts),
+            device=_AND.join(own or by_device),
+            by_device=by_device,
+            crossing_bytes=crossing_bytes[path],
+        )
+    return rows

@@ -1,0 +1,57 @@
+"""``htp-export placement``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from htp_export.command.file_options import FeedDimsOption, FeedOption, FileArgument, TableOptions
+from htp_export.command.idle_options import JSON_HAS_ALL, Idle
+from htp_export.command.providers import provider_named
+from htp_export.command.sizes import read_sizes
+from htp_export.command.terminal import Steps
+
+EXAMPLE = "placed.onnx --provider cuda --provider cpu"
+PLACE = 134
+IDLE = (Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),)
+
+
+def placement_command(
+    file: FileArgument,
+    table: TableOptions,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--provider",
+            "--providers",
+            help="Execution providers in order, also by comma: cuda,cpu.",
+            show_default="cpu",
+        ),
+    ] = None,
+    inputs: FeedOption = None,
+    dims: FeedDimsOption = None,
+) -> None:
+    """Show which execution provider runs each module."""
+    from htp_export.capabilities.cost.module_tree import visible
+    from htp_export.capabilities.place.drawing import placement_csv, render_placement
+    from htp_export.capabilities.place.observing import placement
+    from htp_export.model.tagged import load
+
+    sizes = read_sizes(inputs, dims)
+    names = [name.strip() for words in provider or ["cpu"] for name in words.split(",") if name.strip()]
+    with Steps(quiet=table.as_json or table.as_csv).step(f"loading {file.name} into ONNX Runtime"):
+        result = placement(
+            file,
+            [provider_named(name) for name in names],
+            inputs=sizes.inputs or None,
+            dims=sizes.dims,
+            shapes=sizes.shapes,
+        )
+    paths = visible(load(file), table.depth, table.select or None)
+    shown = [result.modules[path] for path in paths if path in result.modules]
+    table.report(
+        result.to_dict(),
+        lambda: placement_csv(result, shown, table.sort),
+        lambda: render_placement(result, shown, fold=table.fold, sort=table.sort),
+    )

@@ -1,0 +1,242 @@
+"""``place``: which device runs each module, written into the file for ONNX Runtime."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.capabilities.place.crossings import crossings
+from htp_export.capabilities.place.devices import ANNOTATION, SETTINGS, assignment_settings, device_named
+from htp_export.capabilities.place.parts import Needs, known_sizes, nodes_that_fit
+from htp_export.capabilities.place.placed import DeviceUse, Placed, placed_modules
+from htp_export.editing.flattening import read_flat
+from htp_export.errors import InputError
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
+from htp_export.format.placement_entries import write_placement
+from htp_export.model.cutting import Cutter
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.regions import all_nodes
+from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.plans.rules import assigned
+
+__all__ = ["bytes_of", "place"]
+
+_REST = "cpu"
+"""Where goes what does not fit."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+@names_model_faults("model")
+def place(
+    model: ModelSource,
+    plan: Mapping[str, str] | None = None,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    budget: Mapping[str, int | str] | None = None,
+    slack: float = 0.1,
+    inputs: Mapping[str, Any] | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    external_data: str | None = None,
+    share_weights: bool = False,
+) -> Placed:
+    """Give modules devices, as ONNX Runtime reads them: ``layer_ann`` in the metadata of nodes.
+
+    Rules hold as in every plan, see `quantize`. A node of several modules with different devices has that of the first
+    of them, in the order of execution, that has one. Nodes without a device are placed by ONNX Runtime. It uses the
+    devices from version 1.25 on, if the session has the options of the result.
+
+    With a budget, the modules that rules give to a device go there as far as they fit: those that together do most of
+    the operations, at borders of modules, where few tensors cross. The others go to the CPU.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        plan: Selector → device, in order: ``cpu``, ``gpu``, ``cuda``, ``dml``, ``npu``, ``fpga``, ``accelerator``,
+            ``gpu:1``, ``gpu:nvidia``, or an execution provider. It may be left out if there is a budget for one device.
+        output: The file to write.
+        budget: Device → bytes for weights and activations: a number, or a text such as ``4GiB`` or ``500 MB``.
+        slack: Which part of the operations on the device may be given up, so that fewer tensors cross.
+        inputs: Input name → example, for the sizes of tensors, as in `htp_export.cost`.
+        dims: Name of an open dimension → size. Dimensions that are not given are 1.
+        shapes: Input name → shape.
+        external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` cannot be read any more.
+
+    Returns:
+        Where each module goes, the tensors that cross, and the session options.
+
+    Raises:
+        InputError: A device is unknown, a rule names modules without nodes, or nothing fits into a budget.
+        SelectorError: A selector cannot be read or matches no module.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 64),), verbose=False)
+        >>> placed = htp_export.place(program, {".": "cpu", "0": "gpu"})
+        >>> placed.options["session.layer_assignment_settings"], [crossing.tensor for crossing in placed.crossings]
+        ('gpu(=gpu); CPUExecutionProvider(=cpu)', ['input', 'linear'])
+        >>> htp_export.place(program, budget={"gpu": "20 kB"}).modules["0"].device
+        'gpu'
+    """
+    check_target(output)
+    if not 0 <= slack < 1:
+        raise InputError(f"slack is a share from 0 to less than 1, not {slack!r}")
+    limits = {device_named(device): bytes_of(size) for device, size in (budget or {}).items()}
+    rules = _rules(plan, limits)
+    source = load(model)
+    original = read_flat(source)
+    devices = _devices(original, rules)
+    needs, assumed = _needs(original, inputs, dims, shapes, required=bool(limits))
+    for device, memory in limits.items():
+        _keep_what_fits(original, devices, needs, device, memory, slack)
+    placed = original.clone()
+    twin = dict(zip(original.nodes, placed.nodes, strict=True))
+    _annotate(placed.model, {twin[node]: device for node, device in devices.items()})
+    options = {SETTINGS: assignment_settings(dict.fromkeys(devices.values()))}
+    write_placement(placed.model.metadata_props, options)
+    if output is not None:
+        write_model(placed.model, output, external_data, share_weights=share_weights)
+    return _result(original, placed.model, devices, needs, limits, options, _remarks(source, assumed))
+
+
+def bytes_of(size: int | str) -> int:
+    """A size in bytes, from a number or a text.
+
+    Raises:
+        InputError: If it is no size.
+
+    Examples:
+        >>> bytes_of("4GiB"), bytes_of("1.5 MB"), bytes_of(4096)
+        (4294967296, 1500000, 4096)
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if match is None:
+        raise InputError(f"{size!r} is no size; write bytes, or a number with a unit: 4GiB, 500 MB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])
+
+
+def _rules(plan: Mapping[str, str] | None, limits: Mapping[str, int]) -> Mapping[str, str]:
+    if not plan:
+        if len(limits) != 1:
+            raise InputError(
+                "the plan has no rules; give selectors and devices, as in {'encoder': 'gpu'}, or one budget"
+            )
+        return dict.fromkeys(["."], next(iter(limits)))
+    wanted = {device_named(device) for device in plan.values()}
+    for device in limits:
+        if device == _REST:
+            raise InputError(f"there is no budget for {_REST}: what fits on no other device goes there")
+        if device not in wanted:
+            raise InputError(f"there is a budget for {device}, but no rule gives modules to it")
+    return plan
+
+
+def _devices(tagged: TaggedModel, plan: Mapping[str, str]) -> dict[ir.Node, str]:
+    """Node → its device; of modules that differ, that of the first one, where the result is needed first."""
+    found = assigned(tagged, {selector: device_named(device) for selector, device in plan.items()})
+    empty = next((selector for selector, nodes in found.reached.items() if not nodes), None)
+    if empty is not None:
+        raise InputError(f"selector {empty!r} names modules without nodes: they return their input, or were merged")
+    devices = {**found.nodes, **{node: next(iter(said.values())) for node, said in found.disputed.items()}}
+    return {node: devices[node] for node in tagged.nodes if node in devices}
+
+
+def _needs(
+    tagged: TaggedModel,
+    inputs: Mapping[str, Any] | None,
+    dims: Mapping[str, int] | None,
+    shapes: Mapping[str, Sequence[int]] | None,
+    *,
+    required: bool,
+) -> tuple[Needs | None, tuple[str, ...]]:
+    """What nodes need, and what was assumed of sizes; None if sizes are unknown and not required."""
+    from htp_export.capabilities.cost.shapes import run_by_shapes
+
+    bindings = known_sizes(tagged.model, inputs, dims, shapes, required=required)
+    if bindings is None:
+        return None, ()
+    return Needs(tagged, run_by_shapes(tagged, bindings)), bindings.notes
+
+
+def _keep_what_fits(
+    tagged: TaggedModel, devices: dict[ir.Node, str], needs: Needs | None, device: str, memory: int, slack: float
+) -> None:
+    """Leave a device to the nodes that fit; nodes of subgraphs go with the node around them."""
+    assert needs is not None
+    holders = {node: [*tagged.index.scopes(node)][-1] for node, wanted in devices.items() if wanted == device}
+    fitting = nodes_that_fit(
+        needs, {holder for holder in holders.values() if devices.get(holder) == device}, device, memory, slack
+    )
+    for node, holder in holders.items():
+        if holder not in fitting:
+            devices[node] = _REST
+
+
+def _annotate(model: ir.Model, devices: Mapping[ir.Node, str]) -> None:
+    for node in all_nodes(model):
+        node.metadata_props.pop(ANNOTATION, None)
+        if node in devices:
+            node.metadata_props[ANNOTATION] = devices[node]
+
+
+def _remarks(source: TaggedModel, assumed: Sequence[str]) -> tuple[str, ...]:
+    functions = source.model.functions
+    flat = ["its functions were inlined: their nodes may go to different devices"] if functions else []
+    return (*flat, *assumed)
+
+
+def _result(
+    original: TaggedModel,
+    model: ir.Model,
+    devices: Mapping[ir.Node, str],
+    needs: Needs | None,
+    limits: Mapping[str, int],
+    options: Mapping[str, str],
+    remarks: tuple[str, ...],
+) -> Placed:
+    cutter = Cutter(original)
+    crossing = crossings(
+        original.model,
+        devices.get,
+        original.owners_of,
+        {} if needs is None else needs.sizes,
+        _REST,
+        lambda value: not cutter.is_free(value),
+    )
+    nodes = {node: devices.get(node) for node in original.nodes}
+    uses = {}
+    for device in dict.fromkeys(devices.values()):
+        listed = [node for node, found in devices.items() if found == device]
+        item = None if needs is None else needs.item(listed)
+        uses[device] = DeviceUse(
+            len(listed),
+            None if item is None else sum(item.weights.values()),
+            None if item is None else item.peak,
+            limits.get(device),
+        )
+    return Placed(
+        modules=placed_modules(original, nodes, original.index.works.__getitem__, crossing),
+        devices=uses,
+        crossings=crossing,
+        options=options,
+        free=sum(device is None for device in nodes.values()),
+        remarks=remarks,
+        tags=original.tag_facts,
+        given=model,
+    )

@@ -1,0 +1,1 @@
+"""``profile``: latency and memory by module, whatever engine runs the model."""

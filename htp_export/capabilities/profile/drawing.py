@@ -1,0 +1,105 @@
+"""Latency by module, drawn for a terminal or a pipe."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import fields, replace
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
+from htp_export.capabilities.profile.measured_memory import ModuleMemory
+from htp_export.drawing.command_words import in_commands
+from htp_export.drawing.module_table import TreeTable
+from htp_export.format import tags
+from htp_export.results.columns import Column, chosen
+
+__all__ = ["SORTS", "drawn", "render_profile"]
+
+SORTS = ("tree", "total", "self")
+"""Orders of the lines: the module tree, or one list, the longest first."""
+
+_COLUMNS = ("class_name", "total_ms", "self_ms", "share", "kernels")
+_MOSTLY: Column[ModuleLatency] = Column(
+    "by_op", "mostly", lambda row: ", ".join(list(row.by_op)[:2]), style="dim", right=False
+)
+
+
+def render_profile(
+    profile: Profile, *, sort: str = "tree", depth: int | None = None, fold: bool = True
+) -> RenderableType:
+    """A table with a line for each module that takes time: total, self, share and kernels; then the whole in words.
+
+    Module names are drawn as they are, whatever markup they look like.
+
+    Args:
+        profile: What to draw.
+        sort: One of ``SORTS``.
+        depth: Leave out modules more than so many levels below the root; all where it is None. Containers that never
+            ran are no level.
+        fold: Draw siblings that are alike and follow each other once, with the mean of their times.
+
+    Raises:
+        ValueError: If ``sort`` is none of ``SORTS``.
+    """
+    if sort not in SORTS:
+        raise ValueError(f"sort is one of {', '.join(SORTS)}, not {sort!r}")
+    rows = _shown(profile, depth)
+    if sort != "tree":
+        rows.sort(key=lambda row: -float(getattr(row, f"{sort}_ms")))
+    alike = _alike if fold else None
+    columns = [*chosen(profile.columns, (*_COLUMNS, *profile.drawn_memory)), _MOSTLY]
+    table = TreeTable(rows, columns, alike, _merged, flat=sort != "tree")
+    lines = (profile.summary, *profile.notes, *profile.tag_lines())
+    return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
+
+
+def _shown(profile: Profile, depth: int | None) -> list[ModuleLatency]:
+    """The modules that take time, down to a depth."""
+    every = {path: module for path, module in profile.modules.items() if module.kernels}
+    ran = {path for path, module in every.items() if module.calls or not path or module.self_ms}
+
+    def level(path: str) -> int:
+        return sum(up in ran for up in tags.ancestors(path) if up != path)
+
+    shown = [module for path, module in every.items() if path in ran and (depth is None or level(path) <= depth)]
+    return [module if module.calls else replace(module, calls=1) for module in shown]  # no container: it has a line
+
+
+def _alike(row: ModuleLatency) -> Hashable:
+    return (row.class_name, row.calls, row.kernels)
+
+
+def _merged(modules: Sequence[ModuleLatency]) -> ModuleLatency:
+    """One row for alike modules: the mean of their times."""
+    by_op = Counter[str]()
+    for module in modules:
+        by_op.update(module.by_op)
+
+    def mean(times: Iterable[float]) -> float:
+        return math.fsum(times) / len(modules)
+
+    return replace(
+        modules[0],
+        total_ms=mean(module.total_ms for module in modules),
+        self_ms=mean(module.self_ms for module in modules),
+        share=mean(module.share for module in modules),
+        by_op=dict(by_op.most_common()),
+        memory=_mean_memory([module.memory for module in modules if module.memory is not None]),
+    )
+
+
+def _mean_memory(memories: Sequence[ModuleMemory]) -> ModuleMemory | None:
+    if not memories:
+        return None
+    return ModuleMemory(
+        *(sum(getattr(memory, field.name) for memory in memories) // len(memories) for field in fields(ModuleMemory))
+    )
+
+
+def drawn(result: Profile) -> RenderableType:
+    """The result as a notebook shows it."""
+    return render_profile(result)

@@ -1,0 +1,259 @@
+"""Latency by module: the result of ``profile``, whatever engine the kernels ran in."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from htp_export.capabilities.profile.kernels import Kernel
+from htp_export.capabilities.profile.measured_memory import MeasuredMemory, ModuleMemory
+from htp_export.model.module_facts import ModuleFacts, contents_of
+from htp_export.model.tagged import TaggedModel
+from htp_export.results.columns import CLASS_NAME, Column, chosen, record
+from htp_export.results.tables import ModuleTable
+from htp_export.results.tag_facts import TagFacts
+from htp_export.runtime.traces import QUEUED
+
+__all__ = ["ModuleLatency", "Profile", "latency_by_module"]
+
+PROFILE_COLUMNS: tuple[Column[ModuleLatency], ...] = (
+    CLASS_NAME,
+    Column("calls", "calls"),
+    Column("fate", "fate", right=False),
+    Column("total_ms", "total", unit="ms", keep=5),
+    Column("self_ms", "self", unit="ms", keep=4),
+    Column("share", "share", unit="%", keep=3),
+    Column("fused_ms", "fused", unit="ms"),
+    Column("kernels", "kernels", keep=2),
+    Column("launches", "launches"),
+    Column("nodes", "nodes"),
+    Column("parameters", "parameters"),
+    Column("weight_bytes", "weights", unit="B"),
+    Column("allocated_bytes", "allocated", lambda row: row.memory and row.memory.allocated_bytes, "B", keep=3),
+    Column("self_allocated_bytes", "self allocated", lambda row: row.memory and row.memory.self_allocated_bytes, "B"),
+    Column("estimated_bytes", "estimated", lambda row: row.memory and row.memory.estimated_bytes, "B", keep=3),
+    Column("self_estimated_bytes", "self estimated", lambda row: row.memory and row.memory.self_estimated_bytes, "B"),
+    Column("estimate_ratio", "ratio", lambda row: row.memory and row.memory.ratio, keep=3),
+)
+"""The columns of a profile."""
+
+_MEMORY = (
+    "allocated_bytes",
+    "self_allocated_bytes",
+    "estimated_bytes",
+    "self_estimated_bytes",
+    "estimate_ratio",
+)
+"""Those that only a profile with measured memory has."""
+
+_TIMINGS = {
+    "launches": "times are those of launches: this ONNX Runtime does not measure kernels on the device",
+    "modules": "each module ran alone, with its inputs on the device: the overhead of a run is in each of its times",
+}
+_DRAWN_MEMORY = ("allocated_bytes", "estimated_bytes", "estimate_ratio")
+_DRAWN = ("class_name", "total_ms", "self_ms", "share")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleLatency(ModuleFacts):
+    """The facts of a module, and its time in one run of the model; see ``Trace.typical`` for which run that is.
+
+    Attributes:
+        total_ms: Time of the module and all modules below it: ``self_ms`` plus the totals of its child modules.
+        self_ms: Time of the module's own nodes. A kernel with several owners is divided equally among them.
+        share: ``total_ms`` divided by the time of all kernels, from 0 to 1.
+        fused_ms: The part of ``total_ms`` that comes from kernels shared with modules outside.
+        kernels: Number of kernels of the module and those below it, including shared ones.
+        launches: How often these ran in one run of the model; more than ``kernels`` in a loop.
+        by_op: Operator type of a kernel → its part of ``total_ms``, the longest first.
+        memory: What ONNX Runtime allocated for it, beside the estimate of ``cost``; None if it was not measured.
+    """
+
+    total_ms: float
+    self_ms: float
+    share: float
+    fused_ms: float
+    kernels: int
+    launches: float
+    by_op: Mapping[str, float]
+    memory: ModuleMemory | None = None
+
+
+@dataclass(frozen=True)
+class Profile(ModuleTable):
+    """Latency of a model, by module.
+
+    Attributes:
+        modules: Module path → its latency, for every module, in the order of ``named_modules()``.
+        end_to_end_ms: Median time of a run without the profiler.
+        profiled_ms: Median time of a run with the profiler.
+        kernels_ms: Sum of all kernels: the total of the root plus ``unattributed_ms``. The rest of ``profiled_ms`` is
+            ONNX Runtime's own work between kernels. If kernels run in parallel, the sum may be larger.
+        unattributed_ms: Time of kernels without a known module.
+        unattributed: These kernels.
+        kernels: All kernels, in the order of their first run.
+        runs: Number of measured runs.
+        providers: The execution providers that were used.
+        assumed: A line for each open dimension whose size was not given, with the size that was used, and for what the
+            measured times do not say.
+        tags: The tags of the model: source, reasons, untagged nodes.
+        memory: What ONNX Runtime allocated; None if it was not measured.
+        engine: What ran the model: ``onnxruntime``, ``openvino`` or ``tensorrt``.
+        timing: What was timed: ``kernels``; ``launches``, if a device only queues kernels and its times are not known;
+            ``modules``, if each module ran alone; ``layers`` of TensorRT, whose times are means over all runs, and the
+            other times their sum.
+    """
+
+    columns = PROFILE_COLUMNS
+
+    modules: Mapping[str, ModuleLatency]
+    end_to_end_ms: float
+    profiled_ms: float
+    kernels_ms: float
+    unattributed_ms: float
+    unattributed: tuple[Kernel, ...]
+    kernels: tuple[Kernel, ...]
+    runs: int
+    providers: tuple[str, ...]
+    assumed: tuple[str, ...] = ()
+    tags: TagFacts | None = None
+    memory: MeasuredMemory | None = None
+    engine: str = "onnxruntime"
+    timing: str = "kernels"
+
+    @classmethod
+    def of(
+        cls, tagged: TaggedModel, kernels: Sequence[Kernel], *, memory: MeasuredMemory | None = None, **facts: Any
+    ) -> Profile:
+        """Sum up the kernels of a model by module.
+
+        Args:
+            tagged: The model.
+            kernels: What an engine ran.
+            memory: What was allocated.
+            **facts: The other attributes of the result: times of the whole model, runs, providers, engine.
+        """
+        unattributed = tuple(kernel for kernel in kernels if not kernel.owners)
+        return cls(
+            modules=latency_by_module(kernels, tagged, memory),
+            kernels_ms=sum(kernel.ms for kernel in kernels),
+            unattributed_ms=sum(kernel.ms for kernel in unattributed),
+            unattributed=unattributed,
+            kernels=tuple(kernels),
+            tags=tagged.tag_facts,
+            memory=memory,
+            **facts,
+        )
+
+    def by_path(self, field: str = "total_ms") -> dict[str, float]:
+        """Module path → one number, to lay over a drawing of the model.
+
+        Args:
+            field: Which: ``total_ms``, ``self_ms``, ``share`` or any other number of ``ModuleLatency``.
+        """
+        return {path: float(getattr(module, field)) for path, module in self.modules.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON; times are in ms."""
+        data = asdict(replace(self, modules={}, memory=None))
+        for kernel in (*data["kernels"], *data["unattributed"]):
+            del kernel["around"]  # the totals of modules say it
+        unmeasured = () if self.memory is not None else _MEMORY
+        columns = [column for column in self.columns if column.name not in unmeasured]
+        data["modules"] = {
+            path: {**record(columns, module), "by_op": dict(module.by_op)} for path, module in self.modules.items()
+        }
+        del data["memory"]
+        if self.memory is not None:
+            data["memory"] = self.memory.to_dict()
+        data["notes"] = list(self.notes)
+        return data
+
+    @property
+    def drawn(self) -> Sequence[Column[ModuleLatency]]:
+        """The columns of the table as text."""
+        return chosen(self.columns, (*_DRAWN, *self.drawn_memory))
+
+    @property
+    def drawn_memory(self) -> Sequence[str]:
+        """The names of the columns of memory, if it was measured."""
+        return _DRAWN_MEMORY if self.memory is not None else ()
+
+    @property
+    def listed(self) -> Sequence[ModuleLatency]:
+        """The modules that take time."""
+        return [module for module in self.modules.values() if module.kernels]
+
+    @property
+    def summary(self) -> str:
+        """The times of the model, in one line."""
+        if self.timing == "layers":
+            return f"{self.kernels_ms:.3f} ms a run in the layers of TensorRT, mean of {self.runs} runs"
+        if self.timing == "modules":
+            return (
+                f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; {self.kernels_ms:.3f} ms in modules alone"
+            )
+        profiler, parts = ("counters", "nodes") if self.engine == "openvino" else ("the profiler", "kernels")
+        return (
+            f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; "
+            f"{self.profiled_ms:.3f} ms under {profiler}, {self.kernels_ms:.3f} ms of it in {parts}"
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which kernels belong to no module, and what was assumed, a line each."""
+        lines = [_TIMINGS[self.timing]] if self.timing in _TIMINGS else []
+        if self.timing == "kernels" and any(kernel.provider in QUEUED for kernel in self.kernels):
+            lines.append("times are those of kernels on the device")
+        if self.unattributed:
+            longest = sorted(self.unattributed, key=lambda kernel: -kernel.ms)
+            named = ", ".join(f"{kernel.op_type} {kernel.name!r}" for kernel in longest[:3])
+            more = f" and {len(longest) - 3} more" if len(longest) > 3 else ""
+            lines.append(f"{self.unattributed_ms:.3f} ms belongs to no module: {named}{more}")
+        return (*lines, *(self.memory.notes if self.memory is not None else ()), *self.assumed)
+
+
+def latency_by_module(
+    kernels: Sequence[Kernel], tagged: TaggedModel, memory: MeasuredMemory | None = None
+) -> dict[str, ModuleLatency]:
+    """Sum up kernels by module; each owner gets an equal part."""
+    measured = memory.modules if memory is not None else {}
+    model_ms = sum(kernel.ms for kernel in kernels)
+    self_ms: defaultdict[str, float] = defaultdict(float)
+    below: defaultdict[str, list[tuple[Kernel, float]]] = defaultdict(list)
+    for kernel in kernels:
+        parts: defaultdict[str, int] = defaultdict(int)
+        for owner in kernel.owners:
+            self_ms[owner] += kernel.ms / len(kernel.owners)
+        for modules in kernel.around:
+            for path in modules:
+                parts[path] += 1
+        for path, count in parts.items():
+            below[path].append((kernel, count / len(kernel.owners)))
+    contents = contents_of(tagged).modules
+    return {
+        path: replace(_module(module.facts, self_ms[path], below[path], model_ms), memory=measured.get(path))
+        for path, module in contents.items()
+    }
+
+
+def _module(
+    facts: ModuleFacts, self_ms: float, parts: Sequence[tuple[Kernel, float]], model_ms: float
+) -> ModuleLatency:
+    by_op: defaultdict[str, float] = defaultdict(float)
+    for kernel, part in parts:
+        by_op[kernel.op_type] += kernel.ms * part
+    total = math.fsum(kernel.ms * part for kernel, part in parts)
+    return ModuleLatency(
+        **vars(facts),
+        total_ms=total,
+        self_ms=self_ms,
+        share=total / model_ms if model_ms else 0.0,
+        fused_ms=math.fsum(kernel.ms * part for kernel, part in parts if part < 1),
+        kernels=len(parts),
+        launches=sum(kernel.launches for kernel, _ in parts),
+        by_op=dict(sorted(by_op.items(), key=lambda item: -item[1])),
+    )

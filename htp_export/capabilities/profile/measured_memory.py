@@ -1,0 +1,176 @@
+"""The memory that ONNX Runtime allocates for each module, beside the estimate of ``cost``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from htp_export.capabilities.profile.kernels import modules_around_owners
+from htp_export.model.tagged import TaggedModel
+from htp_export.results.columns import si
+from htp_export.runtime.inputs import Feed
+from htp_export.runtime.memory_stats import measured_memory
+from htp_export.runtime.sessions import RunnableModel, SessionSettings
+
+__all__ = ["BLOCK_BYTES", "KernelMemory", "MeasuredMemory", "ModuleMemory", "memory_by_module"]
+
+BLOCK_BYTES = 256
+"""ONNX Runtime allocates whole blocks of so many bytes."""
+
+
+@dataclass(frozen=True)
+class KernelMemory:
+    """A node of the graph that ONNX Runtime ran, and what it allocated for it.
+
+    Attributes:
+        name: Its name, or its operator if it has none.
+        op_type: Its operator, after fusion.
+        bytes: Allocated for its outputs, and while it ran.
+        owners: The modules whose work it does; empty if none is known.
+    """
+
+    name: str
+    op_type: str
+    bytes: int
+    owners: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModuleMemory:
+    """What ONNX Runtime allocated for a module, and what ``cost`` estimates, in bytes.
+
+    A kernel of several modules counts once in the total of each module above them; for ``self_…`` it is divided.
+
+    Attributes:
+        allocated_bytes: Allocated for the kernels of the module and of those below.
+        self_allocated_bytes: For its own.
+        estimated_bytes: The outputs of its nodes in the file, as ``cost`` counts them; nodes in a loop once.
+        self_estimated_bytes: The same for its own.
+        blocks: Its own kernels for which something was allocated: each is rounded up to a block.
+    """
+
+    allocated_bytes: int = 0
+    self_allocated_bytes: int = 0
+    estimated_bytes: int = 0
+    self_estimated_bytes: int = 0
+    blocks: int = 0
+
+    @property
+    def ratio(self) -> float | None:
+        """What was allocated, divided by the estimate; None without an estimate."""
+        return self.allocated_bytes / self.estimated_bytes if self.estimated_bytes else None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the estimate for its own nodes differs by more than rounding to blocks."""
+        more = self.self_allocated_bytes - self.self_estimated_bytes
+        return more < 0 or more >= self.blocks * BLOCK_BYTES > 0
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """What ONNX Runtime allocated in one run.
+
+    Attributes:
+        kernels: Every node that ran.
+        allocated_bytes: All of it.
+        unattributed_bytes: The part of nodes without a known module.
+        estimated_bytes: The estimate of ``cost`` for the whole model.
+        modules: Module path → its part.
+    """
+
+    kernels: tuple[KernelMemory, ...]
+    allocated_bytes: int
+    unattributed_bytes: int
+    estimated_bytes: int
+    modules: Mapping[str, ModuleMemory]
+
+    @property
+    def off(self) -> list[str]:
+        """The modules for whose own nodes the estimate is off by more than rounding, the furthest first."""
+        modules = self.modules
+
+        def distance(path: str) -> int:
+            return abs(modules[path].self_allocated_bytes - modules[path].self_estimated_bytes)
+
+        return sorted((path for path, module in modules.items() if module.is_off), key=lambda path: -distance(path))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How much was allocated, and where the estimate is off, a line each."""
+        whole = f"{si(self.allocated_bytes, 'B')} allocated for the outputs of kernels, {si(self.estimated_bytes, 'B')}"
+        lines = [f"{whole} estimated by cost"]
+        if self.unattributed_bytes:
+            lines.append(f"{si(self.unattributed_bytes, 'B')} was allocated for kernels of no module")
+        if self.off:
+            worst = "; ".join(map(self._compared, self.off[:3]))
+            count = f"{len(self.off)} of {len(self.modules)} modules"
+            lines.append(f"the estimate for a module's own nodes is off in {count}, most in {worst}")
+        return tuple(lines)
+
+    def _compared(self, path: str) -> str:
+        module = self.modules[path]
+        allocated, estimated = si(module.self_allocated_bytes, "B"), si(module.self_estimated_bytes, "B")
+        return f"{path or '(root)'}: {allocated} allocated, {estimated} estimated"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers of the whole model and of every kernel as plain data."""
+        data = asdict(replace(self, modules={}))
+        return {**{key: value for key, value in data.items() if key != "modules"}, "off": self.off}
+
+
+def memory_by_module(
+    model: RunnableModel, settings: SessionSettings, feed: Feed, tagged: TaggedModel, temporary: Path
+) -> MeasuredMemory:
+    """Run a model once, and sum up what ONNX Runtime allocated by module; see ``measured_memory``.
+
+    Raises:
+        OnnxRuntimeError: If ONNX Runtime cannot load or run the model.
+    """
+    from htp_export.capabilities.carry.optimized import optimized_works
+    from htp_export.capabilities.cost.costing import cost
+
+    nodes, optimized = measured_memory(model, settings, feed, temporary)
+    works = optimized_works(tagged, tagged.model if optimized is None else optimized)
+    measured, kernels = _Sums(), []
+    for node in nodes:
+        around = modules_around_owners((works[each] for each in node.nodes if each in works), tagged.calls)
+        measured.add(node.bytes, tuple(around), frozenset().union(*around.values()))
+        kernels.append(KernelMemory(node.name, node.op_type, node.bytes, tuple(around)))
+    estimated = _Sums()
+    for each in cost(tagged, feed.arrays).nodes:
+        estimated.add(each.activation_bytes // max(each.times, 1), each.owners or ("",), each.modules)
+    return MeasuredMemory(
+        kernels=tuple(kernels),
+        allocated_bytes=sum(node.bytes for node in nodes),
+        unattributed_bytes=sum(kernel.bytes for kernel in kernels if not kernel.owners),
+        estimated_bytes=estimated.total[""],
+        modules={
+            path: ModuleMemory(
+                measured.total[path],
+                measured.own[path],
+                estimated.total[path],
+                estimated.own[path],
+                measured.counted[path],
+            )
+            for path in tagged.paths
+        },
+    )
+
+
+class _Sums:
+    """Bytes by module: of its region, of its own nodes, and how many of these have any."""
+
+    def __init__(self) -> None:
+        self.total, self.own, self.counted = Counter[str](), Counter[str](), Counter[str]()
+
+    def add(self, size: int, owners: Sequence[str], modules: Iterable[str]) -> None:
+        for path in modules:
+            self.total[path] += size
+        share, rest = divmod(size, max(len(owners), 1))
+        for position, owner in enumerate(owners):
+            self.own[owner] += share + (position < rest)
+            self.counted[owner] += size > 0

@@ -1,0 +1,409 @@
+"""Channels that have to be cut together: found by following one axis of a weight through the graph.
+
+Each index of the axis has a label. Labels are carried along the axes that have the same channels; where two meet, they
+are joined. A Reshape that splits an axis into heads joins the labels of each head.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, groups_of
+from htp_export.model.tagged import TaggedModel
+from htp_export.runtime.arrays import Array
+from htp_export.shapes.operator_kinds import RESHAPING
+from htp_export.shapes.sizes import Dim, Size, product
+from htp_export.shapes.symbolic import Symbolic
+
+__all__ = ["Coupling", "StopError", "couple"]
+
+_MOST_ATTEMPTS = 64
+
+
+class StopError(Exception):
+    """An axis cannot be cut; the message has the node or tensor that stops it. For callers in this folder only."""
+
+
+class Coupling:
+    """Axes of tensors and the labels of their channels.
+
+    Args:
+        tagged: The model.
+        choices: Reshape → which of the axes that it could split into have the channels.
+        heads: Whether the channels are to be attention heads, which no product of computed tensors sums over.
+
+    Attributes:
+        labels: Axis → label of each index; -1 for an index that no channel reaches.
+
+    An axis with an open dimension, ``4*batch``, has labels for one period of it.
+    """
+
+    def __init__(self, tagged: TaggedModel, choices: dict[ir.Node, int], *, heads: bool = False) -> None:
+        self._tagged, self._shapes, self._heads = tagged, tagged.inferred, heads
+        self._choices, self.alternatives = choices, dict[ir.Node, int]()
+        self.labels: dict[Axis, Array] = {}
+        self._joined: list[int] = []
+        self._waiting: deque[Axis] = deque()
+
+    def follow(self, seed: Axis) -> None:
+        """Find everything that has the channels of an axis.
+
+        Raises:
+            StopError: If they reach what cannot be cut.
+        """
+        size = self._size(seed, "")
+        self._joined = list(range(size))
+        self._mark(seed, np.arange(size), None)
+        while self._waiting:
+            axis = self._waiting.popleft()
+            value = axis[0]
+            producer = value.producer()
+            nodes = dict.fromkeys(use.node for use in value.uses())
+            for node in (*([producer] if producer is not None else []), *nodes):
+                self._cross(node, axis)
+        if size > 1 and not self.groups:
+            raise StopError("each of its channels, such as the queries of a matrix, is all that a tensor holds")
+
+    def roots(self, axis: Axis) -> Array:
+        """The label of each index of an axis, the same for channels that were joined; -1 for none."""
+        labels = self.labels[axis]
+        return np.array([self.root(int(label)) if label >= 0 else -1 for label in labels])
+
+    def root(self, label: int) -> int:
+        """The label that stands for a label and all that were joined with it."""
+        while self._joined[label] != label:
+            self._joined[label] = self._joined[self._joined[label]]
+            label = self._joined[label]
+        return label
+
+    @cached_property
+    def axes(self) -> list[frozenset[int]]:
+        """For each axis of which channels are all that there is, their groups: one of them has to stay."""
+        found = dict[frozenset[int], None]()
+        for labels in self.labels.values():
+            if (labels >= 0).all():
+                found[frozenset(self.root(label) for label in set(labels.tolist()))] = None
+        return list(found)
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """The channels that can be cut: a label for each group, without those that are all of an axis."""
+        return sorted(self.roots_of_all - {root for axis in self.axes if len(axis) == 1 for root in axis})
+
+    @cached_property
+    def roots_of_all(self) -> frozenset[int]:
+        """A label for each group of channels, those that cannot be cut included."""
+        return frozenset(self.root(label) for label in range(len(self._joined)))
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether some channels can only be cut together, as those of a head."""
+        return any(self.root(label) != label for label in range(len(self._joined)))
+
+    # --- marking ----------------------------------------------------------------------------------------
+
+    def _mark(self, axis: Axis, labels: Array, node: ir.Node | None) -> None:
+        value = axis[0]
+        if value.is_graph_input():
+            raise StopError(f"input {value.name!r} of the model has its channels{self._at(node)}")
+        if value.is_graph_output():
+            raise StopError(f"its channels reach output {value.name!r}")
+        if value.graph is not self._tagged.model.graph:
+            raise StopError(f"its channels reach a branch or loop{self._at(node)}")
+        known = self.labels.get(axis)
+        if len(labels if known is None else known) != len(labels) or not self._fits(axis, labels):
+            raise StopError(f"the sizes of {value.name!r} do not fit{self._at(node)}")
+        if known is None:
+            self.labels[axis] = np.array(labels)
+            self._waiting.append(axis)
+            return
+        both = (known >= 0) & (labels >= 0)
+        for one, other in zip(known[both].tolist(), labels[both].tolist(), strict=True):
+            self._join(one, other)
+        fresh = (known < 0) & (labels >= 0)
+        if fresh.any():
+            known[fresh] = labels[fresh]
+            self._waiting.append(axis)
+
+    def _join(self, one: int, other: int) -> None:
+        first, second = sorted((self.root(one), self.root(other)))
+        self._joined[second] = first
+
+    def _size(self, axis: Axis, where: str) -> int:
+        value, place = axis
+        shape = self._shapes.shape(value)
+        size = None if shape is None else shape[place]
+        if not isinstance(size, int):
+            raise StopError(f"the size of {value.name!r} is not known{where}")
+        return size
+
+    def _fits(self, axis: Axis, labels: Array) -> bool:
+        """Whether there is a label for each index; for one in each period of an open dimension."""
+        shape = self._shapes.shape(axis[0])
+        return shape is not None and (shape[axis[1]] == len(labels) or _period(shape[axis[1]]) == len(labels))
+
+    def _at(self, node: ir.Node | None) -> str:
+        if node is None:
+            return ""
+        owners = ", ".join(map(repr, self._tagged.owners_of(node))) or "no module"
+        return f", at {node.op_type} {node.name!r} of {owners}"
+
+    # --- nodes -------------------------------------------------------------------------------------------
+
+    def _cross(self, node: ir.Node, axis: Axis) -> None:
+        """Carry the labels of an axis through a node."""
+        if node.graph is not self._tagged.model.graph or any(_holds_graphs(node)):
+            raise StopError(f"its channels reach a branch or loop{self._at(node)}")
+        if node.op_type in RESHAPING and not node.domain:
+            if axis[0] in (node.inputs[0], node.outputs[0]):
+                self._cross_reshape(node, axis)
+            return  # sizes and axes are no channels
+        if node.op_type in ("Concat", "Split", "Slice") and not node.domain and self._is_changed(node, axis):
+            self._cross_parts(node, axis)
+            return
+        found = False
+        for group in groups_of(node, self._shapes):
+            if axis not in group:
+                continue
+            found = True
+            if self._heads and node.op_type in ("MatMul", "Einsum") and self._sums(node, group):
+                raise StopError(f"its channels are within heads{self._at(node)}")
+            for other in group:
+                if other != axis and not self._is_broadcast(other):
+                    self._mark(other, self.labels[axis], node)
+        if not found:
+            raise StopError(f"its channels cannot be cut{self._at(node)}")
+
+    def _sums(self, node: ir.Node, group: Sequence[Axis]) -> bool:
+        """Whether a node sums the products of computed tensors over these axes."""
+        values = {value for value, _ in group}
+        computed = values - self._tagged.index.constant - set(self._tagged.model.graph.initializers.values())
+        return len(computed) > 1 and computed.isdisjoint(node.outputs)
+
+    def _is_broadcast(self, axis: Axis) -> bool:
+        shape = self._shapes.shape(axis[0])
+        return shape is not None and shape[axis[1]] == 1
+
+    def _is_changed(self, node: ir.Node, axis: Axis) -> bool:
+        changed = changed_axes(node, self._shapes)
+        return changed is not None and axis[1] in changed
+
+    def _cross_parts(self, node: ir.Node, axis: Axis) -> None:
+        """Concat, Split and Slice: a whole axis, and its parts from a first index on."""
+        whole, parts = self._parts(node, axis[1])
+        for start, part in parts:
+            size = self._size((part, axis[1]), self._at(node))
+            if axis[0] is whole:
+                labels = self.labels[axis][start : start + size]
+                if (labels >= 0).any():
+                    self._mark((part, axis[1]), labels, node)
+            elif axis[0] is part:
+                labels = np.full(self._size((whole, axis[1]), self._at(node)), -1)
+                labels[start : start + size] = self.labels[axis]
+                self._mark((whole, axis[1]), labels, node)
+
+    def _parts(self, node: ir.Node, axis: int) -> tuple[ir.Value, list[tuple[int, ir.Value]]]:
+        if node.op_type == "Slice":
+            start = slice_start(node, axis, self._shapes, self._size((node.inputs[0], axis), self._at(node)))  # type: ignore[arg-type]
+            if start is None:
+                raise StopError(f"its channels are sliced by computed indices{self._at(node)}")
+            return node.inputs[0], [(start, node.outputs[0])]  # type: ignore[return-value]
+        if node.op_type == "Concat":
+            whole, values = node.outputs[0], [value for value in node.inputs if value is not None]
+        else:
+            whole, values = node.inputs[0], list(node.outputs)  # type: ignore[assignment]
+        sizes = [self._size((value, axis), self._at(node)) for value in values]
+        return whole, list(zip([0, *itertools.accumulate(sizes)], values, strict=False))
+
+    def _cross_reshape(self, node: ir.Node, axis: Axis) -> None:
+        source = axis[0]
+        target = node.outputs[0] if source is node.inputs[0] else node.inputs[0]
+        first, second = self._shapes.shape(source), self._shapes.shape(target)
+        if target is None or first is None or second is None:
+            raise StopError(f"a shape is not known{self._at(node)}")
+        block = next((b for b in blocks(first, second) if axis[1] in b[0]), None)
+        if block is None:
+            raise StopError(f"its channels cannot be followed{self._at(node)}")
+        before, after = block
+        if len(before) == len(after) == 1:
+            self._mark((target, after[0]), self.labels[axis], node)
+            return
+        if after:  # else an axis of size 1
+            old, new = (
+                _periods(shape[place] for place in places) for shape, places in ((first, before), (second, after))
+            )
+            if old is None or new is None:
+                raise StopError(f"its channels are merged with an open dimension{self._at(node)}")
+            axes = [[(value, place) for place in places] for value, places in ((source, before), (target, after))]
+            self._regroup(node, axis, axes, (old, new))
+
+    def _regroup(
+        self, node: ir.Node, axis: Axis, axes: Sequence[Sequence[Axis]], sizes: tuple[Sequence[int], Sequence[int]]
+    ) -> None:
+        """Carry labels from one of several axes to one of the axes into which they are reshaped.
+
+        Args:
+            node: The Reshape.
+            axis: The axis that has the labels.
+            axes: The axes that it reshapes, then those into which it does.
+            sizes: Their sizes.
+        """
+        place = axes[0].index(axis)
+        at = [-1 if k == place else 1 for k in range(len(sizes[0]))]
+        if len(self.labels[axis]) != sizes[0][place] or math.prod(sizes[0]) != math.prod(sizes[1]):
+            raise StopError(f"its channels are merged with an open dimension{self._at(node)}")
+        spread: Array = np.broadcast_to(self.labels[axis].reshape(at), sizes[0]).reshape(sizes[1])
+        chosen = self._choose(node, spread, axes[1])
+        rows: Array = np.moveaxis(spread, chosen, 0).reshape(spread.shape[chosen], -1)
+        for row in rows:
+            reached = row[row >= 0].tolist()
+            for label in reached[1:]:
+                self._join(reached[0], label)
+        labels = rows.max(axis=1)
+        self._mark(axes[1][chosen], labels, node)
+        back = [-1 if k == chosen else 1 for k in range(len(sizes[1]))]
+        returned: Array = np.broadcast_to(labels.reshape(back), sizes[1]).reshape(sizes[0])
+        returned = np.moveaxis(returned, place, 0).reshape(len(self.labels[axis]), -1)
+        self._mark(axis, returned.max(axis=1), node)  # a head that is reached in part belongs together
+
+    def _choose(self, node: ir.Node, spread: Array, axes: Sequence[Axis]) -> int:
+        """Which axis of a split has the channels: the outermost one in which they are told apart."""
+        marked = [place for place, axis in enumerate(axes) if axis in self.labels]
+        if marked:
+            return marked[0]
+        candidates = [place for place in range(len(axes)) if self._tells_apart(spread, place)]
+        if not candidates:
+            raise StopError(f"its channels would all be cut together{self._at(node)}")
+        self.alternatives[node] = len(candidates)
+        return candidates[min(self._choices.get(node, 0), len(candidates) - 1)]
+
+    def _tells_apart(self, spread: Array, place: int) -> bool:
+        rows = np.moveaxis(spread, place, 0).reshape(spread.shape[place], -1)
+        return len({frozenset(map(self.root, row[row >= 0].tolist())) for row in rows}) > 1
+
+
+def _period(size: Dim) -> int | None:
+    """The factor of an open dimension: its labels repeat after so many indices; None for a sum."""
+    return size.terms[0][1] if isinstance(size, Size) and len(size.terms) == 1 else None
+
+
+def _periods(sizes: Iterable[Dim]) -> list[int] | None:
+    """Sizes of axes that are reshaped together, without the open dimension that counts repetitions of them all.
+
+    Returns:
+        The sizes; None if another axis than the outermost one is open.
+
+    Examples:
+        >>> from htp_export.shapes.sizes import symbol
+        >>> batch = symbol("batch")
+        >>> _periods([batch, 4]), _periods([4 * batch]), _periods([4, batch])
+        ([1, 4], [4], None)
+    """
+    found: list[int] = []
+    for size in sizes:
+        period = _period(size)
+        if not isinstance(size, int) and (period is None or period < 1 or math.prod(found) > 1):
+            return None
+        found.append(size if isinstance(size, int) else period)  # type: ignore[arg-type]
+    return found
+
+
+def _holds_graphs(node: ir.Node) -> Iterator[bool]:
+    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return (attribute.type in graphs for attribute in node.attributes.values())
+
+
+def slice_start(node: ir.Node, axis: int, shapes: Symbolic, size: int) -> int | None:
+    """The first index of a slice with steps of 1 along an axis; None if it is computed or has other steps."""
+    changed = changed_axes(node, shapes)
+    starts = node.attributes.get_ints("starts") or (shapes.constant(node.inputs[1]) if len(node.inputs) > 1 else None)
+    steps = shapes.constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else None
+    if changed is None or starts is None or (len(node.inputs) > 4 and node.inputs[4] is not None and steps is None):
+        return None
+    place = changed.index(axis)
+    if steps is not None and steps[place] != 1:
+        return None
+    start = starts[place]
+    return min(max(start + size if start < 0 else start, 0), size)
+
+
+def blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[list[int], list[int]]]:
+    """The axes of two shapes of the same elements that have the same product, as few as possible in each block.
+
+    Examples:
+        >>> list(blocks([1, 16, 768], [16, 12, 64]))
+        [([0], []), ([1], [0]), ([2], [1, 2])]
+        >>> from htp_export.shapes.sizes import symbol
+        >>> list(blocks([symbol("n"), 4, 9], [symbol("m"), 2, 36]))
+        [([1, 2], [2])]
+    """
+    i = j = 0
+    while i < len(first) or j < len(second):
+        p, q = _next_block(first[i:], second[j:])
+        if not p and not q:
+            break
+        yield list(range(i, i + p)), list(range(j, j + q))
+        i, j = i + p, j + q
+    m, n = len(first), len(second)
+    while i < m and j < n:  # the same from the right, where open dimensions on the left cannot be compared
+        p, q = _next_block(first[i:m][::-1], second[j:n][::-1])
+        if not p and not q:
+            return
+        yield list(range(m - p, m)), list(range(n - q, n))
+        m, n = m - p, n - q
+
+
+def _next_block(first: Sequence[Dim], second: Sequence[Dim]) -> tuple[int, int]:
+    if first and second and first[0] == second[0]:
+        return 1, 1
+    if first and first[0] == 1:
+        return 1, 0
+    if second and second[0] == 1:
+        return 0, 1
+    counts = itertools.product(range(1, len(first) + 1), range(1, len(second) + 1))
+    for p, q in sorted(counts, key=sum):
+        if product(first[:p]) == product(second[:q]):
+            return p, q
+    return 0, 0
+
+
+def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:
+    """Find what has the channels of an axis.
+
+    A Reshape may split channels in several ways, such as into queries, keys and values, and heads. The first way that
+    does not stop is taken.
+
+    Args:
+        tagged: The model.
+        seed: The axis of a weight.
+        heads: Whether the channels are to be attention heads.
+
+    Raises:
+        StopError: If the channels reach what cannot be cut: an input or output of the model, or an operator without a
+            rule.
+    """
+    choices: dict[ir.Node, int] = {}
+    stopped: StopError | None = None
+    for _ in range(_MOST_ATTEMPTS):
+        coupling = Coupling(tagged, choices, heads=heads)
+        try:
+            coupling.follow(seed)
+        except StopError as error:
+            stopped = stopped or error
+        else:
+            return coupling
+        made = list(coupling.alternatives)
+        while made and choices.get(made[-1], 0) + 1 >= coupling.alternatives[made[-1]]:
+            made.pop()
+        if not made:
+            break
+        choices = {node: choices.get(node, 0) for node in made}
+        choices[made[-1]] += 1
+    raise stopped or StopError("its channels can be split in too many ways")

@@ -1,0 +1,221 @@
+"""Axes of tensors made shorter: weights, and the sizes that a graph holds as constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes
+from htp_export.capabilities.prune.coupling import slice_start
+from htp_export.capabilities.prune.weights import changed_when_written
+from htp_export.editing.editing import add_constant
+from htp_export.errors import InputError
+from htp_export.model.module_facts import stored_tensor
+from htp_export.model.tagged import TaggedModel
+from htp_export.runtime.arrays import Array
+from htp_export.shapes.known import Shape
+from htp_export.shapes.sizes import Dim, divide
+from htp_export.shapes.symbolic import Symbolic
+
+__all__ = ["cut_axes"]
+
+_SIZES = {"Reshape": 1, "Expand": 1, "Resize": 3, "ConstantOfShape": 0}
+"""Operator → place of the input that holds the shape of the result."""
+
+
+def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
+    """Leave only some indices of axes, in place.
+
+    Args:
+        tagged: The model.
+        kept: Axis → whether each index stays; of all tensors that have the channels, see ``coupling``.
+
+    Raises:
+        InputError: If a node would not get the sizes that it has to have; the model is not usable then.
+    """
+    shapes = tagged.inferred
+    graph = tagged.model.graph
+    before = {value: shapes.shape(value) for value in tagged.values.values()}
+    nodes = dict.fromkeys(
+        node
+        for value, _ in kept
+        for node in (value.producer(), *(use.node for use in value.uses()))
+        if node is not None
+    )
+    for node in nodes:
+        _refit(graph, node, kept, shapes)
+    by_value: dict[ir.Value, dict[int, Array]] = {}
+    for (value, axis), stays in kept.items():
+        by_value.setdefault(value, {})[axis] = stays
+    for value, axes in by_value.items():
+        _shorten(value, axes)
+    _check(tagged, before, by_value)
+
+
+def _shorten(value: ir.Value, axes: Mapping[int, Array]) -> None:
+    """Take the other indices out of a weight, when it is written; say the new shape of any tensor."""
+    places = {axis: np.flatnonzero(stays) for axis, stays in axes.items() if not stays.all()}
+    if not places:
+        return
+    tensor = stored_tensor(value)
+    if tensor is not None:
+        shape = [len(places[axis]) if axis in places else size for axis, size in enumerate(tensor.shape.numpy())]
+
+        def taken(array: Array) -> Array:
+            for axis, indices in places.items():
+                array = np.take(array, indices, axis)
+            return array
+
+        lazy = changed_when_written(tensor, taken, shape)
+        if (producer := value.producer()) is None:
+            value.const_value = lazy
+        else:
+            attributes = [name for name in producer.attributes if name.startswith(("value", "sparse_value"))]
+            for name in attributes:
+                del producer.attributes[name]
+            producer.attributes.add(ir.AttrTensor("value", ir.Tensor(lazy.numpy(), dtype=tensor.dtype)))
+    if value.shape is not None:
+        cut = [dim if axis not in places else len(places[axis]) if isinstance(dim, int) else None
+               for axis, dim in enumerate(value.shape)]  # fmt: skip
+        value.shape = ir.Shape(cut)
+
+
+def _refit(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
+    """Change the sizes that a node has as constants."""
+    if node.domain:
+        return
+    if node.op_type in _SIZES and len(node.inputs) > _SIZES[node.op_type]:
+        _refit_sizes(graph, node, kept, shapes)
+    elif node.op_type == "Split":
+        _refit_split(graph, node, kept, shapes)
+    elif node.op_type == "Slice":
+        _refit_slice(graph, node, kept, shapes)
+    elif node.op_type in ("Conv", "ConvTranspose") and node.attributes.get_int("group", 1) > 1:
+        stays = kept.get((node.outputs[0], 1))
+        if stays is not None:
+            node.attributes.add(ir.AttrInt64("group", int(stays.sum())))
+
+
+def _refit_sizes(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
+    result, place = node.outputs[0], _SIZES[node.op_type]
+    rank = shapes.rank(result) or 0
+    given = shapes.shape(node.inputs[place])
+    length = given[0] if given and isinstance(given[0], int) else rank
+    for axis in range(rank):
+        stays = kept.get((result, axis))
+        if stays is not None and not stays.all():
+            _set_size(graph, node, place, axis - (rank - length), len(stays), int(stays.sum()), shapes)
+
+
+def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, new: int, shapes: Symbolic) -> None:
+    """Replace a number in a vector of sizes, where it is a constant; computed ones follow the tensors."""
+    value = node.inputs[place]
+    if value is None or index < 0:
+        return
+    numbers = shapes.constant(value)
+    if numbers is not None:
+        if len(numbers) > index and numbers[index] == old:
+            array = np.array([*numbers[:index], new, *numbers[index + 1 :]], np.int64)
+            _give(graph, node, place, array, f"{value.name}_cut")
+        return
+    producer = value.producer()
+    if producer is None or producer.op_type != "Concat" or producer.domain:
+        return
+    if len(value.uses()) > 1 or value.is_graph_output():  # other nodes need the old size
+        copy = ir.node("Concat", producer.inputs, producer.attributes, metadata_props=dict(producer.metadata_props))
+        copy.name, copy.outputs[0].name = f"{producer.name}_{node.name}", f"{value.name}_{node.name}"
+        copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
+        graph.insert_before(node, copy)
+        node.replace_input_with(place, copy.outputs[0])
+        producer = copy
+    start = 0
+    for at, part in enumerate(producer.inputs):
+        shape = shapes.shape(part)
+        if not shape or not isinstance(shape[0], int):
+            return
+        if start <= index < start + shape[0]:
+            _set_size(graph, producer, at, index - start, old, new, shapes)
+            return
+        start += shape[0]
+
+
+def _give(graph: ir.Graph, node: ir.Node, place: int, array: Array, name: str) -> None:
+    """Let a node read another constant; the one before goes if no other node reads it."""
+    before = node.inputs[place]
+    node.replace_input_with(place, add_constant(graph, array, name))
+    if before is None or before.uses() or before.is_graph_output() or before.is_graph_input():
+        return
+    producer = before.producer()
+    if producer is not None and producer.op_type == "Constant":
+        graph.remove(producer, safe=True)
+    elif producer is None and before.graph is graph:
+        del graph.initializers[str(before.name)]
+
+
+def _refit_split(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
+    [axis] = changed_axes(node, shapes) or [0]
+    if (node.inputs[0], axis) not in kept:
+        return
+    sizes = []
+    for value in node.outputs:
+        stays = kept.get((value, axis))
+        shape = shapes.shape(value)
+        sizes.append(int(stays.sum()) if stays is not None else shape[axis] if shape else 0)
+    node.attributes.pop("num_outputs", None)
+    if "split" in node.attributes:
+        node.attributes.add(ir.AttrInt64s("split", [int(size) for size in sizes]))  # type: ignore[arg-type]
+        return
+    if len(node.inputs) < 2:
+        node.resize_inputs(2)
+    _give(graph, node, 1, np.array(sizes, np.int64), f"{node.name}_split_cut")
+
+
+def _refit_slice(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
+    changed = changed_axes(node, shapes) or []
+    for place, axis in enumerate(changed):
+        stays, shape = kept.get((node.inputs[0], axis)), shapes.shape(node.outputs[0])  # type: ignore[arg-type]
+        if stays is None or shape is None or not isinstance(shape[axis], int):
+            continue
+        start = slice_start(node, axis, shapes, len(stays)) or 0
+        bounds = (int(stays[:start].sum()), int(stays[: start + shape[axis]].sum()))
+        for name, at, bound in (("starts", 1, bounds[0]), ("ends", 2, bounds[1])):
+            numbers = node.attributes.get_ints(name)
+            if numbers is not None:
+                node.attributes.add(ir.AttrInt64s(name, [*numbers[:place], bound, *numbers[place + 1 :]]))
+                continue
+            listed = list(shapes.constant(node.inputs[at]) or [])
+            listed[place] = bound
+            given = node.inputs[at]
+            dtype = shapes.dtype(given) or ir.DataType.INT64
+            _give(graph, node, at, np.array(listed, dtype.numpy()), f"{node.name}_{name}_cut")
+
+
+def _check(
+    tagged: TaggedModel, before: Mapping[ir.Value, Shape | None], cut: Mapping[ir.Value, Mapping[int, Array]]
+) -> None:
+    """Refuse a graph in which a tensor has another shape than it should have."""
+    after = Symbolic(tagged.model.graph, functions=tagged.model.functions)
+    for value, shape in before.items():
+        if shape is None or value.graph is None:
+            continue
+        wanted = list(shape)
+        for axis, stays in cut.get(value, {}).items():
+            wanted[axis] = divide(wanted[axis], len(stays)) * int(stays.sum())  # some indices, or some of each period
+        found = after.shape(value)
+        fits = found is not None and len(found) == len(wanted) and (0 not in wanted or 0 in shape)
+        fits = fits and all(
+            one == other or not (isinstance(one, int) and isinstance(other, int))
+            for one, other in zip(found or (), wanted, strict=True)
+        )
+        if not fits:
+            node = value.producer()
+            what = f"{node.op_type} {node.name!r}" if node is not None else f"tensor {value.name!r}"
+            owners = ", ".join(map(repr, tagged.owners_of(node))) if node is not None else ""
+            where = f" of {owners}" if owners else ""
+            raise InputError(f"channels cannot be cut: {what}{where} does not get the shape {_shown(wanted)}")
+
+
+def _shown(dims: list[Dim]) -> str:
+    return f"[{', '.join(map(str, dims))}]"

@@ -1,0 +1,186 @@
+"""Matrices of linear layers as products of two smaller ones, by their largest singular values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.prune.parameter_shapes import Shape, change_parameters
+from htp_export.capabilities.prune.sparsities import Sparsity
+from htp_export.capabilities.prune.weights import Use, Weight
+from htp_export.editing.editing import add_initializer, remove_unused
+from htp_export.editing.submodels import Names
+from htp_export.model.tagged import TaggedModel
+from htp_export.process.progress import counted
+from htp_export.runtime.arrays import Array
+from htp_export.shapes.operator_kinds import operator_of
+
+__all__ = ["Factors", "factorise", "factors_of", "why_not"]
+
+_PRODUCTS = ("MatMul", "Gemm")
+_FLAGS = ("transA", "transB")
+_PASSED_ON = ("Transpose", "Cast", "Identity")
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The two matrices that a weight was replaced by.
+
+    Attributes:
+        rank: The size that they have in common.
+        values: The initializers: the one that the input is multiplied with, and the one that gives the result.
+    """
+
+    rank: int
+    values: tuple[ir.Value, ...]
+
+
+def factors_of(matrix: Array, rank: int) -> tuple[Array, Array]:
+    """The two matrices of a rank whose product is nearest to a matrix (Eckart and Young, 1936).
+
+    The singular values are divided evenly between both, so that both can be quantized equally well.
+
+    Args:
+        matrix: Of the shape (m, n).
+        rank: At most the smaller one of m and n.
+
+    Returns:
+        Matrices of the shapes (m, rank) and (rank, n), of the type of the matrix.
+
+    Examples:
+        >>> first, second = factors_of(np.outer([1.0, 2.0, 3.0], [4.0, 5.0]), 1)
+        >>> first.shape, second.shape, (first @ second).round(6).tolist()
+        ((3, 1), (1, 2), [[4.0, 5.0], [8.0, 10.0], [12.0, 15.0]])
+    """
+    left, singular, right = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
+    roots = np.sqrt(singular[:rank])
+    return (left[:, :rank] * roots).astype(matrix.dtype), (roots[:, None] * right[:rank]).astype(matrix.dtype)
+
+
+def factorise(
+    tagged: TaggedModel, values: Mapping[Weight, Sparsity]
+) -> tuple[dict[Weight, Factors], dict[Weight, str]]:
+    """Replace weights by products of two smaller matrices, in place.
+
+    Each product with such a weight becomes two, both with the tags that it had; a bias stays at the second one.
+
+    Args:
+        tagged: The model.
+        values: Weight → its rank.
+
+    Returns:
+        The weights that were replaced, and why the others were not.
+    """
+    reasons = {weight: reason for weight, value in values.items() if (reason := why_not(tagged, weight, value))}
+    names = Names(tagged.model)
+    found, parameters = {}, []
+    for weight, value in counted([item for item in values.items() if item[0] not in reasons], "weights"):
+        owners, shape, rank = weight.owners(tagged), weight.shape, _rank(weight.shape, value)
+        found[weight] = _replace(tagged, weight, rank, names)
+        shapes = [tuple(rank if axis == at else size for axis, size in enumerate(shape)) for at in _inner_axes(weight)]
+        parameters.append((weight.name, shape, owners, dict(zip(("_a", "_b"), shapes, strict=True))))
+    if found:
+        change_parameters(tagged, parameters)
+        remove_unused(tagged.model)
+    return found, reasons
+
+
+def _inner_axes(weight: Weight) -> tuple[int, int]:
+    """The axes of a weight that have the size of the rank in its first factor, and in its second one."""
+    return weight.uses[0].channels, weight.reduced
+
+
+def _rank(shape: Shape, value: Sparsity) -> int:
+    return value.kept or max(1, round(value.amount * min(shape)))
+
+
+def why_not(tagged: TaggedModel, weight: Weight, value: Sparsity) -> str:
+    """Why a weight cannot be replaced by a product of matrices of a rank; nothing if it can."""
+    if len(weight.shape) != 2 or any(operator_of(use.node) not in _PRODUCTS for use in weight.uses):
+        listed = ", ".join(dict.fromkeys(use.node.op_type for use in weight.uses))
+        return f"{listed} does not multiply with a matrix"
+    products = {use.node for use in weight.uses}
+    same = {(use.value, use.reduced) for use in weight.uses} == {(weight.value, weight.reduced)}
+    if weight.copies or not same or not products.issuperset(_readers(weight.value)):
+        return "it is also read in other ways"
+    rank = _rank(weight.shape, value)
+    bits = sum(_dtype(tagged, use).bitwidth for use in _layouts(weight).values())
+    size = bits // 8 * rank * sum(weight.shape)
+    if size >= weight.tensor.nbytes:
+        return f"rank {rank} of a matrix of {weight.shape[0]} by {weight.shape[1]} saves no bytes"
+    return ""
+
+
+def _readers(value: ir.Value) -> Iterator[ir.Node | None]:
+    """The nodes that read a value, directly or in another layout or type; None for an output of the model."""
+    if value.is_graph_output():
+        yield None
+    for node, _ in value.uses():
+        if node.op_type in _PASSED_ON and not node.domain:
+            yield from _readers(node.outputs[0])
+        else:
+            yield node
+
+
+def _is_turned(use: Use) -> bool:
+    """Whether a product reads (channels, summed) instead of (summed, channels)."""
+    return bool(use.node.attributes.get_int(_FLAGS[use.place], 0)) == (use.place == 1)
+
+
+def _layouts(weight: Weight) -> dict[bool, Use]:
+    """A use for each layout in which products read a weight."""
+    return {_is_turned(use): use for use in reversed(weight.uses)}
+
+
+def _dtype(tagged: TaggedModel, use: Use) -> ir.DataType:
+    value = use.node.inputs[use.place]
+    assert value is not None
+    assert use.value.const_value is not None
+    return tagged.inferred.dtype(value) or use.value.const_value.dtype
+
+
+def _replace(tagged: TaggedModel, weight: Weight, rank: int, names: Names) -> Factors:
+    """Put two products in the place of each product with a weight."""
+    matrix = np.moveaxis(weight.tensor.numpy(), (weight.reduced, weight.uses[0].channels), (0, 1))
+    factors = factors_of(matrix, rank)
+    written = {}
+    for turned, use in _layouts(weight).items():
+        dtype = _dtype(tagged, use)
+        arrays = [(factor.T if turned else factor).astype(dtype.numpy()) for factor in factors]
+        written[turned] = [
+            add_initializer(
+                tagged.model.graph,
+                ir.Tensor(np.ascontiguousarray(array), dtype=dtype),
+                names.tensors.unused(f"{weight.name}{suffix}"),
+            )
+            for array, suffix in zip(arrays, ("_a", "_b"), strict=True)
+        ]
+    for use in weight.uses:
+        first, second = written[_is_turned(use)]
+        _split(tagged, use, first, second, rank, names)
+    return Factors(rank, tuple(value for pair in written.values() for value in pair))
+
+
+def _split(tagged: TaggedModel, use: Use, first: ir.Value, second: ir.Value, rank: int, names: Names) -> None:
+    """Put a product with the first factor before a product, which then multiplies with the second one."""
+    node, other = use.node, 1 - use.place
+    flags = {name: flag for name in _FLAGS if (flag := node.attributes.get_int(name, 0))}
+    inputs = [first, node.inputs[other]] if use.place == 0 else [node.inputs[other], first]
+    before = ir.node(node.op_type, inputs, flags, metadata_props=dict(node.metadata_props))
+    before.name = names.nodes.unused(f"{node.name}_a")
+    [result] = before.outputs
+    result.name = names.tensors.unused(f"{node.outputs[0].name}_a")
+    result.type = node.outputs[0].type
+    shape = node.outputs[0].shape
+    if shape is not None:
+        sizes = list(shape)
+        sizes[-1 if use.place == 1 or len(sizes) == 1 else -2] = rank
+        result.shape = ir.Shape(sizes)
+    assert isinstance(node.graph, ir.Graph)
+    node.graph.insert_before(node, before)
+    node.replace_input_with(use.place, second)
+    node.replace_input_with(other, result)
+    node.attributes.pop(_FLAGS[other], None)

@@ -1,0 +1,54 @@
+"""``htp-export prune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from htp_export.command.file_options import FileArgument, JsonOption, OutputOption, seed_option
+from htp_export.command.idle_options import Idle
+from htp_export.command.outputs import report
+from htp_export.command.plan_options import read_rules
+from htp_export.command.terminal import Steps
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+EXAMPLE = 'bert.onnx --rule "encoder.**=0.5" --rule "encoder.layer.*.output=2:4" -o sparse.onnx'
+PLACE = 144
+IDLE = (Idle(("seed",), lambda given: given["method"] != "random", "it is for --method random"),)
+
+
+def prune_command(
+    file: FileArgument,
+    plan: Annotated[Path | None, typer.Argument(help="A plan, .yaml or .json.", show_default=False)] = None,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SELECTOR=VALUE",
+            help="A rule after those of the plan: 0.5, 2:4, channels:0.25, heads:0.5, rank:25% or drop; repeatable.",
+        ),
+    ] = None,
+    *,
+    output: OutputOption,
+    method: Annotated[str, typer.Option(help="l1: the smallest values go; random.")] = "l1",
+    scope: Annotated[str, typer.Option(help="local: the share of each weight; global: of all together.")] = "local",
+    seed: Annotated[int, seed_option("For --method random.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove the least important weights of modules."""
+    from htp_export.capabilities.prune.pruning import prune
+
+    rules = read_rules(plan, rule)
+    with Steps(quiet=as_json).step(f"pruning {file.name}"):
+        result = prune(
+            file,
+            rules,
+            output,
+            method=cast("Literal['l1', 'random']", method),
+            scope=cast("Literal['local', 'global']", scope),
+            seed=seed,
+        )
+    report(result, as_json, output=output)

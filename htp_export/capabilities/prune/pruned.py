@@ -1,0 +1,207 @@
+"""The result of ``prune``: precision, sparsity and bytes by module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.format import tags
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.module_facts import ModuleFacts
+from htp_export.model.tagged import HoldsModel
+from htp_export.results.columns import CLASS_NAME, Column, chosen, percent, record, si
+from htp_export.results.compressed import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule
+from htp_export.results.tables import ModuleTable
+from htp_export.results.tag_facts import TagFacts
+
+__all__ = ["PRUNED_COLUMNS", "Counted", "Pruned", "PrunedModule", "pruned_modules"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrunedModule(CompressedModule):
+    """One module with all below it: how much of its weights is zero or gone.
+
+    Attributes:
+        weights_before: Elements of its weights before: initializers that its products multiply with, and tables.
+        weights_after: Elements after; fewer if channels, heads or blocks were cut out.
+        zeros_before: Of ``weights_before``, those that were zero.
+        zeros_after: Of ``weights_after``, those that are zero.
+    """
+
+    weights_before: int = 0
+    weights_after: int = 0
+    zeros_before: int = 0
+    zeros_after: int = 0
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the elements before that are zero or gone now."""
+        if not self.weights_before:
+            return 0.0
+        return (self.weights_before - self.weights_after + self.zeros_after) / self.weights_before
+
+    @property
+    def sparsity_before(self) -> float:
+        """Share of the elements that were zero before."""
+        return self.zeros_before / self.weights_before if self.weights_before else 0.0
+
+
+PRUNED_COLUMNS: tuple[Column[Any], ...] = (
+    CLASS_NAME,
+    PRECISION,
+    SPARSITY,
+    Column("sparsity_before", "sparsity before", unit="%", keep=3),
+    Column("weights_before", "weights before", keep=4),
+    Column("weights_after", "weights after", keep=5),
+    Column("zeros_before", "zeros before"),
+    Column("zeros_after", "zeros", keep=6),
+    *BYTES_COLUMNS,
+)
+"""What is known of each module."""
+
+_DRAWN = ("class_name", "sparsity", "weights_before", "weights_after", "zeros_after", "bytes_before", "bytes_after")
+
+
+@dataclass(frozen=True)
+class Pruned(HoldsModel, ModuleTable):
+    """The result of `htp_export.prune`.
+
+    Attributes:
+        modules: Module path → how much of its weights is zero or gone. A weight that several modules read counts in
+            each of them, and once in every module above them.
+        plan: Module path → what the plan says of it, as text, for the modules that a rule names.
+        removed: The residual blocks that were removed.
+        cut: Weight → its shape before and after, for weights that became smaller.
+        ranks: Weight → its rank, for weights that became products of two matrices.
+        whole: Weight → why it stays as it is, for those that the plan gives a rank.
+        short: Weight → what stays of its channels or heads, where the share of the plan cannot be reached.
+        model: The pruned model.
+    """
+
+    columns = PRUNED_COLUMNS
+
+    modules: Mapping[str, PrunedModule]
+    plan: Mapping[str, str]
+    removed: tuple[str, ...] = ()
+    cut: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+    short: Mapping[str, str] = field(default_factory=dict)
+    model: ir.Model = field(repr=False, kw_only=True)
+
+    @cached_property
+    def tags(self) -> TagFacts:
+        """What the pruned model knows about its module tags."""
+        return self.tagged.tag_facts
+
+    @property
+    def drawn(self) -> Sequence[Column[Any]]:
+        """The columns of the table as text."""
+        return chosen(self.columns, _DRAWN)
+
+    @property
+    def listed(self) -> Sequence[PrunedModule]:
+        """The modules that have weights."""
+        return [module for module in self.modules.values() if module.weights_before or not module.path]
+
+    @property
+    def summary(self) -> str:
+        """The sparsity of the whole, and its bytes."""
+        root = self.modules[""]
+        size = f"{si(root.bytes_before, 'B')} of weights before, {si(root.bytes_after, 'B')} after"
+        return f"{percent(root.sparsity)} of {root.weights_before:,} weights are zero or removed; {size}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Further facts, a line each."""
+        root = self.modules[""]
+        notes = [f"removed: {', '.join(self.removed)}"] if self.removed else []
+        if self.cut:
+            notes.append(f"{len(self.cut)} weights are smaller, such as {_changed(*next(iter(self.cut.items())))}")
+        notes += [f"{name}: {what}" for name, what in self.short.items()]
+        if self.ranks:
+            name, rank = next(iter(self.ranks.items()))
+            notes.append(f"{len(self.ranks)} weights are products of two matrices, such as {name}, of rank {rank}")
+        if self.whole:
+            name, reason = next(iter(self.whole.items()))
+            notes.append(f"{len(self.whole)} weights keep their rank, such as {name}: {reason}")
+        if root.zeros_after > root.zeros_before:
+            notes.append("zeros take as many bytes as other numbers: files and ONNX Runtime keep weights dense")
+        return tuple(notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON; without the model."""
+        return {
+            "modules": {path: record(self.columns, module) for path, module in self.modules.items()},
+            "plan": dict(self.plan),
+            "removed": list(self.removed),
+            "cut": {name: [list(before), list(after)] for name, (before, after) in self.cut.items()},
+            "ranks": dict(self.ranks),
+            "whole": dict(self.whole),
+            "notes": list(self.notes),
+            "tags": self.tags.to_dict(),
+        }
+
+
+def _changed(name: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    before, after = ("×".join(map(str, shape)) for shape in shapes)  # noqa: RUF001 - "times"
+    return f"{name}: {before} before, {after} after"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One weight, counted.
+
+    Attributes:
+        owners: The modules whose nodes read it.
+        before: Elements and zeros before.
+        after: Elements and zeros after.
+    """
+
+    owners: tuple[str, ...]
+    before: tuple[int, int]
+    after: tuple[int, int]
+
+
+def pruned_modules(
+    modules: Iterable[ModuleFacts], counted: Iterable[Counted], bytes_before: Mapping[str, int]
+) -> dict[str, PrunedModule]:
+    """Module path → its row; each weight once in every module.
+
+    Args:
+        modules: What stands in the modules after pruning.
+        counted: The weights.
+        bytes_before: Module path → size of its weights before.
+
+    Examples:
+        >>> weight = Counted(("a.q", "a.k"), (8, 0), (8, 4))
+        >>> rows = pruned_modules([ModuleFacts(path, "") for path in ("", "a", "a.q")], [weight], {})
+        >>> [(path, row.weights_before, row.sparsity) for path, row in rows.items()]
+        [('', 8, 0.5), ('a', 8, 0.5), ('a.q', 8, 0.5)]
+    """
+    from htp_export.capabilities.quantize.precisions import weight_precision
+
+    sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for weight in counted:
+        numbers = (*weight.before, *weight.after)
+        for path in dict.fromkeys(up for owner in weight.owners for up in tags.ancestors(owner)):
+            sums[path] = [total + number for total, number in zip(sums[path], numbers, strict=True)]
+    rows = {}
+    for module in modules:
+        before, zeros_before, after, zeros_after = sums[module.path]
+        rows[module.path] = PrunedModule(
+            **{each.name: getattr(module, each.name) for each in fields(ModuleInfo)},
+            precision=weight_precision(module.weight_bytes_by_dtype) if module.weight_bytes_by_dtype else None,
+            weights_before=before,
+            weights_after=after,
+            zeros_before=zeros_before,
+            zeros_after=zeros_after,
+            bytes_before=bytes_before.get(module.path, 0),
+            bytes_after=module.weight_bytes,
+        )
+    return rows

@@ -1,0 +1,251 @@
+"""prune(): weights of modules become sparse or smaller."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.prune.low_rank import Factors, factorise
+from htp_export.capabilities.prune.masks import Mask, Scores, element_masks, group_mask
+from htp_export.capabilities.prune.pruned import Counted, Pruned, pruned_modules
+from htp_export.capabilities.prune.residual_blocks import remove_blocks
+from htp_export.capabilities.prune.sparsities import Sparsity, sparsities_of
+from htp_export.capabilities.prune.structured import cut_channels
+from htp_export.capabilities.prune.weights import Weight, changed_when_written, weights_of
+from htp_export.editing.flattening import read_flat
+from htp_export.errors import InputError
+from htp_export.files.model_files import has_external_data, write_model
+from htp_export.files.targets import check_target
+from htp_export.format import tags
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import ModuleFacts, contents_of
+from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.plans.rules import Assigned, assigned
+from htp_export.process.bounds import MOST_SEED, check_whole
+from htp_export.process.progress import counted
+from htp_export.runtime.arrays import nan_in
+
+__all__ = ["prune", "value_of"]
+
+V = TypeVar("V")
+_METHODS = ("l1", "random")
+_SCOPES = ("local", "global")
+
+
+@names_model_faults("model")
+def prune(
+    model: ModelSource,
+    plan: Mapping[str, Any],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    method: Literal["l1", "random"] = "l1",
+    scope: Literal["local", "global"] = "local",
+    seed: int = 0,
+) -> Pruned:
+    """Remove the least important weights of modules.
+
+    A plan has selectors of modules and what is removed in their regions; rules hold as in every plan, see `quantize`:
+
+    ==================  ===============================================================================
+    ``0.5``             half of the elements of each weight become zero
+    ``"2:4"``           in each group of 4 neighbours, all but 2 become zero
+    ``"channels:0.25"``  a quarter of the output channels of each weight is cut out
+    ``"heads:0.5"``      half of the attention heads are cut out
+    ``"rank:25%"``       each matrix becomes the product of two that have a quarter of its rank; ``"rank:16"``: rank 16
+    ``"drop"``          the module, a residual block, is removed
+    ==================  ===============================================================================
+
+    What has the same channels is cut, too: weights and biases of other modules, and sizes in the graph.
+
+    Weights are the initializers that products multiply with, and tables that are looked up; no biases, and no factors
+    of normalisations. A weight that several modules read, such as a tied embedding, is pruned once.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        plan: Selector → what is removed, in order.
+        output: The file to write.
+        method: ``"l1"``: what has the smallest absolute values, for channels and heads on average; ``"random"``.
+        scope: ``"local"``: the share is removed from each weight; ``"global"``: from all weights with the same value
+            in the plan together. n:m patterns are always local.
+        seed: For ``"random"``: the same seed removes the same elements.
+
+    Returns:
+        The model, and sparsity and bytes by module.
+
+    Raises:
+        SelectorError: A selector cannot be read or matches no module.
+        InputError: A value of the plan cannot be used, a rule names modules without weights, or channels cannot be cut;
+            the message has the node that stops it.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written; existing files are unchanged.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+        >>> exported = htp_export.export(net, (torch.randn(2, 8),), verbose=False)
+        >>> result = htp_export.prune(exported, {"**": 0.5, "2": "2:4"})
+        >>> [(path, module.zeros_after) for path, module in result.modules.items()]
+        [('', 40), ('0', 32), ('1', 0), ('2', 8)]
+    """
+    check_target(output)
+    check_whole("seed", seed, 0, MOST_SEED)
+    if method not in _METHODS:
+        raise InputError(f"method {method!r}: there are {' and '.join(map(repr, _METHODS))}")
+    if scope not in _SCOPES:
+        raise InputError(f"scope {scope!r}: there are {' and '.join(map(repr, _SCOPES))}")
+    rules = sparsities_of(plan)
+    read = read_flat(model, others=False)
+    tagged = read if isinstance(model, str | os.PathLike) else read.clone()
+    external = has_external_data(tagged.model)
+    scores = Scores(None if method == "l1" else seed)
+    dropped = {path for selector, value in rules.items() if value.kind == "blocks" for path in tagged.select(selector)}
+    result = _pruned(tagged, assigned(tagged, rules), dropped, scores, together=scope == "global")
+    if output is not None:
+        write_model(result.model, output, True if external else None)
+    return result
+
+
+def _pruned(
+    tagged: TaggedModel, wanted: Assigned[Sparsity], dropped: Set[str], scores: Scores, *, together: bool
+) -> Pruned:
+    """Prune a model in place; of the modules that are removed, those that rules name are given."""
+    bytes_before = {path: facts.weight_bytes for path, facts in _facts(tagged).items()}
+    weights = weights_of(tagged)
+    values = {weight: value for weight in weights if (value := value_of(weight, tagged, wanted)) is not None}
+    _refuse_empty_rules(tagged, weights, wanted)
+    owners = {weight: weight.owners(tagged) or ("",) for weight in weights}
+    for weight, value in values.items():
+        if value.kind != "blocks" and nan_in({weight.name: weight.tensor.numpy()}):
+            raise InputError(f"weight {weight.name!r} of module {owners[weight][0]!r} has NaN, which has no size")
+    before = {weight: _counts(weight) for weight in counted(weights, "weights")}
+    removed = _outermost_blocks(wanted, dropped)
+    if removed:
+        tagged = remove_blocks(tagged, removed)
+    left = {weight for weight in weights if tagged.model.graph.initializers.get(weight.name) is weight.value}
+    structured = {weight: value for weight, value in values.items() if value.kind in ("channels", "heads")}
+    structured = {weight: value for weight, value in structured.items() if weight in left}
+    cut, short = cut_channels(tagged, structured, scores, together=together) if structured else ({}, {})
+    elementwise = {weight: value for weight, value in values.items() if value.is_elementwise and weight in left}
+    masks = _masks(elementwise, scores, together=together)
+    for weight, mask in masks.items():
+        _apply(weight, mask)
+    matrices = {weight: value for weight, value in values.items() if value.kind == "rank" and weight in left}
+    factors, whole = factorise(load(tagged.model) if cut else tagged, matrices) if matrices else ({}, {})
+    _refuse_full_ranks(wanted, owners, factors, whole)
+    counts = [
+        Counted(
+            owners[weight], before[weight], _counts_after(weight, factors.get(weight)) if weight in left else (0, 0)
+        )
+        for weight in counted(weights, "weights")
+    ]
+    rows = pruned_modules(_facts(load(tagged.model)).values(), counts, bytes_before)
+    said = {path: str(value) for path, value in wanted.modules.items()}
+    ranks = {weight.name: found.rank for weight, found in factors.items()}
+    kept = {weight.name: reason for weight, reason in whole.items()}
+    return Pruned(rows, said, removed, cut, ranks, kept, short, model=tagged.model)
+
+
+def _outermost_blocks(wanted: Assigned[Sparsity], named: Set[str]) -> tuple[str, ...]:
+    """The modules that the plan removes, without those inside them."""
+    blocks = [path for path, value in wanted.modules.items() if value.kind == "blocks" and path in named]
+    return tuple(path for path in blocks if not any(up != path and up in blocks for up in tags.ancestors(path)))
+
+
+def _counts(weight: Weight) -> tuple[int, int]:
+    """Elements of a weight, and how many of them are zero."""
+    return _elements(weight.tensor)
+
+
+def _counts_after(weight: Weight, factors: Factors | None) -> tuple[int, int]:
+    """The same of what a weight is now: its own elements, or those of two matrices."""
+    if factors is None:
+        return _counts(weight)
+    counts = [_elements(value.const_value) for value in factors.values if value.const_value is not None]
+    return sum(size for size, _ in counts), sum(zeros for _, zeros in counts)
+
+
+def _elements(tensor: ir.TensorProtocol) -> tuple[int, int]:
+    array = tensor.numpy()
+    return array.size, array.size - int(np.count_nonzero(array))
+
+
+def _facts(tagged: TaggedModel) -> dict[str, ModuleFacts]:
+    return {path: module.facts for path, module in contents_of(tagged).modules.items()}
+
+
+def value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[V]) -> V | None:
+    """What the plan says of a weight; None if no rule names a module that reads it.
+
+    Raises:
+        InputError: If rules say different things of modules that share it.
+    """
+    disputed = next((use.node for use in weight.uses if use.node in wanted.disputed), None)
+    if disputed is not None:
+        raise InputError(
+            f"weight {weight.name!r} does the work of several modules ({_owners(tagged, disputed)}), "
+            "and the plan does not say the same of all of them"
+        )
+    values = {use.node: wanted.nodes[use.node] for use in weight.uses if use.node in wanted.nodes}
+    if len(set(values.values())) > 1:
+        listed = ", ".join(f"{_owners(tagged, node)}: {value}" for node, value in values.items())
+        raise InputError(f"weight {weight.name!r} is shared by modules with different values in the plan ({listed})")
+    return next(iter(values.values()), None)
+
+
+def _owners(tagged: TaggedModel, node: ir.Node) -> str:
+    return ", ".join(repr(path) for path in tagged.owners_of(node)) or "no module"
+
+
+def _refuse_empty_rules(tagged: TaggedModel, weights: Sequence[Weight], wanted: Assigned[Sparsity]) -> None:
+    owners = {path for weight in weights for path in weight.owners(tagged)}
+    removed = {path for path, value in wanted.modules.items() if value.kind == "blocks"}
+    for selector, paths in wanted.named.items():
+        if not owners.intersection(paths) and not removed.intersection(paths):
+            raise InputError(f"rule {selector!r}: the modules that it names have no weights that can be pruned")
+
+
+def _refuse_full_ranks(
+    wanted: Assigned[Sparsity],
+    owners: Mapping[Weight, Sequence[str]],
+    factors: Mapping[Weight, Factors],
+    whole: Mapping[Weight, str],
+) -> None:
+    """Refuse a rule for ranks that replaces no weight."""
+    for selector, paths in wanted.named.items():
+        named = {weight for weight in (*factors, *whole) if not set(paths).isdisjoint(owners[weight])}
+        if named and named.isdisjoint(factors):
+            weight = next(weight for weight in whole if weight in named)
+            raise InputError(f"rule {selector!r}: weight {weight.name!r} keeps its rank: {whole[weight]}")
+
+
+def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> dict[Weight, Mask]:
+    """What sets the elements of each weight to zero."""
+    masks: dict[Weight, Mask] = {}
+    alike: dict[Sparsity, list[Weight]] = {}
+    for weight, value in values.items():
+        if value.kind == "n:m":
+            masks[weight] = group_mask(weight, value.kept, value.group, scores)
+        else:
+            alike.setdefault(value, []).append(weight)
+    for value, weights in alike.items():
+        for chosen in [weights] if together else [[weight] for weight in weights]:
+            masks.update(zip(chosen, element_masks(chosen, value.amount, scores), strict=True))
+    return masks
+
+
+def _apply(weight: Weight, mask: Mask) -> None:
+    """Let a weight and its copies have the numbers that a mask leaves; they are computed when they are written."""
+    tensor = weight.tensor
+    weight.value.const_value = changed_when_written(tensor, mask)
+    for copy in weight.copies:
+        copy.value.const_value = (
+            changed_when_written(tensor, lambda array: mask(array).T, weight.shape[::-1])
+            if copy.transposed
+            else changed_when_written(tensor, mask)
+        )

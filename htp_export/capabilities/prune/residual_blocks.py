@@ -1,0 +1,144 @@
+"""Residual blocks that are removed: their input takes the place of their output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from htp_export.editing.editing import remove_unused
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.format.hierarchy import Fate
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.reasons import Reason
+from htp_export.format.signatures import Signature
+from htp_export.model.tagged import TaggedModel, load
+
+__all__ = ["ends_of", "remove_blocks"]
+
+_PASSED = frozenset(
+    (
+        *("Add", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization", "BatchNormalization"),
+        *("Relu", "Identity", "Cast", "Reshape", "Transpose", "Mul"),
+    )
+)
+"""What lies between the input of a residual block and its output, beside the branches that are added."""
+
+
+def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
+    """Remove residual blocks from a model, in place.
+
+    Args:
+        tagged: The model.
+        paths: The modules, none inside another.
+
+    Returns:
+        The model, read again.
+
+    Raises:
+        InputError: If a module is no residual block, runs several times, or gives more than one tensor.
+    """
+    now: dict[ir.Value, ir.Value] = {}
+    for path in paths:
+        taken, given = ends_of(tagged, path)
+        now[given] = taken
+    graph = tagged.model.graph
+    names: dict[str, str] = {}
+    for given in now:
+        stands = now[given]
+        while stands in now:
+            stands = now[stands]
+        names[str(given.name)] = str(stands.name)
+        _replace(tagged, graph, given, stands, names)
+    remove_unused(tagged.model)
+    _describe(tagged, paths, names)
+    return load(tagged.model)
+
+
+def ends_of(tagged: TaggedModel, path: str) -> tuple[ir.Value, ir.Value]:
+    """The input of a block, and the output that it takes the place of.
+
+    Raises:
+        InputError: If the module is no residual block, runs several times, or gives more than one tensor.
+    """
+    signature = tagged.signature(path)
+    if not path or signature is None or tagged[path].calls != 1:
+        raise InputError(f"module {path or '(root)'!r} cannot be removed: it is the whole model, or runs several times")
+    results = [value for name in signature.outputs if (value := tagged.values.get(name or "")) is not None]
+    leaving = [value for value in tagged[path].outputs if value not in results[:1]]
+    if not results or leaving:
+        listed = ", ".join(repr(value.name) for value in leaving)
+        raise InputError(f"module {path!r} cannot be removed: it also gives {listed or 'no tensor of the graph'}")
+    given = results[0]
+    shape, dtype = tagged.inferred.shape(given), tagged.inferred.dtype(given)
+    around = _added(given, set(tagged[path].nodes))
+    for name in signature.inputs.values():
+        value = tagged.values.get(name or "")
+        if value is None or value is given or value not in around:
+            continue
+        if tagged.inferred.shape(value) == shape and tagged.inferred.dtype(value) == dtype:
+            return value, given
+    raise InputError(
+        f"module {path!r} is no residual block: its output {given.name!r} is not its input and what is added"
+    )
+
+
+def _added(given: ir.Value, inside: set[ir.Node]) -> set[ir.Value]:
+    """The tensors that a block adds up to its output, and those that they were made of by normalisations."""
+    found: set[ir.Value] = set()
+    waiting = [given]
+    while waiting:
+        value = waiting.pop()
+        if value in found:
+            continue
+        found.add(value)
+        node = value.producer()
+        if node is not None and node in inside and node.op_type in _PASSED and not node.domain:
+            inputs = node.inputs if node.op_type in ("Add", "Mul") else node.inputs[:1]
+            waiting += [each for each in inputs if each is not None]
+    return found
+
+
+def _replace(tagged: TaggedModel, graph: ir.Graph, given: ir.Value, stands: ir.Value, names: dict[str, str]) -> None:
+    if given.is_graph_output():
+        called = tagged.hierarchy.called
+        metadata = tags.node_tags(("",), Reason.INSERTED, called)
+        copy = ir.node("Identity", [stands], metadata_props=metadata, name=f"{given.name}_removed")
+        copy.outputs[0].type, copy.outputs[0].shape = given.type, given.shape
+        graph.append(copy)
+        for place, value in enumerate(graph.outputs):
+            if value is given:
+                graph.outputs[place] = copy.outputs[0]
+        copy.outputs[0].name, given.name = given.name, f"{given.name}_before"
+        names[str(copy.outputs[0].name)] = str(copy.outputs[0].name)
+    given.replace_all_uses_with(stands)
+
+
+def _describe(tagged: TaggedModel, paths: Sequence[str], names: dict[str, str]) -> None:
+    """Write the fates and signatures of the modules that are gone."""
+    left = load(tagged.model)
+    fates = dict.fromkeys(paths, Fate.IDENTITY)
+    for path, module in tagged.hierarchy.items():
+        if (
+            path not in fates
+            and module.fate in (Fate.COMPUTED, Fate.FUSED)
+            and tagged[path].nodes
+            and not left[path].nodes
+        ):
+            fates[path] = Fate.DEAD
+    hierarchy = tagged.hierarchy.with_results(fates=fates)
+    there = left.values
+    signatures = {}
+    for path, calls in tagged.signatures.items():
+        if fates.get(path) == Fate.DEAD:
+            continue
+
+        def present(name: str) -> str | None:
+            name = names.get(name, name)
+            return name if name in there else None
+
+        signatures[path] = [call.renamed(present) for call in calls]
+        if path in paths:
+            signatures[path] = [Signature(call.inputs, call.outputs[:1]) for call in signatures[path]]
+    write_model_metadata(tagged.model.metadata_props, hierarchy, signatures=signatures)

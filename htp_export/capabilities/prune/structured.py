@@ -1,0 +1,186 @@
+"""Channels and attention heads that are cut out: which ones, and everything that has them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from htp_export.capabilities.prune.coupled_axes import Axis
+from htp_export.capabilities.prune.coupling import Coupling, StopError, couple
+from htp_export.capabilities.prune.cut_axes import cut_axes
+from htp_export.capabilities.prune.masks import Scores
+from htp_export.capabilities.prune.parameter_shapes import Shape, change_parameters
+from htp_export.capabilities.prune.sparsities import Sparsity
+from htp_export.capabilities.prune.weights import Weight
+from htp_export.errors import InputError
+from htp_export.model.tagged import TaggedModel
+from htp_export.process.progress import counted
+from htp_export.runtime.arrays import Array
+
+__all__ = ["coupling_of", "cut_channels"]
+
+Shapes = dict[str, tuple[Shape, Shape]]
+
+
+@dataclass(frozen=True)
+class _Cuttable:
+    """Channels that are chosen among: those of weights that are coupled.
+
+    Attributes:
+        weight: The weight from which they were found.
+        coupling: Everything that has these channels.
+        value: What the plan says.
+        groups: The labels of the groups that can be cut.
+        scores: Label → mean score of the elements that compute its channels.
+    """
+
+    weight: str
+    coupling: Coupling
+    value: Sparsity
+    groups: Sequence[int]
+    scores: Mapping[int, float]
+
+
+def cut_channels(
+    tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool
+) -> tuple[Shapes, dict[str, str]]:
+    """Cut the least important channels and heads out of a model, in place.
+
+    Args:
+        tagged: The model.
+        values: Weight → what is cut of its channels.
+        scores: What to order by.
+        together: Whether the shares are of all channels with the same value together.
+
+    Returns:
+        Weight → its shape before and after, for all initializers that became smaller; and weight → what stays, where
+        the share cannot be reached.
+
+    Raises:
+        InputError: If channels cannot be cut, or weights with the same channels have several values.
+    """
+    found: list[_Cuttable] = []
+    for weight in counted(list(values), "weights"):
+        _add(tagged, weight, values, scores, found)
+    for value in dict.fromkeys(values.values()):
+        if value.kind == "heads" and not any(each.value == value for each in found):
+            names = ", ".join(repr(weight.name) for weight, other in values.items() if other == value)
+            raise InputError(f"there are no attention heads to cut: no channels of {names} are split into heads")
+    kept: dict[Axis, Array] = {}
+    chosen = _chosen(found, together=together)
+    for each, gone in chosen:
+        for axis in each.coupling.labels:
+            stays = ~np.isin(each.coupling.roots(axis), list(gone))
+            kept[axis] = kept[axis] & stays if axis in kept else stays
+    kept = {axis: stays for axis, stays in kept.items() if not stays.all()}
+    weights = [value for value in tagged.model.graph.initializers.values() if any(each[0] is value for each in kept)]
+    before = {str(value.name): _shape(value.const_value) for value in weights}
+    readers = {str(value.name): _owners(tagged, value) for value in weights}
+    cut_axes(tagged, kept)
+    after = {str(value.name): _shape(value.const_value) for value in weights}
+    shapes = {name: (before[name], after[name]) for name in before}
+    change_parameters(tagged, ((name, old, readers[name], {"": new}) for name, (old, new) in shapes.items()))
+    return shapes, _short(chosen, together=together)
+
+
+def _shape(tensor: object) -> Shape:
+    return tuple(tensor.shape.numpy())  # type: ignore[attr-defined]
+
+
+def _add(
+    tagged: TaggedModel, weight: Weight, values: Mapping[Weight, Sparsity], scores: Scores, found: list[_Cuttable]
+) -> None:
+    """Find what has the channels of a weight, unless it is known from another one."""
+    value, seed = values[weight], (weight.value, weight.uses[0].channels)
+    known = next((each for each in found if seed in each.coupling.labels), None)
+    if known is not None:
+        if known.value != value and "heads" not in (known.value.kind, value.kind):
+            raise InputError(f"weight {weight.name!r}: {value} of channels of which the plan also says {known.value}")
+        return
+    coupling = coupling_of(tagged, weight, value)
+    if coupling is None:
+        return
+    alike = [other for other, each in values.items() if each == value]
+    found.append(
+        _Cuttable(weight.name, coupling, value, coupling.groups, _group_scores(coupling, alike, weight, scores))
+    )
+
+
+def coupling_of(tagged: TaggedModel, weight: Weight, value: Sparsity) -> Coupling | None:
+    """Everything that has the channels of a weight; None if heads are to be cut and they are of no heads.
+
+    Raises:
+        InputError: If its channels cannot be cut.
+    """
+    try:
+        coupling = couple(tagged, (weight.value, weight.uses[0].channels), heads=value.kind == "heads")
+    except StopError as error:
+        if value.kind == "heads":  # the layer behind the heads, such as the projection of the results
+            return None
+        owners = dict.fromkeys(path for use in weight.uses for path in tagged.owners_of(use.node))
+        where = f" of {', '.join(map(repr, owners))}" if owners else ""
+        problem = f"weight {weight.name!r}{where}: {error}; the value 0 leaves a module as it is"
+        raise InputError(problem) from None
+    return None if value.kind == "heads" and not coupling.is_joined else coupling
+
+
+def _group_scores(coupling: Coupling, weights: Iterable[Weight], seed: Weight, scores: Scores) -> dict[int, float]:
+    if scores.seed is not None:
+        random = np.random.default_rng([scores.seed, zlib.crc32(seed.name.encode())])
+        return dict(zip(coupling.groups, random.random(len(coupling.groups)).tolist(), strict=True))
+    sums = dict.fromkeys(coupling.groups, 0.0)
+    counts = dict.fromkeys(coupling.groups, 0)
+    for weight in weights:
+        axis = weight.uses[0].channels
+        if (weight.value, axis) not in coupling.labels:
+            continue
+        array = np.abs(np.moveaxis(weight.tensor.numpy(), axis, 0).astype(np.float32))
+        for root, channel in zip(coupling.roots((weight.value, axis)).tolist(), array, strict=True):
+            if root >= 0:
+                sums[root] += float(channel.sum(dtype=np.float64))
+                counts[root] += channel.size
+    return {root: sums[root] / max(counts[root], 1) for root in sums}
+
+
+def _short(chosen: Sequence[tuple[_Cuttable, set[int]]], *, together: bool) -> dict[str, str]:
+    """Weight → what stays, for those of which the plan says to cut more than can be cut."""
+    short: dict[str, str] = {}
+    for value in dict.fromkeys(each.value for each, _ in chosen):
+        alike = [(each, gone) for each, gone in chosen if each.value == value]
+        for pool in [alike] if together else [[one] for one in alike]:
+            total = sum(len(each.coupling.roots_of_all) for each, _ in pool)
+            left = total - sum(len(gone) for _, gone in pool)
+            if left > total - round(value.amount * total):
+                short[pool[0][0].weight] = f"{value} leaves {left} of {total} {value.kind}, as one of each has to stay"
+    return short
+
+
+def _chosen(found: Sequence[_Cuttable], *, together: bool) -> list[tuple[_Cuttable, set[int]]]:
+    """The groups that are cut: those with the smallest scores; at least one of each stays."""
+    pools: dict[object, list[_Cuttable]] = {}
+    for each in found:
+        pools.setdefault(each.value if together else id(each), []).append(each)
+    chosen: list[tuple[_Cuttable, set[int]]] = []
+    for pool in pools.values():
+        ordered = sorted(
+            ((each.scores[group], at, group) for at, each in enumerate(pool) for group in each.groups),
+        )
+        left = round(pool[0].value.amount * sum(len(each.coupling.roots_of_all) for each in pool))
+        gone: list[set[int]] = [set() for _ in pool]
+        for _, at, group in ordered:
+            empty = (axis <= gone[at] | {group} for axis in pool[at].coupling.axes if group in axis)
+            if left and not any(empty):
+                gone[at].add(group)
+                left -= 1
+        chosen += zip(pool, gone, strict=True)
+    return chosen
+
+
+def _owners(tagged: TaggedModel, value: object) -> list[str]:
+    uses = value.uses()  # type: ignore[attr-defined]
+    nodes = [use.node for use in uses]
+    nodes += [inner.node for node in nodes if node.op_type == "Transpose" for inner in node.outputs[0].uses()]
+    return list(dict.fromkeys(path for node in nodes for path in tagged.owners_of(node)))

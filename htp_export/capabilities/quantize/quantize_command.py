@@ -1,0 +1,102 @@
+"""``htp-export quantize``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.command.file_options import FeedDimsOption, FileArgument, ShareOption, TableOptions, seed_option
+from htp_export.command.idle_options import JSON_HAS_ALL, Idle
+from htp_export.command.outputs import Kind, Writes, show_next, show_written, written_files
+from htp_export.command.plan_options import (
+    DataOption,
+    EntryOption,
+    MetricOption,
+    PlanArgument,
+    RuleOption,
+    read_data,
+    read_metric,
+    read_rules,
+)
+from htp_export.command.sizes import parse_dims
+from htp_export.command.terminal import Steps
+
+EXAMPLE = "bert.onnx plan.yaml -o mixed.onnx --data inputs.npz"
+PLACE = 142
+IDLE = (
+    Idle(
+        ("output", "data", "entry", "metric", "validation", "dims", "seed", "share_weights", "in_place", "force"),
+        lambda given: given["dry_run"],
+        "--dry-run runs and writes nothing",
+    ),
+    Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
+    Idle(("seed", "dims"), lambda given: given["data"], "the inputs are those of --data"),
+    Idle(("dims",), lambda given: given["entry"], "the inputs are those of --entry"),
+)
+
+
+def quantize_command(
+    file: FileArgument,
+    table: TableOptions,
+    plan: PlanArgument = None,
+    rule: RuleOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False),
+        Writes(Kind.MODEL, in_place=True),
+    ] = None,
+    data: DataOption = None,
+    entry: EntryOption = None,
+    metric: MetricOption = None,
+    validation: Annotated[
+        list[Path] | None,
+        typer.Option(help="Inputs for --metric as .npz; may be repeated. Those of --data without.", show_default=False),
+    ] = None,
+    dims: FeedDimsOption = None,
+    seed: Annotated[int, seed_option("Of random inputs.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the predicted bytes; run nothing.")] = (
+        False
+    ),
+    share_weights: ShareOption = False,
+) -> None:
+    """Give modules other precisions: int8, int4, fp16.
+
+    Exactly the modules of the plan change. Without --data or --entry, ranges of activations are those of random inputs.
+    """
+    from htp_export.capabilities.cost.module_tree import visible
+    from htp_export.capabilities.quantize.drawing import compression_csv, render_quantized
+    from htp_export.capabilities.quantize.precisions import PRESETS
+    from htp_export.capabilities.quantize.quantizing import quantize
+    from htp_export.model.tagged import load
+
+    if output is None and not dry_run:
+        raise typer.BadParameter("give the file to write with -o, or --dry-run")
+    rules = read_rules(plan, rule, PRESETS)
+    with Steps(quiet=table.as_json or table.as_csv).step(f"quantizing {file.name}"):
+        tagged = load(file)
+        result = quantize(
+            tagged,
+            rules,
+            None if dry_run else output,
+            data=None if dry_run else read_data(data, entry, seed),
+            metric=None if dry_run else read_metric(metric),
+            validation=None if dry_run else read_data(validation, None),
+            dims=parse_dims(dims or []),
+            seed=seed,
+            dry_run=dry_run,
+            share_weights=share_weights,
+        )
+    rows = [
+        result.modules[path] for path in visible(tagged, table.depth, table.select or None) if path in result.modules
+    ]
+    written = {} if dry_run or output is None else {"file": str(output)}
+    table.report(
+        {**written, **result.to_dict()},
+        lambda: compression_csv(rows, table.sort),
+        lambda: render_quantized(result, rows, fold=table.fold, sort=table.sort),
+    )
+    if output is not None and not dry_run and not table.as_json and not table.as_csv:
+        show_written(written_files(output))
+        show_next("htp-export", "compare", file, output)

@@ -1,0 +1,1 @@
+"""``names``: nodes and tensors named after their modules."""

@@ -1,0 +1,147 @@
+"""`names`: names of nodes and tensors that say where in the module tree they belong."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.editing.flattening import dissolve
+from htp_export.editing.function_records import DOMAIN
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
+from htp_export.format import tags
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.path_names import check_style, check_tags, give_path_names
+from htp_export.model.regions import all_nodes
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
+from htp_export.results.columns import Column, text_table
+
+__all__ = ["NAME_COLUMNS", "Named", "names"]
+
+_MOST_LINES = 40
+
+
+@dataclass(frozen=True)
+class Named(HoldsModel):
+    """The result of `names`.
+
+    Attributes:
+        model: The model.
+        style: The style of the names.
+        nodes: Old name → new name of each node whose name changed. Nodes without a name are left out; of several with
+            one name, the first in the graph counts.
+        tensors: The same of tensors, those in subgraphs too.
+        nodes_total: How many nodes there are.
+        tensors_total: How many tensors there are.
+    """
+
+    model: ir.Model
+    style: str
+    nodes: Mapping[str, str]
+    tensors: Mapping[str, str]
+    nodes_total: int
+    tensors_total: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON; without the model."""
+        return {
+            "style": self.style,
+            "nodes": dict(self.nodes),
+            "tensors": dict(self.tensors),
+            "nodes_total": self.nodes_total,
+            "tensors_total": self.tensors_total,
+        }
+
+    @property
+    def summary(self) -> str:
+        """How many names changed."""
+        nodes = f"{len(self.nodes)} of {self.nodes_total} nodes"
+        return f"renamed {nodes} and {len(self.tensors)} of {self.tensors_total} tensors (style {self.style!r})"
+
+    def __str__(self) -> str:
+        listed = list(self.nodes.items())
+        table = text_table(NAME_COLUMNS, listed[:_MOST_LINES]) if listed else []
+        more = [f"… and {len(listed) - _MOST_LINES} more"] if len(listed) > _MOST_LINES else []
+        return "\n".join((*table, *more, self.summary))
+
+
+NAME_COLUMNS: tuple[Column[tuple[str, str]], ...] = (
+    Column("before", "node before", lambda item: item[0], right=False),
+    Column("after", "node after", lambda item: item[1], style="cyan", right=False),
+)
+"""What is known of each node whose name changed."""
+
+
+@names_model_faults("model")
+def names(
+    model: ModelSource,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    style: str = "path",
+    share_weights: bool = False,
+) -> Named:
+    """Give nodes and tensors names that are made of module paths: ``/encoder/layer.0/attention/self/query/MatMul``.
+
+    Other tools keep and show names, and select nodes by them. The names are unique, and depend only on tags and on the
+    graph: the same model has the same names, whatever they were before. Inputs and outputs of the model and parameters
+    keep their names. Nothing else changes; tags, signatures and the rest of the metadata use the new names. See
+    ``docs/names.md``.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
+            tags of htp_export; weights are not read.
+        output: The file to write.
+        style: The style of the names; there is ``"path"``.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` cannot be read any more.
+
+    Returns:
+        The model, and old name → new name of nodes and tensors.
+
+    Raises:
+        FileError: A file cannot be read or written.
+        InputError: There is no such style, or the functions of the model cannot be read.
+        UntaggedModelError: The model has no tags of htp_export.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> named = htp_export.names(program)
+        >>> dict(named.nodes), dict(named.tensors)
+        ({'node_linear': '/0/Gemm', 'node_relu': '/1/Relu'}, {'linear': '/0/Gemm_output_0'})
+    """
+    from htp_export.capabilities.carry.carrying import embed_map
+    from htp_export.capabilities.functions.nesting import functions
+
+    check_style(style)
+    check_target(output)
+    tagged = load(model)
+    check_tags(tagged)
+    work = tagged.clone()
+    nested = _modules_of_functions(tagged)
+    if nested:
+        dissolve(work.model, tagged.hierarchy, tagged.calls)
+        work = load(work.model)
+    renamed = give_path_names(work)
+    named = functions(work.model, nested).model if nested else work.model
+    if tags.MAP in tagged.model.metadata_props:
+        named = embed_map(named)
+    if output is not None:
+        write_model(named, output, share_weights=share_weights)
+    return Named(named, style, renamed.nodes, renamed.tensors, renamed.nodes_total, renamed.tensors_total)
+
+
+def _modules_of_functions(tagged: TaggedModel) -> list[str]:
+    """Selectors of the modules that are functions of the model."""
+    functions = {key for key in tagged.model.functions if key[0] == DOMAIN}
+    calls = (node for node in all_nodes(tagged.model) if node.op_identifier() in functions)
+    paths = dict.fromkeys(owner for node in calls for owner in tagged.owners_of(node))
+    return [f"re:{re.escape(path)}" for path in paths]

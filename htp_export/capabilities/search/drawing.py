@@ -1,0 +1,55 @@
+"""Results of ``sensitivity`` and ``search``, drawn for a terminal or a pipe."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from htp_export.capabilities.search.search_results import Search, trial_columns
+from htp_export.capabilities.search.sensitivity_results import (
+    SENSITIVITY_COLUMNS,
+    BlockSensitivity,
+    ModuleSensitivity,
+    Sensitivity,
+    drawn_columns,
+)
+from htp_export.drawing.command_words import in_commands
+from htp_export.drawing.module_table import flat_table
+from htp_export.results.columns import MODULE, Column, csv_text
+
+__all__ = ["render_search", "render_sensitivity", "sensitivity_csv"]
+
+_BLOCK_COLUMNS: tuple[Column[BlockSensitivity], ...] = (
+    Column("block", "block", right=False),
+    Column("part", "module", text=lambda part: part or "(whole)", right=False),
+    Column("precision", "precision", right=False),
+    Column("mean", "mean error", text="{:.2e}".format),
+    Column("worst", "worst", text="{:.2e}".format),
+    Column("worst_module", "in", right=False),
+)
+
+
+def render_sensitivity(result: Sensitivity) -> RenderableType:
+    """The ranking, repeated blocks, and the summary."""
+    columns: list[Column[ModuleSensitivity]] = [MODULE, *drawn_columns(result)]
+    parts: list[RenderableType] = [flat_table(columns, result.ranking)]
+    if result.blocks:
+        rows = sorted(result.blocks, key=lambda block: -block.worst)
+        parts += [Text(""), flat_table(_BLOCK_COLUMNS, rows), Text("")]
+    return Group(*parts, Text(result.summary), *_lines(result.lines))
+
+
+def sensitivity_csv(result: Sensitivity) -> str:
+    """Every module in every precision, as CSV."""
+    columns: list[Column[ModuleSensitivity]] = [MODULE, *SENSITIVITY_COLUMNS]
+    return csv_text(columns, (row for rows in result.modules.values() for row in rows.values()))
+
+
+def render_search(result: Search) -> RenderableType:
+    """The plans on the front, and the summary."""
+    table = flat_table(trial_columns(result.objectives), result.pareto)
+    return Group(table, Text(result.summary), *_lines(result.lines))
+
+
+def _lines(lines: tuple[str, ...]) -> list[Text]:
+    return [Text(in_commands(line), style="dim") for line in lines]

@@ -1,0 +1,209 @@
+"""What plans do to a model: pruned, quantized, run on the data, and compared with the original."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from htp_export.capabilities.search.finished_runs import FinishedRuns, RunStore, digest_of
+from htp_export.capabilities.search.output_errors import OutputErrors
+from htp_export.files.slots import slots
+from htp_export.model.tagged import TaggedModel
+from htp_export.results.columns import json_value
+from htp_export.runtime.arrays import Array
+from htp_export.runtime.metrics import Metric, metric_value, outputs_of
+from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.prune.sparsities import Sparsity
+    from htp_export.capabilities.quantize.calibration_data import Data, Samples
+    from htp_export.capabilities.quantize.precisions import Precision
+
+__all__ = ["Measurement", "Measurer", "Plan", "Pruning"]
+
+Plan: TypeAlias = "Mapping[str, Precision]"
+Pruning: TypeAlias = "Mapping[str, Sparsity]"
+
+_WARMUP = 2
+_NOTHING: Pruning = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured of a model.
+
+    Attributes:
+        error: Power of the error of the outputs divided by that of the outputs; see ``OutputError``.
+        sqnr_db: The same in decibels.
+        cosine: The smallest cosine between an output and that of the original.
+        kl: The largest KL divergence of an output, in nats; None if there are no rows of several numbers.
+        bytes: Size of all tensors of the model.
+        latency_ms: Median time of a run; None if it was not measured.
+        metric: The user's number; None without one.
+        nonzeros: Elements of the weights, as ``prune`` counts them, that are neither zero nor removed, before they are
+            quantized; None in what was measured by an earlier version.
+    """
+
+    error: float
+    sqnr_db: float
+    cosine: float
+    kl: float | None
+    bytes: int
+    latency_ms: float | None = None
+    metric: float | None = None
+    nonzeros: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers as plain data; infinities are words."""
+        return {name: json_value(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
+        """The numbers from `to_dict`."""
+        numbers: dict[str, Any] = {k: float(value) if isinstance(value, str) else value for k, value in data.items()}
+        return cls(**numbers)
+
+
+@dataclass(eq=False)
+class Measurer:
+    """Measures plans for one model on one set of data; the original runs once.
+
+    ``finished`` may be replaced before anything is measured, by what shares runs with other processes.
+
+    Attributes:
+        tagged: The model, without functions.
+        samples: The inputs of the runs that are compared, and for calibration.
+        metric: The user's number.
+        runs: Runs that are timed, after some to warm up; 0 to measure no times.
+        settings: Execution providers.
+        results: A file of finished runs; None for none.
+        calibration: Inputs for calibration, as for ``quantize``; None for ``samples``.
+    """
+
+    tagged: TaggedModel
+    samples: Samples
+    metric: Metric | None = None
+    runs: int = 0
+    settings: SessionSettings = field(default_factory=SessionSettings)
+    results: Any = None
+    calibration: Data | None = None
+
+    @cached_property
+    def feeds(self) -> list[Mapping[str, Array]]:
+        """The inputs of each run."""
+        return list(self.samples)
+
+    @cached_property
+    def finished(self) -> RunStore:
+        """The runs that are done."""
+        named = getattr(self.metric, "__qualname__", None)
+        return FinishedRuns(self.results, digest_of(self.tagged.model, self.feeds, (named, self.runs)))
+
+    @cached_property
+    def expected(self) -> list[dict[str, Array]]:
+        """The outputs of the original, for each of the inputs."""
+        outputs, _ = self._run(self.tagged, 0)
+        return outputs
+
+    @cached_property
+    def original(self) -> Measurement:
+        """The original, measured as if it were quantized."""
+        return self._kept("", lambda: self._measured(self.tagged, self._nonzeros))
+
+    @cached_property
+    def _nonzeros(self) -> int:
+        """The elements of the original's weights that are not zero."""
+        from htp_export.capabilities.prune.weights import weights_of
+
+        return sum(int(np.count_nonzero(weight.tensor.numpy())) for weight in weights_of(self.tagged))
+
+    def measure(self, plan: Plan, pruning: Pruning = _NOTHING, *, made: TaggedModel | None = None) -> Measurement:
+        """Prune and quantize a model by plans, and run it.
+
+        Args:
+            plan: Selector → precision.
+            pruning: Selector → what is removed before.
+            made: The model that `quantized` made by the plan, where it is there already, and nothing is removed.
+
+        Raises:
+            HtpExportError: If it cannot be pruned or quantized, or cannot run.
+        """
+        return self._kept(key_of(plan, pruning), lambda: self._measured_plan(plan, pruning, made))
+
+    def known(self, plan: Plan, pruning: Pruning = _NOTHING) -> bool:
+        """Whether plans have been measured."""
+        return self.finished.get(key_of(plan, pruning)) is not None
+
+    def quantized(self, plan: Plan, tagged: TaggedModel | None = None) -> TaggedModel:
+        """The model, or what was made of it, quantized by a plan, in memory."""
+        from htp_export.capabilities.quantize.quantizing import quantize
+
+        data = self.feeds if self.calibration is None else self.calibration
+        if all(precision.max_drop is None for precision in plan.values()):
+            return quantize(tagged or self.tagged, dict(plan), data=data).tagged
+        return quantize(tagged or self.tagged, dict(plan), data=data, metric=self.metric, validation=self.feeds).tagged
+
+    def _measured_plan(self, plan: Plan, pruning: Pruning, made: TaggedModel | None) -> Measurement:
+        from htp_export.capabilities.prune.pruning import prune
+        from htp_export.capabilities.quantize.precisions import Method
+
+        tagged, nonzeros = self.tagged, self._nonzeros
+        if pruning:
+            pruned = prune(tagged, pruning)
+            whole = pruned.modules[""]
+            tagged, nonzeros = pruned.tagged, whole.weights_after - whole.zeros_after
+        if made is None:
+            changes = any(precision.method != Method.KEEP for precision in plan.values())
+            made = self.quantized(plan, tagged) if changes else tagged
+        return self._measured(made, nonzeros)
+
+    def _kept(self, key: str, make: Callable[[], Measurement]) -> Measurement:
+        known = self.finished.get(key)
+        if known is not None:
+            return Measurement.from_dict(known)
+        measured = make()
+        self.finished.add(key, measured.to_dict())
+        return measured
+
+    def _measured(self, tagged: TaggedModel, nonzeros: int | None = None) -> Measurement:
+        outputs, latency = self._run(tagged, self.runs)
+        errors = OutputErrors()
+        for expected, actual in zip(self.expected, outputs, strict=True):
+            errors.add(expected, actual)
+        number = None if self.metric is None else metric_value(self.metric, outputs)
+        found = errors.result()
+        size = sum(slot.tensor.nbytes for slot in slots(tagged.model))
+        return Measurement(found.error, found.sqnr_db, found.cosine, found.kl, size, latency, number, nonzeros)
+
+    def _run(self, tagged: TaggedModel, runs: int) -> tuple[list[dict[str, Array]], float | None]:
+        """The outputs for each of the inputs, and the median time of further runs on the first ones."""
+        with temporary_folder() as folder:
+            name = tagged.hierarchy.root.simple_class or "model"
+            runnable = RunnableModel.of(tagged.model, name, folder)
+            outputs = outputs_of(runnable, self.feeds, self.settings)
+            return outputs, _latency(Session(runnable, self.settings), self.feeds[0], runs) if runs else None
+
+
+def _latency(session: Session, feed: Mapping[str, Array], runs: int) -> float:
+    """The median time of a run in ms, after some to warm up."""
+    values = session.values(feed)
+    times = []
+    for _ in range(_WARMUP + runs):
+        begun = time.perf_counter()
+        session.run_values(values)
+        times.append((time.perf_counter() - begun) * 1000)
+    return statistics.median(times[_WARMUP:])
+
+
+def key_of(plan: Plan, pruning: Pruning = _NOTHING) -> str:
+    """Plans as text that is the same in every process."""
+    removed = json.dumps({selector: str(value) for selector, value in pruning.items()}) if pruning else ""
+    return removed + json.dumps({selector: vars(precision) for selector, precision in plan.items()}, default=str)

@@ -1,0 +1,128 @@
+"""``htp-export search``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.command.file_options import (
+    DepthOption,
+    FeedDimsOption,
+    FileArgument,
+    JsonOption,
+    SelectOption,
+    seed_option,
+)
+from htp_export.command.idle_options import Idle
+from htp_export.command.outputs import Writes, show_next, show_written, written_folder
+from htp_export.command.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
+from htp_export.command.sizes import parse_dims
+from htp_export.command.terminal import Steps, print_json, show, split_names
+from htp_export.process.bounds import MOST_RUNS
+
+EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
+PLACE = 145
+IDLE = (
+    Idle(("study", "grace"), lambda given: given["storage"] is None, "it is for --storage"),
+    Idle(("runs",), lambda given: "latency" not in ",".join(given["objective"] or ()), "it is for --objective latency"),
+    Idle(("dims",), lambda given: given["data"] or given["entry"], "the inputs are given"),
+)
+
+
+def search_command(
+    file: FileArgument,
+    space: Annotated[
+        Path | None,
+        typer.Argument(help="A .yaml or .json file: for each selector, what modules may become.", show_default=False),
+    ] = None,
+    choices: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8.",
+            show_default=False,
+        ),
+    ] = None,
+    objective: Annotated[
+        list[str] | None, typer.Option(help="By comma, of error, size, latency, metric, nonzeros (error,size).")
+    ] = None,
+    data: DataOption = None,
+    entry: EntryOption = None,
+    metric: MetricOption = None,
+    select: SelectOption = None,
+    depth: DepthOption = None,
+    trials: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Plans that are measured.")] = 50,
+    sampler: Annotated[str, typer.Option(help="tpe, nsga2, random or grid.")] = "tpe",
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="sqlite:///study.db, postgresql://..., grpc://host:port, or a journal file.", show_default=False
+        ),
+    ] = None,
+    study: Annotated[str, typer.Option(help="Name of the study in the storage.")] = "htp_export",
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds without a sign of life after which a process is taken to be dead.")
+    ] = 60.0,
+    runs: Annotated[
+        int, typer.Option(min=1, max=MOST_RUNS, help="Timed runs of each plan, for the objective latency.")
+    ] = 20,
+    dims: FeedDimsOption = None,
+    seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="A folder for the plans of the front, and its picture.", show_default=False
+        ),
+        Writes(),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Search for precisions and pruning of modules.
+
+    The same command in several processes or on several machines, with one --storage, works on one study.
+    """
+    from htp_export.capabilities.search.drawing import render_search
+    from htp_export.capabilities.search.found_plans import check_plans, plan_file, write_plans
+    from htp_export.capabilities.search.heartbeats import Heartbeat
+    from htp_export.capabilities.search.searching import search
+    from htp_export.plans.rules import read_plan
+
+    names = split_names(choices)
+    if (space is None) == (names is None):
+        raise typer.BadParameter("give a file of selector → what modules may become, or --choices")
+    if output is not None:
+        check_plans(output)
+    with Steps(quiet=as_json).step(f"searching plans for {file.name}"):
+        result = search(
+            file,
+            names or [] if space is None else read_plan(space),
+            split_names(objective) or ("error", "size"),
+            read_data(data, entry, seed),
+            select=select or None,
+            depth=depth,
+            trials=trials,
+            sampler=sampler,
+            seed=seed,
+            storage=storage,
+            study=study,
+            metric=read_metric(metric),
+            runs=runs,
+            dims=parse_dims(dims or []),
+            heartbeat=Heartbeat(grace / 4, grace),
+        )
+    if output is not None:
+        write_plans(result, output, data or ())
+    if as_json:
+        print_json(result.to_dict())
+        return
+    show(render_search(result))
+    if output is None:
+        return
+    show_written(written_folder(output))
+    for best in result.pareto[:1]:
+        plan = output / plan_file(0, best)
+        if best.prune:
+            show_next("htp-export", "pipeline", plan, "-m", file, "-o", "smaller.onnx")
+        else:
+            show_next("htp-export", "quantize", file, plan, "-o", "quantized.onnx")

@@ -1,0 +1,174 @@
+"""Plans that a search measured, and the Pareto front of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from htp_export.capabilities.search.fronts import pareto
+from htp_export.results.columns import Column, json_value, si, text_table
+from htp_export.results.tag_facts import TagFacts, tag_lines
+
+__all__ = ["LARGER_IS_BETTER", "OBJECTIVES", "ORIGINS", "Search", "Trial", "trial_columns"]
+
+OBJECTIVES = ("error", "size", "latency", "metric", "nonzeros")
+LARGER_IS_BETTER = ("metric",)
+ORIGINS = ("front", "uniform", "sampler")
+_KEPT = "fp32"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measured plan.
+
+    Attributes:
+        number: Its number in the study; None for the same choice in the whole model.
+        plan: Selector → name of a precision, or a mapping of its fields: a plan for ``quantize``.
+        values: Objective → value: ``error``, ``size`` in bytes, ``latency`` in ms, ``metric``, ``nonzeros``.
+        origin: ``front`` of the additive problem, ``uniform``, or ``sampler``.
+        measured: All that was measured, as plain data.
+        prune: Selector → what is removed before: a plan for ``prune``; empty if nothing is.
+    """
+
+    number: int | None
+    plan: Mapping[str, Any]
+    values: Mapping[str, float]
+    origin: str
+    measured: Mapping[str, Any]
+    prune: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What it is called in pictures and pages."""
+        return "whole model" if self.number is None else f"trial {self.number}"
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Selector → what becomes of the modules, in words: ``int8``, ``2:4+int8``, ``drop``."""
+        named = {path: value if isinstance(value, str) else value["precision"] for path, value in self.plan.items()}
+        found = {}
+        for path in dict.fromkeys((*self.prune, *self.plan)):
+            precision = named.get(path, _KEPT)
+            found[path] = precision
+            if path in self.prune:
+                found[path] = self.prune[path] if precision == _KEPT else f"{self.prune[path]}+{precision}"
+        return found
+
+    @property
+    def counted(self) -> str:
+        """How many modules become what."""
+        return ", ".join(f"{count} {name}" for name, count in Counter(self.choices.values()).most_common())
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """What makes the model, as steps of ``pipeline``."""
+        kept = all(value == _KEPT for value in self.plan.values())
+        plans = {"prune": dict(self.prune), "quantize": {} if kept else dict(self.plan)}
+        return [{step: {"plan": plan}} for step, plan in plans.items() if plan]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The trial as plain data."""
+        return {
+            "number": self.number,
+            "origin": self.origin,
+            "values": {name: json_value(value) for name, value in self.values.items()},
+            "plan": dict(self.plan),
+            "prune": dict(self.prune),
+            "measured": dict(self.measured),
+        }
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of `search`.
+
+    Attributes:
+        objectives: The objectives, in the order in which they were given.
+        trials: The measured plans: those of the study in their order, then those of one choice for the whole model.
+        failed: Number of trials that could not be measured.
+        modules: Module path → what it may become.
+        predicted: Points of the front of the additive problem: the first objective of ``size``, ``latency`` and
+            ``nonzeros``, and error, as sums over modules.
+        exact: Whether these are all points of that front.
+        notes: Remarks on the data, and on choices that modules cannot have, a line each.
+        tags: The tags of the model.
+    """
+
+    objectives: tuple[str, ...]
+    trials: tuple[Trial, ...]
+    failed: int
+    modules: Mapping[str, Sequence[str]]
+    predicted: tuple[tuple[float, float], ...] = ()
+    exact: bool = True
+    notes: tuple[str, ...] = ()
+    tags: TagFacts | None = None
+
+    @property
+    def pareto(self) -> tuple[Trial, ...]:
+        """The trials that no other trial is better than in all objectives, by the last objective."""
+        points = [[self._signed(trial, name) for name in self.objectives] for trial in self.trials]
+        best = [self.trials[place] for place in pareto(points)]
+        return tuple(sorted(best, key=lambda trial: self._signed(trial, self.objectives[-1])))
+
+    def _signed(self, trial: Trial, objective: str) -> float:
+        value = trial.values[objective]
+        return -value if objective in LARGER_IS_BETTER else value
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"{len(self.pareto)} of {len(self.trials)} plans are on the front{failed}"
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Notes, and what is known about tags."""
+        return (*self.notes, *tag_lines(self.tags))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON."""
+        return {
+            "summary": self.summary,
+            "objectives": list(self.objectives),
+            "pareto": [trial.to_dict() for trial in self.pareto],
+            "trials": [trial.to_dict() for trial in self.trials],
+            "failed": self.failed,
+            "modules": {path: list(choices) for path, choices in self.modules.items()},
+            "predicted": [list(point) for point in self.predicted],
+            "exact": self.exact,
+            "notes": list(self.notes),
+            "tags": None if self.tags is None else self.tags.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join((*text_table(trial_columns(self.objectives), self.pareto), self.summary, *self.lines))
+
+
+def trial_columns(objectives: Sequence[str]) -> list[Column[Trial]]:
+    """The columns of a table of trials."""
+    values = [_value_column(name) for name in objectives]
+    number: Column[Trial] = Column(
+        "number", "trial", lambda trial: -1 if trial.number is None else trial.number, text=_name
+    )
+    return [number, *values, Column("origin", "from", right=False), Column("counted", "modules", right=False)]
+
+
+def _name(number: int) -> str:
+    return "-" if number < 0 else str(number)
+
+
+def _value_column(name: str) -> Column[Trial]:
+    texts = {
+        "error": "{:.2e}".format,
+        "size": lambda value: si(value, "B"),
+        "latency": "{:.3f}".format,
+        "nonzeros": "{:,.0f}".format,
+    }
+    return Column(
+        name,
+        f"{name} ms" if name == "latency" else name,
+        lambda trial: trial.values[name],
+        text=texts.get(name, "{:.4f}".format),
+    )

@@ -1,0 +1,200 @@
+"""What every process of a search does: measure choices alone, compute fronts, measure plans."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from htp_export.capabilities.search.choices import kept_precision
+from htp_export.capabilities.search.fronts import AdditiveFront, Choice, additive_front, spread_over
+from htp_export.capabilities.search.measuring import Measurement, Measurer
+from htp_export.capabilities.search.refining import MeasuredPlan, refined_plans
+from htp_export.capabilities.search.search_results import Trial
+from htp_export.capabilities.search.spaces import Decision, SearchSpace, Treatment
+from htp_export.capabilities.search.studies import SharedStudy
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.process.progress import counted
+
+__all__ = ["SearchWork"]
+
+_COSTS = ("size", "latency", "nonzeros")
+"""Objectives of which sums over modules are computed, with the errors."""
+
+
+class SearchWork:
+    """The work of one process.
+
+    Args:
+        measurer: Measures plans.
+        study: The study that all processes share.
+        objectives: What is measured of a plan.
+        space: What modules may become.
+    """
+
+    def __init__(self, measurer: Measurer, study: SharedStudy, objectives: tuple[str, ...], space: SearchSpace) -> None:
+        self.space = space
+        self._measurer, self._study, self._objectives = measurer, study, objectives
+
+    def measure_alone(self) -> None:
+        """Measure every choice of every module alone; take away those that a module cannot have."""
+        pairs = [(path, name) for path, names in self.space.variables.items() for name in names]
+        self._measurer.original  # noqa: B018 - it is the first run
+        problems = {}
+        for path, name in counted(random.sample(pairs, len(pairs)), "modules alone"):  # other processes do others
+            try:
+                self._alone(path, name)
+            except InputError as error:
+                problems[path, name] = error
+        for path, name in sorted(problems):
+            self.space = self.space.without(path, name, problems[path, name])
+        self.space = self.space.completed()
+
+    def _alone(self, path: str, name: str) -> Measurement:
+        others = dict.fromkeys(self.space.variables, kept_precision().name)
+        return self._numbers(self._measure(self.space.treatment({**others, path: name})))
+
+    def _measure(self, treatment: Treatment) -> Measurement:
+        """The measurement of plans; of one that changes nothing, that of the original."""
+        if treatment.changes_nothing:
+            return self._measurer.original
+        return self._measurer.measure(treatment.quantize, treatment.prune)
+
+    def fronts(self) -> dict[str, AdditiveFront]:
+        """For each objective that is a cost, the front of the problem in which it and the errors add up."""
+        return {cost: self._front(cost) for cost in self._objectives if cost in _COSTS} or {"size": self._front("size")}
+
+    def _front(self, cost: str) -> AdditiveFront:
+        start = _values(self._measurer.original)[cost]
+        found = self._additive(list(self.space.variables), cost)
+        return AdditiveFront(tuple((start + size, error, plan) for size, error, plan in found.points), found.exact)
+
+    def _additive(self, paths: Sequence[str], cost: str) -> AdditiveFront:
+        """The front of some modules; a module with others inside is dropped, or adds what these do."""
+        start = _values(self._measurer.original)[cost]
+        choices: dict[str, list[Choice]] = {}
+        decisions: dict[str, dict[str, Decision]] = {}
+        exact = True
+        for path in paths:
+            if any(other != path and tags.is_under(path, other) for other in paths):
+                continue
+            inside = [other for other in paths if other != path and tags.is_under(other, path)]
+            inner = self._additive(inside, cost) if inside else AdditiveFront(((0.0, 0.0, {}),), exact=True)
+            exact = exact and inner.exact
+            choices[path], decisions[path] = [], {}
+            for name in self.space.variables[path]:
+                found = self._alone(path, name)
+                points = inner.points[:1] if self.space.choices[name].is_dropped else inner.points
+                for number, (size, error, within) in enumerate(points):
+                    key = f"{number} {name}"
+                    if self.space.choices[name].is_dropped:
+                        size = error = 0.0  # of what is inside, nothing is left
+                    choices[path].append(Choice(key, _values(found)[cost] - start + size, found.error + error))
+                    decisions[path][key] = {path: name, **within}
+        front = additive_front(choices)
+        points = tuple(
+            (size, error, {path: name for of, key in plan.items() for path, name in decisions[of][key].items()})
+            for size, error, plan in front.points
+        )
+        return AdditiveFront(points, exact and front.exact)
+
+    def first_plans(self, fronts: Mapping[str, AdditiveFront], count: int) -> list[Decision]:
+        """Plans that are measured first: those in which all modules become the same, and some of each front."""
+        plans = self._uniform()
+        for front in fronts.values():
+            chosen = spread_over([(size, error) for size, error, _ in front.points], -(-count // len(fronts)))
+            plans += [front.points[place][2] for place in chosen]
+        return plans
+
+    def refined(self, count: int) -> list[Decision]:
+        """Plans next to those of the measured front; none where modules inside of others are decided, too.
+
+        The errors of modules inside of one that may be dropped do not add up.
+        """
+        if self.space.frames:
+            return []
+        cost = next((name for name in self._objectives if name in _COSTS), "size")
+        start = _values(self._measurer.original)[cost]
+        alone: dict[str, list[Choice]] = {path: [] for path in self.space.variables}
+        for path, names in self.space.variables.items():
+            for name in names:
+                found = self._alone(path, name)
+                alone[path].append(Choice(name, _values(found)[cost] - start, found.error))
+        measured = []
+        for trial in self._study.complete():
+            found = Measurement.from_dict(trial.user_attrs["measured"])
+            measured.append(MeasuredPlan(trial.params, _values(found)[cost], found.error))
+        return [*refined_plans(measured, alone, count)]
+
+    def _uniform(self) -> list[Decision]:
+        """The decisions in which all modules become the same; those that others lie in stay."""
+        variables, frames = self.space.variables, set(self.space.frames)
+        names = dict.fromkeys(itertools.chain.from_iterable(variables.values()))
+        plans = [{path: kept_precision().name if path in frames else name for path in variables} for name in names]
+        return [plan for plan in plans if all(plan[path] in each for path, each in variables.items())]
+
+    def measured(self, decision: Decision) -> tuple[Sequence[float], Mapping[str, Any]]:
+        """The values of the objectives for a decision, and everything that was measured."""
+        found = self._measure(self.space.treatment(decision))
+        try:
+            self._numbers(found)
+        except InputError as error:
+            listed = [
+                f"{path or '(root)'} in {name}" for path, name in decision.items() if name != kept_precision().name
+            ]
+            more = f" and {len(listed) - 3} more" * (len(listed) > 3)
+            raise InputError(f"{', '.join(listed[:3])}{more}: {error}") from error
+        return [_values(found)[name] for name in self._objectives], {"measured": found.to_dict()}
+
+    def _numbers(self, found: Measurement) -> Measurement:
+        """What was measured, if it has a number for each objective.
+
+        Raises:
+            InputError: If there is none.
+        """
+        values = _values(found)
+        for name in self._objectives:
+            if not math.isfinite(values[name]):
+                why = ": outputs have NaN or infinities where those of the original have none" * (name == "error")
+                raise InputError(f"{name} is {values[name]}{why}")
+        return found
+
+    def results(self, fronts: Iterable[AdditiveFront]) -> tuple[Trial, ...]:
+        """The finished trials of all processes, and the whole model with each choice."""
+        of_front = [dict(plan) for front in fronts for _, _, plan in front.points]
+        uniform = self._uniform()
+        found = []
+        for trial in self._study.complete():
+            decision = {path: str(trial.params[path]) for path in self.space.variables}
+            origin = "front" if decision in of_front else "uniform" if decision in uniform else "sampler"
+            values = dict(zip(self._objectives, trial.values, strict=True))
+            removed, plan = self.space.treatment(decision).written
+            found.append(Trial(trial.number, plan, values, origin, trial.user_attrs["measured"], removed))
+        names = dict.fromkeys(itertools.chain.from_iterable(self.space.variables.values()))
+        return (*found, *filter(None, map(self._whole, names)))
+
+    def _whole(self, name: str) -> Trial | None:
+        """The whole model with one choice, its nodes outside of modules with weights too."""
+        choice = self.space.choices[name]
+        treatment = Treatment({".": choice.sparsity} if choice.sparsity else {}, {".": choice.precision})
+        try:
+            found = self._numbers(self._measure(treatment))
+        except InputError:
+            return None
+        values = _values(found)
+        chosen = {objective: values[objective] for objective in self._objectives}
+        removed, plan = treatment.written
+        return Trial(None, plan, chosen, "uniform", found.to_dict(), removed)
+
+
+def _values(found: Measurement) -> dict[str, float]:
+    return {
+        "error": found.error,
+        "size": float(found.bytes),
+        "latency": float("nan") if found.latency_ms is None else found.latency_ms,
+        "metric": float("nan") if found.metric is None else found.metric,
+        "nonzeros": float("nan") if found.nonzeros is None else float(found.nonzeros),
+    }

@@ -1,0 +1,196 @@
+"""``search``: what modules become that gives the best trade-offs, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from htp_export.capabilities.search.finished_runs import digest_of
+from htp_export.capabilities.search.heartbeats import Heartbeat
+from htp_export.capabilities.search.measuring import Measurer
+from htp_export.capabilities.search.search_results import LARGER_IS_BETTER, OBJECTIVES, Search
+from htp_export.capabilities.search.search_work import SearchWork
+from htp_export.capabilities.search.sensitivities import RANDOM_NOTE
+from htp_export.capabilities.search.spaces import Decision, SearchSpace, Space, read_space
+from htp_export.capabilities.search.studies import SAMPLERS, SharedStudy
+from htp_export.editing.flattening import read_flat
+from htp_export.errors import InputError
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource
+from htp_export.process.bounds import MOST_RUNS, check_whole
+from htp_export.process.progress import report_counts
+from htp_export.runtime.metrics import Metric
+from htp_export.runtime.sessions import SessionSettings
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.quantize.calibration_data import Data
+
+__all__ = ["search"]
+
+_TIMED_RUNS = 20
+_BEFORE_SAMPLER = 0.75  # of the trials: with some dozens, plans near the front are better than those of any sampler
+_REFINED_AT_ONCE = 4  # then predictions use what was measured of them
+
+
+@names_model_faults("model")
+def search(
+    model: ModelSource,
+    space: Space,
+    objectives: Sequence[str] = ("error", "size"),
+    data: Data | None = None,
+    *,
+    select: str | Sequence[str] | None = None,
+    depth: int | None = None,
+    trials: int = 50,
+    sampler: str = "tpe",
+    seed: int = 0,
+    storage: Any = None,
+    study: str = "htp_export",
+    metric: Metric | None = None,
+    runs: int = _TIMED_RUNS,
+    first: int = 20,
+    calibration: Data | None = None,
+    dims: Mapping[str, int] | None = None,
+    heartbeat: Heartbeat = Heartbeat(),  # noqa: B008 - it is frozen
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+) -> Search:
+    """Search for the precision of each module, and for what is pruned: the plans with the best trade-offs.
+
+    1. Every choice of every module is measured alone, as by ``sensitivity``.
+    2. As if errors and sizes added up, the Pareto front is computed exactly; ``first`` plans of it are measured, and
+       those in which all modules become the same.
+    3. Up to three quarters of ``trials``, plans next to the measured front are measured: those whose error is predicted
+       to be the most below it. Optuna goes on from there, for what does not add up.
+
+    Several processes, on one or more machines, with the same ``storage`` and ``study`` work on one search; each returns
+    when all trials are finished. A trial whose process died is taken up by another one.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. No model is written.
+        space: What every module may become; or selector → what its modules may become, where later selectors win. Of
+            modules inside each other that a selector names, the innermost count. Each choice is a precision, as in a
+            plan of ``quantize``; a value of a plan of ``prune``, such as ``0.5``, ``"2:4"``, ``"rank:25%"`` or
+            ``"drop"``; or both, as ``"2:4+int8"`` or ``{"prune": "2:4", "precision": "int8"}``. ``"fp32"`` leaves a
+            module as it is. Modules that may only be dropped or stay may have others inside.
+        objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors), ``latency``, ``metric``, and
+            ``nonzeros`` (elements of weights that are neither zero nor removed).
+        data: Inputs, as for ``sensitivity``.
+        select: For choices alone: the modules, as for ``sensitivity``.
+        depth: For choices alone: the level of the modules, as for ``sensitivity``.
+        trials: Number of measured plans in the study, those of step 2 included.
+        sampler: ``tpe``, ``nsga2``, ``random`` or ``grid``.
+        seed: Seed of the sampler, and of random inputs.
+        storage: Any storage of Optuna: a database URL, ``grpc://host:port``, the path of a journal file, or a storage.
+            None keeps the study in memory.
+        study: Its name in the storage.
+        metric: The number behind the objective ``metric``: called with the outputs, name → array, for each of the
+            inputs; larger is better.
+        runs: Runs that are timed for the objective ``latency``.
+        first: Plans of the computed front that are measured first.
+        calibration: Inputs for calibration; None for ``data``.
+        dims: For random inputs: name of an open dimension → size.
+        heartbeat: How often processes show that they are alive, and when one is taken to be dead.
+        providers: ONNX Runtime's execution providers, in order of preference.
+
+    Returns:
+        ``.trials`` and ``.pareto``, each with ``.values``, ``.prune``, a plan for ``prune``, and ``.plan``, one for
+        ``quantize`` afterwards; ``.steps`` has both for ``pipeline``.
+
+    Raises:
+        InputError: An argument cannot be used, no module can have a choice, modules with the same channels may lose
+            different shares of them, Optuna is not installed, or the study is one of another search.
+        SelectorError: A selector cannot be read or matches no module.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 64),), verbose=False)
+        >>> data = {"input": torch.randn(2, 64)}
+        >>> found = htp_export.search(program, ["int4", "fp32"], ["size"], data, trials=4)  # doctest: +SKIP
+        >>> found.pareto[0].plan  # doctest: +SKIP
+        {'0': 'int4', '2': 'int4'}
+    """
+    from htp_export.capabilities.quantize.calibration_data import samples_of
+
+    wanted = _check_objectives(objectives, metric)
+    if sampler not in SAMPLERS:
+        raise InputError(f"there is no sampler {sampler!r}; there are {', '.join(SAMPLERS)}")
+    check_whole("trials", trials, 1, MOST_RUNS)
+    check_whole("runs", runs, 1, MOST_RUNS)
+    tagged = read_flat(model)
+    choices = read_space(tagged, space, select, depth)
+    if any(each.is_quantized for each in choices.choices.values()):
+        tagged.require_exact_tags()
+    samples = samples_of(data, tagged.model, dims, seed, passes=2)
+    settings = SessionSettings(tuple(providers))
+    settings.check()
+    timed = runs if "latency" in wanted else 0
+    measurer = Measurer(tagged, samples, metric, timed, settings, None, calibration)
+    shared = SharedStudy(
+        storage,
+        study,
+        ["maximize" if name in LARGER_IS_BETTER else "minimize" for name in wanted],
+        heartbeat=heartbeat,
+        facts={
+            "model and data": digest_of(tagged.model, measurer.feeds, (timed,)),
+            "objectives": list(wanted),
+            "choices": choices.written,
+        },
+    )
+    measurer.finished = shared
+    work = SearchWork(measurer, shared, wanted, choices)
+    work.measure_alone()
+    fronts = work.fronts()
+    shared.choose_from(work.space.variables, sampler, seed)
+    shared.enqueue(work.first_plans(fronts, min(first, trials)))
+    with report_counts("trials", trials) as count:
+        _measure_plans(work, shared, min(first, trials), trials, lambda done: count(min(done, trials)))
+    predicted = next(iter(fronts.values()))
+    return Search(
+        wanted,
+        work.results(fronts.values()),
+        shared.failed,
+        work.space.variables,
+        tuple((size, error) for size, error, _ in predicted.points),
+        predicted.exact,
+        (*([RANDOM_NOTE] if samples.random else []), *work.space.problems, *_dense(choices, wanted), *shared.problems),
+        tagged.tag_facts,
+    )
+
+
+def _measure_plans(
+    work: SearchWork, shared: SharedStudy, first: int, trials: int, report: Callable[[int], None]
+) -> None:
+    """Measure the plans that wait, then those next to the measured front, then what the sampler chooses."""
+    shared.work(work.measured, first, report)
+    tried: list[Decision] = []
+    while (left := min(_REFINED_AT_ONCE, round(_BEFORE_SAMPLER * trials) - len(shared.complete()))) > 0:
+        plans = [plan for plan in work.refined(left) if plan not in tried]  # it may fail, or run elsewhere
+        if not plans:
+            break
+        tried += plans
+        shared.enqueue(plans)
+        shared.work(work.measured, first, report)
+    shared.work(work.measured, trials, report)
+
+
+def _dense(space: SearchSpace, objectives: Sequence[str]) -> list[str]:
+    """What is to be said of zeros if nothing that is measured becomes better by them."""
+    zeros = [name for name, choice in space.choices.items() if choice.sparsity and choice.sparsity.is_elementwise]
+    if not zeros or "nonzeros" in objectives:
+        return []
+    return [f"{', '.join(zeros)}: zeros take as many bytes as other numbers; the objective nonzeros counts them"]
+
+
+def _check_objectives(objectives: Sequence[str], metric: Metric | None) -> tuple[str, ...]:
+    wanted = (objectives,) if isinstance(objectives, str) else tuple(objectives)
+    unknown = [name for name in wanted if name not in OBJECTIVES]
+    if unknown or not wanted or len(set(wanted)) < len(wanted):
+        raise InputError(f"objectives are some of {', '.join(OBJECTIVES)}, not {', '.join(map(str, wanted)) or 'none'}")
+    if ("metric" in wanted) != (metric is not None):
+        raise InputError("the objective 'metric' and the function metric go together; give both, or neither")
+    return wanted

@@ -1,0 +1,226 @@
+"""``sensitivity``: quantize modules one by one, and measure what it does to the outputs of the model."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from htp_export.capabilities.search.decisions import deciding_modules
+from htp_export.capabilities.search.estimates import estimated_errors
+from htp_export.capabilities.search.measuring import Measurement, Measurer, Plan
+from htp_export.capabilities.search.sensitivity_results import BlockSensitivity, ModuleSensitivity, Sensitivity
+from htp_export.editing.flattening import read_flat
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, TaggedModel
+from htp_export.process.bounds import MOST_RUNS, check_whole
+from htp_export.process.progress import counted
+from htp_export.runtime.metrics import Metric
+from htp_export.runtime.sessions import SessionSettings
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.quantize.calibration_data import Data
+    from htp_export.capabilities.quantize.precisions import Precision
+
+__all__ = ["RANDOM_NOTE", "alone", "measured_modules", "sensitivity"]
+
+RANDOM_NOTE = "the inputs are random: errors on real data may be others, and an accuracy means nothing"
+
+
+@names_model_faults("model")
+def sensitivity(
+    model: ModelSource,
+    precisions: Sequence[Any] | str = ("int8", "int4"),
+    data: Data | None = None,
+    *,
+    select: str | Sequence[str] | None = None,
+    depth: int | None = None,
+    metric: Metric | None = None,
+    all_but: bool = True,
+    estimate: bool = False,
+    by_module: bool = False,
+    runs: int = 0,
+    results: str | os.PathLike[str] | None = None,
+    calibration: Data | None = None,
+    dims: Mapping[str, int] | None = None,
+    seed: int = 0,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+) -> Sensitivity:
+    """Measure how much the outputs of a model change if single modules are quantized.
+
+    Every module is quantized alone, and then all modules but this one. The original runs once, and every quantized
+    model once on each of the inputs; with ``results``, runs that were finished before are not repeated.
+
+    Thread-safe, also for calls on the same model, but not with the same ``results``.
+
+    Args:
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        precisions: Precisions, as in a plan of ``quantize``: names, or `Precision`s.
+        data: Inputs: name → array, an ``.npz`` file, or an iterable of these; None for random ones, whose errors
+            say little about those on real data.
+        select: These modules; see ``TaggedModel.select``. None for the innermost modules with weights.
+        depth: In place of ``select``: the modules at this level below the root, and those above it that hold weights.
+        metric: A number of your own, as the accuracy: called with the outputs, name → array, for each of the inputs.
+        all_but: Measure all modules but one, too.
+        estimate: Quantize nothing: estimate errors from weights and inputs (squared change of a weight times the mean
+            square of what it is multiplied with).
+        by_module: Compare all modules with the original, too, in every model with one quantized module.
+        runs: Runs that are timed for each model; 0 for no times.
+        results: A file in which finished runs are kept, a line of JSON for each.
+        calibration: Inputs for calibration; None for ``data``.
+        dims: For random inputs: name of an open dimension → size.
+        seed: Seed of random inputs.
+        providers: ONNX Runtime's execution providers, in order of preference.
+
+    Returns:
+        The numbers for every module and precision, and ``.ranking``, the largest error first.
+
+    Raises:
+        InputError: A precision or the data cannot be used, or no module has weights.
+        SelectorError: A selector cannot be read or matches no module.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 64),), verbose=False)
+        >>> found = htp_export.sensitivity(program, ["fp16"], {"input": torch.randn(2, 64)})
+        >>> sorted(row.path for row in found.ranking), found.modules["0"]["fp16"].alone.sqnr_db > 40
+        (['0', '2'], True)
+    """
+    from htp_export.capabilities.quantize.calibration_data import samples_of
+
+    check_whole("runs", runs, 0, MOST_RUNS)
+    idle = {"runs": runs, "results": results, "by_module": by_module, "metric": metric}
+    if estimate and (given := next((name for name, value in idle.items() if value), None)):
+        raise InputError(f"{given} has no effect on an estimate, for which nothing is quantized; leave it out")
+    chosen = _precisions(precisions)
+    tagged = read_flat(model)
+    if not estimate:
+        tagged.require_exact_tags()
+    paths = deciding_modules(tagged, select, depth)
+    samples = samples_of(data, tagged.model, dims, seed, passes=2)
+    settings = SessionSettings(tuple(providers))
+    settings.check()
+    measurer = Measurer(tagged, samples, metric, runs, settings, results, calibration)
+    estimates = estimated_errors(tagged, paths, chosen.values(), samples)
+    rows = {
+        (path, name): ModuleSensitivity(
+            path, tagged.hierarchy[path].class_name, name, estimate=estimates[path, precision.name]
+        )
+        for path in paths
+        for name, precision in chosen.items()
+    }
+    if not estimate:
+        rows = measured_modules(measurer, rows, chosen, all_but=all_but, by_module=by_module)
+    by_path: defaultdict[str, dict[str, ModuleSensitivity]] = defaultdict(dict)
+    for (path, name), row in rows.items():
+        by_path[path][name] = row
+    original = None if estimate else measurer.original
+    notes = (*([RANDOM_NOTE] if samples.random else []), *_problems(rows))
+    return Sensitivity(dict(by_path), original, _blocks(tagged, rows), not estimate, notes, tagged.tag_facts)
+
+
+def _precisions(given: Sequence[Any] | str) -> dict[str, Precision]:
+    from htp_export.capabilities.quantize.precisions import PRECISIONS, Method, Precision, precision_of
+
+    listed = [given] if isinstance(given, str | Precision | Mapping) else list(given)
+    chosen = {precision.name: precision for precision in map(precision_of, listed)}
+    if not chosen:
+        raise InputError(f"give precisions, of {', '.join(PRECISIONS)}")
+    kept = [name for name, precision in chosen.items() if precision.method == Method.KEEP]
+    if kept:
+        raise InputError(f"precision {kept[0]!r} changes nothing; there is nothing to measure")
+    return chosen
+
+
+def alone(path: str, precision: Precision) -> Plan:
+    """The plan in which one module has a precision."""
+    return {path or ".": precision}
+
+
+def _all_but(path: str, precision: Precision, others: Sequence[str]) -> Plan:
+    """The plan in which all modules but one have a precision."""
+    from htp_export.capabilities.quantize.precisions import PRECISIONS
+
+    rules = {other or ".": precision for other in others if other != path}
+    return {**rules, path or ".": PRECISIONS["fp32"]}
+
+
+def measured_modules(
+    measurer: Measurer,
+    rows: Mapping[tuple[str, str], ModuleSensitivity],
+    precisions: Mapping[str, Precision],
+    *,
+    all_but: bool,
+    by_module: bool,
+) -> dict[tuple[str, str], ModuleSensitivity]:
+    """Rows with what was measured; one whose module cannot have the precision has the reason."""
+    original = measurer.original
+    found = dict(rows)
+    passes = 1 + all_but
+    for number, key in enumerate(counted(list(rows) * passes, "runs")):
+        path, name = key
+        precision = precisions[name]
+        if found[key].problem:
+            continue
+        if number < len(rows):
+            found[key] = _with_alone(measurer, found[key], precision, original, by_module)
+            continue
+        others = [other for other, each in rows if each == name and not found[other, each].problem]
+        if len(others) > 1:
+            found[key] = replace(found[key], all_but=measurer.measure(_all_but(path, precision, others)))
+    return found
+
+
+def _with_alone(
+    measurer: Measurer, row: ModuleSensitivity, precision: Precision, original: Measurement, by_module: bool
+) -> ModuleSensitivity:
+    plan = alone(row.path, precision)
+    try:
+        made = measurer.quantized(plan) if by_module else None
+        measured = measurer.measure(plan, made=made)
+    except InputError as error:
+        return replace(row, problem=str(error), estimate=None)
+    faster = None
+    if measured.latency_ms is not None and original.latency_ms is not None:
+        faster = original.latency_ms - measured.latency_ms
+    row = replace(row, alone=measured, saved_bytes=original.bytes - measured.bytes, saved_ms=faster)
+    return row if made is None else replace(row, by_module=_cosines(measurer, made))
+
+
+def _cosines(measurer: Measurer, made: TaggedModel) -> dict[str, float]:
+    from htp_export.capabilities.verify.file_comparing import compare
+
+    compared = compare(measurer.tagged, made, measurer.feeds[0])
+    return {path: result.cosine for path, result in compared.modules.items() if result.cosine is not None}
+
+
+def _problems(rows: Mapping[tuple[str, str], ModuleSensitivity]) -> list[str]:
+    return [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
+
+
+def _blocks(tagged: TaggedModel, rows: Mapping[tuple[str, str], ModuleSensitivity]) -> tuple[BlockSensitivity, ...]:
+    """The rows of modules at the same place of repeated blocks, put together."""
+    from htp_export.capabilities.fingerprint.blocks import repeated_blocks
+
+    found = []
+    for block in repeated_blocks(GraphFacts(tagged)):
+        alike: defaultdict[tuple[str, str], list[ModuleSensitivity]] = defaultdict(list)
+        for (path, name), row in rows.items():
+            holder = tags.nearest_above(path, block.modules)
+            if holder is not None and row.error is not None:
+                alike[path.removeprefix(holder).lstrip("."), name].append(row)
+        for (part, name), members in alike.items():
+            errors = [member.error or 0.0 for member in members]
+            worst = members[errors.index(max(errors))]
+            mean = sum(errors) / len(errors)
+            paths = tuple(member.path for member in members)
+            found.append(BlockSensitivity(block.name, part, name, mean, max(errors), worst.path, paths))
+    return tuple(found)

@@ -1,0 +1,90 @@
+"""``htp-export sensitivity``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.command.file_options import (
+    DepthOption,
+    FeedDimsOption,
+    FileArgument,
+    JsonOption,
+    SelectOption,
+    seed_option,
+)
+from htp_export.command.idle_options import Idle
+from htp_export.command.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
+from htp_export.command.sizes import parse_dims
+from htp_export.command.terminal import Steps, print_json, print_text, show, split_names
+from htp_export.process.bounds import MOST_RUNS
+
+EXAMPLE = "bert.onnx --precision int8,int4 --data inputs.npz --depth 3"
+PLACE = 144
+IDLE = (
+    Idle(
+        ("runs", "all_but", "by_module", "metric", "results"),
+        lambda given: given["estimate"],
+        "--estimate quantizes nothing",
+    ),
+    Idle(("by_module",), lambda given: not given["as_json"], "it is for --json"),
+    Idle(("seed", "dims"), lambda given: given["data"], "the inputs are those of --data"),
+    Idle(("dims",), lambda given: given["entry"], "the inputs are those of --entry"),
+)
+
+
+def sensitivity_command(
+    file: FileArgument,
+    precision: Annotated[list[str] | None, typer.Option(help="By comma: int8, int4, fp16, ... (int8,int4).")] = None,
+    data: DataOption = None,
+    entry: EntryOption = None,
+    select: SelectOption = None,
+    depth: DepthOption = None,
+    metric: MetricOption = None,
+    results: Annotated[
+        Path | None, typer.Option(help="A file for finished runs, which are not repeated.", show_default=False)
+    ] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Quantize nothing: estimate from weights and inputs.")
+    ] = False,
+    all_but: Annotated[bool, typer.Option("--all-but/--alone", help="Measure all modules but one, too.")] = True,
+    by_module: Annotated[
+        bool, typer.Option("--by-module", help="Compare all modules in each quantized model; for --json.")
+    ] = False,
+    runs: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="Timed runs of each model.")] = 0,
+    dims: FeedDimsOption = None,
+    seed: Annotated[int, seed_option("Of random inputs.")] = 0,
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False,
+) -> None:
+    """Measure which modules can be quantized.
+
+    Modules are quantized one by one. The one that changes the outputs of the model most comes first.
+    """
+    from htp_export.capabilities.search.drawing import render_sensitivity, sensitivity_csv
+    from htp_export.capabilities.search.sensitivities import sensitivity
+
+    with Steps(quiet=as_json or as_csv).step(f"quantizing modules of {file.name}"):
+        result = sensitivity(
+            file,
+            split_names(precision) or ("int8", "int4"),
+            read_data(data, entry, seed),
+            select=select or None,
+            depth=depth,
+            metric=read_metric(metric),
+            all_but=all_but,
+            estimate=estimate,
+            by_module=by_module,
+            runs=runs,
+            results=results,
+            dims=parse_dims(dims or []),
+            seed=seed,
+        )
+    if as_json:
+        print_json(result.to_dict())
+    elif as_csv:
+        print_text(sensitivity_csv(result))
+    else:
+        show(render_sensitivity(result))

@@ -1,0 +1,187 @@
+"""What quantizing single modules does to the outputs of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from htp_export.capabilities.search.measuring import Measurement
+from htp_export.results.columns import CLASS_NAME, MODULE, Column, json_value, record, text_table
+from htp_export.results.tag_facts import TagFacts, tag_lines
+
+__all__ = ["SENSITIVITY_COLUMNS", "BlockSensitivity", "ModuleSensitivity", "Sensitivity"]
+
+
+@dataclass(frozen=True)
+class ModuleSensitivity:
+    """One module in one precision.
+
+    Attributes:
+        path: The module.
+        class_name: Its fully qualified class.
+        precision: The precision.
+        alone: The model in which it alone has the precision; None if this was not measured.
+        all_but: The model in which all other modules have it; None if this was not measured.
+        estimate: Squared change of its weights times the mean square of its inputs; see ``estimated_errors``.
+        saved_bytes: Bytes by which the model with this module quantized is smaller; None if it was not measured.
+        saved_ms: Milliseconds by which it is faster; None if times were not measured.
+        by_module: Module path → cosine between its outputs and those in the original, with this module quantized alone;
+            empty if it was not asked for.
+        problem: Why the module cannot have the precision; ``""`` if it can.
+    """
+
+    path: str
+    class_name: str
+    precision: str
+    alone: Measurement | None = None
+    all_but: Measurement | None = None
+    estimate: float | None = None
+    saved_bytes: int | None = None
+    saved_ms: float | None = None
+    by_module: Mapping[str, float] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """The error of the outputs with this module quantized alone; the estimate if it was not measured."""
+        return self.alone.error if self.alone is not None else self.estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain data."""
+        return {
+            **{name: json_value(value) for name, value in record(SENSITIVITY_COLUMNS, self).items()},
+            "alone": None if self.alone is None else self.alone.to_dict(),
+            "all_but": None if self.all_but is None else self.all_but.to_dict(),
+            "by_module": {path: json_value(value) for path, value in self.by_module.items()},
+            "problem": self.problem,
+        }
+
+
+def _of(measurement: str, name: str) -> Any:
+    def value(row: ModuleSensitivity) -> Any:
+        measured: Measurement | None = getattr(row, measurement)
+        return None if measured is None else getattr(measured, name)
+
+    return value
+
+
+def _short(value: float) -> str:
+    return "0" if value == 0 else f"{value:.2e}"
+
+
+def _decibels(value: float) -> str:
+    return "exact" if value == math.inf else f"{value:.1f} dB"
+
+
+SENSITIVITY_COLUMNS: tuple[Column[ModuleSensitivity], ...] = (
+    CLASS_NAME,
+    Column("precision", "precision", right=False),
+    Column("error", "error", text=_short),
+    Column("sqnr_db", "SQNR", _of("alone", "sqnr_db"), text=_decibels),
+    Column("cosine", "cosine", _of("alone", "cosine"), text="{:.6f}".format),
+    Column("kl", "KL", _of("alone", "kl"), text=_short),
+    Column("metric", "metric", _of("alone", "metric"), text="{:.4f}".format),
+    Column("all_but_sqnr_db", "all but", _of("all_but", "sqnr_db"), text=_decibels),
+    Column("saved_bytes", "saved", unit="B"),
+    Column("saved_ms", "faster", unit="ms"),
+    Column("estimate", "estimate", text=_short),
+)
+"""The columns of a sensitivity."""
+
+
+@dataclass(frozen=True)
+class BlockSensitivity:
+    """Modules at the same place of repeated blocks, in one precision.
+
+    Attributes:
+        block: The class of the blocks.
+        part: The path of the module inside a block; ``""`` for the block itself.
+        precision: The precision.
+        mean: The mean error.
+        worst: The largest error.
+        worst_module: The module that has it.
+        modules: The modules, in the order of the model.
+    """
+
+    block: str
+    part: str
+    precision: str
+    mean: float
+    worst: float
+    worst_module: str
+    modules: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain data."""
+        return {**vars(self), "mean": json_value(self.mean), "worst": json_value(self.worst)}
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The result of `sensitivity`.
+
+    Attributes:
+        modules: Module path → name of a precision → what was measured.
+        original: The original model, measured.
+        blocks: The same by repeated block.
+        measured: Whether the model was quantized; otherwise errors are estimates.
+        notes: Remarks on the data and on modules that were left out, a line each.
+        tags: The tags of the model.
+    """
+
+    modules: Mapping[str, Mapping[str, ModuleSensitivity]]
+    original: Measurement | None
+    blocks: tuple[BlockSensitivity, ...] = ()
+    measured: bool = True
+    notes: tuple[str, ...] = ()
+    tags: TagFacts | None = None
+
+    @property
+    def ranking(self) -> tuple[ModuleSensitivity, ...]:
+        """Every module in every precision that it can have, the largest error first."""
+        rows = [row for rows in self.modules.values() for row in rows.values() if row.error is not None]
+        return tuple(sorted(rows, key=lambda row: -(row.error if row.error is not None else 0.0)))
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        if not self.ranking:
+            return "no module can have any of these precisions"
+        first = self.ranking[0]
+        kind = "error" if self.measured else "estimated error"
+        return f"largest {kind}: {first.path or '(root)'} in {first.precision}, {_short(first.error or 0.0)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON."""
+        return {
+            "summary": self.summary,
+            "measured": self.measured,
+            "original": None if self.original is None else self.original.to_dict(),
+            "ranking": [{"module": row.path, "precision": row.precision, "error": row.error} for row in self.ranking],
+            "modules": {
+                path: {name: row.to_dict() for name, row in rows.items()} for path, rows in self.modules.items()
+            },
+            "blocks": [block.to_dict() for block in self.blocks],
+            "notes": list(self.notes),
+            "tags": None if self.tags is None else self.tags.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join((*text_table([MODULE, *drawn_columns(self)], self.ranking), self.summary, *self.lines))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Notes, and what is known about tags."""
+        return (*self.notes, *tag_lines(self.tags))
+
+
+def drawn_columns(result: Sensitivity) -> list[Column[ModuleSensitivity]]:
+    """The columns in which a row has a value."""
+    return [
+        column
+        for column in SENSITIVITY_COLUMNS
+        if any(column.data(row) is not None for row in result.ranking)
+        and (column.name != "estimate" or not result.measured)
+    ]

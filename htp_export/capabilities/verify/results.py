@@ -1,0 +1,383 @@
+"""Results by module of comparing a file with PyTorch, or two files."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from htp_export.format.tags import innermost
+from htp_export.results.columns import CLASS_NAME, Column, chosen, json_value, record
+from htp_export.results.tables import ModuleTable
+from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.runtime.comparing import Difference
+
+__all__ = ["CallResult", "Comparison", "ModuleResult", "TensorResult", "Verification", "short_number"]
+
+AGREES, NAN, DIFFERS, INHERITS, NOT_COMPARED = "agrees", "nan", "differs", "inherits", "not compared"
+AGREEING = (AGREES, NAN)
+COMPARED = (DIFFERS, INHERITS, NAN, AGREES)
+"""The worst first."""
+
+
+@dataclass(frozen=True)
+class TensorResult:
+    """One input or output of a call of a module.
+
+    Attributes:
+        name: The argument of ``forward``, or the position among its results: ``"0"``.
+        tensor: Its name in the ONNX file.
+        difference: The difference from the expected values.
+    """
+
+    name: str
+    tensor: str
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """One call of a module.
+
+    Attributes:
+        number: Number of the call, from 0.
+        status: As for the module.
+        outputs: Its outputs, as far as the file has them.
+        inputs: Its inputs, as far as the file has them.
+        missing: Number of outputs that the file does not have.
+    """
+
+    number: int
+    status: str
+    outputs: tuple[TensorResult, ...]
+    inputs: tuple[TensorResult, ...] = ()
+    missing: int = 0
+
+
+@dataclass(frozen=True)
+class ModuleResult:
+    """One module.
+
+    Attributes:
+        path: The module.
+        class_name: Its fully qualified class.
+        fate: Its fate in the export.
+        status: ``agrees``; ``nan``: it agrees, and has NaN at the same places on both sides; ``differs``: it is wrong
+            itself; ``inherits``: its inputs or a module below it are wrong;
+            for a module without a tensor to compare its fate, or ``not compared``.
+        calls: Its compared calls.
+        reason: Why it was not compared, or a remark on how it was compared; usually ``""``.
+        compared_at: For a module without a tensor of its own in one of two files, the nearest module around it that
+            was compared in its place; None otherwise.
+    """
+
+    path: str
+    class_name: str
+    fate: str
+    status: str
+    calls: tuple[CallResult, ...] = ()
+    reason: str = ""
+    compared_at: str | None = None
+
+    @property
+    def compared(self) -> bool:
+        """Whether it had a tensor to compare."""
+        return self.status in COMPARED
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The differences of its outputs, call by call."""
+        return [output.difference for call in self.calls for output in call.outputs]
+
+    @property
+    def max_abs(self) -> float | None:
+        """The largest difference between elements of its outputs; None if none was compared."""
+        return _largest(difference.max_abs for difference in self.differences)
+
+    @property
+    def mean_abs(self) -> float | None:
+        """The largest mean difference of an output."""
+        return _largest(difference.mean_abs for difference in self.differences)
+
+    @property
+    def max_rel(self) -> float | None:
+        """The largest relative difference."""
+        return _largest(difference.max_rel for difference in self.differences)
+
+    @property
+    def mean_rel(self) -> float | None:
+        """The largest mean relative difference of an output."""
+        return _largest(difference.mean_rel for difference in self.differences)
+
+    @property
+    def cosine(self) -> float | None:
+        """The smallest cosine of an output."""
+        largest = _largest(-difference.cosine for difference in self.differences)
+        return None if largest is None else -largest
+
+    @property
+    def problem(self) -> str:
+        """The problem of the first output that differs."""
+        return next((difference.problem for difference in self.differences if difference.problem), "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return {
+            **{
+                name: json_value(value)
+                for name, value in record(COMPARISON_COLUMNS, self).items()
+                if _known(name, value)
+            },
+            "calls": [_call_to_dict(call) for call in self.calls],
+        }
+
+
+_NUMBERS = ("max_abs", "mean_abs", "max_rel", "mean_rel", "cosine")
+
+
+def _largest(values: Iterable[float]) -> float | None:
+    """The largest number; NaN if one is."""
+    listed = list(values)
+    if not listed:
+        return None
+    return next((value for value in listed if math.isnan(value)), max(listed))
+
+
+def _known(name: str, value: Any) -> bool:
+    """Whether JSON has the entry: missing numbers are null, and missing texts are left out."""
+    return value is not None or name in _NUMBERS
+
+
+def _call_to_dict(call: CallResult) -> dict[str, Any]:
+    def tensors(listed: Sequence[TensorResult]) -> list[dict[str, Any]]:
+        rows = []
+        for tensor in listed:
+            numbers: dict[str, Any] = {name: json_value(getattr(tensor.difference, name)) for name in _NUMBERS}
+            remarks = {"problem": tensor.difference.problem, "note": tensor.difference.note}
+            rows.append(
+                {"name": tensor.name, "tensor": tensor.tensor, **numbers, **{k: v for k, v in remarks.items() if v}}
+            )
+        return rows
+
+    entry: dict[str, Any] = {"call": call.number, "status": call.status, "outputs": tensors(call.outputs)}
+    return {**entry, "inputs": tensors(call.inputs), **({"missing": call.missing} if call.missing else {})}
+
+
+def short_number(value: float) -> str:
+    """A number in a few characters.
+
+    Examples:
+        >>> short_number(3.14e-6), short_number(0.4142), short_number(12.0), short_number(float("nan"))
+        ('3.1e-6', '0.41', '12', 'nan')
+    """
+    if value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e5:
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.2g}" if abs(value) < 10 else f"{value:.4g}"
+
+
+def _status_style(module: ModuleResult) -> str:
+    return {AGREES: "green", DIFFERS: "bold red", INHERITS: "yellow", NAN: "yellow"}.get(module.status, "dim")
+
+
+COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
+    CLASS_NAME,
+    Column("fate", "fate", right=False),
+    Column("status", "status", style=_status_style, right=False),
+    Column("max_abs", "max abs", text=short_number),
+    Column("mean_abs", "mean abs", text=short_number),
+    Column("max_rel", "max rel", text=short_number),
+    Column("mean_rel", "mean rel", text=short_number),
+    Column("cosine", "cosine", text="{:.6f}".format),
+    Column("problem", "problem", lambda module: module.problem or None, right=False),
+    Column("reason", "reason", lambda module: module.reason or None, right=False),
+    Column("compared_at", "compared at", right=False),
+)
+"""The columns of a comparison."""
+
+_DRAWN = ("class_name", "status", "max_abs", "mean_abs", "max_rel", "cosine")
+_SAID: Column[ModuleResult] = Column("said", "", lambda m: m.reason or m.problem, style="dim", right=False)
+
+
+@dataclass(frozen=True)
+class Comparison(ModuleTable):
+    """The result of `compare`, by module.
+
+    Attributes:
+        modules: Module path → result, in the order of ``named_modules()``.
+        wrong: The modules that are wrong themselves, in the order in which their calls ended: innermost first.
+        isolated: Whether each module ran alone, on the inputs of the reference.
+        tags: The tags of the compared files: source, reasons, untagged nodes.
+        assumed: A line for each open dimension whose size was not given, with the size that was used.
+    """
+
+    columns = COMPARISON_COLUMNS
+
+    modules: Mapping[str, ModuleResult]
+    wrong: tuple[str, ...] = ()
+    isolated: bool = False
+    tags: tuple[TagFacts, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether at least one module was compared, and all compared modules agree."""
+        compared = [module for module in self.modules.values() if module.compared]
+        return bool(compared) and all(module.status in AGREEING for module in compared)
+
+    @property
+    def first_wrong(self) -> str | None:
+        """The innermost module that is wrong itself, the first that ran; None if there is none."""
+        return self.wrong[0] if self.wrong else None
+
+    @property
+    def worst(self) -> str | None:
+        """The module with the largest difference of elements; None if nothing was compared."""
+        differences = {path: module.max_abs for path, module in self.modules.items() if module.compared}
+        if not differences:
+            return None
+        strange = [path for path, value in differences.items() if value is not None and math.isnan(value)]
+        return strange[0] if strange else max(differences, key=lambda path: differences[path] or 0.0)
+
+    @property
+    def score(self) -> str:
+        """How many of the compared modules agree: ``312 of 312``."""
+        compared = [module for module in self.modules.values() if module.compared]
+        agreeing = sum(module.status in AGREEING for module in compared)
+        return f"{agreeing} of {len(compared)}"
+
+    @property
+    def summary(self) -> str:
+        """The result in one line.
+
+        Examples:
+            >>> from htp_export.runtime.comparing import difference
+            >>> import numpy as np
+            >>> fc = TensorResult("0", "y", difference(np.float32([1]), np.float32([2])))
+            >>> call = CallResult(0, "differs", (fc,))
+            >>> module = ModuleResult("fc", "torch.nn.Linear", "computed", "differs", (call,))
+            >>> print(Comparison({"fc": module}, ("fc",)).summary)
+            first wrong: fc: max 1; 0 modules after it inherit the error
+        """
+        if self.ok:
+            return f"{self.score} modules agree{self.worst_in_brackets}{self._nan_on_both_sides}"
+        if not any(module.compared for module in self.modules.values()):
+            return "no module has a tensor that could be compared"
+        if self.first_wrong is None:
+            count = sum(module.status in (DIFFERS, INHERITS) for module in self.modules.values())
+            return f"{count} modules differ"
+        inherit = sum(module.status == INHERITS for module in self.modules.values())
+        others = f"; also wrong: {', '.join(map(_shown, self.wrong[1:4]))}" if len(self.wrong) > 1 else ""
+        others += f" and {len(self.wrong) - 4} more" if len(self.wrong) > 4 else ""
+        after = f"{inherit} module{'s' * (inherit != 1)} after it inherit{'s' * (inherit == 1)} the error"
+        if self.isolated:
+            around = "them" if others else "it"
+            after = f"{inherit} module{'s' * (inherit != 1)} around {around} differ{'s' * (inherit == 1)} too"
+        merged = self.modules[self.first_wrong].reason
+        who = _shown(self.first_wrong) + (f" ({merged})" if merged.startswith("merged with") else "")
+        return f"first wrong: {who}: {self._how_wrong(self.first_wrong)}{others}; {after}"
+
+    @property
+    def worst_in_brackets(self) -> str:
+        """The largest difference and its module, in brackets."""
+        worst = self.worst
+        value = None if worst is None else self.modules[worst].max_abs
+        return "" if worst is None or value is None else f" (worst {short_number(value)}, {_shown(worst)})"
+
+    @property
+    def _nan_on_both_sides(self) -> str:
+        """That nothing is known of elements that are NaN on both sides."""
+        listed = [path for path, module in self.modules.items() if module.status == NAN]
+        if not listed:
+            return ""
+        [path, *_] = innermost(listed)
+        tensor = next(o.tensor for call in self.modules[path].calls for o in call.outputs if o.difference.nan)
+        return f"; of these, {len(listed)} have NaN at the same places on both sides: {_shown(path)} in {tensor!r}"
+
+    def _how_wrong(self, path: str) -> str:
+        module = self.modules[path]
+        largest = module.max_abs
+        if largest is None or math.isnan(largest) or not module.problem:
+            return module.problem or module.reason
+        return f"max {short_number(largest)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON: NaN and infinities as text."""
+        return {
+            "ok": self.ok,
+            "summary": self.summary,
+            "first_wrong": self.first_wrong,
+            "wrong": list(self.wrong),
+            "isolated": self.isolated,
+            "assumed": list(self.assumed),
+            "tags": [facts.to_dict() for facts in self.tags],
+            "modules": {path: module.to_dict() for path, module in self.modules.items()},
+        }
+
+    @property
+    def drawn(self) -> Sequence[Column[ModuleResult]]:
+        """The columns of the table as text."""
+        return [*chosen(self.columns, _DRAWN), _SAID]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How many modules were not compared and why, in which precision others were, and assumed sizes."""
+        fates = Counter(module.status for module in self.modules.values() if not module.compared)
+        listed = ", ".join(f"{count} {_FATE_WORDS.get(fate, fate)}" for fate, count in fates.items())
+        return (*([f"not compared: {listed}"] if listed else []), *self._precisions, *self.assumed)
+
+    @property
+    def _precisions(self) -> tuple[str, ...]:
+        """How modules whose precision differs were compared, a line each way."""
+        modules = [{each.note for each in module.differences if each.note} for module in self.modules.values()]
+        counts = Counter(note for notes in modules for note in notes)
+        return tuple(f"{note}: {count} module{'s' * (count != 1)}" for note, count in sorted(counts.items()))
+
+    def tag_lines(self) -> tuple[str, ...]:
+        """The tags of the compared files, a line each."""
+        return tag_lines(*self.tags, names=("right", "compared"))
+
+
+_FATE_WORDS = {NOT_COMPARED: "for other reasons"}
+
+
+@dataclass(frozen=True)
+class Verification(Comparison):
+    """The result of `verify`, by module.
+
+    Attributes:
+        parameters: Number of initializers that are known parameters or buffers, by name or, for matrices, by value.
+        misplaced: The parameters that nodes of other modules read: ``"fc.weight is read by 'node' of other"``.
+    """
+
+    parameters: int = 0
+    misplaced: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every module that could be compared agrees, and the owners of the parameters are right."""
+        return super().ok and not self.misplaced
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        if not self.misplaced:
+            return super().summary
+        wrong = f"owners of {len(self.misplaced)} of {self.parameters} parameters are wrong: {self.misplaced[0]}"
+        agree = Comparison(self.modules, self.wrong, self.isolated)
+        return f"{agree.summary}; {wrong}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON."""
+        return {**super().to_dict(), "parameters": self.parameters, "misplaced": list(self.misplaced)}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The same, and the parameters that nodes of other modules read."""
+        return (*super().notes, *self.misplaced)
+
+
+def _shown(path: str) -> str:
+    return path or "(root)"

@@ -1,0 +1,141 @@
+"""``htp-export verify``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
+
+import typer
+
+from htp_export.capabilities.verify.comparisons import (
+    AllOption,
+    ToleranceOption,
+    parse_tolerances,
+    report_comparison,
+    report_runs,
+    verified_runs,
+)
+from htp_export.command.file_options import FeedDimsOption, FileArgument, JsonOption, SelectOption
+from htp_export.command.model_options import ModelOptions
+from htp_export.command.sizes import parse_dims
+from htp_export.command.sources import Call, read_shapes
+from htp_export.command.terminal import Steps
+from htp_export.errors import InputError
+
+if TYPE_CHECKING:
+    from htp_export.model.tagged import TaggedModel
+
+__all__ = ["verify_command"]
+
+EXAMPLE = "bert.onnx bert --random-weights"
+PLACE = 60
+
+
+def verify_command(
+    file: FileArgument,
+    options: ModelOptions,
+    dims: FeedDimsOption = None,
+    isolated: Annotated[
+        bool, typer.Option("--isolated", help="Run each module alone, on what PyTorch gives it.")
+    ] = False,
+    select: SelectOption = None,
+    tolerance: ToleranceOption = None,
+    everything: AllOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a file against PyTorch, module by module.
+
+    Exit status 1 where a module differs.
+    """
+    from htp_export.model.tagged import load
+
+    options.check()
+    if options.entry is not None and dims:
+        raise InputError("--dims is for a SOURCE; with --entry, the factory decides what sizes the inputs have")
+    sizes, tolerances = parse_dims(dims or []), parse_tolerances(tolerance or ())
+    steps = Steps(quiet=as_json, count=2)
+    tagged = load(file)
+    with steps.step(f"loading {options.name}"):
+        call = _call_by_task(tagged, options, sizes)
+        if call is None:
+            call = options.call(shapes=_shapes(tagged, sizes, read_shapes(options.inputs)))
+    assumed = _assumed(tagged, call, sizes) if call.example is None else ()
+    with steps.step("verifying"):
+        results = verified_runs(call, file, isolated=isolated, select=select or None, tolerances=tolerances)
+    if len(results) > 1:
+        report_runs(results, everything=everything, as_json=as_json)
+        return
+    [result] = results.values()
+    report_comparison(replace(result, assumed=assumed), everything=everything, as_json=as_json)
+
+
+def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]) -> Call | None:
+    """The call of the task that the file was exported from: the one whose inputs it has; None without a task.
+
+    Raises:
+        InputError: If the task has no file with these inputs.
+    """
+    from htp_export.capabilities.huggingface.tasks import split_task
+
+    names = {str(value.name) for value in tagged.model.graph.inputs}
+    is_cached = any("past_key_values." in name for name in names) or "encoder_hidden_states" in names
+    if not (is_cached or split_task(options.task)[1] or (options.task is not None and not sizes)):
+        return None
+    cache_names = "transformers" if any(".layers." in name for name in names) else "optimum"
+    known: dict[str, str] = {}
+    for two_files in (None, False, True) if is_cached else (None,):
+        calls = options.calls_by_task(two_files=two_files, cache_names=cache_names, sizes=sizes)
+        inputs = {name: call.example.input_names for name, call in calls.items() if call.example is not None}
+        found = [calls[name] for name, given in inputs.items() if set(given) == names]
+        if found:
+            return found[0]
+        known |= {name: f"{name} takes {', '.join(given)}" for name, given in inputs.items()}
+    if known and is_cached:
+        raise InputError(f"the file has the inputs of none of the task's files: {'; '.join(known.values())}")
+    return None
+
+
+def _shapes(tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, list[int | None]]:
+    """Argument of the model → the shape that a file wants of it; None in place of a size that stays open.
+
+    Args:
+        tagged: The file.
+        dims: What ``--dims`` says.
+        given: What the file of ``--inputs`` says: argument → shape.
+
+    Raises:
+        InputError: If the file leaves no such size open, or sizes contradict each other.
+    """
+    from htp_export.capabilities.verify.pairing import input_arguments
+    from htp_export.runtime.inputs import Inputs
+
+    arguments = input_arguments(tagged)
+    plain = {name: shape.get("shape") if isinstance(shape, Mapping) else shape for name, shape in given.items()}
+    whole = {name: shape for name, argument in arguments.items() if _is_whole(shape := plain.get(argument))}
+    bound = Inputs.of(tagged.model).bind(dims=dims, shapes=whole)
+    if bound.conflicts:
+        raise InputError(bound.conflicts[0])
+    shapes = {arguments[name]: list(shape) for name, shape in bound.shapes.items() if shape is not None}
+    return {argument: shape for argument, shape in shapes.items() if any(size is not None for size in shape)}
+
+
+def _is_whole(shape: object) -> TypeGuard[list[int]]:
+    return isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
+
+
+def _assumed(tagged: TaggedModel, call: Call, dims: Mapping[str, int]) -> tuple[str, ...]:
+    """The sizes that were not given, and that the example inputs have.
+
+    Raises:
+        InputError: If these have other sizes than those that were given.
+    """
+    from htp_export.capabilities.verify.pairing import input_arguments
+    from htp_export.runtime.inputs import Inputs
+
+    given = {name: call.inputs.get(argument) for name, argument in input_arguments(tagged).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}
+    bound = Inputs.of(tagged.model).bind(dims=dims, shapes=shapes)
+    if dims:
+        bound.check()
+    return tuple(f"size {name!r} is {size}" for name, size in bound.sizes.items() if name not in dims)

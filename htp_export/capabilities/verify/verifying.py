@@ -1,0 +1,213 @@
+"""``verify``: a PyTorch model against its ONNX file, module by module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from htp_export.attention.decomposing import attention_as_in
+from htp_export.capabilities.verify.checking import CheckedCall, Tolerances, check_calls
+from htp_export.capabilities.verify.contradictions import with_contradictions
+from htp_export.capabilities.verify.file_run import FileRun, check_has_modules
+from htp_export.capabilities.verify.isolating import check_isolated
+from htp_export.capabilities.verify.locating import Blame, blame_by_graph, blame_by_nesting, with_missing_outputs
+from htp_export.capabilities.verify.pairing import input_arguments, pair_call, unmatched_calls
+from htp_export.capabilities.verify.parameters import known_parameters, misplaced_parameters
+from htp_export.capabilities.verify.pytorch_calls import ModuleCall, evaluating, record_calls
+from htp_export.capabilities.verify.readers import parameter_readers
+from htp_export.capabilities.verify.reporting import module_results, tolerance_of
+from htp_export.capabilities.verify.results import Verification
+from htp_export.capabilities.verify.same_model import check_same_model, check_same_modules_ran
+from htp_export.capabilities.verify.stable_sorting import with_sorted_results
+from htp_export.capabilities.verify.taken_branches import numbered_as_in_file, with_taken_branches
+from htp_export.editing.flattening import read_flat
+from htp_export.errors import InputError
+from htp_export.exporter.caches import prepare_caches
+from htp_export.exporter.capture.calls import arguments_by_name, defaults_of
+from htp_export.format.leaves import named_leaves, named_tensors_in
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, TaggedModel, name_of
+from htp_export.runtime.arrays import PORTION_BYTES, ArrayStore
+from htp_export.runtime.declared_inputs import array_for
+from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.sessions import SessionSettings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["verify"]
+
+
+@names_model_faults("onnx")
+def verify(
+    model: nn.Module,
+    onnx: ModelSource,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    isolated: bool = False,
+    select: str | Sequence[str] | None = None,
+    tolerances: Mapping[str, tuple[float, float]] | None = None,
+    portion_bytes: int = PORTION_BYTES,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    session_options: Any = None,
+) -> Verification:
+    """Compare a PyTorch model with its ONNX file, module by module.
+
+    PyTorch runs once, in eval mode, with hooks on every module. ONNX Runtime runs the file without optimisation and
+    returns the tensors that modules return. ``docs/verify.md`` describes how they are compared. The model is restored
+    afterwards.
+
+    Not thread-safe for one PyTorch model: it has hooks while it runs.
+
+    Args:
+        model: The PyTorch model.
+        onnx: The exported model: a file, or a model in memory.
+        args: Positional arguments of the model.
+        kwargs: Keyword arguments of the model.
+        isolated: Run the nodes of each module alone, on the inputs that PyTorch gave to the module, so that an error is
+            reported for the module that causes it.
+        select: Only these modules; see ``TaggedModel.select``.
+        tolerances: Selector → absolute and relative tolerance of the outputs of these modules; the last selector that
+            matches applies.
+        portion_bytes: Bytes of tensors that are fetched in one run, and of PyTorch's tensors that stay in memory; the
+            rest goes into temporary files.
+        providers: ONNX Runtime's execution providers, in order of preference.
+        session_options: An ``onnxruntime.SessionOptions``: threads, custom operators and so on. Optimisation is off
+            whatever it says; it is restored afterwards.
+
+    Returns:
+        The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``, ``.modules[path].status``.
+
+    Raises:
+        InputError: The file is of another model, the model or the file cannot run on these arguments, or a selector
+            matches nothing.
+        FileError: The file cannot be read.
+        UntaggedModelError: The file has no module tags.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval(), torch.randn(2, 4)
+        >>> program = htp_export.export(net, (x,), verbose=False)
+        >>> result = htp_export.verify(net, program, (x,))
+        >>> result.ok, result.first_wrong, result.modules["0"].status
+        (True, None, 'agrees')
+    """
+    kwargs = dict(kwargs or {})
+    prepare_caches(args, kwargs, None)  # a model adds to its cache: `record_calls` copies what torch takes apart
+    tagged, name = read_flat(onnx), name_of(onnx, "the ONNX model")
+    check_has_modules(tagged, name)
+    chosen = set(tagged.paths if select is None else tagged.select(select))
+    with attention_as_in(tagged.hierarchy, model):
+        check_same_model(tagged, model, name)
+        feed = feed_of_call(tagged, model, args, kwargs, name)
+        run = FileRun(tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes)
+        run = with_sorted_results(run)
+        return _verified(run, model, args, kwargs, chosen, tolerance_of(tagged, tolerances or {}), isolated=isolated)
+
+
+def _verified(
+    run: FileRun,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    chosen: Collection[str],
+    allowed: Tolerances,
+    *,
+    isolated: bool,
+) -> Verification:
+    """The result for the chosen modules; the model has the modules of the file."""
+    tagged, name = run.tagged, run.name
+    exact = tagged.source != "torch"  # torch's own scopes name modules wrongly
+    with ArrayStore.opened(run.portion_bytes) as store:
+        calls, readers = _run_pytorch(model, args, kwargs, store, tagged, chosen)
+        ran = Counter(call.path for call in calls)
+        if exact:
+            check_same_modules_ran(tagged, model, ran, name)
+        taken = with_taken_branches(run)
+        calls, calls_taken = numbered_as_in_file(tagged, taken.tagged, calls)
+        unmatched = unmatched_calls(tagged, ran, calls_taken)
+        compared = [call for call in calls if call.path in chosen and call.path not in unmatched]
+        unmatched |= dict.fromkeys((call.path for call in compared if None in call.outputs), _NO_VALUES)
+        checked, blame, reasons = _check(taken, compared, store, allowed, isolated=isolated)
+    blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
+    known = known_parameters(tagged, model) if exact else {}
+    modules = module_results(tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated)
+    return Verification(
+        modules=modules,
+        wrong=tuple(path for path in blame.modules if path in modules),
+        isolated=isolated,
+        tags=(tagged.tag_facts,),
+        parameters=len(known),
+        misplaced=misplaced_parameters(tagged, known, readers, model),
+    )
+
+
+def _run_pytorch(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    store: ArrayStore,
+    tagged: TaggedModel,
+    chosen: Collection[str],
+) -> tuple[list[ModuleCall], Mapping[str, frozenset[str]]]:
+    """The calls of a PyTorch model, with the arguments that the file has, and parameter → modules that read it."""
+
+    def wanted(path: str, number: int, argument: str) -> bool:
+        signature = tagged.signature(path, number)
+        return path in chosen and signature is not None and signature.inputs.get(argument) is not None
+
+    with evaluating(model), parameter_readers(model) as readers:
+        calls = record_calls(model, args, kwargs, store, wanted)
+    return calls, readers
+
+
+def _check(
+    run: FileRun, calls: Sequence[ModuleCall], store: ArrayStore, tolerances: Tolerances, *, isolated: bool
+) -> tuple[list[CheckedCall], Blame, dict[str, str]]:
+    """The compared calls, the modules that are wrong themselves, and why others were not compared: path → reason."""
+    if isolated:
+        checked, reasons = check_isolated(run, calls, store, tolerances)
+        return checked, blame_by_nesting(checked), reasons
+    checked = check_calls(run, [pair_call(run.tagged, call) for call in calls if call.path in run.tagged], tolerances)
+    return checked, blame_by_graph(run.tagged, checked), {}
+
+
+_NO_VALUES = "some of its tensors have no values of their own in PyTorch: torch.vmap runs it, or they are sparse"
+
+
+def feed_of_call(
+    tagged: TaggedModel, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the arguments of a call of the model as inputs of the file.
+
+    They are matched by the signature in the file, otherwise by name, otherwise in order. A number, also a default of
+    ``forward``, is an input if the exporter made it one, as TorchScript's does.
+
+    Raises:
+        InputError: If the call does not have the inputs of the file, or they have other types or shapes.
+    """
+    inputs = Inputs.of(tagged.model)
+    call = arguments_by_name(model.forward, tuple(args), kwargs)
+    values: dict[str, Any] = dict(named_tensors_in(call))
+    names = input_arguments(tagged)
+    numbers = {name: leaf for name, leaf in named_leaves({**defaults_of(model.forward), **call}) if _is_number(leaf)}
+    values.update((argument, numbers[argument]) for argument in names.values() if argument in numbers)
+    if not all(argument in values for argument in names.values()):
+        if len(inputs) != len(values):
+            raise InputError(f"{name}: takes {len(inputs)} inputs, and the call has {len(values)} tensors")
+        names = dict(zip(names, values, strict=True))
+    try:
+        wanted = {each.name: each for each in inputs}
+        given = {key: array_for(wanted[key], values[argument]) for key, argument in names.items()}
+        fed = inputs.feed_again(given).arrays
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    return {key: array.copy() for key, array in fed.items()}  # a model may change its arguments in place
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))

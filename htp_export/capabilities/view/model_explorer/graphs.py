@@ -1,0 +1,206 @@
+"""A model as Model Explorer's graph, in the JSON that its application reads.
+
+Modules are layers: the namespaces of nodes. See ``graph_builder.py`` of ``ai-edge-model-explorer`` for the fields.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from htp_export.capabilities.view.inventory import Inventory, ModuleEntry
+from htp_export.capabilities.view.measures import Measure
+from htp_export.capabilities.view.node_facts import NodeEntry
+from htp_export.drawing.numbers import number_text
+from htp_export.format import tags
+from htp_export.results.drawn_levels import drawn_parents
+from htp_export.results.tag_facts import evidence_of
+
+__all__ = ["GRAPH_ID", "graph_of", "layers_of", "node_ids"]
+
+GRAPH_ID = "model"
+_KEEPER = "htp.layer"
+"""Label of the nodes that are not drawn, which keep Model Explorer from dissolving layers of one node."""
+
+
+def graph_of(inventory: Inventory, measures: Sequence[Measure] = (), keep_layers: bool = True) -> dict[str, Any]:
+    """The graph.
+
+    Args:
+        inventory: The model.
+        measures: Numbers that are shown among the attributes of layers.
+        keep_layers: Add nodes that are not drawn, so that layers that hold a single node stay layers whatever the
+            viewer's settings say.
+
+    Examples:
+        >>> from htp_export.capabilities.view.inventory import take_inventory
+        >>> from htp_export.model.tagged import load
+        >>> import onnx_ir as ir
+        >>> tagged = {"htp.module": "act", "htp.reason": "scope"}
+        >>> relu = ir.node("Relu", [ir.val("x")], outputs=[ir.val("y")], metadata_props=tagged)
+        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
+        >>> drawn = graph_of(take_inventory(load(ir.Model(graph, ir_version=10))), keep_layers=False)
+        >>> [(node["label"], node["namespace"]) for node in drawn["nodes"]]
+        [('Relu', 'act'), ('Input: x', ''), ('Output: y', '')]
+    """
+    names, layers = node_ids(inventory), layers_of(inventory)
+    nodes = [_node(node, names[position], layers[position], names) for position, node in enumerate(inventory.nodes)]
+    ends = _ends(inventory, nodes)
+    keepers = (
+        [_plain(f"{_KEEPER} {layer}", _KEEPER, layer) for layer in dict.fromkeys(layers) if layer]
+        if keep_layers
+        else []
+    )
+    return {
+        "id": GRAPH_ID,
+        "nodes": [*nodes, *ends, *keepers],
+        "groupNodeAttributes": {"": _facts(inventory)}
+        | {layer: _attributes(module, measures) for layer, module in _layers(inventory).items()},
+        "nodeLabelsToHide": [_KEEPER],
+    }
+
+
+def node_ids(inventory: Inventory) -> list[str]:
+    """What each node is called in the graph: its name, and its place too where it has none or another has the same."""
+    times = Counter(node.name for node in inventory.nodes)
+    return [
+        node.name if node.name and times[node.name] == 1 else f"{node.name or node.op_type}#{position}"
+        for position, node in enumerate(inventory.nodes)
+    ]
+
+
+def layers_of(inventory: Inventory) -> list[str]:
+    """The layer that each node lies in: that of its owner, or the deepest one above all its owners."""
+    spaces = tags.namespaces({node.module for node in inventory.nodes}, inventory.called)
+    return [spaces[node.module] for node in inventory.nodes]
+
+
+def _layers(inventory: Inventory) -> dict[str, ModuleEntry]:
+    drawn = {path: module for path, module in inventory.modules.items() if path and (module.nodes or module.calls)}
+    spaces = tags.namespaces(drawn, inventory.called)
+    return {spaces[path]: module for path, module in drawn.items()}
+
+
+def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) -> dict[str, Any]:
+    facts = {
+        "name": node.name,
+        "module": node.module or "(root)",
+        "owners": ", ".join(owner or "(root)" for owner in node.owners) if len(node.owners) > 1 else "",
+        "known by": node.reason,
+        "call": node.call,
+        "source": _end(f"{node.source.file}:{node.source.line}") if node.source else "",
+        "code": node.source.code if node.source else "",
+        **node.attributes,
+    }
+    drawn = _plain(identifier, node.operator, layer)
+    drawn["attrs"] = [{"key": key, "value": value} for key, value in facts.items() if value]
+    drawn["incomingEdges"] = [
+        {"sourceNodeId": names[link.node], "sourceNodeOutputId": str(link.output), "targetNodeInputId": str(place)}
+        for place, link in enumerate(node.inputs)
+        if link.node is not None
+    ]
+    drawn["inputsMetadata"] = [
+        {"id": str(place), "attrs": [{"key": "__tensor_tag", "value": link.tensor}]}
+        for place, link in enumerate(node.inputs)
+        if link.tensor
+    ]
+    drawn["outputsMetadata"] = [
+        {
+            "id": str(place),
+            "attrs": [{"key": "__tensor_tag", "value": out.name}, {"key": "tensor_shape", "value": out.type or "?"}],
+        }
+        for place, out in enumerate(node.outputs)
+    ]
+    return drawn
+
+
+def _ends(inventory: Inventory, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The model's inputs and outputs; the nodes that read an input get their edges."""
+    input_ids = {tensor.name: f"[value] {tensor.name}" for tensor in inventory.inputs}
+    ends = []
+    for tensor in inventory.inputs:
+        end = _plain(input_ids[tensor.name], f"Input: {tensor.name}", "")
+        end["attrs"] = [{"key": "name", "value": tensor.name}]
+        end["outputsMetadata"] = [{"id": "0", "attrs": [{"key": "tensor_shape", "value": tensor.type or "?"}]}]
+        ends.append(end)
+    producers: dict[str, tuple[int, int]] = {}
+    for position, (entry, drawn) in enumerate(zip(inventory.nodes, nodes, strict=True)):
+        producers.update({out.name: (position, place) for place, out in enumerate(entry.outputs)})
+        drawn["incomingEdges"] += [
+            {"sourceNodeId": input_ids[link.tensor], "sourceNodeOutputId": "0", "targetNodeInputId": str(place)}
+            for place, link in enumerate(entry.inputs)
+            if link.node is None and link.tensor in input_ids
+        ]
+    for tensor in inventory.outputs:
+        end = _plain(f"[output] {tensor.name}", f"Output: {tensor.name}", "")
+        end["attrs"] = [{"key": "name", "value": tensor.name}]
+        source = producers.get(tensor.name)
+        origin = (nodes[source[0]]["id"], str(source[1])) if source else (input_ids.get(tensor.name, ""), "0")
+        if origin[0]:
+            edge = {"sourceNodeId": origin[0], "sourceNodeOutputId": origin[1], "targetNodeInputId": "0"}
+            end["incomingEdges"] = [edge]
+        ends.append(end)
+    return ends
+
+
+def _plain(identifier: str, label: str, namespace: str) -> dict[str, Any]:
+    return {
+        "id": identifier,
+        "label": label,
+        "namespace": namespace,
+        "attrs": [],
+        "incomingEdges": [],
+        "inputsMetadata": [],
+        "outputsMetadata": [],
+    }
+
+
+def _facts(inventory: Inventory) -> dict[str, str]:
+    ends = len(inventory.inputs) + len(inventory.outputs)
+    facts = {
+        "model": inventory.name,
+        "class": inventory.modules[""].class_name,
+        "nodes": f"{len(inventory.nodes)}, and {ends} inputs and outputs",
+        "modules": f"{len(drawn_parents(inventory.modules))}; those with nodes are layers, and so are containers",
+        "parameters": number_text(inventory.modules[""].parameters),
+        "weights": number_text(inventory.modules[""].weight_bytes, "B"),
+        "producer": inventory.producer,
+        "module tags": str(inventory.tags),
+    }
+    return {key: value for key, value in facts.items() if value}
+
+
+def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, str]:
+    """What the side panel says of a layer."""
+    facts = {
+        "module": module.path,
+        "class": module.class_name,
+        "fate": module.fate,
+        "merged with": ", ".join(module.fused_with),
+        "tied": ", ".join(f"{name} is {first}" for name, first in module.tied.items()),
+        "calls": str(module.calls) if module.calls > 1 else "",
+        "parameters": number_text(module.parameters) if module.parameters else "",
+        "weights": number_text(module.weight_bytes, "B") if module.weight_bytes else "",
+        "operators": _counts(module.operators),
+        "owners known from": ", ".join(map(str, evidence_of(module.reasons))),
+        "inputs": ", ".join(f"{tensor.name} {tensor.type}" for tensor in module.inputs),
+        "outputs": ", ".join(f"{tensor.name} {tensor.type}" for tensor in module.outputs),
+        "source": _end(module.source),
+    }
+    for measure in measures:
+        value = measure.total.get(module.path)
+        if value is not None:
+            facts[measure.title] = number_text(value, measure.unit)
+        if module.path in measure.words:
+            facts[measure.title if measure.named else f"{measure.title}, in words"] = measure.words[module.path]
+    return {key: value for key, value in facts.items() if value}
+
+
+def _end(source: str) -> str:
+    """The end of a path, which says enough: the file and the folder that it is in."""
+    return "/".join(source.replace("\\", "/").split("/")[-2:])
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{word} {count}" for word, count in counts.items())

@@ -1,0 +1,295 @@
+"""``view``: a model as a page."""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from htp_export.capabilities.view.inventory import Inventory, take_inventory
+from htp_export.capabilities.view.measures import Measure, measures_of
+from htp_export.capabilities.view.model_explorer.application import MissingApplicationError, application, packed
+from htp_export.capabilities.view.model_explorer.drawing import drawing
+from htp_export.capabilities.view.page.document import asset, document
+from htp_export.capabilities.view.page.front_data import front_data
+from htp_export.capabilities.view.page.payload import page_data
+from htp_export.capabilities.view.shown_graph import ShownGraph, shown_graph
+from htp_export.editing.flattening import read_flat
+from htp_export.errors import FileError, InputError
+from htp_export.files.json_file import read_json
+from htp_export.files.targets import Kind, check_target
+from htp_export.files.text_file import write_text
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, load
+from htp_export.results.columns import si
+from htp_export.results.drawn_levels import drawn_parents
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from htp_export.capabilities.inspect.inspected import Inspected, Stop
+    from htp_export.capabilities.search.search_results import Search
+
+__all__ = ["View", "inventory_of", "page_of", "read_results", "view"]
+
+_FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
+
+Result = object
+"""Numbers by module: what ``profile`` or ``quantize`` returns, for example, or a JSON file that its command wrote."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The result of `view`: an HTML page. A notebook displays it.
+
+    Attributes:
+        html: The page.
+        path: The file that was written; None if there is none.
+        nodes: Number of nodes in the page.
+        modules: Number of modules in the page, without containers that never ran.
+        missing: Why the interactive graph is missing; ``""`` if it is there.
+        failures: Module path → error, for modules of a PyTorch model that could not be exported.
+        way: Which way the graph of a PyTorch model was got, as of `inspect`; ``""`` for an ONNX model.
+        stopped: Where each better way ended.
+    """
+
+    html: str = field(repr=False)
+    path: Path | None
+    nodes: int
+    modules: int
+    missing: str = ""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    way: str = ""
+    stopped: tuple[Stop, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, for notebooks."""
+        page = html.escape(self.html, quote=True)
+        return f'<iframe srcdoc="{page}" style="{_FRAME}"></iframe>'
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        where = str(self.path) if self.path else "a page in memory"
+        return f"{where}: {self.modules} modules, {self.nodes} nodes, {si(len(self.html), 'B')}"
+
+    def __str__(self) -> str:
+        lines = [self.summary, *([f"without the graph: {self.missing}"] if self.missing else [])]
+        lines += map(str, self.stopped)
+        return "\n".join([*lines, *(f"{path or '(root)'}: {why}" for path, why in self.failures.items())])
+
+
+@overload
+def view(
+    model: ModelSource,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    results: Sequence[Result] = (),
+    graph: bool = True,
+    weights: bool = False,
+) -> View: ...
+
+
+@overload
+def view(
+    model: nn.Module,
+    args: Any,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    results: Sequence[Result] = (),
+    graph: bool = True,
+    weights: bool = False,
+) -> View: ...
+
+
+def view(
+    model: Any,
+    *positional: Any,
+    args: Any = None,
+    output: str | os.PathLike[str] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    results: Sequence[Result] = (),
+    graph: bool = True,
+    weights: bool = False,
+) -> View:
+    """Write or show a model as one offline HTML page: module tree, map, and interactive graph.
+
+    ``view("model.onnx", "model.html")`` writes the page; ``view(model, args)`` shows a PyTorch model, by the best way
+    that `inspect` finds, and the page says why it is no better one.
+
+    Thread-safe for ONNX models; a PyTorch model must not be used by another thread meanwhile.
+
+    Args:
+        model: A file, ``ModelProto``, ``ir.Model`` or `TaggedModel`, with or without tags; or a PyTorch module, or
+            what `inspect` returns for it.
+        positional: The output; for a PyTorch module its arguments, and then the output.
+        args: For a PyTorch module: its positional arguments.
+        output: The file to write.
+        kwargs: For a PyTorch module: its keyword arguments.
+        results: Numbers by module for columns, sizes and colours, and precisions for colours: results of ``profile``,
+            ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or ``sensitivity``, or files that their commands
+            wrote with ``--json``. Of a result of ``search``, its front and its plans are drawn.
+        graph: Include Model Explorer's graph. It needs the extra ``view``; without it the page says so.
+        weights: Read every weight, and show mean, standard deviation, range and share of zeros.
+
+    Returns:
+        The page; a notebook displays it.
+
+    Raises:
+        InputError: The model, a result, or a weight that is to be shown cannot be read.
+        FileError: The page cannot be written, or has the name of a model; existing files are unchanged.
+
+    Examples:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> shown = view(net, torch.randn(2, 4), graph=False)
+        >>> shown.modules, shown.nodes, shown.html.startswith("<!doctype html>")
+        (3, 2, True)
+    """
+    from htp_export.capabilities.inspect.inspected import Inspected
+
+    arguments = list(positional)
+    if _is_module(model):
+        args = arguments.pop(0) if arguments else args
+    if arguments:
+        output = arguments.pop(0)
+    if arguments:
+        raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
+    path = None if output is None else Path(output)
+    if path is not None:
+        check_target(path, Kind.PAGE, [each for each in results if isinstance(each, str | os.PathLike)])
+    opened = [_Opened.of(result) for result in results]
+    measures, searches = _measures(opened), [search for each in opened if (search := each.search) is not None]
+    if _is_module(model):
+        from htp_export.capabilities.inspect.inspecting import inspect
+
+        model = inspect(model, () if args is None else args, kwargs=kwargs)
+    inspected = model if isinstance(model, Inspected) else None
+    shown = _graph_of(model, weights) if inspected is None else _graph_of_inspected(inspected, weights)
+    further = [] if inspected is None else _graphs_between_breaks(inspected)
+    whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
+    page, missing = page_of([each.with_results(measures) for each in (whole, *further)], graph, searches)
+    if path is not None:
+        write_text(path, page)
+    drawn = shown.inventory.modules
+    failures = {path: module.failure for path, module in drawn.items() if module.failure}
+    made = View(page, path, len(shown.inventory.nodes), len(drawn_parents(drawn)), missing, failures)
+    return made if inspected is None else replace(made, way=inspected.way, stopped=inspected.stopped)
+
+
+def _graph_of_inspected(inspected: Inspected, statistics: bool) -> ShownGraph:
+    """The graph of a PyTorch model, with the way it was got, and with what failed."""
+    unread = statistics and inspected.way == "parts"
+    shown = shown_graph(inspected.tagged, statistics=statistics and not unread)
+    inventory = shown.inventory
+    modules = {
+        path: replace(module, failure=inspected.failures.get(path, "")) for path, module in inventory.modules.items()
+    }
+    notes = ["The weights were not read: of parts that are alike, one is exported."] if unread else []
+    inventory = replace(inventory, modules=modules, notes=(*inventory.notes, *notes, *inspected.notes))
+    stops = (*inspected.stopped, *inspected.breaks)
+    way = [f"The {inspected.summary}.", *(f"{stop}." for stop in stops)] if inspected.stopped else []
+    return replace(shown, inventory=inventory, note="\n".join([*way, *([shown.note] if shown.note else [])]))
+
+
+def _graphs_between_breaks(inspected: Inspected) -> list[ShownGraph]:
+    """Dynamo's graphs, each by itself, the largest first; none where there is one."""
+    graphs = []
+    for name, graph in inspected.graphs.items() if len(inspected.graphs) > 1 else ():
+        shown = shown_graph(load(graph))
+        title = f"{name.replace('_', ' ')} of {len(inspected.graphs)}: {len(shown.inventory.nodes)} nodes"
+        graphs.append(replace(shown, title=title))
+    return graphs
+
+
+@names_model_faults("model")
+def inventory_of(model: ModelSource) -> Inventory:
+    """The inventory of a model, with the name of its file."""
+    return take_inventory(read_flat(model), _name_of(model))
+
+
+@names_model_faults("model")
+def _graph_of(model: ModelSource, statistics: bool) -> ShownGraph:
+    return shown_graph(read_flat(model), _name_of(model), statistics)
+
+
+def _name_of(model: ModelSource) -> str:
+    return Path(model).name if isinstance(model, str | os.PathLike) else ""
+
+
+def read_results(results: Sequence[Result]) -> list[Measure]:
+    """The numbers by module in results, and in files of them. Of several with one key, the first one keeps it.
+
+    Raises:
+        FileError: If a file cannot be read, or holds no such numbers.
+    """
+    return _measures([_Opened.of(result) for result in results])
+
+
+def _measures(results: Sequence[_Opened]) -> list[Measure]:
+    measures: dict[str, Measure] = {}
+    for result in results:
+        for measure in result.measures:
+            key, title, number = measure.key, measure.title, 1
+            while key in measures:
+                number += 1
+                key, title = f"{measure.key}:{number}", f"{measure.title} ({number})"
+            measures[key] = replace(measure, key=key, title=title)
+    return list(measures.values())
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What the page has of one result: numbers by module, or the plans of a search."""
+
+    measures: Sequence[Measure] = ()
+    search: Search | None = None
+
+    @classmethod
+    def of(cls, result: Result) -> _Opened:
+        from htp_export.capabilities.search.search_reading import search_from
+        from htp_export.capabilities.search.search_results import Search
+
+        if not isinstance(result, str | os.PathLike):
+            search = result if isinstance(result, Search) else search_from(result)
+            return cls(search=search) if search is not None else cls(measures_of(result))
+        try:
+            return cls.of(read_json(result))
+        except FileError:
+            raise
+        except InputError as error:
+            raise FileError(Path(result), str(error)) from error
+
+
+def page_of(graphs: Sequence[ShownGraph], interactive: bool = True, searches: Sequence[Search] = ()) -> tuple[str, str]:
+    """A page of one or more graphs, the first of which is shown at first; and why it has no interactive graph.
+
+    Args:
+        graphs: The graphs. The page has a choice between their titles if there are several.
+        interactive: Include Model Explorer's drawing of each.
+        searches: Searches whose fronts are drawn.
+    """
+    packed_parts: dict[str, str] = {}
+    missing = "" if interactive else "it was left out"
+    if interactive:
+        try:
+            packed_parts["graph-application"] = packed(application(asset("frame.js")))
+            packed_parts |= {
+                f"graph-drawing-{k}": packed(drawing(each.inventory, each.measures)) for k, each in enumerate(graphs)
+            }
+        except MissingApplicationError as error:
+            missing = str(error)
+    data: dict[str, Any] = {f"data-{k}": page_data(each, missing) for k, each in enumerate(graphs[1:], 1)}
+    data["fronts"] = [front_data(search) for search in searches]
+    data["graphs"] = [{"title": each.name, "note": each.note} for each in graphs]
+    return document(graphs[0].inventory.name, page_data(graphs[0], missing), packed_parts, data), missing
+
+
+def _is_module(model: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)

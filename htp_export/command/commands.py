@@ -1,0 +1,167 @@
+"""The commands: every file ``NAME_command.py`` of a capability is one.
+
+It has a function ``NAME_command``, an ``EXAMPLE`` of what is typed after the name, and its ``PLACE`` in the help. A
+command has ``-`` where its file has ``_``, and is found under both names. It is imported when it is called, or when
+the help lists it; the help leaves out what cannot be imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, MutableMapping
+from types import ModuleType
+from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from htp_export.command.idle_options import check_options
+from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, reading
+from htp_export.discovery import capability_modules
+
+__all__ = ["CommandGroup", "command_names", "flattened"]
+
+_LAST = 1000
+
+
+def _all_names() -> dict[str, str]:
+    return {name.replace("_", "-"): module for name, module in capability_modules("_command").items()}
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(_all_names()[name])
+
+
+def command_names() -> list[str]:
+    """The names of all commands that can be imported, in the order of the help."""
+    modules: dict[str, ModuleType] = {}
+    for name in _all_names():
+        with contextlib.suppress(ImportError):
+            modules[name] = _module(name)
+    return sorted(modules, key=lambda name: getattr(modules[name], "PLACE", _LAST))
+
+
+class _Command(TyperCommand):
+    """A command that refuses options without effect; its file may say in ``IDLE`` which these are."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        """Read what was typed."""
+        _, _, typed = self.make_parser(context).parse_args(args=list(arguments))
+        rest: list[str] = super().parse_args(context, arguments)
+        check_options(self.params, typed, context.params, getattr(_module(str(self.name)), "IDLE", ()))
+        return rest
+
+
+class _Commands(MutableMapping[str, Any]):
+    """Name → command, which is made when it is asked for."""
+
+    def __init__(self) -> None:
+        self._names = _all_names()
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            if name not in self._names:
+                raise KeyError(name)
+            app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+            module = _module(name)
+            app.command(name, cls=_Command, epilog=f"Example: htp-export {name} {module.EXAMPLE}")(
+                flattened(getattr(module, f"{name.replace('-', '_')}_command"))
+            )
+            self._made[name] = typer.main.get_command(app)
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class CommandGroup(TyperGroup):
+    """The program: its commands are files of the capabilities."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands()
+
+    def list_commands(self, _context: Any) -> list[str]:
+        """The names of the commands, as the help lists them."""
+        return command_names()
+
+    def get_command(self, context: Any, name: str) -> Any:
+        """The command of a name; the name of the Python function, with ``_``, is one too."""
+        return super().get_command(context, name.replace("_", "-"))
+
+
+def _marks(annotation: Any) -> list[Writes]:
+    """The mark of an option that names what is written."""
+    return [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Writes)]
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the fields of its dataclasses of options as parameters of its own, which typer knows how to read.
+
+    Args:
+        command: A function. A parameter of it whose type is a dataclass stands for one option each field.
+
+    Examples:
+        >>> @dataclasses.dataclass
+        ... class Size:
+        ...     width: int = 1
+        >>> def draw(name: str, size: Size) -> None:
+        ...     print(name, size)
+        >>> draw.__annotations__ = {"name": str, "size": Size}
+        >>> flattened(draw)(name="box", width=3)
+        box Size(width=3)
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if not dataclasses.is_dataclass(kind):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind))
+            continue
+        groups[parameter.name] = kind
+        of_fields = get_type_hints(kind, include_extras=True)
+        for field in dataclasses.fields(kind):
+            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=of_fields[field.name]
+                )
+            )
+
+    writes = {parameter.name: mark for parameter in parameters for mark in _marks(parameter.annotation)}
+    replacing = {"force": FORCE} if writes else {}
+    if any(mark.in_place for mark in writes.values()):
+        replacing["in_place"] = IN_PLACE
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option)
+        for name, option in replacing.items()
+    ]
+
+    def called(**given: Any) -> None:
+        allowed = {name: given.pop(name) for name in replacing}
+        with reading((value for name, value in given.items() if name not in writes), **allowed):
+            for name, mark in writes.items():
+                if mark.kind is not None and given[name] is not None:
+                    check_output(given[name], mark.kind)
+            for name, kind in groups.items():
+                given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+            command(**given)
+
+    called.__doc__, called.__name__ = command.__doc__, command.__name__
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return called

@@ -1,0 +1,81 @@
+"""Arguments and options that several commands on a file have, in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from htp_export.command.outputs import Kind, Writes
+from htp_export.command.terminal import print_json, print_text, show
+from htp_export.process.bounds import MOST_RUNS, MOST_SEED
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = [
+    "DepthOption",
+    "FeedDimsOption",
+    "FeedOption",
+    "FileArgument",
+    "JsonOption",
+    "ModuleArgument",
+    "NewOutputOption",
+    "OutputOption",
+    "SelectOption",
+    "ShareOption",
+    "TableOptions",
+    "seed_option",
+]
+
+FileArgument: TypeAlias = Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)]
+_OUTPUT = typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False)
+OutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL, in_place=True)]
+NewOutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL)]
+ShareOption: TypeAlias = Annotated[
+    bool, typer.Option("--share-weights", help="Refer to the data file of the input instead of writing a copy of it.")
+]
+ModuleArgument: TypeAlias = Annotated[
+    str, typer.Argument(help="Path of the module: encoder.layer.0", show_default=False)
+]
+JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
+SelectOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(help="Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."),
+]
+DepthOption: TypeAlias = Annotated[int | None, typer.Option(min=0, help="Levels below the root.", show_default=False)]
+FeedOption: TypeAlias = Annotated[
+    Path | None, typer.Option(help='Inputs: values in an .npz file, or shapes in JSON: {"input_ids": [2, 16]}.')
+]
+FeedDimsOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option(help="Open sizes of inputs, by comma: batch=1,sequence=16.")
+]
+
+
+def seed_option(what: str) -> Any:
+    """The option ``--seed``, of a number that all random generators take."""
+    return typer.Option(min=0, max=MOST_SEED - MOST_RUNS, help=what)
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """Which modules a table shows, and how: the options of every command that prints one in all forms."""
+
+    depth: DepthOption = None
+    select: SelectOption = None
+    sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None
+    as_json: JsonOption = False
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False
+    fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True
+
+    def report(self, data: dict[str, Any], csv: Callable[[], str], draw: Callable[[], RenderableType]) -> None:
+        """Write a result in the form that was asked for."""
+        if self.as_json:
+            print_json(data)
+        elif self.as_csv:
+            print_text(csv())
+        else:
+            show(draw())

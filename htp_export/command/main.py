@@ -1,0 +1,136 @@
+"""``htp-export``: the commands, and what becomes of errors.
+
+Exit status: 0; 1 where a check that was asked for fails or an export fails; 2 where the input cannot be used; 3 for a
+fault of htp_export itself; 130 where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import htp_export
+from htp_export.command.commands import CommandGroup
+from htp_export.command.encodable import encodable_output, unwritten_output
+from htp_export.command.interrupts import Interrupts
+from htp_export.command.quiet import quiet_libraries
+from htp_export.command.terminal import CheckFailed, error_line
+from htp_export.errors import FileError, HtpExportError, InputError, described
+from htp_export.process.garbage_collection import rare_collections
+
+__all__ = ["app", "main"]
+
+_INTERNAL_ERROR = 3
+_INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
+
+app = typer.Typer(
+    name="htp-export",
+    cls=CommandGroup,
+    help="Export PyTorch models to ONNX files whose every node knows its module.",
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"htp-export {htp_export.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks, and what libraries log; may stand after a command, too.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: What was typed after the program's name; ``sys.argv`` where it is None.
+
+    Returns:
+        The exit status.
+
+    Examples:
+        >>> main(["tree", "nowhere.onnx"])
+        2
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    with encodable_output():
+        status = _status(arguments)
+        if problem := unwritten_output():
+            error_line(problem)
+            status = status or 2
+    return status
+
+
+def _status(arguments: list[str]) -> int:
+    """Run a command, and say why it failed; the exit status."""
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    interrupts = Interrupts()
+    try:
+        with interrupts, rare_collections(), contextlib.nullcontext() if debug else quiet_libraries():
+            status = app(args=arguments, prog_name="htp-export", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        status = _INTERRUPTED
+    except Exception as error:
+        if interrupts.seen:
+            error_line("interrupted")
+            return _INTERRUPTED
+        if debug:
+            traceback.print_exception(error)
+        message, code = _explained(error, debug)
+        error_line(message + _other_order(error, arguments))
+        return code
+    if interrupts.seen:  # swallowed, and the command was done before it was raised again
+        status = _INTERRUPTED
+    if status == _INTERRUPTED:  # typer itself may have caught it
+        error_line("interrupted")
+    return status if isinstance(status, int) else 0
+
+
+def _other_order(error: Exception, typed: Sequence[str]) -> str:
+    """A hint, where the first argument is a file that is not there, and the next one is a file that is."""
+    if not isinstance(error, FileError) or len(typed) < 3 or typed[1] != str(error.path) or error.path.exists():
+        return ""
+    return f"; the file comes first: {typed[0]} {typed[2]} {typed[1]}" if Path(typed[2]).is_file() else ""
+
+
+def _explained(error: Exception, debug: bool) -> tuple[str, int]:
+    """What an error says to the user, and the exit status."""
+    if isinstance(error, InputError):
+        return str(error), 2
+    if isinstance(error, CheckFailed | HtpExportError):
+        return str(error), 1
+    # Usage errors of typer, which comes with its own copy of click or uses the installed one, by its version.
+    shown = getattr(error, "format_message", None)
+    if shown is not None:
+        message = " ".join(shown().split())
+        if message.startswith("No such command"):
+            message = f"{message.rstrip('.')}; htp-export --help lists the commands"
+        return message, 2
+    if isinstance(error, OSError) and error.strerror is not None:  # without a name it is a stream: stdout
+        return f"{error.filename or 'the output cannot be written'}: {error.strerror}", 2
+    if isinstance(error, MemoryError):
+        return "there is not enough memory", 1
+    versions = f"htp_export {htp_export.__version__}, Python {platform.python_version()}"
+    advice = "" if debug else "; run the command with --debug, and report what it prints"
+    return f"this is a bug in htp_export ({versions}): {described(error)}{advice}", _INTERNAL_ERROR

@@ -1,0 +1,176 @@
+"""Files that a command writes: checked before any work, so that no input is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from htp_export.command.terminal import print_json, show
+from htp_export.files.filesystem import is_special
+from htp_export.files.targets import Kind, check_target, files_named_in
+from htp_export.results.columns import si
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = [
+    "FORCE",
+    "IN_PLACE",
+    "Kind",
+    "Writes",
+    "check_output",
+    "reading",
+    "report",
+    "show_model",
+    "show_next",
+    "show_written",
+    "written_files",
+    "written_folder",
+    "written_page",
+]
+
+
+class _Result(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def report(
+    result: _Result,
+    as_json: bool,
+    draw: Callable[[], RenderableType] | None = None,
+    output: Path | None = None,
+    **facts: Any,
+) -> None:
+    """Write a result as JSON, or draw it and say which files were written.
+
+    Args:
+        result: The result.
+        as_json: Whether to write it as JSON.
+        draw: Draws it; None to print it as text.
+        output: The model that was written.
+        **facts: Further keys of the JSON.
+    """
+    if as_json:
+        print_json({**facts, **result.to_dict()})
+        return
+    show(str(result) if draw is None else draw())
+    if output is not None:
+        show_model(output)
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Marks an option that names what a command writes; such a command also has ``--force``.
+
+    Attributes:
+        kind: What is written there, which is checked before the command runs; None if the command checks it.
+        in_place: Whether the command has ``--in-place``, too.
+    """
+
+    kind: Kind | None = None
+    in_place: bool = False
+
+
+FORCE = Annotated[bool, typer.Option("--force", help="Allow --output to be an existing file of another kind.")]
+IN_PLACE = Annotated[bool, typer.Option("--in-place", help="Allow --output to be a file that is read.")]
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What was typed about files: those that are read, and how far existing ones may be replaced."""
+
+    reads: tuple[Path, ...] = ()
+    force: bool = False
+    in_place: bool = False
+
+
+_named: ContextVar[_Named | None] = ContextVar("_named", default=None)
+
+
+@contextlib.contextmanager
+def reading(values: Iterable[Any], *, force: bool = False, in_place: bool = False) -> Iterator[None]:
+    """Run a command, in which `check_output` refuses to replace the files that it reads.
+
+    Args:
+        values: The values of all options that name nothing that is written.
+        force: Whether files of another kind may be replaced.
+        in_place: Whether a model that is read may be replaced.
+    """
+    listed = list(values)
+    sources = (_source_of(word) for value in listed for word in (value if isinstance(value, list) else [value]))
+    files = (*files_named_in(listed), *(file for file in sources if file is not None))
+    token = _named.set(_Named(files, force, in_place))
+    try:
+        yield
+    finally:
+        _named.reset(token)
+
+
+def _source_of(word: object) -> Path | None:
+    """The file of the module in ``package.module:factory``; None for other words."""
+    if not isinstance(word, str) or re.fullmatch(r"[\w.]+:\w+", word) is None:
+        return None
+    module = Path(*word.partition(":")[0].split("."))
+    files = (Path(f"{module}.py"), module / "__init__.py")
+    places = (folder / file for folder in map(Path, ("", *sys.path)) for file in files)
+    return next((file for file in places if file.is_file()), None)
+
+
+def check_output(output: Path, kind: Kind) -> None:
+    """Refuse an output that cannot be written, that the command reads, or that is a file of another kind.
+
+    Args:
+        output: The file to write, a device or a pipe. The weights of a model are written to ``<output>.data``.
+        kind: What is written.
+
+    Raises:
+        FileError: If the file cannot be written.
+    """
+    named = _named.get() or _Named()
+    check_target(output, kind, named.reads, in_place=named.in_place, replaces_others=named.force)
+
+
+def written_files(output: Path) -> dict[str, int]:
+    """The file that was written, and those with its weights: path → size in bytes."""
+    from htp_export.files.model_files import own_files
+
+    beside = [(output.parent / file.name, file) for file in sorted(own_files(output))]
+    weights = [named if named.exists() else file for named, file in beside]  # else the output is a link
+    return {str(file): file.stat().st_size for file in (output, *weights)}
+
+
+def written_page(output: Path) -> dict[str, int]:
+    """A page or text that was written: path → size in bytes; nothing for a device or a pipe."""
+    return {} if is_special(output) else {str(output): output.stat().st_size}
+
+
+def written_folder(folder: Path) -> dict[str, int]:
+    """The files in a folder that was written: path → size in bytes."""
+    return {str(file): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def show_written(files: Mapping[str, int]) -> None:
+    """Say which files were written, with their sizes."""
+    listed = [f"{file} ({si(size, 'B')})" for file, size in files.items()]
+    if listed:
+        show(f"wrote {' and '.join((', '.join(listed[:-1]), listed[-1]) if listed[:-1] else listed)}")
+
+
+def show_next(*step: str | Path) -> None:
+    """Say what can be done with the files now: a command, whose words are quoted for the shell."""
+    show(f"next: {shlex.join(map(str, step))}")
+
+
+def show_model(output: Path) -> None:
+    """Say which files a model was written to, with their sizes, and what can be done with it now."""
+    show_written(written_files(output))
+    show_next("htp-export", "view", output)

@@ -1,0 +1,191 @@
+"""From what was typed to a model and the arguments of one call of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from htp_export.errors import FileError, InputError, ModelSourceError
+from htp_export.files.json_file import read_json
+from htp_export.process.user_code import user_code
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from htp_export.files.checkpoint import Checkpoint
+
+__all__ = ["Call", "call_entry", "call_factory", "parse_overrides", "read_shapes"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model and the arguments of one call of it.
+
+    Attributes:
+        model: The model.
+        args: Its positional arguments; empty where all could be given by keyword.
+        kwargs: Its keyword arguments, in the order of ``forward``'s signature.
+        example: What the task says of the call: names, dynamic axes, and runs to verify; None without a task; see
+            `htp_export.huggingface.ExampleCall`.
+        checkpoint: The files of its weights, where the weights are read from them only when they are used.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    example: Any = None
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def named_inputs(self) -> dict[str, Any]:
+        """The tensors under the names that the file has for them."""
+        return self.inputs if self.example is None else dict(self.example.inputs)
+
+    @property
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """Name → keyword arguments of each run that a check of the file makes; the name is empty if there is one."""
+        runs = {} if self.example is None else dict(self.example.runs)
+        return runs if len(runs) > 1 else {"": self.kwargs}
+
+    def adapted(self) -> contextlib.AbstractContextManager[None]:
+        """The model with the arguments and results of the file, for a ``with`` block."""
+        if self.example is None:
+            return contextlib.nullcontext()
+        adapted: contextlib.AbstractContextManager[None] = self.example.adapted()
+        return adapted
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The tensors that are arguments by keyword."""
+        import torch
+
+        return {name: value for name, value in self.kwargs.items() if isinstance(value, torch.Tensor)}
+
+
+def call_entry(entry: str, seed: int = 0) -> Call:
+    """What ``package.module:factory`` returns: a model, and example inputs as a tuple or a dict.
+
+    The model is put in eval mode.
+
+    Args:
+        entry: The factory.
+        seed: As for `call_factory`.
+
+    Raises:
+        ModelSourceError: If there is no such factory, if it raises (the cause), or if it returns anything else.
+    """
+    return _call(entry, call_factory(entry, seed))
+
+
+def call_factory(entry: str, seed: int = 0) -> Any:
+    """What ``package.module:factory`` returns. The current folder is looked in first.
+
+    Args:
+        entry: The factory.
+        seed: What torch's generator starts from while the factory runs: the same seed gives the same random weights.
+            Afterwards the generator is as it was.
+
+    Raises:
+        ModelSourceError: If there is no such factory, or if it raises (the cause).
+    """
+    import torch
+
+    module_name, colon, attribute = entry.partition(":")
+    if not (colon and module_name and attribute):
+        raise ModelSourceError(entry, "an entry is package.module:factory")
+    if module_name.endswith(".py"):
+        name = ".".join(Path(module_name).with_suffix("").parts)
+        raise ModelSourceError(entry, f"an entry names a module, not its file: {name}:{attribute}")
+    folder = os.fspath(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        with user_code(entry):
+            module = importlib.import_module(module_name)
+            factory = getattr(module, attribute, None)
+            if not callable(factory):
+                raise ModelSourceError(entry, f"module {module_name!r} has no function {attribute!r}")
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
+                return factory()
+    finally:
+        sys.path.remove(folder)
+
+
+def _call(entry: str, made: Any) -> Call:
+    import torch
+
+    from htp_export.exporter.capture.modules import set_eval_mode
+
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.nn.Module):
+        raise ModelSourceError(entry, "must return (model, example inputs), the model an nn.Module")
+    model, inputs = made
+    set_eval_mode(model)
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, (tuple, list, Mapping)):
+        raise ModelSourceError(entry, f"example inputs are a tuple or a dict, not {type(inputs).__name__}")
+    if isinstance(inputs, Mapping):
+        order = [name for name in inspect.signature(model.forward).parameters if name in inputs]
+        return Call(model, (), {name: inputs[name] for name in dict.fromkeys((*order, *inputs))})
+    return _by_keyword(model, tuple(inputs))
+
+
+def _by_keyword(model: nn.Module, args: tuple[Any, ...]) -> Call:
+    """Positional arguments by keyword, where the signature has names for all of them."""
+    named = [
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if len(args) > len(named):
+        return Call(model, args)
+    return Call(model, (), dict(zip(named, args, strict=False)))
+
+
+def parse_overrides(settings: Sequence[str]) -> dict[str, object]:
+    """``key=value`` as typed; values are JSON where they can be, else text.
+
+    Raises:
+        InputError: If there is no ``=``, or nothing before it.
+
+    Examples:
+        >>> parse_overrides(["num_hidden_layers=2", "hidden_act=relu", "depths=[1, 2]"])
+        {'num_hidden_layers': 2, 'hidden_act': 'relu', 'depths': [1, 2]}
+    """
+    overrides: dict[str, object] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise InputError(f"--set {setting}: write key=value")
+        if key.strip() in overrides:
+            raise InputError(f"--set {setting}: {key.strip()} is set twice")
+        try:
+            overrides[key.strip()] = json.loads(value)
+        except ValueError:
+            overrides[key.strip()] = value
+    return overrides
+
+
+def read_shapes(path: Path | None) -> dict[str, Any]:
+    """The inputs' shapes in a JSON file; empty without one.
+
+    Raises:
+        FileError: If it cannot be read or holds no JSON object.
+    """
+    if path is None:
+        return {}
+    if path.suffix == ".npz":
+        problem = "holds values, and inputs are made here: give their shapes, as JSON"
+        raise FileError(path, f'{problem} {{"input_ids": [2, 16]}}')
+    shapes = read_json(path)
+    if not isinstance(shapes, dict):
+        raise FileError(path, 'is no JSON object such as {"input_ids": [2, 16]}')
+    return shapes

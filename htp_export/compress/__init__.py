@@ -1,1 +1,0 @@
-"""Make a model smaller, module by module: plans are rules from selectors to values."""

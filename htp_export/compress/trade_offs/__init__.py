@@ -1,1 +1,0 @@
-"""Which precisions are worth it: the error of each module measured, and the plans with the best trade-offs."""

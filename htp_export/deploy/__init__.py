@@ -1,1 +1,0 @@
-"""Folders in which other runtimes expect a model."""

@@ -1,0 +1,46 @@
+"""Results in notebooks: the tables of the command line, as HTML."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["in_notebook"]
+
+_WIDTH = 160  # characters
+_STYLE = "max-height:480px;overflow:auto;white-space:pre;line-height:1.35;font-family:Menlo,Consolas,monospace"
+_PAGE = f'<pre style="{_STYLE}">{{code}}</pre>'
+
+
+def in_notebook(result: object) -> str | None:
+    """A result as HTML: what its command prints, colours included; None where no command prints it.
+
+    Examples:
+        >>> from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree
+        >>> drawn = in_notebook(ModuleTree((ModuleRow("", "net.<b>", 1, "computed", nodes=1200),)))
+        >>> "1,200" in drawn, "<b>" in drawn
+        (True, False)
+    """
+    table = _table(result)
+    if table is None:
+        return None
+    from rich.console import Console
+
+    console = Console(width=_WIDTH, record=True, file=io.StringIO(), highlight=False, force_jupyter=False)
+    console.print(table)
+    text = console.export_html(code_format=_PAGE, inline_styles=True)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _table(result: object) -> RenderableType | None:
+    """What ``drawn`` in ``drawing.py`` makes of a result, in the folder of the capability that its class is of."""
+    capability = ".".join(type(result).__module__.split(".")[:3])
+    try:
+        drawing = importlib.import_module(f"{capability}.drawing")
+    except ModuleNotFoundError:
+        return None
+    return drawing.drawn(result) if hasattr(drawing, "drawn") else None

@@ -1,0 +1,189 @@
+"""Small changes to a graph that keep the names of tensors if possible."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from htp_export.model.neighbours import only_consumer
+from htp_export.model.regions import subgraphs
+from htp_export.shapes.operator_kinds import is_standard
+
+__all__ = [
+    "BOUNDARY",
+    "Array",
+    "add_constant",
+    "add_initializer",
+    "bytes_of",
+    "constant_array",
+    "is_boundary",
+    "is_constant",
+    "multiple",
+    "register_constants",
+    "release",
+    "remove_unused",
+    "replace",
+    "scaled",
+    "stand_in",
+    "times",
+]
+
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+BOUNDARY = "htp_export.boundary"
+"""Key in a value's ``meta``: it is an input or output of a module, which is exact as long as the value exists."""
+
+
+def is_boundary(value: ir.Value) -> bool:
+    """Whether a value is an input or output of a module; the pipeline marks these values."""
+    return BOUNDARY in value.meta
+
+
+def add_constant(graph: ir.Graph, array: Array, name: str) -> ir.Value:
+    """A new initializer; the name is made unique."""
+    return add_initializer(graph, ir.tensor(array), name)
+
+
+def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+    """A tensor as a new initializer; the name is made unique."""
+    shape = ir.Shape(tensor.shape.numpy())
+    value = ir.Value(name=_unique(graph, name), shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def _unique(graph: ir.Graph, name: str) -> str:
+    """A name that no initializer has: this one, or this one with a number."""
+    numbered = (f"{name}_{count}" for count in itertools.count(1))
+    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in graph.initializers)
+
+
+def register_constants(graph: ir.Graph) -> None:
+    """Register constants that nodes read as initializers: onnxscript's rules forget some."""
+    for node in graph:
+        for value in node.inputs:
+            if value is None or value.const_value is None or value.producer() is not None or value.graph is not None:
+                continue
+            value.name = _unique(graph, value.name or "constant")
+            graph.register_initializer(value)
+
+
+def constant_array(value: ir.Value | None, largest: int = 4096) -> Array | None:
+    """The elements of a small constant, else None; large constants are not read."""
+    if value is None or value.const_value is None or value.is_graph_input() or value.const_value.size > largest:
+        return None
+    array: Array = value.const_value.numpy()
+    return array
+
+
+def bytes_of(tensor: ir.TensorProtocol | None) -> int:
+    """Bytes of the elements of a tensor; for strings, of their characters."""
+    if tensor is None:
+        return 0
+    return sum(map(len, tensor.string_data())) if isinstance(tensor, ir.StringTensor) else tensor.nbytes
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether a value is an initializer that is no input of the graph."""
+    return value is not None and value.const_value is not None and not value.is_graph_input()
+
+
+def multiple(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
+    """The value that a node multiplies by one floating-point number, and the number; None if the rank could change.
+
+    Examples:
+        >>> x, half = ir.val("x"), ir.Value(name="two", const_value=ir.tensor(2.0))
+        >>> value, number = multiple(ir.node("Div", [x, half]))
+        >>> value is x, number.item()
+        (True, 0.5)
+    """
+    for place in (1, 0) if is_standard(node, "Mul") else (1,) if is_standard(node, "Div") else ():
+        number, value = constant_array(node.inputs[place], 1), node.inputs[1 - place]  # type: ignore[union-attr]
+        if number is None or value is None or number.dtype.kind != "f" or number.size != 1:
+            continue
+        ranks = [None if tensor.shape is None else len(tensor.shape) for tensor in (value, node.outputs[0])]  # type: ignore[union-attr]
+        if number.ndim == 0 or (ranks[0] == ranks[1] is not None):
+            factor = number if is_standard(node, "Mul") else _reciprocal(number)
+            return None if factor is None else (value, factor.reshape(()))
+    return None
+
+
+def _reciprocal(number: Array) -> Array | None:
+    with np.errstate(all="ignore"):
+        return _normal(np.divide(1, number, dtype=number.dtype), np.zeros(1, bool))
+
+
+def times(one: Array, other: Array) -> Array | None:
+    """The product of two factors; None if an element overflows or underflows, where one after the other may not.
+
+    Examples:
+        >>> factors = np.float32([0, 2, 1e30])
+        >>> times(factors, np.float32(4)).tolist() == [0, 8, np.float32(4e30)], times(factors, np.float32(1e20))
+        (True, None)
+    """
+    with np.errstate(all="ignore"):
+        return _normal(np.multiply(one, other, dtype=other.dtype), (one == 0) | (other == 0))
+
+
+def _normal(result: Array, zeros: Array) -> Array | None:
+    """A result whose elements are normal numbers, or zeros where these are expected; else None."""
+    normal = np.isfinite(result) & (np.abs(result) >= np.finfo(result.dtype).tiny)
+    return np.asarray(result) if (normal | (zeros & (result == 0))).all() else None
+
+
+def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:
+    """The factors of a value that is a multiple of another by one number, has one consumer, and is no boundary."""
+    if value is None or only_consumer(value) is None or is_boundary(value):
+        return None
+    return multiple(value.producer())
+
+
+def stand_in(old: ir.Value, new: ir.Value) -> bool:
+    """Replace a value by an equal one everywhere; False if that is impossible.
+
+    An output of the graph keeps its name: the value in its place is renamed, unless its own name is fixed.
+    """
+    if old.is_graph_output():
+        fixed = new.is_graph_output() or new.is_graph_input() or new.is_initializer()
+        if fixed or new.producer() is None or new.graph is not old.graph:
+            return False
+        name = old.name
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        old.name, new.name = None, name
+    else:
+        old.replace_all_uses_with(new)
+    if new.shape is None and old.shape is not None:
+        new.shape = old.shape
+    if new.type is None:
+        new.type = old.type
+    return True
+
+
+def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
+    """Replace a node by nodes, the last of which computes its output under the same name."""
+    graph = old.graph
+    if graph is None:
+        raise ValueError(f"{old.op_type} {old.name!r} is in no graph")
+    result = new[-1].outputs[0]
+    for place, node in enumerate(new, 1 - len(new)):
+        node.name = old.name if place == 0 else f"{old.name}_{node.op_type}{-place}"
+    ir.convenience.replace_nodes_and_values(graph, old, [old], list(new), [old.outputs[0]], [result])
+
+
+def release(node: ir.Node) -> None:
+    """Disconnect the subgraphs of a node before it is removed: otherwise they would count as consumers."""
+    for body in subgraphs(node):
+        for inner in body.all_nodes():
+            for place in range(len(inner.inputs)):
+                inner.replace_input_with(place, None)
+
+
+def remove_unused(model: ir.Model) -> None:
+    """Remove nodes whose results have no consumer."""
+    RemoveUnusedNodesPass()(model)

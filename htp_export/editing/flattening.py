@@ -1,0 +1,252 @@
+"""Functions dissolved into the graph that calls them, every node as it was before it went into one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
+
+from htp_export.editing.function_records import DOMAIN, Expectations, Instance, Record, Records, entry_of, restore
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.regions import all_nodes, all_values, subgraphs
+from htp_export.model.rewiring import replace_inputs
+from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tensor_names import UsedNames, rename
+
+__all__ = ["InlinedCall", "dissolve", "flattened", "read_flat"]
+
+_log = logging.getLogger(__name__)
+
+_CALLER = "htp.caller"  # never written to files
+
+
+@names_model_faults("source")
+def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
+    """A model whose functions are dissolved, each node in the module whose work it does; as it is where it has none.
+
+    Functions that cannot be dissolved stay: one that calls itself, or has graphs as attributes. A warning says so.
+
+    Args:
+        source: Whatever ``load`` takes; a model in memory is not changed.
+        others: Dissolve functions that were not made of modules, too.
+
+    Raises:
+        FileError: If a file cannot be read.
+        InputError: If the flat graph is too large.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act"})
+        >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
+        >>> read_flat(model).model is model
+        True
+    """
+    tagged = load(source)
+    if not any(others or domain == DOMAIN for domain, _, _ in tagged.model.functions):
+        return tagged
+    try:
+        return load(flattened(tagged, others=others)[0])
+    except InputError as error:
+        _log.warning("functions are looked at apart from the nodes that call them: %s", error)
+        return tagged
+
+
+def flattened(tagged: TaggedModel, *, others: bool) -> tuple[ir.Model, dict[str, int]]:
+    """A copy of a model without functions, and how often each was called; see `read_flat`."""
+    model = tagged.model.clone()
+    counts = dissolve(model, tagged.hierarchy, tagged.calls)
+    if others:
+        counts.update(_inline_others(model))
+    return model, counts
+
+
+def dissolve(
+    model: ir.Model, hierarchy: Hierarchy, calls: CallTree, inlined: list[InlinedCall] | None = None
+) -> dict[str, int]:
+    """Inline the functions that ``functions`` made, in place.
+
+    Args:
+        model: The model.
+        hierarchy: Its modules.
+        calls: Which of their calls ran in which.
+        inlined: Gets an entry for each call, in the order in which they are inlined.
+
+    Returns:
+        Identifier of each function → how often it was called.
+
+    Raises:
+        InputError: If a function calls itself, or if what the model says of its functions cannot be read.
+    """
+    functions = {key: function for key, function in model.functions.items() if function.domain == DOMAIN}
+    dissolver = _Dissolver(functions, Expectations(hierarchy, calls), model.graph, inlined)
+    try:
+        written = Records.from_json(model.metadata_props.get(tags.FUNCTIONS, "{}"))
+        for call in [node for node in model.graph.all_nodes() if node.op_identifier() in functions]:
+            dissolver.dissolve(call, entry_of(written.calls, str(call.name)))
+    except ValueError as error:
+        raise InputError(f"model {model.graph.name!r}: its functions cannot be inlined: {error}") from error
+    _reorder(model.graph, written.order)
+    for key in functions:
+        del model.functions[key]
+    model.metadata_props.pop(tags.FUNCTIONS, None)
+    if functions and all(node.domain != DOMAIN for node in all_nodes(model)):
+        for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
+            imports.pop(DOMAIN, None)
+    return dissolver.counts
+
+
+@dataclass(frozen=True)
+class InlinedCall:
+    """One call of a function that was inlined.
+
+    Attributes:
+        function: The function.
+        values: Name in the body → the value in the flat graph; those of inner calls are replaced later.
+    """
+
+    function: ir.OperatorIdentifier
+    values: Mapping[str, ir.Value]
+
+
+_Call: TypeAlias = tuple[ir.Node, Record, Instance, tuple[ir.OperatorIdentifier, ...]]
+"""A call to replace, what its nodes were, which module call it is, and the functions whose bodies it comes from."""
+
+
+class _Dissolver:
+    """Puts copies of functions' bodies in place of their calls, each as the flat graph had it.
+
+    ``onnx_ir``'s ``InlinePass``, which inlines all other functions, cannot do this. What a node was differs from call
+    to call and is written down by the names in the function's body, for the results of inner calls, too; the pass gives
+    every node and tensor a new name, merges the metadata of the call into it, and inner calls are gone when it is done.
+    It also looks for each free name from 2 on, which takes time by the square of the calls.
+
+    Attributes:
+        counts: Identifier of each function → calls dissolved so far.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[ir.OperatorIdentifier, ir.Function],
+        expected: Expectations,
+        graph: ir.Graph,
+        inlined: list[InlinedCall] | None,
+    ) -> None:
+        self._functions, self._expected, self._inlined = functions, expected, inlined
+        self.counts = {f"{domain}::{name}": 0 for domain, name, _ in functions}
+        self._node_names = UsedNames(str(node.name) for node in graph.all_nodes())
+        self._value_names = UsedNames(str(value.name) for value in all_values(graph))
+
+    def dissolve(self, call: ir.Node, record: Record) -> None:
+        """Replace a call, and the calls in what comes in its place.
+
+        Args:
+            call: The call, in the model's graph or a subgraph of it.
+            record: What its nodes were, where that is not expected.
+
+        Raises:
+            ValueError: If a function calls itself.
+        """
+        waiting: list[_Call] = [(call, record, self._expected.instance(call, Instance("")), ())]
+        while waiting:
+            waiting += reversed(self._replace(*waiting.pop()))
+
+    def _replace(
+        self, call: ir.Node, record: Record, instance: Instance, running: tuple[ir.OperatorIdentifier, ...]
+    ) -> list[_Call]:
+        """Replace one call, as the module call that it is; the calls that are in its place now."""
+        identifier, graph = call.op_identifier(), call.graph
+        function = self._functions[identifier]
+        if identifier in running or graph is None:
+            raise ValueError(f"function {function.name!r} calls itself")
+        self.counts[f"{function.domain}::{function.name}"] += 1
+        body = function.graph.clone()
+        inner: list[_Call] = []
+        values: dict[str, ir.Value] = {}
+        for shared, node in list(zip(function.all_nodes(), body.all_nodes(), strict=True)):
+            values |= {str(one.name): made for one, made in zip(shared.outputs, node.outputs, strict=True)}
+            entry = entry_of(record, str(shared.name))
+            restore(node, entry, self._expected.metadata(shared, instance))
+            if node.op_identifier() in self._functions:
+                place = self._expected.instance(shared, instance)
+                inner.append((node, entry_of(entry, "inside"), place, (*running, identifier)))
+            elif node.name:
+                node.name = self._node_names.unused(node.name)
+        self._put_in_place(body, call, graph)
+        if self._inlined is not None:
+            self._inlined.append(InlinedCall(identifier, values))
+        return inner
+
+    def _put_in_place(self, body: ir.Graph, call: ir.Node, graph: ir.Graph) -> None:
+        returned = set(body.outputs)
+        for value in all_values(body):
+            if value.name and value not in returned and not value.is_graph_input():
+                rename(value, self._value_names.unused(value.name))
+        arguments = dict(zip(body.inputs, call.inputs, strict=False))
+        replaced = {formal: arguments.get(formal) for formal in body.inputs}
+        for node in dict.fromkeys(use.node for formal in body.inputs for use in formal.uses()):
+            replace_inputs(node, replaced)
+        nodes, results = list(body), list(body.outputs)
+        body.outputs.clear()
+        body.remove(nodes)
+        graph.insert_before(call, nodes)
+        for value, result in zip(results, call.outputs, strict=False):
+            value.name, value.type, value.shape = result.name, result.type, result.shape
+            value.metadata_props.clear()
+            value.metadata_props.update(result.metadata_props)
+            result.replace_all_uses_with(value, replace_graph_outputs=True)
+        replace_inputs(call, {value: None for value in call.inputs if value is not None})
+        graph.remove(call)
+
+
+def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
+    """Put the nodes where they were, unless another tool has changed the graph since."""
+    nodes = list(graph)
+    if sorted(order) != list(range(len(nodes))):
+        return
+    ordered = [node for _, node in sorted(zip(order, nodes, strict=True), key=lambda pair: pair[0])]
+    placed: set[ir.Node] = set()
+    for node in ordered:
+        for inner in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
+            producers = (value.producer() for value in inner.inputs if value is not None)
+            before = (producer for producer in producers if producer is not None and producer.graph is graph)
+            if any(producer not in placed for producer in before):
+                return
+        placed.add(node)
+    graph.remove(nodes)
+    graph.extend(ordered)
+
+
+def _inline_others(model: ir.Model) -> dict[str, int]:
+    """Inline functions that were in the model as it was exported, or that another tool made.
+
+    A node keeps tags of its own, unless they lie outside the modules of the call: then one function serves several
+    modules, and the call says which. The pass merges metadata key by key, and would mix the two.
+    """
+    if not model.functions:
+        return {}
+    called = {f"{domain}::{name}": 0 for domain, name, _ in model.functions}
+    for node in all_nodes(model):
+        if node.op_identifier() in model.functions:
+            entry = {key: node.metadata_props.pop(key) for key in tags.NODE_KEYS if key in node.metadata_props}
+            node.metadata_props[_CALLER] = json.dumps(entry)
+            called[f"{node.domain}::{node.op_type}"] += 1
+    try:
+        InlinePass()(model)
+    except (ValueError, ir.passes.PreconditionError) as error:
+        raise InputError(f"model {model.graph.name!r}: its functions cannot be inlined: {error}") from error
+    model.functions.clear()
+    for node in all_nodes(model):
+        caller = json.loads(node.metadata_props.pop(_CALLER, "{}"))
+        named, above = tags.owners_of(node.metadata_props), tags.owners_of(caller)
+        if above and not (named and all(any(tags.is_under(path, up) for up in above) for path in named)):
+            tags.tag_node(node.metadata_props, caller)
+    return called

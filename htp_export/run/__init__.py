@@ -1,1 +1,0 @@
-"""Whatever runs PyTorch or ONNX Runtime on an exported model."""

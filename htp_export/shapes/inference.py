@@ -1,0 +1,327 @@
+"""The walk over a graph that infers shapes, element types and small contents: in order, into bodies and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import onnx_ir as ir
+
+from htp_export.errors import described
+from htp_export.shapes.control_flow import CONTROL_FLOW_RULES
+from htp_export.shapes.facts import Fact, Facts, constant_tensor, small_array
+from htp_export.shapes.known import Dims, Known, Operation, small_contents
+from htp_export.shapes.operator_kinds import CONTROL_FLOW
+from htp_export.shapes.registry import rules_of
+from htp_export.shapes.schemas import Given, evaluated, inferred, type_source
+from htp_export.shapes.sizes import Dim, is_unnamed
+
+__all__ = ["Inference"]
+
+_MOST_VISITS = 200_000
+"""Nodes that are visited inside functions and bodies; a few bytes of a file can ask for any number of them."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False)
+class _Called:
+    """A node of a function's body, with the attributes that the call gives it."""
+
+    node: ir.Node
+    resolved: ir.Node
+
+    domain = property(lambda self: self.node.domain)
+    op_type = property(lambda self: self.node.op_type)
+    name = property(lambda self: self.node.name)
+    inputs = property(lambda self: self.node.inputs)
+    outputs = property(lambda self: self.node.outputs)
+    attributes = property(lambda self: self.resolved.attributes)
+
+
+class Inference(Facts):
+    """Infers shapes while it walks over a graph.
+
+    A subclass may look at every node that is visited, by overriding `visit`, `body` and `call`.
+
+    Args:
+        opsets: Domain → version.
+        functions: The functions of the model.
+        sizes: Name of an open dimension → size, for the dimensions that are to be numbers.
+    """
+
+    def __init__(
+        self,
+        opsets: Mapping[str, int],
+        functions: Mapping[ir.OperatorIdentifier, ir.Function] | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(sizes)
+        self._opsets = dict(opsets)
+        self._functions = functions or {}
+        self._calling: list[ir.Function] = []
+        self._attributes: Mapping[str, ir.Attr] = {}
+        self._depth = 0
+        self._visits = 0
+        self._reasons: dict[ir.Value, str] = {}
+
+    def walk(self, graph: ir.Graph | ir.Function) -> None:
+        """Visit the nodes of a graph in order."""
+        for node in graph:
+            self.visit(node)
+
+    def visit(self, node: ir.Node) -> None:
+        """Find out what a node makes, of what is known of its inputs."""
+        operation = self.operation(node) if self._calling else node
+        self._visits += self._depth > 0
+        function = self._functions.get(node.op_identifier()) if self._functions else None
+        if self._visits > _MOST_VISITS and (function is not None or operation.op_type in CONTROL_FLOW):
+            self._unknown(operation, "more than a walk over the graph can look at")
+        elif function is not None and function not in self._calling:
+            self.call(function, operation)
+        elif operation.op_type in CONTROL_FLOW and operation.domain == "":
+            self._control_flow(operation)
+        elif operation.op_type == "Constant" and operation.domain == "":
+            self._constant(operation)
+        else:
+            self._infer(operation)
+
+    def operation(self, node: ir.Node) -> Operation:
+        """A node with its attributes; in a function's body, with those that the call gives it."""
+        if not any(attribute.is_ref() for attribute in node.attributes.values()):
+            return node
+        resolved = []
+        for name, attribute in node.attributes.items():
+            if not attribute.is_ref():
+                resolved.append(attribute)
+            elif attribute.ref_attr_name in self._attributes:
+                resolved.append(ir.Attr(name, attribute.type, self._attributes[str(attribute.ref_attr_name)].value))
+        return _Called(node, ir.Node(node.domain, node.op_type, (), resolved))
+
+    def call(self, function: ir.Function, operation: Operation) -> None:
+        """Walk over the body of a function with what a call gives it."""
+        saved = self._attributes, self._opsets, self._in_function
+        arguments = [self.fact(value) for value in operation.inputs]
+        written = {name: a for name, a in function.attributes.items() if a.value is not None}
+        self._attributes = {**written, **operation.attributes}
+        self._opsets = {**self._opsets, **function.opset_imports}
+        self._calling.append(function)
+        self._in_function = True
+        self._calls += 1
+        for place, formal in enumerate(function.inputs):
+            self.state(formal, (arguments[place] if place < len(arguments) else None) or Fact())
+        self._depth += 1
+        self.walk(function)
+        self._depth -= 1
+        results = [self.fact(value) or Fact() for value in function.outputs]
+        self._calling.pop()
+        self._attributes, self._opsets, self._in_function = saved
+        self._conclude(operation, results, "its function does not tell")
+
+    def body(self, name: str, graph: ir.Graph, inputs: Sequence[Fact], times: int | None) -> list[Fact]:
+        """Walk over a subgraph.
+
+        Args:
+            name: The attribute that holds it.
+            graph: The subgraph.
+            inputs: What is known of its inputs.
+            times: How often it runs; None where that is not known.
+
+        Returns:
+            What it gives back.
+        """
+        for value, fact in zip(graph.inputs, inputs, strict=False):
+            self.state(value, fact)
+        self._depth += 1
+        self.walk(graph)
+        self._depth -= 1
+        return [self.fact(value) or Fact() for value in graph.outputs]
+
+    def either(self, first: Fact, second: Fact) -> Fact:
+        """What is true of two tensors, as those that two branches give."""
+        kind = first.type if first.type == second.type else None
+        shape = _common(first.shape, second.shape)
+        if first.contents is None or second.contents is None or first.contents.shape != second.contents.shape:
+            return Fact(kind, shape)
+        same = all(a == b for a, b in zip(first.contents.reshape(-1), second.contents.reshape(-1), strict=True))
+        return Fact(kind, shape, first.contents if same else None)
+
+    def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
+        """What is true of the state of a loop before each run of its body, and after the last one.
+
+        Args:
+            state: What is known of it before the first run.
+            run: Runs the body; its state afterwards.
+        """
+        while True:  # each round forgets at least one dimension
+            after = run(state)
+            common = [self.either(b, a).forgetting_values() for b, a in zip(state, after, strict=False)]
+            if all(b.shape == c.shape and b.type == c.type for b, c in zip(state, common, strict=False)):
+                return common
+            state = common
+
+    def trips(self, trips: Dim | None, certain: bool) -> Dim | None:
+        """How often the body of a loop runs: as often as it may, if it is certain that nothing ends it before."""
+        return trips if certain else None
+
+    def why(self, value: ir.Value) -> str:
+        """Why the shape of a tensor is not known, or not all of it; empty where it is.
+
+        Examples:
+            >>> mystery = ir.node("Mystery", [ir.val("x", ir.DataType.FLOAT, [3])], domain="my.own", name="m")
+            >>> graph = ir.Graph(mystery.inputs, mystery.outputs, nodes=[mystery], opset_imports={"": 20})
+            >>> inference = Inference(graph.opset_imports)
+            >>> inference.walk(graph)
+            >>> inference.why(mystery.outputs[0])
+            "node 'm' (Mystery): there is no rule for this operator, and no schema of it"
+        """
+        shape, seen = self.shape(value), set[ir.Value]()
+        if shape is not None and not any(map(is_unnamed, shape)):
+            return ""
+        while True:  # to the first node on the way that did not tell
+            seen.add(value)
+            producer = value.producer()
+            before = [v for v in (producer.inputs if producer is not None else ()) if v is not None and v not in seen]
+            unknown = next((v for v in before if (s := self.shape(v)) is None or any(map(is_unnamed, s))), None)
+            if unknown is None:
+                return self._reasons.get(value, f"tensor {value.name!r}: the file does not say its shape")
+            value = unknown
+
+    def _control_flow(self, operation: Operation) -> None:
+        try:
+            results = CONTROL_FLOW_RULES[operation.op_type](self, operation)
+        except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            self._unknown(operation, _text(error))
+        else:
+            self._conclude(operation, results, "its subgraphs do not tell")
+
+    def _conclude(self, operation: Operation, results: Sequence[Fact], reason: str) -> None:
+        """Note what a function or a subgraph gave, under the names that the node gives it."""
+        for place, value in enumerate(operation.outputs):
+            fact = results[place] if place < len(results) else Fact()
+            self.state(value, Fact(fact.type, self._settled(value, fact.shape), fact.contents, fact.array))
+            self._note(operation, value, reason)
+
+    def _unknown(self, operation: Operation, reason: str) -> None:
+        self._conclude(operation, (), reason)
+
+    def _constant(self, operation: Operation) -> None:
+        value = operation.outputs[0]
+        if value.const_value is not None:
+            return  # that is looked at when it is asked for
+        for facts in (self._contents, self._arrays):
+            facts.pop(value, None)
+        tensor = constant_tensor(operation.resolved.outputs[0] if isinstance(operation, _Called) else value)
+        if tensor is None:
+            self._note(operation, value, "its value is not written as ONNX has it")
+            return
+        self._types[value], self._shapes[value] = tensor.dtype, tuple(tensor.shape.numpy())
+        if isinstance(operation, _Called):
+            self._arrays[value] = small_array(tensor)
+
+    def _infer(self, operation: Operation) -> None:
+        domain = "" if operation.domain == "ai.onnx" else operation.domain
+        rules, outputs = rules_of(domain, operation.op_type), operation.outputs
+        for value in outputs:
+            self._contents[value] = self._arrays[value] = None
+            if self._depth:  # it may be visited again
+                self._types.pop(value, None)
+        if operation.attributes and any(attribute.is_ref() for attribute in operation.attributes.values()):
+            self._unknown(operation, "an attribute is known only where its function is called")
+            return
+        typed = True
+        shapes, reason = _safely(rules.shape, operation, self)
+        for place, value in enumerate(outputs):
+            self._shapes[value] = self._settled(value, shapes[place] if shapes and place < len(shapes) else None)
+            if value.type is None or self._in_function:
+                dtype = self._type_of(operation, domain, place)
+                typed = typed and dtype is not None
+                if dtype is not None:
+                    self._types[value] = dtype
+        if len(outputs) == 1 and rules.contents is not None:
+            contents, _ = _safely(rules.contents, operation, self)
+            if contents is not None and small_contents(contents):
+                self._contents[outputs[0]] = contents
+                del self._arrays[outputs[0]]  # they are those of the contents
+                return
+        if self._evaluate(operation):
+            return
+        known = shapes is not None and len(shapes) >= sum(bool(value.name) for value in outputs)
+        if not known or not typed or any(shape is None or None in shape for shape in shapes or ()):
+            self._ask_onnx(operation, shapes or (), reason)
+
+    def _type_of(self, operation: Operation, domain: str, place: int) -> ir.DataType | None:
+        """The element type of a result, by a rule or by the schema."""
+        rule = rules_of(domain, operation.op_type).type if place == 0 else None
+        if rule is not None:
+            return _safely(rule, operation, self)[0]
+        source = type_source(operation.op_type, self._version(domain), domain, place)
+        if source is None or isinstance(source, ir.DataType):
+            return source
+        value = operation.inputs[source] if source < len(operation.inputs) else None
+        known = None if value is None else self._known_type(value)
+        return known.dtype if isinstance(known, ir.TensorType) else known if isinstance(known, ir.DataType) else None
+
+    def _evaluate(self, operation: Operation) -> bool:
+        """Compute what a node makes, where all that it reads is known and small."""
+        if not operation.inputs or any(value is not None and self.array(value) is None for value in operation.inputs):
+            return False
+        arrays = evaluated(operation, self._version(operation.domain), self._given(operation))
+        if arrays is None:
+            return False
+        for value, array in zip(operation.outputs, arrays, strict=True):
+            kind = self.type(value) or ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            self.state(value, Fact(kind, array.shape, None, array))
+        return True
+
+    def _ask_onnx(self, operation: Operation, shapes: Sequence[Dims | None], reason: str) -> None:
+        """Complete what a rule said, or did not, with what ONNX's own inference says of the node."""
+        results, its_reason = inferred(operation, self._version(operation.domain), self._given(operation))
+        for place, (value, (kind, shape)) in enumerate(zip(operation.outputs, results, strict=True)):
+            dims = shapes[place] if place < len(shapes) else None
+            if dims is None:
+                dims = shape
+            elif shape is not None and len(shape) == len(dims):
+                dims = [theirs if dim is None else dim for dim, theirs in zip(dims, shape, strict=True)]
+            self._shapes[value] = self._settled(value, dims)
+            if kind is not None and (self._types.get(value) is None or self._in_function):
+                self._types[value] = kind
+            self._note(operation, value, reason or its_reason)
+
+    def _given(self, operation: Operation) -> list[Given | None]:
+        inputs = operation.inputs
+        return [None if v is None else (self.type(v), self.shape(v), self.array(v)) for v in inputs]
+
+    def _version(self, domain: str) -> int:
+        return self._opsets.get("" if domain == "ai.onnx" else domain, 0)
+
+    def _note(self, operation: Operation, value: ir.Value, reason: str) -> None:
+        """Keep why the shape of a tensor is not known, or not all of it."""
+        self._reasons.pop(value, None)
+        shape = self._shapes.get(value)
+        if value.name and (shape is None or any(not isinstance(dim, int) for dim in shape)):
+            self._reasons[value] = f"node {operation.name or value.name!r} ({operation.op_type}): {reason}"
+
+
+def _common(first: Sequence[Any] | None, second: Sequence[Any] | None) -> Any:
+    """The dimensions that two shapes have in common; others are new symbols."""
+    if first is None or second is None or len(first) != len(second):
+        return None
+    return tuple(a if a == b else None for a, b in zip(first, second, strict=True))
+
+
+def _safely(
+    rule: Callable[[Operation, Known], _T | None] | None, node: Operation, known: Known
+) -> tuple[_T | None, str]:
+    """What a rule says, and else why not: a node that is not as its operator's definition has it is none of its."""
+    if rule is None:
+        return None, ""
+    try:
+        return rule(node, known), ""
+    except (ArithmeticError, AttributeError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
+        return None, _text(error)
+
+
+def _text(error: Exception) -> str:
+    return described(error)

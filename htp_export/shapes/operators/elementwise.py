@@ -1,0 +1,173 @@
+"""Operators on elements one by one: the shape of the first input, or what all inputs broadcast to.
+
+Contents are numbers, truth values and sizes. Sizes are never negative, and so are divided as numbers that are rounded
+down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.shapes.known import ContentRule, Contents, Dims, Known, Operation, Shape, objects
+from htp_export.shapes.registry import content_rule, shape_rule, type_rule
+from htp_export.shapes.sizes import Dim, Size, divide, equal, is_smaller_of
+
+__all__ = ["ELEMENTWISE", "broadcast"]
+
+_LIKE_FIRST = """
+Abs Acos Acosh Asin Asinh Atan Atanh BatchNormalization BitwiseNot Cast CastLike Ceil Celu Clip Cos Cosh CumSum
+Dropout Elu Erf Exp Floor Gelu HardSigmoid HardSwish Hardmax Identity InstanceNormalization IsInf IsNaN
+GroupNormalization LRN LayerNormalization LeakyRelu Log LogSoftmax LpNormalization MeanVarianceNormalization
+Mish Neg Not PRelu QuantizeLinear DequantizeLinear RMSNormalization RandomNormalLike RandomUniformLike
+Reciprocal Relu RotaryEmbedding Round ScatterElements ScatterND Selu Shrink Sigmoid Sign Sin Sinh Softmax
+Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu Trilu
+""".split()  # noqa: SIM905 - as a list of strings it would fill the screen
+ELEMENTWISE = """
+Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min
+Mod Mul Or Pow Sub Sum Where Xor
+""".split()  # noqa: SIM905 - as a list of strings it would fill the screen
+
+_INTEGERS = frozenset((ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL))
+
+
+def broadcast(shapes: Iterable[Shape]) -> Dims:
+    """The shape of an element-wise operation."""
+    result: list[Dim | None] = []
+    for shape in shapes:
+        result = [*[1] * (len(shape) - len(result)), *result]
+        for k in range(1, len(shape) + 1):
+            result[-k] = _joined(result[-k], shape[-k])
+    return result
+
+
+def _joined(first: Dim | None, second: Dim | None) -> Dim | None:
+    if first == 1:
+        return second
+    if second == 1 or first == second:
+        return first
+    if first is None or second is None:
+        known = second if first is None else first
+        return known if isinstance(known, int) else None
+    if is_smaller_of(first, second):  # the node runs only where the limit is not reached
+        return second
+    if is_smaller_of(second, first):
+        return first
+    if isinstance(first, int):  # the other one is the same or 1
+        return first
+    return second if isinstance(second, int) else None
+
+
+@shape_rule(*_LIKE_FIRST)
+def _like_first(node: Operation, known: Known) -> Sequence[Dims | None]:
+    return [known.shape(node.inputs[0])]
+
+
+@shape_rule(*ELEMENTWISE)
+def _broadcast(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+    shapes = [known.shape(value) for value in node.inputs]
+    return None if None in shapes else [broadcast(shape for shape in shapes if shape is not None)]
+
+
+@type_rule("Cast")
+def _cast_type(node: Operation, known: Known) -> ir.DataType:
+    return ir.DataType(node.attributes["to"].as_int())
+
+
+@type_rule("QuantizeLinear")
+def _quantized_type(node: Operation, known: Known) -> ir.DataType | None:
+    if node.attributes.get_int("output_dtype", 0):
+        return ir.DataType(node.attributes["output_dtype"].as_int())
+    zero_point = node.inputs[2] if len(node.inputs) > 2 else None
+    return ir.DataType.UINT8 if zero_point is None else known.dtype(zero_point)
+
+
+def _each(operation: Callable[..., Any]) -> ContentRule:
+    """The rule of an element-wise operator; an element for which the operation gives None makes all unknown."""
+    vectorized = np.frompyfunc(operation, operation.__code__.co_argcount, 1)
+
+    def rule(node: Operation, known: Known) -> Contents | None:
+        inputs = [known.contents(value) for value in node.inputs]
+        if any(item is None for item in inputs):
+            return None
+        result = np.asarray(vectorized(*inputs), dtype=object)
+        return None if any(item is None for item in result.reshape(-1)) else result
+
+    return rule
+
+
+def _quotient(a: Dim, b: Dim) -> Dim | None:
+    if isinstance(a, int) and isinstance(b, int):
+        return (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1) if b else None  # ONNX cuts towards zero
+    least = a.least if isinstance(a, Size) else a
+    return divide(a, b) if b != 0 and least is not None and least >= 0 and (isinstance(b, Size) or b > 0) else None
+
+
+def _less(a: Dim, b: Dim) -> bool | None:
+    difference = b - a
+    if isinstance(difference, int):
+        return difference > 0
+    if difference.least is not None and difference.least > 0:
+        return True
+    back = -difference
+    return False if isinstance(back, Size) and back.least is not None and back.least >= 0 else None
+
+
+def _inverted(truth: bool | None) -> bool | None:
+    return None if truth is None else not truth
+
+
+def _chosen(condition: bool, a: Any, b: Any) -> Any:
+    return a if condition else b
+
+
+def _larger(a: Dim, b: Dim) -> Dim | None:
+    less = _less(a, b)
+    return None if less is None else b if less else a
+
+
+def _smaller(a: Dim, b: Dim) -> Dim | None:
+    less = _less(a, b)
+    return None if less is None else a if less else b
+
+
+@content_rule("Identity")
+def _same(node: Operation, known: Known) -> Contents | None:
+    return known.contents(node.inputs[0])
+
+
+@content_rule("Cast")
+def _cast_contents(node: Operation, known: Known) -> Contents | None:
+    contents = known.contents(node.inputs[0])
+    target = node.attributes["to"].as_int()
+    if contents is None or target not in _INTEGERS:
+        return None
+    if target == ir.DataType.BOOL:
+        truths = [item if isinstance(item, bool) else _inverted(equal(item, 0)) for item in contents.reshape(-1)]
+        return None if None in truths else objects(truths, contents.shape)
+    return objects([int(item) if isinstance(item, bool) else item for item in contents.reshape(-1)], contents.shape)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "Add": lambda a, b: a + b,
+    "And": lambda a, b: a and b,
+    "Div": _quotient,
+    "Equal": equal,
+    "Greater": lambda a, b: _less(b, a),
+    "GreaterOrEqual": lambda a, b: _inverted(_less(a, b)),
+    "Less": _less,
+    "LessOrEqual": lambda a, b: _inverted(_less(b, a)),
+    "Max": _larger,
+    "Min": _smaller,
+    "Mul": lambda a, b: a * b,
+    "Neg": lambda a: -a,
+    "Not": lambda a: not a,
+    "Or": lambda a, b: a or b,
+    "Sub": lambda a, b: a - b,
+    "Where": _chosen,
+}
+for _op, _operation in _OPERATIONS.items():
+    content_rule(_op)(_each(_operation))

@@ -1,0 +1,138 @@
+"""Operators that pick, cut or put together parts of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized
+from htp_export.shapes.registry import content_rule, shape_rule
+from htp_export.shapes.sizes import Dim, Size, divide, not_negative, smaller_of
+
+
+@shape_rule("Concat")
+def _concat(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+    shapes = [shape for value in node.inputs if (shape := known.shape(value)) is not None]
+    if len(shapes) < len(node.inputs):
+        return None
+    axis = normalized(node.attributes["axis"].as_int(), len(shapes[0]))
+    result: list[Dim | None] = [
+        next((shape[k] for shape in shapes if isinstance(shape[k], int)), shapes[0][k]) for k in range(len(shapes[0]))
+    ]
+    total: Dim = 0
+    for shape in shapes:
+        total = shape[axis] + total
+    result[axis] = total
+    return [result]
+
+
+@shape_rule("Split")
+def _split(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+    shape = known.shape(node.inputs[0])
+    if shape is None:
+        return None
+    axis, count = normalized(node.attributes.get_int("axis", 0), len(shape)), len(node.outputs)
+    sizes: Sequence[Dim | None] | None = axes_of(node, known, "split")
+    if sizes is None:
+        total = shape[axis]
+        sizes = [None] * count if len(node.inputs) > 1 or not isinstance(total, int) or total % count else None
+        sizes = sizes or [divide(total, count)] * count
+    return [[*shape[:axis], size, *shape[axis + 1 :]] for size in sizes]
+
+
+@shape_rule("Slice")
+def _slice(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+    shape = known.shape(node.inputs[0])
+    if shape is None or len(node.inputs) < 3:
+        return None
+    starts, ends = known.contents(node.inputs[1]), known.contents(node.inputs[2])
+    axes = axes_of(node, known, place=3)
+    steps = axes_of(node, known, "steps", place=4)
+    if axes is None:
+        if len(node.inputs) > 3 and node.inputs[3] is not None:
+            return [[None] * len(shape)]
+        axes = list(range(len(shape)))
+    result: list[Dim | None] = list(shape)
+    for k, axis in enumerate(axes):
+        place = normalized(axis, len(shape))
+        if starts is None or ends is None or (steps is None and len(node.inputs) > 4):
+            result[place] = None
+        else:
+            result[place] = _slice_length(shape[place], starts[k], ends[k], steps[k] if steps else 1)
+    return [result]
+
+
+def _slice_length(dim: Dim, start: Dim, end: Dim, step: int) -> Dim | None:
+    """How many elements a slice of one axis takes; None where that depends on sizes that are not known."""
+    if step == 1:
+        first, last = _clamped(start, dim), _clamped(end, dim)
+        if first is None or last is None:
+            return None
+        return not_negative(last - first)
+    if isinstance(dim, int) and isinstance(start, int) and isinstance(end, int):
+        return len(range(dim)[max(start, -dim) : end : step])
+    return None
+
+
+def _natural(length: Size) -> bool:
+    return length.least is not None and length.least >= 0
+
+
+def _clamped(bound: Dim, dim: Dim) -> Dim | None:
+    """A bound of a slice, counted from the front and not past the end."""
+    if isinstance(bound, int):
+        if bound >= 2**31 - 1:
+            return dim
+        if bound < 0:
+            bound = dim + bound
+            return bound if isinstance(bound, Size) else max(bound, 0)
+    beyond = bound - dim
+    if isinstance(beyond, int):
+        return dim if beyond > 0 else bound
+    if bound == 0:
+        return bound
+    least_left = (dim - bound).least if isinstance(dim - bound, Size) else None  # type: ignore[union-attr]
+    if least_left is not None and least_left >= 0:
+        return bound
+    return smaller_of(dim, bound) if isinstance(bound, int) or _natural(bound) else None
+
+
+@shape_rule("Gather")
+def _gather(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+    data, indices = (known.shape(value) for value in node.inputs)
+    if data is None or indices is None:
+        return None
+    axis = normalized(node.attributes.get_int("axis", 0), len(data))
+    return [[*data[:axis], *indices, *data[axis + 1 :]]]
+
+
+@content_rule("Gather")
+def _gathered_contents(node: Operation, known: Known) -> Contents | None:
+    contents, places = known.contents(node.inputs[0]), known.contents(node.inputs[1])
+    if contents is None or places is None:
+        return None
+    return np.asarray(np.take(contents, places.astype(np.int64), node.attributes.get_int("axis", 0)), dtype=object)
+
+
+@content_rule("Slice")
+def _sliced_contents(node: Operation, known: Known) -> Contents | None:
+    contents = known.contents(node.inputs[0])
+    starts, ends = known.constant(node.inputs[1]), known.constant(node.inputs[2])
+    axes, steps = axes_of(node, known, place=3), axes_of(node, known, "steps", place=4)
+    if contents is None or starts is None or ends is None:
+        return None
+    if (axes is None and len(node.inputs) > 3) or (steps is None and len(node.inputs) > 4):
+        return None
+    index = [slice(None)] * contents.ndim
+    for k, axis in enumerate(axes if axes is not None else range(len(starts))):
+        index[axis] = slice(max(starts[k], -contents.shape[axis]), ends[k], steps[k] if steps else 1)
+    return contents[tuple(index)]
+
+
+@content_rule("Concat")
+def _concatenated_contents(node: Operation, known: Known) -> Contents | None:
+    parts = [known.contents(value) for value in node.inputs]
+    if any(part is None for part in parts):
+        return None
+    return np.concatenate([part for part in parts if part is not None], node.attributes["axis"].as_int())

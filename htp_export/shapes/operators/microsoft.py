@@ -1,0 +1,146 @@
+"""ONNX Runtime's own operators (domain ``com.microsoft``), of which ONNX has no schemas.
+
+Source: ONNX Runtime's ``docs/ContribOperators.md``. What is not here keeps the shape that the file says. Those that
+compute an operator of ONNX with something added have the rule of that operator: ``FusedConv`` is with ``Conv``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from htp_export.shapes.known import Dims, Known, Operation, Rule, Shape
+from htp_export.shapes.operators.elementwise import broadcast
+from htp_export.shapes.registry import shape_rule, type_rule
+from htp_export.shapes.sizes import divide
+
+_DOMAIN = "com.microsoft"
+
+_LIKE_FIRST = """
+BiasGelu BiasSoftmax BiasDropout BiasAdd DequantizeLinear FastGelu Gelu GroupNorm LayerNormalization QLinearLeakyRelu
+QLinearSigmoid QLinearSoftmax QuantizeLinear QuickGelu RotaryEmbedding SkipGroupNorm SkipLayerNormalization
+SkipSimplifiedLayerNormalization SimplifiedLayerNormalization
+""".split()  # noqa: SIM905 - as a list of strings it would fill the screen
+_PRODUCTS = ("FusedMatMul", "FusedGemm", "GemmFastGelu", "DynamicQuantizeMatMul", "MatMulIntegerToFloat")
+_OTHERS = (
+    *("QGemm", "MatMulNBits", "MatMulBnb4", "Attention", "QAttention", "MultiHeadAttention", "GroupQueryAttention"),
+    *("EmbedLayerNormalization", "QLinearAdd", "QLinearMul", "FusedConv"),
+)
+
+
+def _shapes(node: Operation, known: Known, *places: int) -> list[Shape]:
+    """The shapes of inputs.
+
+    Raises:
+        ValueError: If one is not known.
+    """
+    shapes = [known.shape(node.inputs[place]) if place < len(node.inputs) else None for place in places]
+    if None in shapes:
+        raise ValueError(f"the shape of input {places[shapes.index(None)]} is not known")
+    return [shape for shape in shapes if shape is not None]
+
+
+@shape_rule(*_LIKE_FIRST, domain=_DOMAIN)
+def _as_first(node: Operation, known: Known) -> Sequence[Dims | None]:
+    return [known.shape(node.inputs[0])]
+
+
+def _product(right: int) -> Rule:
+    def rule(node: Operation, known: Known) -> Sequence[Dims | None]:
+        a, b = (list(shape) for shape in _shapes(node, known, 0, right))
+        if node.attributes.get_int("transBatchA", 0):  # the rows stand before the batch
+            a = [*a[1:-1], a[0], a[-1]]
+        if node.attributes.get_int("transBatchB", 0):
+            b = [*b[1:-1], b[0], b[-1]]
+        if node.attributes.get_int("transA", 0):
+            a[-2:] = reversed(a[-2:])
+        if node.attributes.get_int("transB", 0):
+            b[-2:] = reversed(b[-2:])
+        if len(b) == 1:
+            return [a[:-1]]
+        return [[*broadcast([tuple(a[:-2]), tuple(b[:-2])]), *a[-2:-1], b[-1]]]
+
+    return rule
+
+
+shape_rule(*_PRODUCTS, domain=_DOMAIN)(_product(1))
+shape_rule("QGemm", domain=_DOMAIN)(_product(3))
+
+
+@shape_rule("MatMulNBits", "MatMulBnb4", domain=_DOMAIN)
+def _packed_product(node: Operation, known: Known) -> Sequence[Dims | None]:
+    (shape,) = _shapes(node, known, 0)
+    return [[*shape[:-1], node.attributes["N"].as_int()]]
+
+
+@shape_rule("GatherBlockQuantized", domain=_DOMAIN)
+def _packed_rows(node: Operation, known: Known) -> Sequence[Dims | None]:
+    data, indices = (list(shape) for shape in _shapes(node, known, 0, 1))
+    if known.dtype(node.inputs[0]) == ir.DataType.UINT8:  # it holds several values in a byte
+        data[-1] *= 8 // node.attributes.get_int("bits", 4)
+    axis = node.attributes.get_int("gather_axis", 0) % len(data)
+    return [[*data[:axis], *indices, *data[axis + 1 :]]]
+
+
+@shape_rule("Attention", "QAttention", domain=_DOMAIN)
+def _attention(node: Operation, known: Known) -> Sequence[Dims | None]:
+    data, weights = _shapes(node, known, 0, 1)
+    sizes: Sequence[int] = node.attributes.get_ints("qkv_hidden_sizes") or ()
+    return [[*data[:2], sizes[2] if len(sizes) == 3 else divide(weights[1], 3)]]
+
+
+@shape_rule("MultiHeadAttention", domain=_DOMAIN)
+def _multi_head(node: Operation, known: Known) -> Sequence[Dims | None]:
+    (query,) = _shapes(node, known, 0)
+    if len(query) == 5:  # packed: batch, length, heads, 3, size of a head
+        return [[*query[:2], query[2] * query[4]]]
+    values = known.shape(node.inputs[2]) if len(node.inputs) > 2 else None
+    if values is not None:
+        return [[*query[:2], values[2] if len(values) == 3 else values[1] * values[3]]]
+    return [query]
+
+
+@shape_rule("GroupQueryAttention", domain=_DOMAIN)
+def _grouped_query(node: Operation, known: Known) -> Sequence[Dims | None]:
+    batch, length, width = _shapes(node, known, 0)[0]
+    if node.inputs[1] is None:  # query, key and value in one
+        heads, shared = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
+        width = divide(width, heads + 2 * shared) * heads
+    return [[batch, length, width]]
+
+
+@shape_rule("EmbedLayerNormalization", domain=_DOMAIN)
+def _embedding(node: Operation, known: Known) -> Sequence[Dims | None]:
+    ids, words = _shapes(node, known, 0, 2)
+    return [[*ids, words[-1]]]
+
+
+@shape_rule("QLinearAdd", "QLinearMul", domain=_DOMAIN)
+def _quantized_elementwise(node: Operation, known: Known) -> Sequence[Dims | None]:
+    return [broadcast(_shapes(node, known, 0, 3))]
+
+
+@type_rule(*_LIKE_FIRST, *_PRODUCTS, *_OTHERS, domain=_DOMAIN)
+def _type_of_first(node: Operation, known: Known) -> ir.DataType | None:
+    return known.dtype(node.inputs[0])
+
+
+@type_rule("DequantizeLinear", domain=_DOMAIN)
+def _type_of_scale(node: Operation, known: Known) -> ir.DataType | None:
+    return known.dtype(node.inputs[1])
+
+
+@type_rule("MatMulIntegerToFloat", "EmbedLayerNormalization", "GatherBlockQuantized", domain=_DOMAIN)
+def _type_of_third(node: Operation, known: Known) -> ir.DataType | None:
+    return known.dtype(node.inputs[2])
+
+
+@type_rule("QuantizeLinear", domain=_DOMAIN)
+def _type_of_zero_point(node: Operation, known: Known) -> ir.DataType | None:
+    return known.dtype(node.inputs[2]) if len(node.inputs) > 2 else ir.DataType.UINT8
+
+
+@type_rule("QAttention", domain=_DOMAIN)
+def _type_of_input_scale(node: Operation, known: Known) -> ir.DataType | None:
+    return known.dtype(node.inputs[3])

@@ -1,0 +1,154 @@
+"""What ONNX itself knows of one node: shapes by its own inference, types by the operator's schema, and values.
+
+Values come from ONNX's reference implementation, for tensors as small as those that say shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+from htp_export.shapes.known import MOST_ELEMENTS, Array, Dims, Operation, Shape, unknown_dims
+from htp_export.shapes.operator_kinds import RANDOM
+from htp_export.shapes.sizes import LARGEST, Dim
+
+__all__ = ["Given", "Result", "evaluated", "inferred", "type_source"]
+
+Result: TypeAlias = tuple[ir.TypeProtocol | None, Dims | None]
+"""Type and shape of what a node makes."""
+
+Given: TypeAlias = tuple[ir.TypeProtocol | None, Shape | None, Array | None]
+"""Type, shape and numbers of what a node reads, as far as they are known; None instead where an input is left out."""
+
+# What these make may be far larger than what they read.
+_GROWING = frozenset(("ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "Resize", "Upsample", "EyeLike"))
+_NOT_EVALUATED = RANDOM | {"Dropout"}
+
+
+def inferred(node: Operation, version: int, inputs: Sequence[Given | None]) -> tuple[list[Result], str]:
+    """Types and shapes of the outputs, as far as the operator's schema tells them, and else the reason why not."""
+    nothing: list[Result] = [(None, None)] * len(node.outputs)
+    schema = _schema(node.op_type, version, node.domain)
+    if schema is None:
+        return nothing, "there is no rule for this operator, and no schema of it"
+    names: dict[str, Dim] = {}
+    types, data = dict[str, onnx.TypeProto](), dict[str, onnx.TensorProto]()
+    for place, known in enumerate(inputs):
+        if known is None:
+            continue
+        kind, shape, array = known
+        if kind is None:
+            return nothing, f"the type of input {place} is not known"
+        types[f"i{place}"] = _type_proto(kind, shape, names)
+        if array is not None:
+            data[f"i{place}"] = ir.to_proto(ir.Tensor(array, dtype=kind.dtype))
+    opsets = [onnx.OperatorSetIdProto(domain=node.domain, version=version)]
+    proto = _node_proto(node, inputs)
+    try:
+        protos = onnx.shape_inference.infer_node_outputs(schema, proto, types, data, opset_imports=opsets)
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError, KeyError) as e:
+        return nothing, str(e).strip().partition("\n")[0]  # a node that is not as its schema wants it
+    return [_read(protos.get(name), names) for name in proto.output], "sizes depend on values that are not known"
+
+
+def evaluated(node: Operation, version: int, inputs: Sequence[Given | None]) -> list[Array] | None:
+    """The numbers of the outputs, where those of all inputs are known and all are small; else None."""
+    if node.op_type in _NOT_EVALUATED or _schema(node.op_type, version, node.domain) is None:
+        return None
+    arrays = {f"i{place}": known[2] for place, known in enumerate(inputs) if known is not None}
+    if any(array is None for array in arrays.values()) or not all(value.name for value in node.outputs):
+        return None
+    broadcast = math.prod(max(1, array.size) for array in arrays.values() if array is not None)
+    if node.op_type in _GROWING or broadcast > MOST_ELEMENTS:
+        for _, shape in inferred(node, version, inputs)[0]:
+            sizes = [dim for dim in shape or (None,) if isinstance(dim, int)]
+            if shape is None or len(sizes) < len(shape) or math.prod(sizes) > MOST_ELEMENTS:
+                return None
+    proto = _node_proto(node, inputs)
+    function = onnx.helper.make_function(
+        "", "f", list(filter(None, proto.input)), list(proto.output), [proto], [onnx.helper.make_opsetid("", version)]
+    )
+    try:
+        with np.errstate(all="ignore"):
+            outputs = ReferenceEvaluator(function).run(None, arrays, attributes={})
+    except Exception:  # whatever numpy says of values that the operator does not take, or an operator that it has not
+        return None
+    results = [np.asarray(array) for array in outputs]
+    small = all(array.size <= MOST_ELEMENTS and array.dtype != object for array in results)
+    return results if small else None
+
+
+@lru_cache(maxsize=4096)
+def type_source(op_type: str, version: int, domain: str, place: int) -> ir.DataType | int | None:
+    """Where a schema says that the element type of an output is from: the type itself, or the input that has it too."""
+    schema = _schema(op_type, version, domain)
+    if schema is None or not schema.outputs:
+        return None
+    variadic = schema.outputs[-1].option == onnx.defs.OpSchema.FormalParameterOption.Variadic
+    if place >= len(schema.outputs) and not variadic:
+        return None
+    output = schema.outputs[min(place, len(schema.outputs) - 1)]
+    kinds = {kind for kind in output.types if kind.startswith("tensor(")}
+    if not kinds:
+        return None
+    if len(output.types) == 1:
+        return ir.DataType[kinds.pop().removeprefix("tensor(").removesuffix(")").upper()]
+    return next((k for k, formal in enumerate(schema.inputs) if formal.type_str == output.type_str), None)
+
+
+def _node_proto(node: Operation, inputs: Sequence[Given | None]) -> onnx.NodeProto:
+    """The node alone, with inputs and outputs named by their positions; a subgraph is left out."""
+    proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
+    proto.input.extend("" if known is None else f"i{place}" for place, known in enumerate(inputs))
+    proto.output.extend(f"o{place}" if value.name else "" for place, value in enumerate(node.outputs))
+    for attribute in node.attributes.values():
+        if attribute.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+            ir.serde.serialize_attribute_into(proto.attribute.add(), attribute)
+    return proto
+
+
+@lru_cache(maxsize=4096)
+def _schema(op_type: str, version: int, domain: str) -> Any:
+    try:
+        return onnx.defs.get_schema(op_type, version, domain)
+    except (onnx.defs.SchemaError, TypeError):  # the version in the file may be no 32-bit number
+        return None
+
+
+def _type_proto(kind: ir.TypeProtocol, shape: Shape | None, names: dict[str, Dim]) -> onnx.TypeProto:
+    """A type; sizes are given names, by which they are known again."""
+    if not isinstance(kind, ir.TensorType):
+        return ir.serde.serialize_type(kind)
+    sizes: list[int | str] | None = None if shape is None else []
+    for dim in shape or ():
+        name: int | str = dim if isinstance(dim, int) else str(dim)
+        if isinstance(name, str):
+            names[name] = dim
+        if sizes is not None:
+            sizes.append(name)
+    return onnx.helper.make_tensor_type_proto(int(kind.dtype), sizes)
+
+
+def _read(proto: onnx.TypeProto | None, names: Mapping[str, Dim]) -> Result:
+    if proto is None or not proto.WhichOneof("value"):
+        return None, None
+    if not proto.HasField("tensor_type"):
+        return ir.serde.deserialize_type_proto_for_type(proto), None
+    tensor = proto.tensor_type
+    kind = ir.TensorType(ir.DataType(tensor.elem_type)) if tensor.elem_type else None
+    if not tensor.HasField("shape"):
+        return kind, None
+    dims: list[Dim | None] | None = unknown_dims(len(tensor.shape.dim))
+    for place, dim in enumerate(tensor.shape.dim if dims is not None else ()):
+        if dim.HasField("dim_value"):
+            dims[place] = dim.dim_value if 0 <= dim.dim_value <= LARGEST else None  # type: ignore[index]
+        elif dim.dim_param:
+            dims[place] = names.get(dim.dim_param)  # type: ignore[index]
+    return kind, dims

@@ -1,1 +1,0 @@
-"""Drawing of results; nothing is computed here."""

@@ -1,0 +1,1 @@
+"""Which stored tensors nodes read, and which parameters of PyTorch they are."""
