@@ -20,8 +20,8 @@ from htp_export.capabilities.pipeline.pipeline_steps import PipelineStep, blamed
 from htp_export.capabilities.pipeline.step_options import is_repeatable, texts_in
 from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.format import tags
-from htp_export.format.selectors import select_below
 from htp_export.model.tagged import TaggedModel, load
+from htp_export.plans.rules import modules_within
 
 __all__ = ["check_values"]
 
@@ -78,18 +78,13 @@ def _check_modules(index: int, step: PipelineStep, name: str, value: Any, start:
     if name in _BY_SELECTOR and isinstance(value, Mapping):
         for selector in value:
             with blamed(index, step, name, str(selector)):
-                _select(selector, start())
+                modules_within(start(), selector)
     elif name == "select":
         with blamed(index, step, name):
-            _select(value, start())
+            modules_within(start(), value)
     elif name == "path":
         with blamed(index, step, name):
             start()[value]
-
-
-def _select(selector: str | Sequence[str], tagged: TaggedModel) -> None:
-    tagged.require_tags()
-    select_below(selector, tagged.hierarchy.classes)
 
 
 def _run_check(check: str, index: int, step: PipelineStep, given: Mapping[str, Any]) -> None:
