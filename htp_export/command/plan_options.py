@@ -71,8 +71,8 @@ def read_rules(
         rules.pop(selector, None)  # it holds at its new place
         rules[selector] = value
     if not rules:
-        named = f"a plan, a preset ({', '.join(presets)})," if presets else "a plan"
-        raise typer.BadParameter(f"give {named} or --rule SELECTOR={'PRECISION' if presets else 'VALUE'}")
+        named = f"a plan, a preset ({', '.join(presets)})" if presets else "a plan"
+        raise typer.BadParameter(f"give {named}, or --rule SELECTOR={'PRECISION' if presets else 'VALUE'}")
     return rules
 
 
