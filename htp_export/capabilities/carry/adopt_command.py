@@ -30,9 +30,7 @@ PLACE = 165
 def adopt_command(
     model: ModelOptions,
     output: OutputOption,
-    foreign: Annotated[
-        Path | None, typer.Argument(help="The file that someone else exported from it.", show_default=False)
-    ] = None,
+    foreign: Annotated[Path | None, typer.Argument(help="The file that someone else exported from it.")] = None,
     dims: FeedDimsOption = None,
     require: Annotated[
         float,

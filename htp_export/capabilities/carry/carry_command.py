@@ -18,11 +18,11 @@ PLACE = 160
 
 
 def carry_command(
-    before: Annotated[Path, typer.Argument(help="The tagged file that the tool was given.", show_default=False)],
+    before: Annotated[Path, "The tagged file that the tool was given."],
     output: OutputOption,
     after: Annotated[
         Path | None,
-        typer.Argument(help="What the tool made of it.", show_default=False),
+        typer.Argument(help="What the tool made of it."),
     ] = None,
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,

@@ -23,7 +23,7 @@ PLACE = 150
 
 
 def run_command(
-    tool: Annotated[str, typer.Argument(help="One of: " + ", ".join(tools.__all__) + ".", show_default=False)],
+    tool: Annotated[str, "One of: " + ", ".join(tools.__all__) + "."],
     file: FileArgument,
     output: OutputOption,
     options: Annotated[

@@ -36,7 +36,7 @@ def place_command(
     output: OutputOption,
     plan: Annotated[
         list[str] | None,
-        typer.Argument(help="Rules, SELECTOR=DEVICE: encoder=gpu; or plans, .yaml or .json.", show_default=False),
+        typer.Argument(help="Rules, SELECTOR=DEVICE: encoder=gpu; or plans, .yaml or .json."),
     ] = None,
     budget: Annotated[
         list[str] | None,
