@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from htp_export.command.outputs import Kind, Writes
-from htp_export.command.terminal import print_json, print_text, show
+from htp_export.command.terminal import print_json, print_text, show, split_names
 from htp_export.process.bounds import MOST_RUNS, MOST_SEED
 
 if TYPE_CHECKING:
@@ -22,12 +22,15 @@ __all__ = [
     "FeedOption",
     "FileArgument",
     "JsonOption",
+    "MapOption",
     "ModuleArgument",
     "NewOutputOption",
     "OutputOption",
+    "ProviderOption",
     "SelectOption",
     "ShareOption",
     "TableOptions",
+    "read_providers",
     "seed_option",
 ]
 
@@ -46,6 +49,24 @@ FeedOption: TypeAlias = Annotated[
     Path | None, 'Inputs: values in an .npz file, or shapes in JSON: {"input_ids": [2, 16]}.'
 ]
 FeedDimsOption: TypeAlias = Annotated[list[str] | None, "Open sizes of inputs, by comma: batch=1,sequence=16."]
+ProviderOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--provider", "--providers", help="Execution providers in order, also by comma: cuda,cpu.", show_default="cpu"
+    ),
+]
+MapOption: TypeAlias = Annotated[
+    bool, typer.Option("--embed-map", help="Write a map too: then carry brings tags back when this file is gone.")
+]
+
+
+def read_providers(typed: list[str] | None) -> list[str]:
+    """The full names of execution providers: ``cuda`` is short for ``CUDAExecutionProvider``."""
+    import onnxruntime
+
+    known: dict[str, str] = {provider.lower(): provider for provider in onnxruntime.get_all_providers()}
+    named = {name: name.lower() for name in split_names(typed) or ["cpu"]}
+    return [known.get(low) or known.get(f"{low}executionprovider", name) for name, low in named.items()]
 
 
 def seed_option(what: str) -> Any:

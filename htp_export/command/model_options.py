@@ -226,7 +226,7 @@ class LookOptions(ModelOptions):
         """
         if self.is_file:
             self.check_file()
-            return Looked(Path(self.name), self.name, {})
+            return Looked(Path(str(self.source)), str(self.source), {})
         if self.source is None and self.entry is None:
             raise InputError("name an ONNX file, a model, or --entry package.module:factory")
         with Steps(quiet=quiet).step(f"tracing {self.name}"), _stdout_for_results():

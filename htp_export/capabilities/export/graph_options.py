@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from htp_export.command.file_options import MapOption
 from htp_export.command.sources import Call
 from htp_export.errors import InputError
 
@@ -37,10 +38,7 @@ class GraphOptions:
     keep_attention: Annotated[bool, "One Attention node for each scaled_dot_product_attention; opset 23."] = False
     external_data: Annotated[bool, "Weights in a file of their own, <output>.data."] = True
     stream_weights: Annotated[bool, "Copy weights from safetensors files without holding them in memory."] = False
-    with_map: Annotated[
-        bool,
-        typer.Option("--embed-map", help="Write a map too: then carry brings tags back when this file is gone."),
-    ] = False
+    with_map: MapOption = False
     allow_untagged: Annotated[bool, "Write torch's own file, with a warning, where tagging fails."] = False
 
     def check(self) -> None:

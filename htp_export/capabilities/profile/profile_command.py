@@ -8,10 +8,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from htp_export.command.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption
+from htp_export.command.file_options import (
+    DepthOption,
+    FeedDimsOption,
+    FeedOption,
+    FileArgument,
+    JsonOption,
+    ProviderOption,
+    read_providers,
+)
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import report
-from htp_export.command.providers import provider_named
 from htp_export.command.quiet import quiet_runtime
 from htp_export.command.sizes import read_sizes
 from htp_export.command.terminal import Steps
@@ -40,9 +47,7 @@ def profile_command(
         int, typer.Option(min=1, max=MOST_RUNS, help="Measured runs, each with the profiler and without.")
     ] = 20,
     warmup: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="Runs before those.")] = 3,
-    provider: Annotated[
-        list[str] | None, typer.Option(help="Execution provider: cpu, cuda, ... May be repeated.", show_default="cpu")
-    ] = None,
+    provider: ProviderOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads within an operator.")] = None,
     optimization: Annotated[_Level, "What ONNX Runtime optimises when it loads."] = "all",
     memory: Annotated[bool, "Measure memory too, beside the estimate of cost."] = False,
@@ -99,7 +104,7 @@ def _options(
             given["session_options"] = _session_options(None, level)
         return given | ({"providers": provider} if provider else {})
     return {
-        "providers": [provider_named(name) for name in provider or ["cpu"]],
+        "providers": read_providers(provider),
         "session_options": _session_options(threads, level),
     }
 
