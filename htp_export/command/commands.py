@@ -5,8 +5,9 @@ command has ``-`` where its file has ``_``, and is found under both names. It is
 the help lists it; the help leaves out what cannot be imported.
 
 The parameters of the function are what is typed. The type of one holds its help: ``Annotated[int, "What it is for."]``.
-Then it is an argument if it has no default, else an option; one that is False by default is a switch, and ``output`` is
-``-o`` too. What is more than that is declared with ``typer.Option`` or ``typer.Argument`` in place of the text.
+Then it is an argument if it has no default, else an option; one that is False by default is a switch, ``output`` is
+``-o`` too, and ``as_json`` is ``--json``. What is more than that is declared with ``typer.Option`` or
+``typer.Argument`` in place of the text.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _declared(name: str, kind: Any, default: Any) -> inspect.Parameter:
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     said = next((each for each in getattr(kind, "__metadata__", ()) if isinstance(each, str)), None)
     if said is not None:
-        option = f"--{name.replace('_', '-')}"
+        option = f"--{name.removeprefix('as_').replace('_', '-')}"
         if name == "output":
             how = typer.Option("-o", option, help=said)
         elif default is inspect.Parameter.empty:

@@ -40,7 +40,7 @@ OutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL, in_place=T
 NewOutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL)]
 ShareOption: TypeAlias = Annotated[bool, "Refer to the data file of the input instead of writing a copy of it."]
 ModuleArgument: TypeAlias = Annotated[str, "Path of the module: encoder.layer.0"]
-JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
+JsonOption: TypeAlias = Annotated[bool, "Write the result as JSON."]
 SelectOption: TypeAlias = Annotated[
     list[str] | None, "Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."
 ]
@@ -82,7 +82,7 @@ class TableOptions:
     select: SelectOption = None
     sort: Annotated[str | None, "A column: a list, the largest first."] = None
     as_json: JsonOption = False
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False
+    as_csv: Annotated[bool, "Write CSV."] = False
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True
 
     def report(self, data: dict[str, Any], csv: Callable[[], str], draw: Callable[[], RenderableType]) -> None:

@@ -198,8 +198,7 @@ class LookOptions(ModelOptions):
     """An ONNX file or a PyTorch model: the options of the commands that show what a model is like."""
 
     source: Annotated[
-        str | None,
-        typer.Argument(metavar="file", help="The ONNX file; or a model: hub id, local folder, model type."),
+        str | None, typer.Argument(metavar="file", help="The ONNX file; or a model: hub id, local folder, model type.")
     ] = None
     inputs: FeedOption = None
 

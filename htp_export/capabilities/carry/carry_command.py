@@ -19,10 +19,7 @@ PLACE = 160
 def carry_command(
     before: Annotated[Path, "The tagged file that the tool was given."],
     output: OutputOption,
-    after: Annotated[
-        Path | None,
-        typer.Argument(help="What the tool made of it."),
-    ] = None,
+    after: Annotated[Path | None, typer.Argument(help="What the tool made of it.")] = None,
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
     share_weights: ShareOption = False,

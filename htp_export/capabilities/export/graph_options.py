@@ -31,9 +31,7 @@ class GraphOptions:
     functions: Annotated[
         list[str] | None, "Modules that become ONNX functions: class:BertLayer, encoder.layer.*; ** for all."
     ] = None
-    names: Annotated[str | None, "path: names of nodes and tensors made of module paths, /encoder/layer.0/MatMul."] = (
-        None
-    )
+    names: Annotated[str | None, "path: names of nodes and tensors from module paths, /encoder/layer.0/MatMul."] = None
     decompose_attention: Annotated[bool, "Attention as modules: q_proj, scores, softmax, context, ..."] = False
     keep_attention: Annotated[bool, "One Attention node for each scaled_dot_product_attention; opset 23."] = False
     external_data: Annotated[bool, "Weights in a file of their own, <output>.data."] = True

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from htp_export.capabilities.nodes.map_result import MapTable
 from htp_export.command.file_options import FileArgument, JsonOption, SelectOption
 from htp_export.command.idle_options import Idle
@@ -21,7 +19,7 @@ def map_command(
     select: SelectOption = None,
     table: Annotated[MapTable, "What has a line each."] = "nodes",
     as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write the table as CSV.")] = False,
+    as_csv: Annotated[bool, "Write the table as CSV."] = False,
 ) -> None:
     """Map nodes to modules and parameters, and back.
 

@@ -51,7 +51,7 @@ def quantize_command(
     ] = None,
     dims: FeedDimsOption = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
-    dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = (False),
+    dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
     share_weights: ShareOption = False,
 ) -> None:
     """Give modules other precisions: int8, int4, fp16.

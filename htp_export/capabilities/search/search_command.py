@@ -34,8 +34,7 @@ IDLE = (
 def search_command(
     file: FileArgument,
     space: Annotated[
-        Path | None,
-        typer.Argument(help="A .yaml or .json file: for each selector, what modules may become."),
+        Path | None, typer.Argument(help="A .yaml or .json file: for each selector, what modules may become.")
     ] = None,
     choices: Annotated[
         list[str] | None, "By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8."

@@ -51,7 +51,7 @@ def sensitivity_command(
     dims: FeedDimsOption = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False,
+    as_csv: Annotated[bool, "Write CSV."] = False,
 ) -> None:
     """Measure which modules can be quantized.
 
