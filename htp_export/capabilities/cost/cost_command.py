@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 from htp_export.capabilities.cost.columns import COST_COLUMNS, FUSED
-from htp_export.capabilities.cost.drawing import cost_csv, nodes_csv, render_cost
 from htp_export.command.file_options import FeedDimsOption, TableOptions
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.model_options import FILE_IDLE, LookOptions
@@ -41,6 +40,7 @@ def cost_command(
     The peak memory, too. Of an ONNX file, which is not run, or of a PyTorch model, which need not export to ONNX.
     """
     from htp_export.capabilities.cost.costing import cost
+    from htp_export.capabilities.cost.drawing import cost_csv, nodes_csv, render_cost
     from htp_export.capabilities.cost.module_tree import visible
     from htp_export.model.tagged import load
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from htp_export.capabilities.nodes.map_result import MapTable
 from htp_export.command.file_options import FileArgument, JsonOption, SelectOption
 from htp_export.command.idle_options import Idle
 from htp_export.command.terminal import Steps, print_json, print_text, show
@@ -17,7 +16,7 @@ IDLE = (Idle(("table",), lambda given: given["as_json"], "--json writes all tabl
 def map_command(
     file: FileArgument,
     select: SelectOption = None,
-    table: Annotated[MapTable, "What has a line each."] = "nodes",
+    table: Annotated[Literal["nodes", "modules", "parameters", "initializers"], "What has a line each."] = "nodes",
     as_json: JsonOption = False,
     as_csv: Annotated[bool, "Write the table as CSV."] = False,
 ) -> None:

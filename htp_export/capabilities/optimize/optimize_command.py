@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from htp_export.capabilities.optimize.registry import Level, available, choose
 from htp_export.command.file_options import JsonOption, ShareOption
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import Kind, Writes, check_output, show_next, show_written, written_files
@@ -37,7 +36,8 @@ def optimize_command(
     ] = None,
     passes: Annotated[str, "'default', or names of passes with commas between them."] = "default",
     level: Annotated[
-        Level, "exact: the same results, bit for bit; tolerant: to 1e-5; fused: for ONNX Runtime only."
+        Literal["exact", "tolerant", "fused"],
+        "exact: the same results, bit for bit; tolerant: to 1e-5; fused: for ONNX Runtime only.",
     ] = "exact",
     verify: Annotated[bool, "Run it before and after every pass; undo what is off."] = False,
     keep_exact: Annotated[bool, "No fusion across the boundary of a module whose tensors all stay."] = False,
@@ -51,6 +51,7 @@ def optimize_command(
 ) -> None:
     """Make a graph smaller, and keep its module tags true."""
     from htp_export.capabilities.optimize.optimizing import optimize
+    from htp_export.capabilities.optimize.registry import choose
 
     if list_passes:
         _list_passes(as_json)
@@ -78,6 +79,8 @@ def optimize_command(
 
 
 def _list_passes(as_json: bool) -> None:
+    from htp_export.capabilities.optimize.registry import available
+
     passes = sorted(available().values(), key=lambda info: info.name)
     if as_json:
         listed = [{"name": info.name, "level": info.level, "summary": info.summary} for info in passes]
