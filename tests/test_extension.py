@@ -66,14 +66,18 @@ def test_a_command_is_one_file(package: Path) -> None:
 
         EXAMPLE = "Ada"
 
-        def greet_command(name: Annotated[str, typer.Argument()], loud: bool = False) -> None:
+        def greet_command(name: Annotated[str, "Who."], loud: Annotated[bool, "With a sign."] = False) -> None:
             \"\"\"Say hello.\"\"\"
             typer.echo(f"hello {name}{'!' * loud}")
         """,
     )
     assert run(package, "-m", "htp_export", "greet", "Ada", "--loud") == "hello Ada!\n"
     assert "Say hello." in run(package, "-m", "htp_export", "--help")
-    assert "Example: htp-export greet Ada" in run(package, "-m", "htp_export", "greet", "--help")
+    told = run(package, "-m", "htp_export", "greet", "--help")
+    assert "Who." in told
+    assert "--loud  With a sign." in told
+    assert "--no-loud" not in told
+    assert "Example: htp-export greet Ada" in told
 
 
 def test_the_version_is_said_without_importing_the_commands(package: Path) -> None:

@@ -359,7 +359,7 @@ class TestForms:
 
     def test_the_command_refuses_a_table_that_there_is_not(self, file, capsys):
         assert main(["map", str(file), "--table", "layers"]) == 2
-        assert "no table 'layers'" in capsys.readouterr().err
+        assert "'layers' is not one of 'nodes'" in capsys.readouterr().err
 
 
 def test_a_long_chain_of_casts_takes_no_recursion(tmp_path):

@@ -3,6 +3,11 @@
 It has a function ``NAME_command``, an ``EXAMPLE`` of what is typed after the name, and its ``PLACE`` in the help. A
 command has ``-`` where its file has ``_``, and is found under both names. It is imported when it is called, or when
 the help lists it; the help leaves out what cannot be imported.
+
+The parameters of the function are what is typed. The type of one holds its help: ``Annotated[int, "What it is for."]``.
+Then it is an argument if it has no default, else an option; one that is False by default is a switch, ``output`` is
+``-o`` too, and ``as_json`` is ``--json``. What is more than that is declared with ``typer.Option`` or
+``typer.Argument`` in place of the text.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -108,6 +113,22 @@ def _marks(annotation: Any) -> list[Writes]:
     return [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Writes)]
 
 
+def _declared(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    """A parameter as typer reads it, also where its type holds no more than its help."""
+    default = inspect.Parameter.empty if default is dataclasses.MISSING else default
+    said = next((each for each in getattr(kind, "__metadata__", ()) if isinstance(each, str)), None)
+    if said is not None:
+        option = f"--{name.removeprefix('as_').replace('_', '-')}"
+        if name == "output":
+            how = typer.Option("-o", option, help=said)
+        elif default is inspect.Parameter.empty:
+            how = typer.Argument(help=said)
+        else:
+            how = typer.Option(*[option] * (default is False), help=said)
+        kind = Annotated[kind.__origin__, how, *_marks(kind)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """A command with the fields of its dataclasses of options as parameters of its own, which typer knows how to read.
 
@@ -130,26 +151,17 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
         if not dataclasses.is_dataclass(kind):
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind))
+            parameters.append(_declared(parameter.name, kind, parameter.default))
             continue
         groups[parameter.name] = kind
         of_fields = get_type_hints(kind, include_extras=True)
-        for field in dataclasses.fields(kind):
-            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-            parameters.append(
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=of_fields[field.name]
-                )
-            )
+        parameters += [_declared(each.name, of_fields[each.name], each.default) for each in dataclasses.fields(kind)]
 
     writes = {parameter.name: mark for parameter in parameters for mark in _marks(parameter.annotation)}
     replacing = {"force": FORCE} if writes else {}
     if any(mark.in_place for mark in writes.values()):
         replacing["in_place"] = IN_PLACE
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option)
-        for name, option in replacing.items()
-    ]
+    parameters += [_declared(name, option, False) for name, option in replacing.items()]
 
     def called(**given: Any) -> None:
         allowed = {name: given.pop(name) for name in replacing}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from htp_export.command.outputs import Kind, Writes
-from htp_export.command.terminal import print_json, print_text, show
+from htp_export.command.terminal import print_json, print_text, show, split_names
 from htp_export.process.bounds import MOST_RUNS, MOST_SEED
 
 if TYPE_CHECKING:
@@ -22,37 +22,51 @@ __all__ = [
     "FeedOption",
     "FileArgument",
     "JsonOption",
+    "MapOption",
     "ModuleArgument",
     "NewOutputOption",
     "OutputOption",
+    "ProviderOption",
     "SelectOption",
     "ShareOption",
     "TableOptions",
+    "read_providers",
     "seed_option",
 ]
 
-FileArgument: TypeAlias = Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)]
-_OUTPUT = typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False)
+FileArgument: TypeAlias = Annotated[Path, "The ONNX file."]
+_OUTPUT = typer.Option("--output", "-o", help="The ONNX file to write.")
 OutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL, in_place=True)]
 NewOutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL)]
-ShareOption: TypeAlias = Annotated[
-    bool, typer.Option("--share-weights", help="Refer to the data file of the input instead of writing a copy of it.")
-]
-ModuleArgument: TypeAlias = Annotated[
-    str, typer.Argument(help="Path of the module: encoder.layer.0", show_default=False)
-]
-JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
+ShareOption: TypeAlias = Annotated[bool, "Refer to the data file of the input instead of writing a copy of it."]
+ModuleArgument: TypeAlias = Annotated[str, "Path of the module: encoder.layer.0"]
+JsonOption: TypeAlias = Annotated[bool, "Write the result as JSON."]
 SelectOption: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(help="Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."),
+    list[str] | None, "Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."
 ]
-DepthOption: TypeAlias = Annotated[int | None, typer.Option(min=0, help="Levels below the root.", show_default=False)]
+DepthOption: TypeAlias = Annotated[int | None, typer.Option(min=0, help="Levels below the root.")]
 FeedOption: TypeAlias = Annotated[
-    Path | None, typer.Option(help='Inputs: values in an .npz file, or shapes in JSON: {"input_ids": [2, 16]}.')
+    Path | None, 'Inputs: values in an .npz file, or shapes in JSON: {"input_ids": [2, 16]}.'
 ]
-FeedDimsOption: TypeAlias = Annotated[
-    list[str] | None, typer.Option(help="Open sizes of inputs, by comma: batch=1,sequence=16.")
+FeedDimsOption: TypeAlias = Annotated[list[str] | None, "Open sizes of inputs, by comma: batch=1,sequence=16."]
+ProviderOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--provider", "--providers", help="Execution providers in order, also by comma: cuda,cpu.", show_default="cpu"
+    ),
 ]
+MapOption: TypeAlias = Annotated[
+    bool, typer.Option("--embed-map", help="Write a map too: then carry brings tags back when this file is gone.")
+]
+
+
+def read_providers(typed: list[str] | None) -> list[str]:
+    """The full names of execution providers: ``cuda`` is short for ``CUDAExecutionProvider``."""
+    import onnxruntime
+
+    known: dict[str, str] = {provider.lower(): provider for provider in onnxruntime.get_all_providers()}
+    named = {name: name.lower() for name in split_names(typed) or ["cpu"]}
+    return [known.get(low) or known.get(f"{low}executionprovider", name) for name, low in named.items()]
 
 
 def seed_option(what: str) -> Any:
@@ -66,9 +80,9 @@ class TableOptions:
 
     depth: DepthOption = None
     select: SelectOption = None
-    sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None
+    sort: Annotated[str | None, "A column: a list, the largest first."] = None
     as_json: JsonOption = False
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False
+    as_csv: Annotated[bool, "Write CSV."] = False
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True
 
     def report(self, data: dict[str, Any], csv: Callable[[], str], draw: Callable[[], RenderableType]) -> None:

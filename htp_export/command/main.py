@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 import htp_export
+from htp_export.command.characters import encodable_output, unwritten_output
 from htp_export.command.commands import CommandGroup
-from htp_export.command.encodable import encodable_output, unwritten_output
 from htp_export.command.interrupts import Interrupts
 from htp_export.command.quiet import quiet_libraries
 from htp_export.command.terminal import CheckFailed, error_line
@@ -123,7 +123,7 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
     # Usage errors of typer, which comes with its own copy of click or uses the installed one, by its version.
     shown = getattr(error, "format_message", None)
     if shown is not None:
-        message = " ".join(shown().split())
+        message = " ".join(shown().split()).replace("Value error, ", "")  # so typer says it of a choice
         if message.startswith("No such command"):
             message = f"{message.rstrip('.')}; htp-export --help lists the commands"
         return message, 2

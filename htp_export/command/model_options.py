@@ -1,59 +1,49 @@
-"""The options that name a model, as several commands have them, and the model and its inputs that they lead to."""
+"""The options that name a model or a file, as several commands have them, and the model and inputs they lead to."""
 
 from __future__ import annotations
 
-import enum
+import contextlib
+import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from htp_export.command.file_options import seed_option
+from htp_export.command.file_options import FeedOption, seed_option
+from htp_export.command.idle_options import Idle
 from htp_export.command.sources import Call, call_entry, parse_overrides
+from htp_export.command.terminal import Steps, notice_line
 from htp_export.discovery import provider
 from htp_export.errors import InputError
 
-__all__ = ["Dtype", "ModelOptions"]
+if TYPE_CHECKING:
+    from htp_export.model.tagged import ModelSource
 
-
-class Dtype(enum.StrEnum):
-    """Float types of weights."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
+__all__ = ["FILE_IDLE", "LookOptions", "Looked", "ModelOptions", "names_file"]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """Which model, with which weights and inputs: the options of every command that loads a PyTorch model."""
 
-    source: Annotated[
-        str | None, typer.Argument(help="Hub id, local folder, or model type (bert).", show_default=False)
-    ] = None
-    entry: Annotated[str | None, typer.Option(help="package.module:factory that returns (model, example inputs).")] = (
-        None
-    )
-    task: Annotated[
-        str | None, typer.Option(help="fill-mask, text-generation-with-past, ...; auto: what the model is for.")
-    ] = None
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Build from the config alone.")] = False
+    source: Annotated[str | None, typer.Argument(help="Hub id, local folder, or model type (bert).")] = None
+    entry: Annotated[str | None, "package.module:factory that returns (model, example inputs)."] = None
+    task: Annotated[str | None, "fill-mask, text-generation-with-past, ...; auto: what the model is for."] = None
+    random_weights: Annotated[bool, "Build from the config alone."] = False
     seed: Annotated[int, seed_option("Of random weights and inputs: the same seed gives the same.")] = 0
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; may be repeated.")
     ] = None
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights.")] = None
-    inputs: Annotated[Path | None, typer.Option(help='JSON file of shapes: {"input_ids": [2, 16]}.')] = None
-    attention: Annotated[str | None, typer.Option(help="transformers' attention: eager, sdpa.")] = None
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False
+    dtype: Annotated[Literal["float32", "float16", "bfloat16", "fp32", "fp16", "bf16"] | None, "Of the weights."] = None
+    inputs: Annotated[Path | None, 'JSON file of shapes: {"input_ids": [2, 16]}.'] = None
+    attention: Annotated[str | None, "transformers' attention: eager, sdpa."] = None
+    revision: Annotated[str | None, "Branch, tag or commit on the hub."] = None
+    trust_remote_code: Annotated[bool, "Run the model's own code."] = False
 
     @property
     def name(self) -> str:
@@ -178,3 +168,83 @@ class ModelOptions:
     def overrides(self) -> dict[str, object]:
         """What ``--set`` changes in the config."""
         return parse_overrides(self.settings or ())
+
+
+_MODEL_NAME = r"(?=.{1,96}$)([\w.-]+/)?[\w.-]+"  # a hub id or a model type
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A model to look at.
+
+    Attributes:
+        model: The file, or the graph of a PyTorch model.
+        name: What it is called.
+        facts: Keys of the JSON that say which way the graph of a PyTorch model was got.
+    """
+
+    model: ModelSource
+    name: str
+    facts: dict[str, Any]
+
+    @property
+    def file(self) -> Path | None:
+        """The file; None for a PyTorch model."""
+        return self.model if isinstance(self.model, Path) else None
+
+
+@dataclass(frozen=True)
+class LookOptions(ModelOptions):
+    """An ONNX file or a PyTorch model: the options of the commands that show what a model is like."""
+
+    source: Annotated[
+        str | None, typer.Argument(metavar="file", help="The ONNX file; or a model: hub id, local folder, model type.")
+    ] = None
+    inputs: FeedOption = None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether an ONNX file is named: its name ends as those of ONNX files do, or it is no name of a model."""
+        if self.entry is not None or self.source is None or self.random_weights:
+            return False
+        import onnx
+
+        suffix = Path(self.source).suffix
+        if os.path.isfile(self.source) or onnx.serialization.registry.get_format_from_file_extension(suffix):  # noqa: PTH113 - it raises on no name
+            return True
+        return not (os.path.isdir(self.source) or re.fullmatch(_MODEL_NAME, self.source))  # noqa: PTH112 - as above
+
+    def look(self, *, quiet: bool = False) -> Looked:
+        """The file, or a graph of the model; for that, stderr has which way it was got, and why no better one.
+
+        Args:
+            quiet: Whether to show no progress.
+
+        Raises:
+            InputError: If nothing is named, or two models are, or the model has no graph.
+        """
+        if self.is_file:
+            self.check_file()
+            return Looked(Path(str(self.source)), str(self.source), {})
+        if self.source is None and self.entry is None:
+            raise InputError("name an ONNX file, a model, or --entry package.module:factory")
+        with Steps(quiet=quiet).step(f"tracing {self.name}"), _stdout_for_results():
+            inspected = provider("traced_models").traced(self.call())
+        for line in str(inspected).splitlines():
+            notice_line(line)
+        return Looked(inspected, self.name, inspected.to_dict())
+
+
+def names_file(given: Mapping[str, Any]) -> bool:
+    """Whether the values of `LookOptions` name an ONNX file."""
+    return LookOptions(**{name: given[name] for name in ("source", "entry", "random_weights")}).is_file
+
+
+FILE_IDLE = Idle(("seed",), names_file, "it is for a model without a file")
+
+
+@contextlib.contextmanager
+def _stdout_for_results() -> Iterator[None]:
+    """Let what the model itself prints go to stderr: stdout has the result."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

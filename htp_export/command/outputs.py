@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-import typer
-
 from htp_export.command.terminal import print_json, show
 from htp_export.files.filesystem import is_special
 from htp_export.files.targets import Kind, check_target, files_named_in
@@ -80,8 +78,8 @@ class Writes:
     in_place: bool = False
 
 
-FORCE = Annotated[bool, typer.Option("--force", help="Allow --output to be an existing file of another kind.")]
-IN_PLACE = Annotated[bool, typer.Option("--in-place", help="Allow --output to be a file that is read.")]
+FORCE = Annotated[bool, "Allow --output to be an existing file of another kind."]
+IN_PLACE = Annotated[bool, "Allow --output to be a file that is read."]
 
 
 @dataclass(frozen=True)

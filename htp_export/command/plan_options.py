@@ -24,26 +24,21 @@ __all__ = [
 ]
 
 PlanArgument: TypeAlias = Annotated[
-    str | None, typer.Argument(help="A plan, .yaml or .json, or a preset: int8, w4, fp16.", show_default=False)
+    str | None, typer.Argument(help="A plan, .yaml or .json, or a preset: int8, w4, fp16.")
 ]
 RuleOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(metavar="SELECTOR=PRECISION", help="A rule after those of the plan; may be repeated."),
 ]
-DataOption: TypeAlias = Annotated[
-    list[Path] | None, typer.Option(help="Inputs of a run as .npz; may be repeated.", show_default=False)
-]
+DataOption: TypeAlias = Annotated[list[Path] | None, "Inputs of a run as .npz; may be repeated."]
 EntryOption: TypeAlias = Annotated[
-    str | None, typer.Option(help="package.module:factory that returns the runs: dicts of input name and array.")
+    str | None, "package.module:factory that returns the runs: dicts of input name and array."
 ]
 
 MetricOption: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        help="package.module:factory that returns a function: it gets the outputs of all runs, and returns a number, "
-        "the larger the better.",
-        show_default=False,
-    ),
+    "package.module:factory that returns a function: it gets the outputs of all runs, and returns a number, "
+    "the larger the better.",
 ]
 
 

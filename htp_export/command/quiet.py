@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
-from htp_export.command.printable import printable
+from htp_export.command.characters import printable
 from htp_export.drawing.command_words import in_commands
 
 __all__ = ["quiet_libraries", "quiet_runtime", "terminal_stderr"]

@@ -33,6 +33,23 @@ class Sizes:
         """Whether there is any of them."""
         return bool(self.inputs or self.dims or self.shapes)
 
+    def arrays(self, file: Path, seed: int = 0) -> Mapping[str, Any] | None:
+        """What a file and another one like it are run on; None for random inputs of any size.
+
+        Args:
+            file: An ONNX file.
+            seed: Of random values, where sizes or shapes are given.
+        """
+        from htp_export.model.tagged import load
+        from htp_export.runtime.inputs import Inputs
+
+        if not self.given:
+            return None
+        wanted = Inputs.of(load(file).model)
+        if self.inputs:
+            return wanted.feed(self.inputs, self.dims).arrays
+        return wanted.random(self.dims, self.shapes, seed).arrays
+
 
 def read_sizes(inputs: Path | None, dims: list[str] | None) -> Sizes:
     """What ``--inputs`` and ``--dims`` say.

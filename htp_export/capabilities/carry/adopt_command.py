@@ -30,9 +30,7 @@ PLACE = 165
 def adopt_command(
     model: ModelOptions,
     output: OutputOption,
-    foreign: Annotated[
-        Path | None, typer.Argument(help="The file that someone else exported from it.", show_default=False)
-    ] = None,
+    foreign: Annotated[Path | None, typer.Argument(help="The file that someone else exported from it.")] = None,
     dims: FeedDimsOption = None,
     require: Annotated[
         float,
@@ -63,7 +61,7 @@ def adopt_command(
         source, inputs = (
             _exported(model, foreign, dims)
             if original is None
-            else (original, _values(original, model.inputs, dims, model.seed))
+            else (original, read_sizes(model.inputs, dims).arrays(original, model.seed))
         )
     with steps.step("adopting"):
         result = adopt(source, foreign, inputs=inputs, seed=model.seed, require=0)
@@ -74,20 +72,6 @@ def adopt_command(
     if not enough:
         known = f"{result.share_known:.1%} of the nodes have known owners, less than --require {require}"
         raise CheckFailed(f"{known}: {output} was not written")
-
-
-def _values(file: Path, inputs: Path | None, dims: list[str] | None, seed: int) -> Mapping[str, Any] | None:
-    """What both files are run on; None for random inputs of any size."""
-    from htp_export.model.tagged import load
-    from htp_export.runtime.inputs import Inputs
-
-    sizes = read_sizes(inputs, dims)
-    if not sizes.given:
-        return None
-    wanted = Inputs.of(load(file).model)
-    if sizes.inputs:
-        return wanted.feed(sizes.inputs, sizes.dims).arrays
-    return wanted.random(sizes.dims, sizes.shapes, seed).arrays
 
 
 def _exported(model: ModelOptions, foreign: Path, dims: list[str] | None) -> tuple[ModelSource, Mapping[str, Any]]:

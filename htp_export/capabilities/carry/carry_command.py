@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from htp_export.command.file_options import FeedDimsOption, FeedOption, JsonOption, OutputOption, ShareOption
 from htp_export.command.outputs import report
-from htp_export.command.sizes import Sizes, read_sizes
+from htp_export.command.sizes import read_sizes
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx bert-elsewhere.onnx -o bert-tagged.onnx"
@@ -18,12 +17,9 @@ PLACE = 160
 
 
 def carry_command(
-    before: Annotated[Path, typer.Argument(help="The tagged file that the tool was given.", show_default=False)],
+    before: Annotated[Path, "The tagged file that the tool was given."],
     output: OutputOption,
-    after: Annotated[
-        Path | None,
-        typer.Argument(help="What the tool made of it.", show_default=False),
-    ] = None,
+    after: Annotated[Path | None, typer.Argument(help="What the tool made of it.")] = None,
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
     share_weights: ShareOption = False,
@@ -38,16 +34,5 @@ def carry_command(
 
     sizes = read_sizes(inputs, dims)
     with Steps(quiet=as_json).step("carrying tags"):
-        inputs_of_both = _values(before, sizes) if sizes.given else None
-        result = carry(before, after, output, inputs=inputs_of_both, share_weights=share_weights)
+        result = carry(before, after, output, inputs=sizes.arrays(before), share_weights=share_weights)
     report(result, as_json, output=output, file=str(output))
-
-
-def _values(file: Path, sizes: Sizes) -> Mapping[str, Any]:
-    """What both files are run on."""
-    from htp_export.model.tagged import load
-    from htp_export.runtime.inputs import Inputs
-
-    wanted = Inputs.of(load(file).model)
-    feed = wanted.feed(sizes.inputs, sizes.dims) if sizes.inputs else wanted.random(sizes.dims, sizes.shapes)
-    return feed.arrays

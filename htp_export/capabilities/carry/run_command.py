@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from htp_export.capabilities.carry import adapters as tools
-from htp_export.command.file_options import FileArgument, JsonOption, OutputOption, ShareOption
+from htp_export.command.file_options import FileArgument, JsonOption, MapOption, OutputOption, ShareOption
 from htp_export.command.outputs import report
 from htp_export.command.quiet import quiet_runtime
+from htp_export.command.sources import parse_overrides
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.errors import HtpExportError, InputError
 
@@ -23,17 +22,14 @@ PLACE = 150
 
 
 def run_command(
-    tool: Annotated[str, typer.Argument(help="One of: " + ", ".join(tools.__all__) + ".", show_default=False)],
+    tool: Annotated[str, "One of: " + ", ".join(tools.__all__) + "."],
     file: FileArgument,
     output: OutputOption,
     options: Annotated[
         list[str] | None,
         typer.Option("--set", help="An option of the tool, name=value; the value as JSON or as text. May be repeated."),
     ] = None,
-    with_map: Annotated[
-        bool,
-        typer.Option("--embed-map", help="Write a map too: then carry brings tags back when this file is gone."),
-    ] = False,
+    with_map: MapOption = False,
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -44,7 +40,7 @@ def run_command(
 
     if tool not in tools.__all__:
         raise InputError(f"there is no tool {tool!r}; there are {', '.join(tools.__all__)}")
-    settings = _settings(options or ())
+    settings = parse_overrides(options or ())
     try:
         with Steps(quiet=as_json).step(f"running {tool}"), quiet_runtime():
             source = embed_map(file) if with_map else file
@@ -59,18 +55,3 @@ def run_command(
     except HtpExportError as error:
         raise CheckFailed(str(error)) from error
     report(result, as_json, output=output, file=str(output))
-
-
-def _settings(options: Sequence[str]) -> dict[str, Any]:
-    settings = {}
-    for option in options:
-        name, equals, value = option.partition("=")
-        if not equals or not name.isidentifier():
-            raise InputError(f"--set {option!r}: write name=value")
-        if name in settings:
-            raise InputError(f"--set {option}: {name} is set twice")
-        try:
-            settings[name] = json.loads(value)
-        except ValueError:
-            settings[name] = value
-    return settings

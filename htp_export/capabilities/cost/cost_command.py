@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from htp_export.capabilities.cost.columns import COST_COLUMNS, FUSED
-from htp_export.capabilities.cost.drawing import cost_csv, nodes_csv, render_cost
-from htp_export.command.file_options import FeedDimsOption, FeedOption, TableOptions
+from htp_export.command.file_options import FeedDimsOption, TableOptions
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
-from htp_export.command.looking import FILE_IDLE, LookOptions
+from htp_export.command.model_options import FILE_IDLE, LookOptions
 from htp_export.command.sizes import read_sizes
 from htp_export.command.terminal import Steps, split_names
 from htp_export.results.columns import names_of
@@ -33,25 +30,23 @@ IDLE = (
 def cost_command(
     model: LookOptions,
     table: TableOptions,
-    inputs: FeedOption = None,
     dims: FeedDimsOption = None,
-    columns: Annotated[
-        list[str] | None, typer.Option(help=f"By comma, of {', '.join(names_of(COST_COLUMNS))}.")
-    ] = None,
-    fused: Annotated[bool, typer.Option("--fused", help="What fusing each module would save: an estimate.")] = False,
-    nodes: Annotated[bool, typer.Option("--nodes", help="With --csv, a line for each node.")] = False,
+    columns: Annotated[list[str] | None, f"By comma, of {', '.join(names_of(COST_COLUMNS))}."] = None,
+    fused: Annotated[bool, "What fusing each module would save: an estimate."] = False,
+    nodes: Annotated[bool, "With --csv, a line for each node."] = False,
 ) -> None:
     """Count the parameters, FLOPs and bytes of every module.
 
     The peak memory, too. Of an ONNX file, which is not run, or of a PyTorch model, which need not export to ONNX.
     """
     from htp_export.capabilities.cost.costing import cost
+    from htp_export.capabilities.cost.drawing import cost_csv, nodes_csv, render_cost
     from htp_export.capabilities.cost.module_tree import visible
     from htp_export.model.tagged import load
 
     quiet = table.as_json or table.as_csv
-    looked = model.look(inputs, quiet=quiet)
-    sizes = read_sizes(inputs if looked.file else None, dims)
+    looked = model.look(quiet=quiet)
+    sizes = read_sizes(model.inputs if looked.file else None, dims)
     with Steps(quiet=quiet).step(f"counting {looked.name}"):
         tagged = load(looked.model)
         report = cost(tagged, sizes.inputs, dims=sizes.dims, shapes=sizes.shapes)

@@ -6,13 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from htp_export.capabilities.cost.columns import TREE_COLUMNS
 from htp_export.capabilities.cost.measurements import read_measured
 from htp_export.capabilities.cost.tree_drawing import render, tree_csv
-from htp_export.command.file_options import FeedDimsOption, FeedOption, TableOptions
-from htp_export.command.looking import FILE_IDLE, LookOptions
+from htp_export.command.file_options import FeedDimsOption, TableOptions
+from htp_export.command.model_options import FILE_IDLE, LookOptions
 from htp_export.command.sizes import Sizes, read_sizes
 from htp_export.command.terminal import split_names
 from htp_export.errors import InputError
@@ -30,13 +28,10 @@ IDLE = (FILE_IDLE,)
 def tree_command(
     model: LookOptions,
     table: TableOptions,
-    columns: Annotated[
-        list[str] | None, typer.Option(help=f"By comma, of {', '.join(names_of(TREE_COLUMNS))}.")
-    ] = None,
-    inputs: FeedOption = None,
+    columns: Annotated[list[str] | None, f"By comma, of {', '.join(names_of(TREE_COLUMNS))}."] = None,
     dims: FeedDimsOption = None,
-    profile: Annotated[Path | None, typer.Option(help="Times: what profile --json wrote.")] = None,
-    verify: Annotated[Path | None, typer.Option(help="Errors: what verify or compare --json wrote.")] = None,
+    profile: Annotated[Path | None, "Times: what profile --json wrote."] = None,
+    verify: Annotated[Path | None, "Errors: what verify or compare --json wrote."] = None,
 ) -> None:
     """Show the module tree: classes, nodes, parameters, FLOPs.
 
@@ -46,9 +41,9 @@ def tree_command(
     from htp_export.capabilities.cost.module_tree import tree_rows
     from htp_export.editing.flattening import read_flat
 
-    looked = model.look(inputs, quiet=table.as_json or table.as_csv)
+    looked = model.look(quiet=table.as_json or table.as_csv)
     tagged = read_flat(looked.model)
-    model_cost, note = _cost(tagged, read_sizes(inputs if looked.file else None, dims))
+    model_cost, note = _cost(tagged, read_sizes(model.inputs if looked.file else None, dims))
     measured = read_measured(profile, verify)
     tree = tree_rows(tagged, table.depth, table.select or None, cost=model_cost, measured=measured)
     if note:

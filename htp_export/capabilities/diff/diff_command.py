@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from htp_export.command.file_options import DepthOption, JsonOption
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import Kind, Writes, report, show_written, written_page
@@ -18,16 +16,12 @@ IDLE = (Idle(("depth", "only_changed"), lambda given: given["as_json"], JSON_HAS
 
 
 def diff_command(
-    before: Annotated[Path, typer.Argument(help="The first ONNX file.", show_default=False)],
-    after: Annotated[Path, typer.Argument(help="The second.", show_default=False)],
+    before: Annotated[Path, "The first ONNX file."],
+    after: Annotated[Path, "The second."],
     depth: DepthOption = None,
-    only_changed: Annotated[bool, typer.Option("--only-changed", help="Leave out what is the same.")] = False,
+    only_changed: Annotated[bool, "Leave out what is the same."] = False,
     as_json: JsonOption = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="Write a page: both trees, side by side.", show_default=False),
-        Writes(Kind.PAGE),
-    ] = None,
+    output: Annotated[Path | None, "Write a page: both trees, side by side.", Writes(Kind.PAGE)] = None,
 ) -> None:
     """Show what differs between two files, by module."""
     from htp_export.capabilities.diff.differing import diff

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from htp_export.command.model_options import ModelOptions
 from htp_export.command.outputs import Writes
 from htp_export.command.sources import Call
@@ -25,18 +23,10 @@ _log = logging.getLogger(__name__)
 class DeployOptions:
     """What is written for other runtimes, beside the model or as a folder."""
 
-    genai: Annotated[
-        bool, typer.Option("--genai", help="Write genai_config.json, configs and tokenizer beside the model.")
-    ] = False
-    export_json: Annotated[
-        bool, typer.Option("--export-json", help="Write export.json and configs, for transformers.exporters.")
-    ] = False
-    transformers_js: Annotated[
-        Path | None, typer.Option(help="Write a folder for transformers.js, too.", show_default=False), Writes()
-    ] = None
-    js_dtypes: Annotated[
-        str, typer.Option(help="Types of weights in that folder, by comma: fp32, fp16, q8, int8, uint8, q4.")
-    ] = "fp32,q4"
+    genai: Annotated[bool, "Write genai_config.json, configs and tokenizer beside the model."] = False
+    export_json: Annotated[bool, "Write export.json and configs, for transformers.exporters."] = False
+    transformers_js: Annotated[Path | None, "Write a folder for transformers.js, too.", Writes()] = None
+    js_dtypes: Annotated[str, "Types of weights in that folder, by comma: fp32, fp16, q8, int8, uint8, q4."] = "fp32,q4"
 
     def check(self, output: Path, model: ModelOptions) -> None:
         """Refuse what cannot be written, before the model is loaded.

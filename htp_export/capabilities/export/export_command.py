@@ -32,9 +32,7 @@ IDLE = (
 
 
 def export_command(
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="The ONNX file to write.", show_default=False), Writes()
-    ],
+    output: Annotated[Path, "The ONNX file to write.", Writes()],
     model: ModelOptions,
     deploy: DeployOptions,
     graph: GraphOptions,
@@ -45,9 +43,9 @@ def export_command(
     cache_names: Annotated[
         str | None, typer.Option(help="Names of a cache's tensors: optimum or transformers.", show_default="optimum")
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Check every module against PyTorch.")] = False,
+    verify: Annotated[bool, "Check every module against PyTorch."] = False,
     as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
+    quiet: Annotated[bool, "Show nothing but errors."] = False,
 ) -> None:
     """Export a model to ONNX with module tags, and show its tree."""
     model.check()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from htp_export.command.file_options import MapOption
 from htp_export.command.sources import Call
 from htp_export.errors import InputError
 
@@ -26,36 +27,17 @@ class GraphOptions:
 
     dynamo: Annotated[bool, typer.Option("--dynamo/--torchscript", help="Which of torch's exporters.")] = True
     opset: Annotated[int | None, typer.Option(min=1, help="ONNX opset; torch's own choice without it.")] = None
-    dynamic: Annotated[
-        list[str] | None, typer.Option(help="Axes that may vary, by comma: batch, sequence, height, width.")
-    ] = None
+    dynamic: Annotated[list[str] | None, "Axes that may vary, by comma: batch, sequence, height, width."] = None
     functions: Annotated[
-        list[str] | None,
-        typer.Option(help="Modules that become ONNX functions: class:BertLayer, encoder.layer.*; ** for all."),
+        list[str] | None, "Modules that become ONNX functions: class:BertLayer, encoder.layer.*; ** for all."
     ] = None
-    names: Annotated[
-        str | None, typer.Option(help="path: names of nodes and tensors made of module paths, /encoder/layer.0/MatMul.")
-    ] = None
-    decompose_attention: Annotated[
-        bool, typer.Option("--decompose-attention", help="Attention as modules: q_proj, scores, softmax, context, ...")
-    ] = False
-    keep_attention: Annotated[
-        bool,
-        typer.Option("--keep-attention", help="One Attention node for each scaled_dot_product_attention; opset 23."),
-    ] = False
-    external_data: Annotated[bool, typer.Option(help="Weights in a file of their own, <output>.data.")] = True
-    stream_weights: Annotated[
-        bool,
-        typer.Option("--stream-weights", help="Copy weights from safetensors files without holding them in memory."),
-    ] = False
-    with_map: Annotated[
-        bool,
-        typer.Option("--embed-map", help="Write a map too: then carry brings tags back when this file is gone."),
-    ] = False
-    allow_untagged: Annotated[
-        bool,
-        typer.Option("--allow-untagged", help="Write torch's own file, with a warning, where tagging fails."),
-    ] = False
+    names: Annotated[str | None, "path: names of nodes and tensors from module paths, /encoder/layer.0/MatMul."] = None
+    decompose_attention: Annotated[bool, "Attention as modules: q_proj, scores, softmax, context, ..."] = False
+    keep_attention: Annotated[bool, "One Attention node for each scaled_dot_product_attention; opset 23."] = False
+    external_data: Annotated[bool, "Weights in a file of their own, <output>.data."] = True
+    stream_weights: Annotated[bool, "Copy weights from safetensors files without holding them in memory."] = False
+    with_map: MapOption = False
+    allow_untagged: Annotated[bool, "Write torch's own file, with a warning, where tagging fails."] = False
 
     def check(self) -> None:
         """Refuse options that do not go together, before a model is loaded.

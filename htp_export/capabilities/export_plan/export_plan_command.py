@@ -25,10 +25,8 @@ def export_plan_command(
     plan: PlanArgument = None,
     rule: RuleOption = None,
     *,
-    to: Annotated[str, typer.Option(help="The tool: ort, nncf, modelopt, qnn, aimet.", show_default=False)],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The file to write.", show_default=False), Writes(Kind.JSON)
-    ],
+    to: Annotated[str, typer.Option(help="The tool: ort, nncf, modelopt, qnn, aimet.")],
+    output: Annotated[Path, "The file to write.", Writes(Kind.JSON)],
     data: DataOption = None,
     entry: EntryOption = None,
     as_json: JsonOption = False,

@@ -18,7 +18,7 @@ PLACE = 100
 def splice_command(
     file: FileArgument,
     module: ModuleArgument,
-    replacement: Annotated[Path, typer.Argument(help="The ONNX file to put in its place.", show_default=False)],
+    replacement: Annotated[Path, "The ONNX file to put in its place."],
     output: OutputOption,
     call: Annotated[
         int | None, typer.Option(min=0, help="Which call of a module that ran several times; all without it.")

@@ -28,7 +28,7 @@ def forensics_command(
     depth: DepthOption = None,
     every: Annotated[bool, typer.Option("--list", help="A line for each finding.")] = False,
     level: Annotated[
-        str, typer.Option(help="What passes may do to results: exact, tolerant or fused; exact takes the least time.")
+        str, "What passes may do to results: exact, tolerant or fused; exact takes the least time."
     ] = "fused",
     as_json: JsonOption = False,
 ) -> None:

@@ -75,7 +75,7 @@ def _model(options: ModelOptions, task: str | None, stream_weights: bool) -> Any
         task=task,
         random_weights=options.random_weights,
         overrides=options.overrides,
-        dtype=options.dtype.value if options.dtype else None,
+        dtype=options.dtype,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
         attn_implementation=options.attention,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from htp_export.command.file_options import FileArgument, JsonOption, OutputOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
@@ -17,9 +15,7 @@ PLACE = 148
 
 def fuse_lora_command(
     file: FileArgument,
-    adapter: Annotated[
-        Path, typer.Argument(help="Folder of PEFT, or an adapter file of ONNX Runtime.", show_default=False)
-    ],
+    adapter: Annotated[Path, "Folder of PEFT, or an adapter file of ONNX Runtime."],
     output: OutputOption,
     as_json: JsonOption = False,
 ) -> None:

@@ -16,10 +16,10 @@ PLACE = 146
 
 def insert_lora_command(
     file: FileArgument,
-    select: Annotated[str, typer.Argument(help="Modules: the linear layers in their regions.", show_default=False)],
+    select: Annotated[str, "Modules: the linear layers in their regions."],
     output: OutputOption,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters, for the factor alpha / rank.")] = 8,
-    alpha: Annotated[float | None, typer.Option(help="PEFT's lora_alpha; the rank without it.")] = None,
+    alpha: Annotated[float | None, "PEFT's lora_alpha; the rank without it."] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Give layers inputs for LoRA adapters."""

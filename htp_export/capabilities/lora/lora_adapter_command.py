@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from htp_export.command.file_options import FileArgument, JsonOption
 from htp_export.command.outputs import Kind, Writes, report, show_written, written_page
 from htp_export.command.terminal import Steps
@@ -17,12 +15,8 @@ PLACE = 147
 
 def lora_adapter_command(
     file: FileArgument,
-    adapter: Annotated[Path, typer.Argument(help="Folder of an adapter of PEFT.", show_default=False)],
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="The adapter file to write.", show_default=False),
-        Writes(Kind.ADAPTER),
-    ],
+    adapter: Annotated[Path, "Folder of an adapter of PEFT."],
+    output: Annotated[Path, "The adapter file to write.", Writes(Kind.ADAPTER)],
     as_json: JsonOption = False,
 ) -> None:
     """Convert a PEFT adapter for ONNX Runtime."""

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, cast
-
-import typer
+from typing import Annotated, Literal
 
 from htp_export.command.file_options import FileArgument, JsonOption, SelectOption
 from htp_export.command.idle_options import Idle
 from htp_export.command.terminal import Steps, print_json, print_text, show
-
-if TYPE_CHECKING:
-    from htp_export.capabilities.nodes.map_result import MapTable
 
 EXAMPLE = 'bert.onnx --select "encoder.layer.0.**"'
 PLACE = 25
@@ -21,9 +16,9 @@ IDLE = (Idle(("table",), lambda given: given["as_json"], "--json writes all tabl
 def map_command(
     file: FileArgument,
     select: SelectOption = None,
-    table: Annotated[str, typer.Option(help="One of nodes, modules, parameters, initializers.")] = "nodes",
+    table: Annotated[Literal["nodes", "modules", "parameters", "initializers"], "What has a line each."] = "nodes",
     as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write the table as CSV.")] = False,
+    as_csv: Annotated[bool, "Write the table as CSV."] = False,
 ) -> None:
     """Map nodes to modules and parameters, and back.
 
@@ -34,11 +29,9 @@ def map_command(
 
     with Steps(quiet=as_json or as_csv).step(f"mapping {file}"):
         mapped = map_model(file, select=select or None)
-        shown = cast("MapTable", table)
-        mapped.rows(shown)  # refuses a table that there is not
     if as_json:
         print_json(mapped.to_dict())
     elif as_csv:
-        print_text(map_csv(mapped, shown))
+        print_text(map_csv(mapped, table))
     else:
-        show(render_map(mapped, shown))
+        show(render_map(mapped, table))

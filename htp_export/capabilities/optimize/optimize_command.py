@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,7 +14,6 @@ from htp_export.command.outputs import Kind, Writes, check_output, show_next, sh
 from htp_export.command.terminal import Steps, print_json, print_text, show
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.optimize.registry import Level
     from htp_export.capabilities.optimize.results import Optimized
 
 EXAMPLE = "bert.onnx -o small.onnx --level tolerant"
@@ -31,27 +30,18 @@ IDLE = (
 
 
 def optimize_command(
-    files: Annotated[list[Path] | None, typer.Argument(help="The ONNX file, or several.", show_default=False)] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="The ONNX file, or several.")] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", help="The file to write; for several a folder that is there.", show_default=False
-        ),
-        Writes(in_place=True),
+        Path | None, "The file to write; for several a folder that is there.", Writes(in_place=True)
     ] = None,
-    passes: Annotated[str, typer.Option(help="'default', or names of passes with commas between them.")] = "default",
+    passes: Annotated[str, "'default', or names of passes with commas between them."] = "default",
     level: Annotated[
-        str, typer.Option(help="exact: the same results, bit for bit; tolerant: to 1e-5; fused: for ONNX Runtime only.")
+        Literal["exact", "tolerant", "fused"],
+        "exact: the same results, bit for bit; tolerant: to 1e-5; fused: for ONNX Runtime only.",
     ] = "exact",
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Run it before and after every pass; undo what is off.")
-    ] = False,
-    keep_exact: Annotated[
-        bool, typer.Option("--keep-exact", help="No fusion across the boundary of a module whose tensors all stay.")
-    ] = False,
-    attribution: Annotated[
-        bool, typer.Option("--attribution", help="A line for each module of each pass, for several files too.")
-    ] = False,
+    verify: Annotated[bool, "Run it before and after every pass; undo what is off."] = False,
+    keep_exact: Annotated[bool, "No fusion across the boundary of a module whose tensors all stay."] = False,
+    attribution: Annotated[bool, "A line for each module of each pass, for several files too."] = False,
     depth: Annotated[
         int | None, typer.Option(min=0, help="With --attribution: add what is deeper to the module above.")
     ] = None,
@@ -68,8 +58,7 @@ def optimize_command(
         return
     if not files or output is None:
         raise typer.BadParameter("give a file, and with -o the file to write")
-    wanted = cast("Level", level)
-    choose(passes, wanted)  # it refuses other levels, and unknown passes, before any work
+    choose(passes, level)  # it refuses unknown passes before any work
     targets = _targets(files, output)
     for _, target in targets:
         check_output(target, Kind.MODEL)
@@ -78,7 +67,7 @@ def optimize_command(
     for file, target in targets:
         with steps.step(f"optimising {file.name}"):
             results[file.name] = optimize(
-                file, target, passes, wanted, verify, keep_exact=keep_exact, share_weights=share_weights
+                file, target, passes, level, verify, keep_exact=keep_exact, share_weights=share_weights
             )
     if as_json:
         _print_results(results)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,37 +20,23 @@ IDLE = (
 )
 
 
-class _Engine(enum.StrEnum):
-    triton = "triton"
-    ray = "ray"
-    genai = "genai"
-
-
 def partition_command(
     file: FileArgument,
     stages: Annotated[
-        list[str],
-        typer.Argument(
-            help="How many stages; or the modules at which they begin: encoder.layer.4 encoder.layer.8",
-            show_default=False,
-        ),
+        list[str], "How many stages; or the modules at which they begin: encoder.layer.4 encoder.layer.8"
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write.", show_default=False), Writes()],
+    output: Annotated[Path, "The folder to write.", Writes()],
     balance: Annotated[
-        str,
-        typer.Option(
-            help="What to balance: parameters, flops, or JSON: a number for each module path, as of profile --json."
-        ),
+        str, "What to balance: parameters, flops, or JSON: a number for each module path, as of profile --json."
     ] = "parameters",
     slack: Annotated[
         float, typer.Option(min=0, help="How much heavier than need be the heaviest stage may be, for better borders.")
     ] = 0.05,
     serve: Annotated[
-        _Engine | None, typer.Option(help="Write the configuration of an engine that runs the stages, too.")
+        Literal["triton", "ray", "genai"] | None, "Write the configuration of an engine that runs the stages, too."
     ] = None,
     genai_config: Annotated[
-        Path | None,
-        typer.Option(help="The genai_config.json of the model, for --serve genai; by default the one beside it."),
+        Path | None, "The genai_config.json of the model, for --serve genai; by default the one beside it."
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -70,7 +55,7 @@ def partition_command(
             output,
             balance=weights,
             slack=slack,
-            serve=None if serve is None else serve.value,
+            serve=serve,
             genai_config=genai_config,
         )
     if as_json:

@@ -31,25 +31,12 @@ IDLE = (
 
 
 def pipeline_command(
-    file: Annotated[
-        Path,
-        typer.Argument(help="Steps in YAML or JSON; or an ONNX file that a pipeline made.", show_default=False),
-    ],
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="The ONNX file to begin with.", show_default=False)
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False),
-        Writes(Kind.MODEL),
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Folder for the files of the steps; OUTPUT.steps without it."), Writes()
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Run all steps, whatever an earlier run has done.")] = False,
-    allow_entry: Annotated[
-        bool, typer.Option("--allow-entry", help="Run the code that the steps of an ONNX file name.")
-    ] = False,
+    file: Annotated[Path, "Steps in YAML or JSON; or an ONNX file that a pipeline made."],
+    model: Annotated[Path | None, typer.Option("--model", "-m", help="The ONNX file to begin with.")] = None,
+    output: Annotated[Path | None, "The ONNX file to write.", Writes(Kind.MODEL)] = None,
+    folder: Annotated[Path | None, "Folder for the files of the steps; OUTPUT.steps without it.", Writes()] = None,
+    fresh: Annotated[bool, "Run all steps, whatever an earlier run has done."] = False,
+    allow_entry: Annotated[bool, "Run the code that the steps of an ONNX file name."] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run passes, tools and checks in a row, by a file.

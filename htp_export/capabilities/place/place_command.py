@@ -35,8 +35,7 @@ def place_command(
     table: TableOptions,
     output: OutputOption,
     plan: Annotated[
-        list[str] | None,
-        typer.Argument(help="Rules, SELECTOR=DEVICE: encoder=gpu; or plans, .yaml or .json.", show_default=False),
+        list[str] | None, typer.Argument(help="Rules, SELECTOR=DEVICE: encoder=gpu; or plans, .yaml or .json.")
     ] = None,
     budget: Annotated[
         list[str] | None,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from htp_export.command.file_options import FeedDimsOption, FeedOption, FileArgument, TableOptions
+from htp_export.command.file_options import (
+    FeedDimsOption,
+    FeedOption,
+    FileArgument,
+    ProviderOption,
+    TableOptions,
+    read_providers,
+)
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
-from htp_export.command.providers import provider_named
 from htp_export.command.sizes import read_sizes
 from htp_export.command.terminal import Steps
 
@@ -20,15 +22,7 @@ IDLE = (Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
 def placement_command(
     file: FileArgument,
     table: TableOptions,
-    provider: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--provider",
-            "--providers",
-            help="Execution providers in order, also by comma: cuda,cpu.",
-            show_default="cpu",
-        ),
-    ] = None,
+    provider: ProviderOption = None,
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
 ) -> None:
@@ -39,11 +33,10 @@ def placement_command(
     from htp_export.model.tagged import load
 
     sizes = read_sizes(inputs, dims)
-    names = [name.strip() for words in provider or ["cpu"] for name in words.split(",") if name.strip()]
     with Steps(quiet=table.as_json or table.as_csv).step(f"loading {file.name} into ONNX Runtime"):
         result = placement(
             file,
-            [provider_named(name) for name in names],
+            read_providers(provider),
             inputs=sizes.inputs or None,
             dims=sizes.dims,
             shapes=sizes.shapes,

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import enum
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from htp_export.command.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption
+from htp_export.command.file_options import (
+    DepthOption,
+    FeedDimsOption,
+    FeedOption,
+    FileArgument,
+    JsonOption,
+    ProviderOption,
+    read_providers,
+)
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import report
-from htp_export.command.providers import provider_named
 from htp_export.command.quiet import quiet_runtime
 from htp_export.command.sizes import read_sizes
 from htp_export.command.terminal import Steps
@@ -30,28 +36,7 @@ IDLE = (
 )
 
 
-class _Sort(enum.StrEnum):
-    tree = "tree"
-    total = "total"
-    self = "self"
-
-
-class _Timing(enum.StrEnum):
-    auto = "auto"
-    kernels = "kernels"
-    modules = "modules"
-
-
-class _Engine(enum.StrEnum):
-    onnxruntime = "onnxruntime"
-    openvino = "openvino"
-
-
-class _Level(enum.StrEnum):
-    disable = "disable"
-    basic = "basic"
-    extended = "extended"
-    all = "all"
+_Level: TypeAlias = Literal["disable", "basic", "extended", "all"]
 
 
 def profile_command(
@@ -62,25 +47,22 @@ def profile_command(
         int, typer.Option(min=1, max=MOST_RUNS, help="Measured runs, each with the profiler and without.")
     ] = 20,
     warmup: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="Runs before those.")] = 3,
-    provider: Annotated[
-        list[str] | None, typer.Option(help="Execution provider: cpu, cuda, ... May be repeated.", show_default="cpu")
-    ] = None,
+    provider: ProviderOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads within an operator.")] = None,
-    optimization: Annotated[_Level, typer.Option(help="What ONNX Runtime optimises when it loads.")] = _Level.all,
-    memory: Annotated[bool, typer.Option("--memory", help="Measure memory too, beside the estimate of cost.")] = False,
+    optimization: Annotated[_Level, "What ONNX Runtime optimises when it loads."] = "all",
+    memory: Annotated[bool, "Measure memory too, beside the estimate of cost."] = False,
     timing: Annotated[
-        _Timing, typer.Option(help="What is timed on a device that queues kernels; modules: each one alone.")
-    ] = _Timing.auto,
-    engine: Annotated[_Engine, typer.Option(help="What runs the model.")] = _Engine.onnxruntime,
+        Literal["auto", "kernels", "modules"], "What is timed on a device that queues kernels; modules: each one alone."
+    ] = "auto",
+    engine: Annotated[Literal["onnxruntime", "openvino"], "What runs the model."] = "onnxruntime",
     tensorrt: Annotated[
         tuple[Path, Path] | None,
         typer.Option(
             help="Run nothing, and read what trtexec wrote: --exportLayerInfo, then --exportProfile.",
             metavar="LAYERS TIMES",
-            show_default=False,
         ),
     ] = None,
-    sort: Annotated[_Sort, typer.Option(help="Order of the lines.")] = _Sort.tree,
+    sort: Annotated[Literal["tree", "total", "self"], "Order of the lines."] = "tree",
     depth: DepthOption = None,
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
     as_json: JsonOption = False,
@@ -104,25 +86,25 @@ def profile_command(
             dims=sizes.dims,
             shapes=sizes.shapes,
             **_options(engine, provider, threads, optimization, read=tensorrt is not None),
-            engine=engine.value,
+            engine=engine,
             tensorrt=tensorrt,
             memory=memory,
-            timing=timing.value,
+            timing=timing,
         )
-    report(result, as_json, lambda: render_profile(result, sort=sort.value, depth=depth, fold=fold))
+    report(result, as_json, lambda: render_profile(result, sort=sort, depth=depth, fold=fold))
 
 
 def _options(
-    engine: _Engine, provider: list[str] | None, threads: int | None, level: _Level, *, read: bool
+    engine: str, provider: list[str] | None, threads: int | None, level: _Level, *, read: bool
 ) -> dict[str, Any]:
     """The options of the engine; those of ONNX Runtime that were given for another are refused by ``profile``."""
-    if engine is _Engine.openvino or read:
+    if engine == "openvino" or read:
         given: dict[str, Any] = {"engine_options": {"INFERENCE_NUM_THREADS": threads}} if threads is not None else {}
-        if level is not _Level.all:
+        if level != "all":
             given["session_options"] = _session_options(None, level)
         return given | ({"providers": provider} if provider else {})
     return {
-        "providers": [provider_named(name) for name in provider or ["cpu"]],
+        "providers": read_providers(provider),
         "session_options": _session_options(threads, level),
     }
 
@@ -131,7 +113,7 @@ def _session_options(threads: int | None, level: _Level) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    name = "ORT_DISABLE_ALL" if level is _Level.disable else f"ORT_ENABLE_{level.value.upper()}"
+    name = "ORT_DISABLE_ALL" if level == "disable" else f"ORT_ENABLE_{level.upper()}"
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, name)
     if threads is not None:
         options.intra_op_num_threads = threads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,9 +13,6 @@ from htp_export.command.outputs import report
 from htp_export.command.plan_options import read_rules
 from htp_export.command.terminal import Steps
 
-if TYPE_CHECKING:
-    from typing import Literal
-
 EXAMPLE = 'bert.onnx --rule "encoder.**=0.5" --rule "encoder.layer.*.output=2:4" -o sparse.onnx'
 PLACE = 144
 IDLE = (Idle(("seed",), lambda given: given["method"] != "random", "it is for --method random"),)
@@ -23,7 +20,7 @@ IDLE = (Idle(("seed",), lambda given: given["method"] != "random", "it is for --
 
 def prune_command(
     file: FileArgument,
-    plan: Annotated[Path | None, typer.Argument(help="A plan, .yaml or .json.", show_default=False)] = None,
+    plan: Annotated[Path | None, typer.Argument(help="A plan, .yaml or .json.")] = None,
     rule: Annotated[
         list[str] | None,
         typer.Option(
@@ -33,8 +30,8 @@ def prune_command(
     ] = None,
     *,
     output: OutputOption,
-    method: Annotated[str, typer.Option(help="l1: the smallest values go; random.")] = "l1",
-    scope: Annotated[str, typer.Option(help="local: the share of each weight; global: of all together.")] = "local",
+    method: Annotated[Literal["l1", "random"], "l1: the smallest values go; random."] = "l1",
+    scope: Annotated[Literal["local", "global"], "local: the share of each weight; global: of all together."] = "local",
     seed: Annotated[int, seed_option("For --method random.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -47,8 +44,8 @@ def prune_command(
             file,
             rules,
             output,
-            method=cast("Literal['l1', 'random']", method),
-            scope=cast("Literal['local', 'global']", scope),
+            method=method,
+            scope=scope,
             seed=seed,
         )
     report(result, as_json, output=output)

@@ -42,23 +42,16 @@ def quantize_command(
     table: TableOptions,
     plan: PlanArgument = None,
     rule: RuleOption = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False),
-        Writes(Kind.MODEL, in_place=True),
-    ] = None,
+    output: Annotated[Path | None, "The ONNX file to write.", Writes(Kind.MODEL, in_place=True)] = None,
     data: DataOption = None,
     entry: EntryOption = None,
     metric: MetricOption = None,
     validation: Annotated[
-        list[Path] | None,
-        typer.Option(help="Inputs for --metric as .npz; may be repeated. Those of --data without.", show_default=False),
+        list[Path] | None, "Inputs for --metric as .npz; may be repeated. Those of --data without."
     ] = None,
     dims: FeedDimsOption = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the predicted bytes; run nothing.")] = (
-        False
-    ),
+    dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
     share_weights: ShareOption = False,
 ) -> None:
     """Give modules other precisions: int8, int4, fp16.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from htp_export.command.file_options import FileArgument, JsonOption, OutputOption, ShareOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
@@ -17,7 +15,7 @@ PLACE = 122
 def names_command(
     file: FileArgument,
     output: OutputOption,
-    style: Annotated[str, typer.Option(help="How nodes and tensors are named; there is 'path'.")] = "path",
+    style: Annotated[str, "How nodes and tensors are named; there is 'path'."] = "path",
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:

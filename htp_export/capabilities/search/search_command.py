@@ -34,33 +34,21 @@ IDLE = (
 def search_command(
     file: FileArgument,
     space: Annotated[
-        Path | None,
-        typer.Argument(help="A .yaml or .json file: for each selector, what modules may become.", show_default=False),
+        Path | None, typer.Argument(help="A .yaml or .json file: for each selector, what modules may become.")
     ] = None,
     choices: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8.",
-            show_default=False,
-        ),
+        list[str] | None, "By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8."
     ] = None,
-    objective: Annotated[
-        list[str] | None, typer.Option(help="By comma, of error, size, latency, metric, nonzeros (error,size).")
-    ] = None,
+    objective: Annotated[list[str] | None, "By comma, of error, size, latency, metric, nonzeros (error,size)."] = None,
     data: DataOption = None,
     entry: EntryOption = None,
     metric: MetricOption = None,
     select: SelectOption = None,
     depth: DepthOption = None,
     trials: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Plans that are measured.")] = 50,
-    sampler: Annotated[str, typer.Option(help="tpe, nsga2, random or grid.")] = "tpe",
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            help="sqlite:///study.db, postgresql://..., grpc://host:port, or a journal file.", show_default=False
-        ),
-    ] = None,
-    study: Annotated[str, typer.Option(help="Name of the study in the storage.")] = "htp_export",
+    sampler: Annotated[str, "tpe, nsga2, random or grid."] = "tpe",
+    storage: Annotated[str | None, "sqlite:///study.db, postgresql://..., grpc://host:port, or a journal file."] = None,
+    study: Annotated[str, "Name of the study in the storage."] = "htp_export",
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds without a sign of life after which a process is taken to be dead.")
     ] = 60.0,
@@ -69,13 +57,7 @@ def search_command(
     ] = 20,
     dims: FeedDimsOption = None,
     seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", help="A folder for the plans of the front, and its picture.", show_default=False
-        ),
-        Writes(),
-    ] = None,
+    output: Annotated[Path | None, "A folder for the plans of the front, and its picture.", Writes()] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Search for precisions and pruning of modules.

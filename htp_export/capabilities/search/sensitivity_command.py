@@ -37,27 +37,21 @@ IDLE = (
 
 def sensitivity_command(
     file: FileArgument,
-    precision: Annotated[list[str] | None, typer.Option(help="By comma: int8, int4, fp16, ... (int8,int4).")] = None,
+    precision: Annotated[list[str] | None, "By comma: int8, int4, fp16, ... (int8,int4)."] = None,
     data: DataOption = None,
     entry: EntryOption = None,
     select: SelectOption = None,
     depth: DepthOption = None,
     metric: MetricOption = None,
-    results: Annotated[
-        Path | None, typer.Option(help="A file for finished runs, which are not repeated.", show_default=False)
-    ] = None,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Quantize nothing: estimate from weights and inputs.")
-    ] = False,
+    results: Annotated[Path | None, "A file for finished runs, which are not repeated."] = None,
+    estimate: Annotated[bool, "Quantize nothing: estimate from weights and inputs."] = False,
     all_but: Annotated[bool, typer.Option("--all-but/--alone", help="Measure all modules but one, too.")] = True,
-    by_module: Annotated[
-        bool, typer.Option("--by-module", help="Compare all modules in each quantized model; for --json.")
-    ] = False,
+    by_module: Annotated[bool, "Compare all modules in each quantized model; for --json."] = False,
     runs: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="Timed runs of each model.")] = 0,
     dims: FeedDimsOption = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False,
+    as_csv: Annotated[bool, "Write CSV."] = False,
 ) -> None:
     """Measure which modules can be quantized.
 

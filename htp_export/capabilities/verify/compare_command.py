@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from htp_export.capabilities.verify.comparisons import AllOption, ToleranceOption, parse_tolerances, report_comparison
 from htp_export.command.file_options import FeedDimsOption, FeedOption, JsonOption, SelectOption, seed_option
 from htp_export.command.idle_options import Idle
@@ -19,8 +17,8 @@ IDLE = (Idle(("seed",), lambda given: str(given["inputs"]).endswith(".npz"), "th
 
 
 def compare_command(
-    file: Annotated[Path, typer.Argument(help="The ONNX file that is right.", show_default=False)],
-    other: Annotated[Path, typer.Argument(help="The one that is compared with it.", show_default=False)],
+    file: Annotated[Path, "The ONNX file that is right."],
+    other: Annotated[Path, "The one that is compared with it."],
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
-import typer
-
 from htp_export.capabilities.verify.comparisons import (
     AllOption,
     ToleranceOption,
@@ -36,9 +34,7 @@ def verify_command(
     file: FileArgument,
     options: ModelOptions,
     dims: FeedDimsOption = None,
-    isolated: Annotated[
-        bool, typer.Option("--isolated", help="Run each module alone, on what PyTorch gives it.")
-    ] = False,
+    isolated: Annotated[bool, "Run each module alone, on what PyTorch gives it."] = False,
     select: SelectOption = None,
     tolerance: ToleranceOption = None,
     everything: AllOption = False,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
 from htp_export.command.file_options import JsonOption
 from htp_export.command.idle_options import Idle
 from htp_export.command.interrupts import accept_interrupt
-from htp_export.command.looking import FILE_IDLE, Looked, LookOptions
+from htp_export.command.model_options import FILE_IDLE, Looked, LookOptions, names_file
 from htp_export.command.outputs import Kind, Writes, check_output, show_written, written_page
 from htp_export.command.terminal import Steps, print_json, show
 from htp_export.errors import InputError
@@ -27,24 +26,17 @@ IDLE = (
     Idle(("port",), lambda given: not given["serve"], "it is for --serve"),
     Idle(("graph", "weights"), lambda given: given["netron"] or given["overlay"], "it is for the page"),
     FILE_IDLE,
+    Idle(("inputs",), names_file, FILE_IDLE.why),
 )
 
 
-class _Overlay(enum.StrEnum):
-    latency = "latency"
-    error = "error"
-    flops = "flops"
-    precision = "precision"
-    sparsity = "sparsity"
-    dtype = "dtype"
-
-
+_Overlay: TypeAlias = Literal["latency", "error", "flops", "precision", "sparsity", "dtype"]
 _MEASURES = {
-    _Overlay.latency: ("total_ms", "--profile", "profile"),
-    _Overlay.error: ("max_abs", "--verify", "verify"),
-    _Overlay.flops: ("flops", "--cost", "cost"),
-    _Overlay.precision: ("precision", "--result", "quantize"),
-    _Overlay.sparsity: ("sparsity", "--result", "prune"),
+    "latency": ("total_ms", "--profile", "profile"),
+    "error": ("max_abs", "--verify", "verify"),
+    "flops": ("flops", "--cost", "cost"),
+    "precision": ("precision", "--result", "quantize"),
+    "sparsity": ("sparsity", "--result", "prune"),
 }
 """The key of the measure that is drawn, the option that gives it, and the command that writes it."""
 
@@ -54,26 +46,17 @@ def view_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The page.", show_default="FILE.html"), Writes()
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="What `profile --json` wrote: latency by module.")] = None,
-    cost: Annotated[Path | None, typer.Option(help="What `cost --json` wrote: FLOPs and memory by module.")] = None,
-    verify: Annotated[Path | None, typer.Option(help="What `verify --json` or `compare --json` wrote: errors.")] = None,
+    profile: Annotated[Path | None, "What `profile --json` wrote: latency by module."] = None,
+    cost: Annotated[Path | None, "What `cost --json` wrote: FLOPs and memory by module."] = None,
+    verify: Annotated[Path | None, "What `verify --json` or `compare --json` wrote: errors."] = None,
     result: Annotated[
-        list[Path] | None,
-        typer.Option(help="What another command wrote with `--json`: `quantize`, `prune`, `sensitivity`; repeatable."),
+        list[Path] | None, "What another command wrote with `--json`: `quantize`, `prune`, `sensitivity`; repeatable."
     ] = None,
     graph: Annotated[bool, typer.Option("--graph/--no-graph", help="Put the interactive graph into the page.")] = True,
-    weights: Annotated[
-        bool, typer.Option("--weights", help="Read the weights: show mean, spread, range and zeros of each.")
-    ] = False,
-    overlay: Annotated[
-        _Overlay | None, typer.Option(help="Write one overlay for Model Explorer (node data JSON), not a page.")
-    ] = None,
-    netron: Annotated[
-        bool, typer.Option("--netron", help="Write Netron's sidecar, to be dropped onto the open model, not a page.")
-    ] = False,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Serve the page on this machine, at an address that is printed; no file.")
-    ] = False,
+    weights: Annotated[bool, "Read the weights: show mean, spread, range and zeros of each."] = False,
+    overlay: Annotated[_Overlay | None, "Write one overlay for Model Explorer (node data JSON), not a page."] = None,
+    netron: Annotated[bool, "Write Netron's sidecar, to be dropped onto the open model, not a page."] = False,
+    serve: Annotated[bool, "Serve the page on this machine, at an address that is printed; no file."] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where --serve listens; 0 for any free port.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -92,7 +75,7 @@ def view_command(
         return
     if (overlay or netron) and not model.is_file:
         raise InputError("--overlay and --netron are for an ONNX file that Model Explorer or Netron opens")
-    file = Path(str(model.file) if model.is_file else "model")
+    file = Path(str(model.source) if model.is_file else "model")
     target = output or file.with_suffix(".netron.json" if netron else f".{overlay}.json" if overlay else ".html")
     kind = Kind.JSON if netron or overlay else Kind.PAGE
     check_output(target, kind)
@@ -144,7 +127,7 @@ def _overlay(file: Path, overlay: _Overlay, results: list[Path]) -> dict[str, ob
     from htp_export.capabilities.view.viewing import inventory_of, read_results
 
     measures = {measure.key: measure for measure in read_results(results)}
-    if overlay is _Overlay.dtype:
+    if overlay == "dtype":
         return dtype_overlay(inventory_of(file))
     key, option, command = _MEASURES[overlay]
     if key not in measures:

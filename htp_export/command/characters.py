@@ -1,7 +1,8 @@
-"""Output in the encoding that a terminal, a pipe or a file has: what it cannot encode is drawn in ASCII, or escaped.
+"""Output in characters that a terminal, a pipe or a file takes: what it cannot encode is drawn in ASCII, or escaped.
 
 A redirected stdout of Windows is cp1252, that of ``LC_ALL=C`` ASCII. Guides and signs of htp_export, of rich and typer
 have a counterpart in ASCII; other characters, which stand in names of files and modules, are escaped as in Python.
+So are control characters in any encoding: names in files are not trusted, and terminals interpret some characters.
 """
 
 from __future__ import annotations
@@ -10,15 +11,35 @@ import codecs
 import contextlib
 import io
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Iterator
 
-__all__ = ["encodable_output", "in_ascii", "unwritten_output"]
+__all__ = ["encodable_output", "in_ascii", "printable", "unwritten_output"]
 
 _HANDLER = "htp_export.ascii"
 _SIGNS = str.maketrans({"→": "->", "←": "<-", "…": "...", "×": "x", "·": "-", "−": "-", "–": "-", "—": "-", "•": "*"})  # noqa: RUF001 - they look alike
 _LINES, _BLOCKS, _SPINNER = range(0x2500, 0x2580), range(0x2580, 0x25A0), range(0x2800, 0x2900)
+_INTERPRETED = re.compile(
+    "["
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and line feed: ESC, and those of C1
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # they change the direction in which text is shown
+    "\u2028\u2029"  # further ends of lines
+    "\ud800-\udfff"  # halves of characters, which no encoding has
+    "]"
+)
+
+
+def printable(text: str) -> str:
+    r"""A text in which characters that a terminal interprets are escaped as in Python; lines and tabs stay.
+
+    Examples:
+        >>> print(printable("net\x1b[31m.fc\n\u202ecf"))
+        net\x1b[31m.fc
+        \u202ecf
+    """
+    return _INTERPRETED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def in_ascii(text: str) -> str:
