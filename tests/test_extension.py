@@ -92,17 +92,20 @@ def test_an_adapter_of_a_tool_is_one_file(package: Path) -> None:
         """
         import onnx
 
-        from htp_export.capabilities.carry.adapting import adapted
+        from htp_export.capabilities.carry.adapting import adapter
 
         __all__ = ["doubler"]
 
-        def doubler(model, output=None):
+        @adapter
+        def doubler(operator="Abs"):
+            \"\"\"Replace the first operator.\"\"\"
+
             def tool(given, _):
                 changed = onnx.load(given)
-                changed.graph.node[0].op_type = "Abs"
+                changed.graph.node[0].op_type = operator
                 return changed
 
-            return adapted("doubler", tool, model, output)
+            return tool
         """,
     )
     code = """

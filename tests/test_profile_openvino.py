@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.profile.openvino_kernels import openvino_kernels
-from htp_export.capabilities.profile.openvino_session import EngineNode
+from htp_export.capabilities.profile.openvino_session import EngineNode, openvino_kernels
 from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
 from tests.handmade import encoder

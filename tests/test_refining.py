@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.search.fronts import Choice
-from htp_export.capabilities.search.refining import MeasuredPlan, refined_plans
+from htp_export.capabilities.search.fronts import Choice, MeasuredPlan, refined_plans
 from htp_export.errors import InputError
 from tests.nets import spread
 

@@ -18,7 +18,7 @@ import htp_export
 from htp_export.capabilities.cost.module_tree import tree_rows
 from htp_export.capabilities.diff.comparison_page import difference_page
 from htp_export.capabilities.inspect import inspecting
-from htp_export.capabilities.inspect.equal_modules import call_signature
+from htp_export.capabilities.inspect.parts import call_signature
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of, spread
 from htp_export.capabilities.view.model_explorer import application

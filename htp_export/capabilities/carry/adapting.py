@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import io
 import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, Protocol
 
 import onnx
 import onnx_ir as ir
@@ -24,12 +26,70 @@ from htp_export.files.targets import check_target
 from htp_export.files.written_check import made_from
 from htp_export.model.tagged import ModelSource, model_of, name_of
 
-__all__ = ["Tool", "adapted", "library", "share_unchanged"]
+__all__ = ["Tool", "adapted", "adapter", "library", "share_unchanged"]
+
+P = ParamSpec("P")
 
 Tool = Callable[[Path, Path], "onnx.ModelProto | ir.Model | None"]
 """Called with the file of the model and a target: returns the result, or writes it to the target."""
 
 _NAMED_HERE = "htp_export/"
+
+
+class Adapter(Protocol[P]):
+    """What `adapter` makes of a function that takes the options of a tool."""
+
+    def __call__(
+        self, model: ModelSource, output: str | os.PathLike[str] | None = None, *args: P.args, **kwargs: P.kwargs
+    ) -> Carried:
+        """Run the tool on a tagged model, and restore the tags."""
+
+
+def adapter(options_of: Callable[P, Tool]) -> Adapter[P]:
+    """Make an adapter: what a function that takes the options of a tool returns is run on a tagged model.
+
+    What all adapters have in common is added to the signature and to the docstring: the model, the file to write, what
+    is returned and raised, and a model for the examples.
+
+    Args:
+        options_of: Takes the options, checks them, imports the library, and returns the tool.
+    """
+
+    def run(model: ModelSource, output: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Carried:
+        return adapted(options_of.__name__, options_of(*args, **kwargs), model, output)
+
+    common = list(inspect.signature(run).parameters.values())[:2]
+    options = inspect.signature(options_of).parameters.values()
+    functools.update_wrapper(run, options_of, assigned=("__module__", "__name__", "__qualname__"))
+    del run.__wrapped__  # type: ignore[attr-defined] # readers of signatures would go on to it
+    run.__signature__ = inspect.Signature([*common, *options], return_annotation="Carried")  # type: ignore[attr-defined]
+    run.__doc__ = _documented(inspect.getdoc(options_of) or "")
+    return run
+
+
+def _documented(doc: str) -> str:
+    """The docstring of an adapter: its own summary, options and examples, in what all have in common."""
+    said, _, examples = doc.partition("\nExamples:\n")
+    summary, _, options = said.partition("\nArgs:\n")
+    shown = f"{_EXAMPLE_MODEL}\n{examples}" if examples else ""
+    return "\n\n".join(filter(None, (summary.rstrip(), f"{_ARGS}\n{options}".rstrip(), _RESULT, shown)))
+
+
+_ARGS = """Args:
+    model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+    output: The file to write; None to only return the model."""
+_RESULT = """Returns:
+    The new model with tags, and the evidence for them.
+
+Raises:
+    InputError: The library is not installed, or rejects the model or an option.
+    UntaggedModelError: The model has no tags.
+    FileError: A file cannot be read or written.
+    ToolError: The tool fails, or says that its result is not equal to the model."""
+_EXAMPLE_MODEL = """Examples:
+    >>> import torch, htp_export
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+    >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)"""
 
 
 def library(name: str, extra: str | None = "tools") -> Any:

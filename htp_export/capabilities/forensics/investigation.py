@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from htp_export.capabilities.forensics.duplicates import large_duplicates
 from htp_export.capabilities.forensics.finding import KINDS, Finding, Forensics, node_name
-from htp_export.capabilities.forensics.kinds import ONE_BY_ONE, kind_of
-from htp_export.capabilities.forensics.patterns import unchanged
-from htp_export.capabilities.forensics.rewrites import Rewrite, equal_constants, rewrites
+from htp_export.capabilities.forensics.patterns import large_duplicates, unchanged
+from htp_export.capabilities.forensics.rewrites import ONE_BY_ONE, Rewrite, equal_constants, kind_of, rewrites
 from htp_export.editing.editing import bytes_of
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError
@@ -152,8 +150,8 @@ class _Investigation:
         for copy in (simple, *ends):
             self._left(copy, declined(copy.tagged.nodes))
         self._left(simple, unchanged(GraphFacts(simple.tagged)))
-        for constants, readers, detail, why in large_duplicates(self._facts):
-            self._add("duplicate_constants", readers, detail=detail, why=why, tensors=constants)
+        for constants, each in large_duplicates(self._facts):
+            self._add(each.kind, each.nodes, detail=each.detail, why=each.why, tensors=constants)
 
     def _run(self, passes: Sequence[PassInfo], level: Level, given: _Copy) -> _Copy:
         """Run passes on a copy of a model; without those that fail."""

@@ -1,26 +1,36 @@
-"""Patterns that no pass changes, or not in every form, as onnxscript rules."""
+"""What no pass changes, or not in every form: patterns, as onnxscript rules, and large weights that are equal."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.forensics.attention_steps import attention_steps
+from htp_export.errors import FileError
+from htp_export.model.content_hash import array_hash
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.groups import connected
 from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.shapes.facts import constant_tensor
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 
 if TYPE_CHECKING:
     from htp_export.capabilities.optimize.declining import Declined
 
-__all__ = ["unchanged"]
+__all__ = ["large_duplicates", "unchanged"]
+
+_COMPARED = 1024
+"""Elements; `eliminate_duplicate_constants` compares tensors up to this size."""
+
+_HASHED = 1 << 20  # bytes; of what is larger, a sample is compared first
+_SAMPLE = 1024  # elements
 
 _Op: TypeAlias = Any
 _Value: TypeAlias = Any  # what onnxscript's patterns are made of has no types
@@ -198,3 +208,50 @@ def _sizes(facts: GraphFacts) -> Iterator[Declined]:
         (node for node in facts.nodes if node in chain), lambda one, other: owners[one] == owners[other]
     ):
         yield Declined("shape_chain", nodes, "the sizes depend on the model's inputs, and are needed")
+
+
+def large_duplicates(facts: GraphFacts) -> Iterator[tuple[tuple[str, ...], Declined]]:
+    """Equal tensors that no pass merges, because none reads weights to compare them: their names, and their readers."""
+    from htp_export.capabilities.optimize.declining import Declined
+
+    graph = facts.tagged.model.graph
+    made = (node.outputs[0] for node in facts.nodes_of("Constant") if node.graph is graph)
+    values = (value for value in (*graph.initializers.values(), *made) if not value.is_graph_input())
+    held = ((value, constant_tensor(value) if value.const_value is None else value.const_value) for value in values)
+    large = [
+        (value, tensor)
+        for value, tensor in held
+        if tensor is not None and tensor.size > _COMPARED and tensor.dtype != ir.DataType.STRING
+    ]
+    groups = _alike(large, lambda tensor: (tensor.dtype, tuple(tensor.shape.numpy())))
+    for key in (_sample, _whole):  # as little is read as can be
+        groups = [finer for group in groups for finer in _alike(group, key)]
+    for equal in groups:
+        size = equal[0][1].nbytes * (len(equal) - 1)
+        readers = tuple(dict.fromkeys(use.node for value, _ in equal for use in value.uses()))
+        why = f"more than {_COMPARED:,} elements: passes do not read weights to compare them"
+        declined = Declined("duplicate_constants", readers, why, f"{len(equal)} equal, {size:,} bytes too many")
+        yield tuple(value.name or "" for value, _ in equal), declined
+
+
+_Held: TypeAlias = tuple[ir.Value, ir.TensorProtocol]
+
+
+def _alike(held: Iterable[_Held], key: Callable[[ir.TensorProtocol], Hashable | None]) -> list[list[_Held]]:
+    """The groups of several tensors of which the same can be said; those that cannot be read are in none."""
+    groups: defaultdict[Hashable, list[_Held]] = defaultdict(list)
+    for value, tensor in held:
+        try:
+            groups[key(tensor)].append((value, tensor))
+        except (OSError, FileError):  # the file of its external data is not there
+            continue
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _sample(tensor: ir.TensorProtocol) -> Hashable:
+    """The first elements of a large tensor; nothing of a small one, which is read whole at once."""
+    return () if tensor.nbytes <= _HASHED else np.asarray(tensor.numpy()).reshape(-1)[:_SAMPLE].tobytes()
+
+
+def _whole(tensor: ir.TensorProtocol) -> Hashable:
+    return array_hash(np.asarray(tensor.numpy()))

@@ -1,20 +1,22 @@
-"""The rewrites of a pass: nodes that were eliminated together, and the nodes that replace them."""
+"""The rewrites of a pass: nodes eliminated together, those that replace them, and which kind of finding that is."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
+from htp_export.capabilities.forensics.finding import KINDS
 from htp_export.model.groups import Groups
+from htp_export.shapes.operator_kinds import RESHAPING
 
 if TYPE_CHECKING:
     from htp_export.capabilities.optimize.merging import Difference
 
-__all__ = ["EqualConstants", "Rewrite", "equal_constants", "rewrites"]
+__all__ = ["ONE_BY_ONE", "EqualConstants", "Rewrite", "equal_constants", "kind_of", "rewrites"]
 
 
 @dataclass(frozen=True)
@@ -106,3 +108,52 @@ def equal_constants(difference: Difference) -> Iterator[EqualConstants]:
     for kept, others in merged.items():
         values = (kept, *others)
         yield EqualConstants(values, tuple(dict.fromkeys(node for value in values for node in readers[value])))
+
+
+ONE_BY_ONE = "eliminate_identity_ops"
+"""The pass whose every node is a finding of its own, also if several are consecutive."""
+
+
+def kind_of(name: str, rewrite: Rewrite) -> str:
+    """The kind of what a pass changed: a key of `KINDS`, or the name of the pass."""
+    if name in _SEVERAL:
+        return _SEVERAL[name](rewrite) or name
+    return next((kind for kind, known in KINDS.items() if known.fixed_by == name), name)
+
+
+def _identity(rewrite: Rewrite) -> str | None:
+    node = rewrite.removed[0]
+    if node.op_type == "Identity":
+        value = rewrite.inputs[0]
+        return "identity" if value is None or value.const_value is None else "identity_weight"
+    if node.op_type in RESHAPING:
+        return "identity_reshape"
+    return {"Cast": "identity_cast", "Transpose": "identity_transpose"}.get(node.op_type)
+
+
+def _transposes(rewrite: Rewrite) -> str:
+    if rewrite.added:
+        return "chained_transposes"
+    perm = rewrite.removed[0].attributes.get_ints("perm")
+    alone = len(rewrite.removed) == 1 and perm is not None and list(perm) == sorted(perm)
+    return "identity_transpose" if alone else "cancelling_transposes"
+
+
+def _for_onnxruntime(rewrite: Rewrite) -> str | None:
+    made = {node.op_type for node in rewrite.added}
+    if any(op.endswith("Attention") for op in made):
+        return "attention"
+    if any(op.endswith("Gelu") for op in made):
+        return next((kind for op, kind in _GELUS.items() if op in rewrite.operators), None)
+    return "rms_norm" if any("Simplified" in op or op.startswith("RMS") for op in made) else None
+
+
+_GELUS = {"Erf": "gelu_erf", "Tanh": "gelu_tanh"}
+
+_SEVERAL: Mapping[str, Callable[[Rewrite], str | None]] = {
+    "eliminate_identity_ops": _identity,
+    "eliminate_redundant_transposes": _transposes,
+    "fuse_for_onnxruntime": _for_onnxruntime,
+    "fuse_attention": lambda _: "attention",
+}
+"""Passes that change more than one kind of nodes."""

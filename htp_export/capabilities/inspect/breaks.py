@@ -11,9 +11,16 @@ from onnx_ir.tensor_adapters import TorchTensor
 
 from htp_export.capabilities.inspect.inspected import Inspected, Stop
 from htp_export.capabilities.inspect.merging import Piece, merged
-from htp_export.capabilities.inspect.runs import ModuleRun, run_once, unchanged
+from htp_export.capabilities.inspect.runs import (
+    ModuleRun,
+    owners_in,
+    run_once,
+    tag_by_scope,
+    tree_of,
+    unchanged,
+    without_identities,
+)
 from htp_export.capabilities.inspect.stops import is_of_model, reason_of
-from htp_export.capabilities.inspect.trees import owners_in, tag_by_scope, tree_of, without_identities
 from htp_export.exporter.broken_graphs import BrokenRun, GraphBreak, GraphRun, run_with_breaks
 from htp_export.exporter.capture.dynamo_internals import modules_in_scopes
 from htp_export.exporter.capture.modules import ModuleNames

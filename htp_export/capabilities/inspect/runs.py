@@ -1,23 +1,30 @@
-"""One run of a PyTorch model as it is, and what its modules were given; the model is left as it was."""
+"""One run of a PyTorch model as it is, which leaves it as it was: what its modules were given, and its module tree."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import onnx_ir as ir
+
+from htp_export.exporter.capture.program_graph import drop_identities
 from htp_export.exporter.capture.torch_internals import changes_of
 from htp_export.exporter.capture.undoing import Before
+from htp_export.format import tags
+from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.leaves import tensors_in
 from htp_export.format.module_paths import module_paths
+from htp_export.format.reasons import Reason
+from htp_export.shapes.operator_kinds import subgraphs
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ModuleRun", "run_once", "unchanged"]
+__all__ = ["ModuleRun", "owners_in", "run_once", "tag_by_scope", "tree_of", "unchanged", "without_identities"]
 
 
 @dataclass
@@ -83,3 +90,48 @@ def run_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
         except Exception as error:  # the modules that ran until then can be shown all the same
             run.error = error
     return run
+
+
+def tag_by_scope(node: ir.Node, path: str) -> None:
+    """Write that a node is of the module in whose scope it is; namespaces are those of `merged`, or of `tree_of`."""
+    tags.tag_node(node.metadata_props, tags.node_tags([path], Reason.SCOPE, ()))
+
+
+def without_identities(graph: ir.Graph) -> set[str]:
+    """Remove nodes that give back their input, and return the modules that they were of."""
+    return {owner for node in drop_identities(graph) for owner in _owners(node)}
+
+
+def owners_in(graph: ir.Graph) -> set[str]:
+    """The owners of all nodes."""
+    return {owner for node in graph.all_nodes() for owner in tags.owners_of(node.metadata_props)}
+
+
+def tree_of(model: torch.nn.Module, run: ModuleRun, owners: Collection[str], identities: Collection[str]) -> Hierarchy:
+    """The module tree of a model.
+
+    Some identities have no node: torch 2.13 has one for dropout in eval mode, torch 2.15 has none, and ``nn.Identity``
+    never had one. So the run counts as well.
+
+    Args:
+        model: The model.
+        run: One run of it.
+        owners: The modules that own nodes.
+        identities: Modules whose nodes gave back their input.
+    """
+    tree = Hierarchy.from_module(model)
+    ran, unchanged = {*owners, *tags.all_above(owners)}, {*identities, *run.identities}
+
+    def fate(path: str) -> str:
+        if path not in ran and not run.counts.get(path):
+            return "uncalled"
+        return "identity" if path in unchanged and path not in ran else "computed"
+
+    calls = {path: run.counts[path] for path in tree if run.counts.get(path)}
+    return tree.with_results(calls=calls, fates={path: fate(path) for path in tree})
+
+
+def _owners(node: ir.Node) -> Iterator[str]:
+    yield from tags.owners_of(node.metadata_props)
+    for body in subgraphs(node):
+        yield from owners_in(body)

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from htp_export.capabilities.profile.kernels import Kernel
+from htp_export.capabilities.profile.kernels import Kernel, trace_kernels
 from htp_export.capabilities.profile.latency_results import Profile
 from htp_export.capabilities.profile.measured_memory import memory_by_module
 from htp_export.capabilities.profile.measurements import Measurement, consistent
 from htp_export.capabilities.profile.module_times import device_of, times_of_modules
-from htp_export.capabilities.profile.openvino_kernels import openvino_kernels
-from htp_export.capabilities.profile.openvino_session import OpenvinoSession
+from htp_export.capabilities.profile.openvino_session import OpenvinoSession, openvino_kernels
 from htp_export.capabilities.profile.tensorrt_files import read_engine
 from htp_export.capabilities.profile.tensorrt_layers import tensorrt_kernels
-from htp_export.capabilities.profile.trace_kernels import trace_kernels
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.model.model_faults import names_model_faults

@@ -1,10 +1,10 @@
-"""A model that OpenVINO has compiled, with its performance counters and the graph that it runs."""
+"""A model that OpenVINO has compiled: its performance counters, the graph that it runs, and the owners of its nodes."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -12,14 +12,17 @@ from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.capabilities.profile.engine_entries import Entry, entry_kernels
+from htp_export.capabilities.profile.kernels import Kernel, Timed
 from htp_export.errors import InputError, ToolError, in_one_line
 from htp_export.files.model_files import write_for_tool
 from htp_export.model.regions import all_nodes
+from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.inputs import Feed
 from htp_export.runtime.sessions import RunnableModel
 
-__all__ = ["EngineNode", "OpenvinoSession"]
+__all__ = ["EngineNode", "OpenvinoSession", "openvino_kernels"]
 
 _MARK = re.compile(r"htp#(\d+)#")
 """What stands in the name of everything that OpenVINO makes of an original node: its number."""
@@ -186,3 +189,19 @@ def _mark_parts(read: Any, makers: Mapping[str | None, int]) -> None:
     for number, operation in enumerate(read.get_ordered_ops()):
         if mark := found[operation.get_friendly_name()]:
             operation.set_friendly_name(f"{mark}{number}")
+
+
+def openvino_kernels(nodes: Sequence[EngineNode], device: str, tagged: TaggedModel) -> tuple[Kernel, ...]:
+    """Return the nodes that take time, with their owners.
+
+    Args:
+        nodes: The graph that OpenVINO runs, constants and fused nodes included.
+        device: The device that it runs on.
+        tagged: The original model, without functions.
+    """
+    entries = [
+        Entry(Timed(node.label, node.kind, device, node.ms or 0.0, 1.0), node.nodes, node.inputs, (node.name,))
+        for node in nodes
+    ]
+    kernels = entry_kernels(entries, tagged)
+    return tuple(kernel for kernel, node in zip(kernels, nodes, strict=True) if node.ms)

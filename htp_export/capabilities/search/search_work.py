@@ -9,9 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from htp_export.capabilities.search.choices import kept_precision
-from htp_export.capabilities.search.fronts import AdditiveFront, Choice, additive_front, spread_over
+from htp_export.capabilities.search.fronts import (
+    AdditiveFront,
+    Choice,
+    MeasuredPlan,
+    additive_front,
+    refined_plans,
+    spread_over,
+)
 from htp_export.capabilities.search.measuring import Measurement, Measurer
-from htp_export.capabilities.search.refining import MeasuredPlan, refined_plans
 from htp_export.capabilities.search.search_results import Trial
 from htp_export.capabilities.search.spaces import Decision, SearchSpace, Treatment
 from htp_export.capabilities.search.studies import SharedStudy

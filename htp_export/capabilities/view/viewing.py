@@ -252,8 +252,7 @@ class _Opened:
 
     @classmethod
     def of(cls, result: Result) -> _Opened:
-        from htp_export.capabilities.search.search_reading import search_from
-        from htp_export.capabilities.search.search_results import Search
+        from htp_export.capabilities.search.search_results import Search, search_from
 
         if not isinstance(result, str | os.PathLike):
             search = result if isinstance(result, Search) else search_from(result)

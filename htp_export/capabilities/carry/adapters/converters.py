@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import onnx
 
-from htp_export.capabilities.carry.adapting import adapted, library
-from htp_export.capabilities.carry.carrying import Carried
+from htp_export.capabilities.carry.adapting import Tool, adapter, library
 from htp_export.errors import InputError
-from htp_export.model.tagged import ModelSource
 
 __all__ = ["float16", "symbolic_shape_infer", "version_converter"]
 
 
-def version_converter(model: ModelSource, output: str | os.PathLike[str] | None = None, *, opset: int) -> Carried:
+@adapter
+def version_converter(*, opset: int) -> Tool:
     """Convert a model to another opset with ``onnx.version_converter`` and restore the tags.
 
     Args:
-        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        output: The file to write; None to only return the model.
         opset: The ONNX opset to convert to.
 
-    Returns:
-        The new model with tags, and the evidence for them.
-
-    Raises:
-        InputError: onnx has no such opset, or rejects the model.
-        UntaggedModelError: The model has no tags.
-        FileError: A file cannot be read or written.
-        ToolError: The tool fails.
-
     Examples:
-        >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
         >>> result = htp_export.tools.version_converter(program, opset=21)
         >>> result.model.opset_imports[""], result.model.graph[0].metadata_props["htp.module"]
         (21, '0')
@@ -44,68 +28,38 @@ def version_converter(model: ModelSource, output: str | os.PathLike[str] | None 
     if not isinstance(opset, int) or not 1 <= opset <= latest:
         raise InputError(f"version_converter: opset {opset!r} is none of 1 to {latest}")
     tool = library("onnx.version_converter", None)
-    return adapted("version_converter", lambda source, _: tool.convert_version(onnx.load(source), opset), model, output)
+    return lambda source, _: tool.convert_version(onnx.load(source), opset)
 
 
-def float16(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
+@adapter
+def float16(**options: Any) -> Tool:
     """Convert a model to half precision with ``onnxruntime.transformers.float16`` and restore the tags.
 
     Args:
-        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        output: The file to write; None to only return the model.
         **options: Options of ``convert_float_to_float16``: ``keep_io_types``, ``op_block_list`` and others.
 
-    Returns:
-        The new model with tags, and the evidence for them.
-
-    Raises:
-        InputError: The library is not installed or rejects the model.
-        UntaggedModelError: The model has no tags.
-        FileError: A file cannot be read or written.
-        ToolError: The tool fails.
-
     Examples:
-        >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
         >>> result = htp_export.tools.float16(program)
         >>> result.model.graph.inputs[0].dtype.name, result.nodes
         ('FLOAT16', 2)
     """
     tool = library("onnxruntime.transformers.float16", None)
-    return adapted(
-        "float16", lambda source, _: tool.convert_float_to_float16(onnx.load(source), **options), model, output
-    )
+    return lambda source, _: tool.convert_float_to_float16(onnx.load(source), **options)
 
 
-def symbolic_shape_infer(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
+@adapter
+def symbolic_shape_infer(**options: Any) -> Tool:
     """Write the shapes of all tensors with ``onnxruntime.tools.symbolic_shape_infer`` and restore the tags.
 
     Args:
-        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        output: The file to write; None to only return the model.
         **options: Options of ``SymbolicShapeInference.infer_shapes``: ``auto_merge``, ``guess_output_rank`` and others.
 
-    Returns:
-        The new model with tags, and the evidence for them.
-
-    Raises:
-        InputError: The library is not installed or rejects the model.
-        UntaggedModelError: The model has no tags.
-        FileError: A file cannot be read or written.
-        ToolError: The tool fails.
-
     Examples:
-        >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
         >>> htp_export.tools.symbolic_shape_infer(program).kept
         2
     """
     library("onnxruntime.tools.symbolic_shape_infer", None)
-    return adapted(
-        "symbolic_shape_infer", lambda source, _: _infer_by_symbols(onnx.load(source), **options), model, output
-    )
+    return lambda source, _: _infer_by_symbols(onnx.load(source), **options)
 
 
 def _infer_by_symbols(

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from htp_export.capabilities.carry.adapting import adapted, library
-from htp_export.capabilities.carry.carrying import Carried
+from htp_export.capabilities.carry.adapting import Tool, adapter, library
 from htp_export.errors import InputError
 from htp_export.files.npz_file import read_npz
-from htp_export.model.tagged import ModelSource
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,68 +25,37 @@ _BITS = (2, 4, 8)
 _PROCESSORS = Path("/proc/cpuinfo")
 
 
-def quantize_dynamic(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
+@adapter
+def quantize_dynamic(**options: Any) -> Tool:
     """Quantize weights, and activations at run time, and restore the tags.
 
     On x86 processors without VNNI, ONNX Runtime's products of unsigned activations and signed weights saturate, and a
     warning is logged. Use ``reduce_range=True`` or ``weight_type=QuantType.QUInt8``; see ``docs/accuracy.md``.
 
     Args:
-        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        output: The file to write; None to only return the model.
         **options: Options of ``onnxruntime.quantization.quantize_dynamic``.
 
-    Returns:
-        The new model with tags, and the evidence for them.
-
-    Raises:
-        InputError: The library is not installed or rejects the model.
-        UntaggedModelError: The model has no tags.
-        FileError: A file cannot be read or written.
-        ToolError: The tool fails.
-
     Examples:
-        >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
         >>> result = htp_export.tools.quantize_dynamic(program, reduce_range=True)
         >>> {node.op_type: node.metadata_props["htp.module"] for node in result.model.graph}["MatMulInteger"]
         '0'
     """
     tool = library("onnxruntime.quantization", None)
     _warn_of_saturation(options)
-    return adapted(
-        "quantize_dynamic", lambda source, target: tool.quantize_dynamic(source, target, **options), model, output
-    )
+    return lambda source, target: tool.quantize_dynamic(source, target, **options)
 
 
+@adapter
 def quantize_static(
-    model: ModelSource,
-    output: str | os.PathLike[str] | None = None,
-    inputs: Iterable[Mapping[str, np.ndarray[Any, Any]]] | str | os.PathLike[str] | None = None,
-    **options: Any,
-) -> Carried:
+    inputs: Iterable[Mapping[str, np.ndarray[Any, Any]]] | str | os.PathLike[str] | None = None, **options: Any
+) -> Tool:
     """Quantize weights and activations, calibrated on inputs, and restore the tags.
 
     Args:
-        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        output: The file to write; None to only return the model.
         inputs: Input name → array, one mapping for each run; or an ``.npz`` file with the inputs of one run.
         **options: Options of ``onnxruntime.quantization.quantize_static``; its data reader is built from ``inputs``.
 
-    Returns:
-        The new model with tags, and the evidence for them.
-
-    Raises:
-        InputError: There are no inputs, or ONNX Runtime rejects the model.
-        UntaggedModelError: The model has no tags.
-        FileError: A file cannot be read or written, or the ``.npz`` file has no arrays.
-        ToolError: The tool fails.
-
     Examples:
-        >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
         >>> name, inputs = program.model.graph.inputs[0].name, torch.randn(2, 4).numpy()
         >>> result = htp_export.tools.quantize_static(program, inputs=[{name: inputs}])
         >>> result.recovered["inserted"] > 0
@@ -101,12 +68,35 @@ def quantize_static(
         def get_next(self) -> Mapping[str, Any] | None:
             return next(runs, None)
 
-    return adapted(
-        "quantize_static",
-        lambda source, target: tool.quantize_static(source, target, Reader(), **options),
-        model,
-        output,
-    )
+    return lambda source, target: tool.quantize_static(source, target, Reader(), **options)
+
+
+@adapter
+def matmul_nbits(bits: int = 4, **options: Any) -> Tool:
+    """Quantize the weights of matrix products to a few bits and restore the tags.
+
+    Args:
+        bits: Bits of a weight: 2, 4 or 8.
+        **options: Options of ``onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer``: ``block_size``,
+            ``is_symmetric`` and others.
+
+    Examples:
+        >>> product = torch.nn.Linear(32, 8, bias=False).eval()
+        >>> program = htp_export.export(product, (torch.randn(2, 5, 32),), verbose=False)
+        >>> [node.op_type for node in htp_export.tools.matmul_nbits(program, bits=4).model.graph]
+        ['MatMulNBits']
+    """
+    if bits not in _BITS:
+        raise InputError(f"matmul_nbits: bits are {bits!r}, and can be {', '.join(map(str, _BITS))}")
+    tool = library("onnxruntime.quantization.matmul_nbits_quantizer", None)
+
+    def quantize(source: Path, _: Path) -> onnx.ModelProto:
+        quantizer = tool.MatMulNBitsQuantizer(onnx.load(source), bits=bits, **options)
+        quantizer.process()
+        result: onnx.ModelProto = quantizer.model.model
+        return result
+
+    return quantize
 
 
 def _warn_of_saturation(options: Mapping[str, Any]) -> None:
@@ -136,48 +126,3 @@ def _runs(inputs: Iterable[Mapping[str, Any]] | str | os.PathLike[str] | None) -
     if not runs:
         raise InputError("quantize_static needs inputs to see activations on: inputs=[{name: array}, ...]")
     return runs
-
-
-def matmul_nbits(
-    model: ModelSource, output: str | os.PathLike[str] | None = None, bits: int = 4, **options: Any
-) -> Carried:
-    """Quantize the weights of matrix products to a few bits and restore the tags.
-
-    Args:
-        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        output: The file to write; None to only return the model.
-        bits: Bits of a weight: 2, 4 or 8.
-        **options: Options of ``onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer``: ``block_size``,
-            ``is_symmetric`` and others.
-
-    Returns:
-        The new model with tags, and the evidence for them.
-
-    Raises:
-        InputError: There are no weights of so many bits, or ONNX Runtime rejects the model.
-        UntaggedModelError: The model has no tags.
-        FileError: A file cannot be read or written.
-        ToolError: The tool fails.
-
-    Examples:
-        >>> import torch, htp_export
-        >>> class Product(torch.nn.Module):
-        ...     def forward(self, x):
-        ...         return torch.nn.functional.linear(x, self.weight)
-        >>> net = Product()
-        >>> net.weight = torch.nn.Parameter(torch.randn(8, 32))
-        >>> program = htp_export.export(net.eval(), (torch.randn(2, 5, 32),), verbose=False)
-        >>> [node.op_type for node in htp_export.tools.matmul_nbits(program, bits=4).model.graph]
-        ['MatMulNBits']
-    """
-    if bits not in _BITS:
-        raise InputError(f"matmul_nbits: bits are {bits!r}, and can be {', '.join(map(str, _BITS))}")
-    tool = library("onnxruntime.quantization.matmul_nbits_quantizer", None)
-
-    def quantize(source: Path, _: Path) -> onnx.ModelProto:
-        quantizer = tool.MatMulNBitsQuantizer(onnx.load(source), bits=bits, **options)
-        quantizer.process()
-        result: onnx.ModelProto = quantizer.model.model
-        return result
-
-    return adapted("matmul_nbits", quantize, model, output)
