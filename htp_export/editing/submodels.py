@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import onnx
 import onnx_ir as ir
 
+from htp_export.editing.editing import take_place
 from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import UsedNames, rename
 from htp_export.shapes.symbolic import Symbolic
@@ -209,8 +210,7 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
             known = part.types[str(original.name)]
             value.type, value.shape = known.type, known.shape
         value.metadata_props.update(original.metadata_props)
-        original.replace_all_uses_with(value, replace_graph_outputs=True)
-        value.name = original.name
+        take_place(original, value)
     graph.remove(part.nodes, safe=True)
     _name_nodes(part, new_nodes, names)
     for domain, version in made.graph.opset_imports.items():

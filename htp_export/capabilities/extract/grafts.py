@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import onnx_ir as ir
 
 from htp_export.capabilities.extract.spliced_calls import SplicedCalls
+from htp_export.editing.editing import take_place
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.model_metadata import write_model_metadata
@@ -151,8 +152,7 @@ class Graft:
                 new.name = _free(f"{self._path.replace('.', '/')}/{new.name}", {value.name for value in _values(host)})
                 continue
             self._names[str(new.name)] = str(stand_in.name)
-            new.name, new.type, new.shape = stand_in.name, new.type or stand_in.type, new.shape or stand_in.shape
-            stand_in.replace_all_uses_with(new, replace_graph_outputs=True)
+            take_place(stand_in, new)
         self._host.functions.update(self._model.functions)
         return results
 

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from htp_export.capabilities.lora.adapters import factor_name
 from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of, unquantized
 from htp_export.capabilities.lora.lora_layers import lora_layers
+from htp_export.editing.editing import take_place
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
@@ -279,13 +280,7 @@ class _Insertion:
         producer = base.producer()
         assert producer is not None
         self._graph.insert_after(producer, nodes)
-        for use in uses:
-            use.node.replace_input_with(use.idx, result)
-        for at, value in enumerate(self._graph.outputs):
-            if value is base:
-                self._graph.outputs[at] = result
-        name, base.name = base.name, self._values.unused(f"{base.name}_base")
-        result.name = name
+        take_place(base, result, uses, self._values.unused(f"{base.name}_base"))
         self._results[base] = result
         return [x, down, up]
 

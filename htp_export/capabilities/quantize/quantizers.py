@@ -84,11 +84,6 @@ def _as_product(graph: ir.Graph, node: ir.Node) -> None:
     if bias is not None:
         new.append(ir.Node("", "Add", [result, bias], name=f"{node.name}_bias"))
         result = new[-1].outputs[0]
-    old = node.outputs[0]
-    graph.insert_before(node, new)
-    result.type, result.shape = old.type, old.shape
-    old.replace_all_uses_with(result, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
-    result.name = old.name
+    ir.convenience.replace_nodes_and_values(graph, node, [node], new, [node.outputs[0]], [result])
     if not right.uses():
         graph.initializers.pop(str(right.name), None)
