@@ -26,9 +26,8 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.regions import all_values
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel
-from htp_export.model.tensor_names import UsedNames
+from htp_export.model.tensor_names import Names
 from htp_export.plans.rules import modules_within
 from htp_export.process.progress import counted
 from htp_export.results.columns import MODULE, Column, record, text_table
@@ -204,8 +203,8 @@ class _Insertion:
     def __init__(self, tagged: TaggedModel, scaling: float, results: Container[ir.Value]) -> None:
         self._tagged, self._scaling, self._given = tagged, scaling, results
         self._graph = tagged.model.graph
-        names = [str(value.name) for graph in tagged.model.graphs() for value in all_values(graph)]
-        self._values, self._nodes = UsedNames(names), UsedNames(str(node.name) for node in tagged.nodes)
+        names = Names(tagged.model)
+        self._values, self._nodes = names.tensors, names.nodes
         self._signatures: dict[str, Sequence[Signature]] = {}
         self._modules: dict[str, list[ModuleInfo]] = {}
         self._factors: dict[ir.DataType, ir.Value] = {}

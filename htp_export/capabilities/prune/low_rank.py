@@ -11,8 +11,8 @@ import onnx_ir as ir
 from htp_export.capabilities.prune.parameter_shapes import Shape, change_parameters
 from htp_export.capabilities.prune.sparsities import Sparsity
 from htp_export.editing.editing import add_initializer, remove_unused
-from htp_export.editing.submodels import Names
 from htp_export.model.tagged import TaggedModel
+from htp_export.model.tensor_names import Names
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of

@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from htp_export.capabilities.quantize.precisions import Precision
 from htp_export.editing.editing import take_place
-from htp_export.editing.submodels import Names, constant_of
+from htp_export.editing.submodels import constant_of
+from htp_export.model.tensor_names import Names
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs
 
