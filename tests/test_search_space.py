@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.prune.weights import weights_of
 from htp_export.capabilities.quantize.calibration_data import samples_of
 from htp_export.capabilities.quantize.precisions import PRECISIONS
 from htp_export.capabilities.search.choices import choice_of
@@ -27,6 +26,7 @@ from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.files.slots import slots
 from htp_export.format.provenance_notes import read_provenance
+from htp_export.weights.products import weights_of
 
 Array = np.ndarray[Any, Any]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "replace",
     "scaled",
     "stand_in",
+    "take_place",
     "times",
 ]
 
@@ -153,16 +154,40 @@ def stand_in(old: ir.Value, new: ir.Value) -> bool:
         fixed = new.is_graph_output() or new.is_graph_input() or new.is_initializer()
         if fixed or new.producer() is None or new.graph is not old.graph:
             return False
-        name = old.name
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-        old.name, new.name = None, name
-    else:
-        old.replace_all_uses_with(new)
-    if new.shape is None and old.shape is not None:
-        new.shape = old.shape
-    if new.type is None:
-        new.type = old.type
+        take_place(old, new)
+        return True
+    old.replace_all_uses_with(new)
+    new.type, new.shape = new.type or old.type, old.shape if new.shape is None else new.shape
     return True
+
+
+def take_place(
+    old: ir.Value, new: ir.Value, readers: Iterable[tuple[ir.Node, int]] | None = None, rest: str | None = None
+) -> None:
+    """Let a value have the place of another one: its name, its place among the outputs of the graph, and its consumers.
+
+    Args:
+        old: The value.
+        new: The value in its place; its type and shape are those of the other where it has none.
+        readers: The consumers that read it from now on, each with the place of the input; None for all.
+        rest: The name that the other one has from now on, where it stays.
+
+    Examples:
+        >>> x, old, new = (ir.val(name) for name in ("x", "old", "new"))
+        >>> kept, other = ir.node("Relu", [old]), ir.node("Add", [old, x])
+        >>> take_place(old, new, [(other, 0)], rest="before")
+        >>> kept.inputs[0].name, other.inputs[0].name
+        ('before', 'old')
+    """
+    name, chosen = old.name, list(old.uses() if readers is None else readers)
+    if old.is_graph_output() and old.graph is not None:
+        outputs = old.graph.outputs
+        for at in [at for at, value in enumerate(outputs) if value is old]:
+            outputs[at] = new
+    for reader, at in chosen:
+        reader.replace_input_with(at, new)
+    new.type, new.shape = new.type or old.type, old.shape if new.shape is None else new.shape
+    old.name, new.name = rest, name
 
 
 def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:

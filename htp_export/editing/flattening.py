@@ -11,6 +11,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
+from htp_export.editing.editing import take_place
 from htp_export.editing.function_records import DOMAIN, Expectations, Instance, Record, Records, entry_of, restore
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -199,10 +200,10 @@ class _Dissolver:
         body.remove(nodes)
         graph.insert_before(call, nodes)
         for value, result in zip(results, call.outputs, strict=False):
-            value.name, value.type, value.shape = result.name, result.type, result.shape
+            value.type, value.shape = result.type, result.shape
             value.metadata_props.clear()
             value.metadata_props.update(result.metadata_props)
-            result.replace_all_uses_with(value, replace_graph_outputs=True)
+            take_place(result, value)
         replace_inputs(call, {value: None for value in call.inputs if value is not None})
         graph.remove(call)
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import onnx
 import onnx_ir as ir
 
-from htp_export.model.regions import all_values
-from htp_export.model.tensor_names import UsedNames, rename
+from htp_export.editing.editing import take_place
+from htp_export.model.regions import all_values, twins_of
+from htp_export.model.tensor_names import Names, UsedNames, rename
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["Names", "Submodel", "constant_of", "cut_out", "in_copy", "put_back", "remove_unused"]
+__all__ = ["Submodel", "constant_of", "cut_out", "in_copy", "put_back", "remove_unused"]
 
 _UNNAMED = "htp_export/"
 
@@ -54,15 +55,6 @@ class Submodel:
         del proto.graph.value_info[:]
         proto.graph.value_info.extend(known)  # of weights, tools do not update it
         return proto
-
-
-class Names:
-    """The names of a model that is being changed: of its tensors and of its nodes."""
-
-    def __init__(self, model: ir.Model) -> None:
-        graphs = (model.graph, *(function.graph for function in model.functions.values()))
-        self.tensors = UsedNames(str(value.name) for graph in graphs for value in all_values(graph) if value.name)
-        self.nodes = UsedNames(str(node.name) for graph in graphs for node in graph.all_nodes() if node.name)
 
 
 def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
@@ -148,7 +140,7 @@ def cut_out(model: ir.Model, nodes: Sequence[ir.Node], types: Symbolic) -> Submo
 def in_copy(part: Submodel, whole: ir.Model, copy: ir.Model) -> Submodel:
     """The same part of a copy of the whole."""
     values = {str(value.name): value for value in all_values(copy.graph)}
-    twin = dict(zip(whole.graph, copy.graph, strict=True))
+    twin = twins_of(whole, copy)
     return replace(
         part,
         nodes=[twin[node] for node in part.nodes],
@@ -209,8 +201,7 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
             known = part.types[str(original.name)]
             value.type, value.shape = known.type, known.shape
         value.metadata_props.update(original.metadata_props)
-        original.replace_all_uses_with(value, replace_graph_outputs=True)
-        value.name = original.name
+        take_place(original, value)
     graph.remove(part.nodes, safe=True)
     _name_nodes(part, new_nodes, names)
     for domain, version in made.graph.opset_imports.items():

@@ -19,7 +19,7 @@ from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.dependence import input_dependent_values
 from htp_export.shapes.operator_kinds import RANDOM, subgraphs
 
-__all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "subgraphs"]
+__all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "subgraphs", "twins_of"]
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -35,6 +35,19 @@ def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
     yield from model.graph.all_nodes()
     for function in model.functions.values():
         yield from function.all_nodes()
+
+
+def twins_of(model: ir.Model, copy: ir.Model) -> dict[ir.Node, ir.Node]:
+    """Node of a model → the same node of a copy of it: ``clone`` keeps the order.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> relu = ir.node("Relu", [ir.val("x")])
+        >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
+        >>> twins_of(model, copy := model.clone())[relu] is copy.graph[0]
+        True
+    """
+    return dict(zip(all_nodes(model), all_nodes(copy), strict=True))
 
 
 def all_values(graph: ir.Graph) -> Iterator[ir.Value]:

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-__all__ = ["UsedNames", "rename"]
+from htp_export.model.regions import all_values
+
+__all__ = ["Names", "UsedNames", "rename"]
 
 
 class UsedNames:
@@ -36,6 +38,15 @@ class UsedNames:
         self._numbers[wanted] = number
         self._names.add(name)
         return name
+
+
+class Names:
+    """The names of a model that is being changed: of its tensors and of its nodes."""
+
+    def __init__(self, model: ir.Model) -> None:
+        graphs = (model.graph, *(function.graph for function in model.functions.values()))
+        self.tensors = UsedNames(str(value.name) for graph in graphs for value in all_values(graph) if value.name)
+        self.nodes = UsedNames(str(node.name) for graph in graphs for node in graph.all_nodes() if node.name)
 
 
 def rename(value: ir.Value, name: str) -> None:

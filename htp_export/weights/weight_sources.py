@@ -32,13 +32,18 @@ class WeightSource:
 
     Attributes:
         tensor: The initializer, or the output of a ``Constant``.
-        how: What was done to it on the way, a word for each operator.
+        steps: The nodes on the way, the first one reads the tensor.
         within: The modules of the calls of functions that it was passed to, the outermost first.
     """
 
     tensor: ir.Value
-    how: tuple[str, ...] = ()
+    steps: tuple[ir.Node, ...] = ()
     within: tuple[str, ...] = ()
+
+    @property
+    def how(self) -> tuple[str, ...]:
+        """What was done to it on the way, a word for each operator that does anything."""
+        return tuple(_WORDS[step.op_type] for step in self.steps if step.op_type in _WORDS)
 
 
 class WeightSources:
@@ -72,18 +77,18 @@ class WeightSources:
 
     def of(self, value: ir.Value) -> tuple[WeightSource, ...]:
         """The sources of a value; none if it is computed, or an input of the model."""
-        chain: list[tuple[ir.Value, str]] = []
+        chain: list[tuple[ir.Value, ir.Node]] = []
         while value not in self._known:
             producer = value.producer()
             moved = None if producer is None else _moved(producer)
             if producer is None or moved is None:
                 self._known[value] = self._ends(value)
                 break
-            chain.append((value, _WORDS.get(producer.op_type, "")))
+            chain.append((value, producer))
             value = moved
         sources = self._known[value]
-        for later, word in reversed(chain):
-            sources = tuple(replace(source, how=(*source.how, word)) for source in sources) if word else sources
+        for later, step in reversed(chain):
+            sources = tuple(replace(source, steps=(*source.steps, step)) for source in sources)
             self._known[later] = sources
         return sources
 

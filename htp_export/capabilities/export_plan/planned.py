@@ -13,9 +13,9 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
+from htp_export.weights.products import Product, products_of
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.prune.weights import Use
     from htp_export.capabilities.quantize.precisions import Method, Precision
 
 __all__ = ["Encoding", "PlannedModel", "TargetFile", "is_float", "weight_encodings"]
@@ -66,11 +66,9 @@ class PlannedModel:
                 found.setdefault(precision, []).append(node)
         return found
 
-    def weighted(self, nodes: Iterable[ir.Node]) -> list[Use]:
+    def weighted(self, nodes: Iterable[ir.Node]) -> list[Product]:
         """The weights that nodes multiply with or look up."""
-        from htp_export.capabilities.prune.weights import uses_of
-
-        return [use for node in nodes for use in uses_of(self.tagged, node)]
+        return list(products_of(self.tagged, nodes))
 
     def check_methods(self, target: str, methods: Sequence[Method]) -> None:
         """Refuse a plan with a precision that a tool does not have.
@@ -177,7 +175,7 @@ def weight_encodings(planned: PlannedModel, methods: Sequence[Method]) -> dict[s
     from htp_export.capabilities.quantize.precisions import Method
 
     wanted: dict[ir.Value, set[Precision]] = {}
-    used: dict[ir.Value, Use] = {}
+    used: dict[ir.Value, Product] = {}
     for precision, nodes in planned.of(*Method).items():
         for use in planned.weighted(nodes):
             wanted.setdefault(use.value, set()).add(precision)
@@ -190,7 +188,7 @@ def weight_encodings(planned: PlannedModel, methods: Sequence[Method]) -> dict[s
     return found
 
 
-def _weight_encoding(use: Use, precision: Precision) -> Encoding:
+def _weight_encoding(use: Product, precision: Precision) -> Encoding:
     assert use.value.const_value is not None
     values = np.asarray(use.value.const_value.numpy(), np.float64)
     if use.node.op_type == "Gather":  # a table has one scale: its rows are looked up, and summed over by nothing

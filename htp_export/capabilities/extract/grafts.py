@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
 from htp_export.capabilities.extract.spliced_calls import SplicedCalls
+from htp_export.editing.editing import take_place
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
+from htp_export.model.regions import twins_of
 from htp_export.model.tagged import TaggedModel, all_nodes
-from htp_export.model.tensor_names import rename
+from htp_export.model.tensor_names import UsedNames, rename
 
 __all__ = ["Graft", "placed_paths", "weight_key"]
 
@@ -74,23 +76,23 @@ class Graft:
 
     def _take_free_names(self) -> None:
         """Rename what has a name that the host uses already."""
-        taken = {value.name for graph in self._host.graphs() for value in _values(graph)}
+        taken = {value.name for graph in self._host.graphs() for value in (*_values(graph), *_read(graph))}
         nodes = {node.name for node in self._host.graph.all_nodes()}
         prefix = self._path.replace(".", "/") or "spliced"
         for graph in self._model.graphs():
-            used = taken | {value.name for value in _values(graph)}
+            used = _used(taken | {value.name for value in _values(graph)})
             ends = {*graph.inputs, *graph.outputs} if graph is self._model.graph else set()
             for value in list(_values(graph)):
                 stays = value in ends or self._original.get(value) in self._weights  # another's name or place is its
                 if value.name in taken and not stays:
                     old = str(value.name)
-                    self._names[old] = _free(f"{prefix}/{old}", used)
+                    self._names[old] = used.unused(f"{prefix}/{old}")
                     rename(value, self._names[old])
-                    used.add(value.name)
                 taken.add(value.name)
+        used = _used(nodes | {node.name for node in self._model.graph.all_nodes()})
         for node in self._model.graph.all_nodes():
             if node.name in nodes:
-                node.name = _free(f"{prefix}/{node.name}", nodes)
+                node.name = used.unused(f"{prefix}/{node.name}")
             nodes.add(node.name)
         for identifier, function in list(self._model.functions.items()):
             if identifier in self._host.functions:
@@ -99,7 +101,7 @@ class Graft:
     def _rename_function(self, identifier: ir.OperatorIdentifier, function: ir.Function) -> None:
         domain, name, overload = identifier
         known = {identifiers[1] for identifiers in (*self._host.functions, *self._model.functions)}
-        fresh = _free(name, known)
+        fresh = _used(known).unused(name)
         for node in all_nodes(self._model):
             if node.op_identifier() == identifier:
                 node.op_type = fresh
@@ -110,7 +112,7 @@ class Graft:
     def _place_tags(self) -> None:
         """Give every node owners at or below the module, and the call that it is in."""
         called = tags.CalledModules((*self._replacement.hierarchy.called, self._path, *self._paths.values()))
-        for node, source in zip(all_nodes(self._model), self._replacement.nodes, strict=True):
+        for node, source in twins_of(self._model, self._replacement.model).items():
             metadata = node.metadata_props
             owners = tuple(self._paths[owner] for owner in tags.owners_of(metadata)) or (self._path,)
             calls = self._calls.encode_calls(source, owners, self._call)
@@ -148,11 +150,11 @@ class Graft:
         host.extend(nodes)
         for stand_in, new in zip(stand_ins, results, strict=True):
             if stand_in is None:
-                new.name = _free(f"{self._path.replace('.', '/')}/{new.name}", {value.name for value in _values(host)})
+                used = _used(value.name for value in _values(host))
+                new.name = used.unused(f"{self._path.replace('.', '/')}/{new.name}")
                 continue
             self._names[str(new.name)] = str(stand_in.name)
-            new.name, new.type, new.shape = stand_in.name, new.type or stand_in.type, new.shape or stand_in.shape
-            stand_in.replace_all_uses_with(new, replace_graph_outputs=True)
+            take_place(stand_in, new)
         self._host.functions.update(self._model.functions)
         return results
 
@@ -204,6 +206,10 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
     return itertools.chain(graph.inputs, graph.initializers.values(), (v for node in graph for v in node.outputs))
 
 
-def _free(name: str, taken: Collection[str | None]) -> str:
-    names = itertools.chain((name,), (f"{name}_{count}" for count in itertools.count(1)))
-    return next(candidate for candidate in names if candidate not in taken)
+def _read(graph: ir.Graph) -> Iterator[ir.Value]:
+    """What is read in a graph, also where nothing computes it now: the results of a module that was taken out."""
+    return itertools.chain(graph.outputs, (value for node in graph for value in node.inputs if value is not None))
+
+
+def _used(names: Iterable[str | None]) -> UsedNames:
+    return UsedNames(filter(None, names), first=1)

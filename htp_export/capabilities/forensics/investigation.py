@@ -19,6 +19,7 @@ from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel
 
 if TYPE_CHECKING:
@@ -91,9 +92,9 @@ class _Copy:
     def again(self) -> _Copy:
         """A copy of its present state."""
         tagged = self.tagged.clone()
-        pairs = list(zip(self.tagged.nodes, tagged.nodes, strict=True))
-        origins = {copy: self.origins.get(node, ()) for node, copy in pairs}
-        return _Copy(tagged, origins, {copy for node, copy in pairs if node in self.written})
+        twins = twins_of(self.tagged.model, tagged.model)
+        origins = {copy: self.origins.get(node, ()) for node, copy in twins.items()}
+        return _Copy(tagged, origins, {twins[node] for node in twins if node in self.written})
 
     def origins_of(self, nodes: Iterable[ir.Node]) -> tuple[ir.Node, ...]:
         """The original nodes that some nodes replace."""

@@ -23,7 +23,7 @@ from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.regions import GraphIndex, all_nodes
+from htp_export.model.regions import GraphIndex, twins_of
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames
 from htp_export.results.columns import Column, text_table
@@ -203,7 +203,7 @@ def _built(source: TaggedModel, wanted: Collection[str]) -> _Built:
     outside: dict[ir.Node, set[Instance]] = {}
     while True:
         model = source.model.clone()
-        sources = dict(zip(all_nodes(model), source.nodes, strict=True))
+        sources = twins_of(model, source.model)
         work = TaggedModel(model, source.hierarchy)
         index, placement = GraphIndex(model, work.work_of), Placement(work, wanted)
         for node in list(placement.chains) if outside else ():

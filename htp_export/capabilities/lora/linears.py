@@ -10,18 +10,9 @@ from htp_export.errors import InputError
 from htp_export.format.hierarchy import Fate
 from htp_export.model.tagged import Region, TaggedModel
 from htp_export.shapes.operator_kinds import operator_of
+from htp_export.weights.products import LINEAR
 
 __all__ = ["Linear", "linear_paths", "linears_of", "unquantized"]
-
-_PRODUCTS = frozenset(
-    (
-        "MatMul",
-        "Gemm",
-        "com.microsoft::FusedMatMul",
-        "com.microsoft::MatMulNBits",
-        "com.microsoft::DynamicQuantizeMatMul",
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -72,7 +63,7 @@ def linears_of(tagged: TaggedModel, path: str) -> list[Linear]:
 
 
 def _is_product(tagged: TaggedModel, node: ir.Node) -> bool:
-    if operator_of(node) not in _PRODUCTS or len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
+    if operator_of(node) not in LINEAR or len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
         return False
     return not _is_constant(tagged, node.inputs[0]) and _is_constant(tagged, node.inputs[1])
 

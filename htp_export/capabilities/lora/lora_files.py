@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -38,10 +38,8 @@ from htp_export.process.progress import counted
 from htp_export.results.tag_facts import TagFacts
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of
+from htp_export.weights.products import Product, changed_when_written, products_of, readers_of
 from htp_export.weights.weight_sources import WeightSources
-
-if TYPE_CHECKING:
-    from htp_export.capabilities.prune.weights import Use
 
 __all__ = ["FusedLora", "LoraAdapter", "fuse_lora", "lora_adapter"]
 
@@ -245,10 +243,8 @@ def _check_sizes(adapter: Adapter, path: str, layer: LowRank, wanted: tuple[int 
 
 def _add_to_weight(adapter: Adapter, tagged: TaggedModel, path: str, layer: LowRank, scaling: float) -> None:
     """Add the product of two factors to the weight of a linear layer."""
-    from htp_export.capabilities.prune.weights import changed_when_written, uses_of
-
     calls = linears_of(tagged, path)
-    uses = [use for call in calls for use in uses_of(tagged, call.product) if use.place == 1]
+    uses = [use for use in products_of(tagged, [call.product for call in calls]) if use.place == 1]
     if len(uses) != len(calls) or len({use.value for use in uses}) != 1:
         raise InputError(f"module {path!r}: its weight is {_why_not(tagged, calls)}")
     use = uses[0]
@@ -284,16 +280,7 @@ def _why_not(tagged: TaggedModel, calls: Sequence[Linear]) -> str:
     return "not stored as one tensor of floating point"
 
 
-def _other_readers(tagged: TaggedModel, path: str, uses: Sequence[Use]) -> list[str]:
+def _other_readers(tagged: TaggedModel, path: str, uses: Sequence[Product]) -> list[str]:
     """Other modules whose nodes read a weight."""
-    readers = (owner for node in _readers(uses[0].value) for owner in tagged.owners_of(node))
+    readers = (owner for node in readers_of(uses[0].value) if node is not None for owner in tagged.owners_of(node))
     return [owner for owner in dict.fromkeys(readers) if not tags.is_under(owner, path)]
-
-
-def _readers(value: ir.Value) -> list[ir.Node]:
-    """The nodes that read a value, directly or transposed or cast."""
-    found = []
-    for use in value.uses():
-        moved = use.node.op_type in ("Transpose", "Cast", "Identity")
-        found += _readers(use.node.outputs[0]) if moved else [use.node]
-    return found

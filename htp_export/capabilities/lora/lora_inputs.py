@@ -14,6 +14,7 @@ import onnx_ir as ir
 from htp_export.capabilities.lora.adapters import factor_name
 from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of, unquantized
 from htp_export.capabilities.lora.lora_layers import lora_layers
+from htp_export.editing.editing import take_place
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
@@ -25,9 +26,8 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.regions import all_values
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel
-from htp_export.model.tensor_names import UsedNames
+from htp_export.model.tensor_names import Names
 from htp_export.plans.rules import modules_within
 from htp_export.process.progress import counted
 from htp_export.results.columns import MODULE, Column, record, text_table
@@ -203,8 +203,8 @@ class _Insertion:
     def __init__(self, tagged: TaggedModel, scaling: float, results: Container[ir.Value]) -> None:
         self._tagged, self._scaling, self._given = tagged, scaling, results
         self._graph = tagged.model.graph
-        names = [str(value.name) for graph in tagged.model.graphs() for value in all_values(graph)]
-        self._values, self._nodes = UsedNames(names), UsedNames(str(node.name) for node in tagged.nodes)
+        names = Names(tagged.model)
+        self._values, self._nodes = names.tensors, names.nodes
         self._signatures: dict[str, Sequence[Signature]] = {}
         self._modules: dict[str, list[ModuleInfo]] = {}
         self._factors: dict[ir.DataType, ir.Value] = {}
@@ -279,13 +279,7 @@ class _Insertion:
         producer = base.producer()
         assert producer is not None
         self._graph.insert_after(producer, nodes)
-        for use in uses:
-            use.node.replace_input_with(use.idx, result)
-        for at, value in enumerate(self._graph.outputs):
-            if value is base:
-                self._graph.outputs[at] = result
-        name, base.name = base.name, self._values.unused(f"{base.name}_base")
-        result.name = name
+        take_place(base, result, uses, self._values.unused(f"{base.name}_base"))
         self._results[base] = result
         return [x, down, up]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from htp_export.capabilities.lora.adapters import factor_name
+from htp_export.editing.editing import take_place
 from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -45,12 +46,8 @@ def remove_lora(graph: ir.Graph, path: str) -> None:
     if not joins:
         raise InputError(f"module {path!r}: the nodes of its LoRA layer were changed by another tool")
     for join in joins:
-        [base] = [value for value in join.inputs if _not_among(value, made)]
-        result = join.outputs[0]
-        name = result.name
-        result.replace_all_uses_with(base, replace_graph_outputs=True)  # type: ignore[arg-type]
-        result.name = None
-        base.name = name  # type: ignore[union-attr]
+        [base] = [value for value in join.inputs if value is not None and _not_among(value, made)]
+        take_place(join.outputs[0], base)
         remove_unused(join.outputs)
     for factor in factors:
         if factor.uses():

@@ -20,7 +20,7 @@ from htp_export.files.targets import check_target
 from htp_export.format.placement_entries import write_placement
 from htp_export.model.cutting import Cutter
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.regions import all_nodes
+from htp_export.model.regions import all_nodes, twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.plans.rules import assigned
 
@@ -103,7 +103,7 @@ def place(
     for device, memory in limits.items():
         _keep_what_fits(original, devices, needs, device, memory, slack)
     placed = original.clone()
-    twin = dict(zip(original.nodes, placed.nodes, strict=True))
+    twin = twins_of(original.model, placed.model)
     _annotate(placed.model, {twin[node]: device for node, device in devices.items()})
     options = {SETTINGS: assignment_settings(dict.fromkeys(devices.values()))}
     write_placement(placed.model.metadata_props, options)

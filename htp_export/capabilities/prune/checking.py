@@ -12,10 +12,10 @@ from htp_export.capabilities.prune.pruning import value_of
 from htp_export.capabilities.prune.residual_blocks import ends_of
 from htp_export.capabilities.prune.sparsities import Sparsity
 from htp_export.capabilities.prune.structured import coupling_of
-from htp_export.capabilities.prune.weights import Weight, weights_of
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import Assigned, assigned
+from htp_export.weights.products import Weight, weights_of
 
 __all__ = ["PlanChecks"]
 

@@ -9,7 +9,6 @@ import onnx_ir as ir
 
 from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes
 from htp_export.capabilities.prune.coupling import slice_start
-from htp_export.capabilities.prune.weights import changed_when_written
 from htp_export.editing.editing import add_constant
 from htp_export.errors import InputError
 from htp_export.model.module_facts import stored_tensor
@@ -18,6 +17,7 @@ from htp_export.runtime.arrays import Array
 from htp_export.shapes.known import Shape
 from htp_export.shapes.sizes import Dim, divide
 from htp_export.shapes.symbolic import Symbolic
+from htp_export.weights.products import changed_when_written
 
 __all__ = ["cut_axes"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,19 +10,18 @@ import onnx_ir as ir
 
 from htp_export.capabilities.prune.parameter_shapes import Shape, change_parameters
 from htp_export.capabilities.prune.sparsities import Sparsity
-from htp_export.capabilities.prune.weights import Use, Weight
 from htp_export.editing.editing import add_initializer, remove_unused
-from htp_export.editing.submodels import Names
 from htp_export.model.tagged import TaggedModel
+from htp_export.model.tensor_names import Names
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of
+from htp_export.weights.products import Product, Weight, readers_of
 
 __all__ = ["Factors", "factorise", "factors_of", "why_not"]
 
 _PRODUCTS = ("MatMul", "Gemm")
 _FLAGS = ("transA", "transB")
-_PASSED_ON = ("Transpose", "Cast", "Identity")
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def why_not(tagged: TaggedModel, weight: Weight, value: Sparsity) -> str:
         return f"{listed} does not multiply with a matrix"
     products = {use.node for use in weight.uses}
     same = {(use.value, use.reduced) for use in weight.uses} == {(weight.value, weight.reduced)}
-    if weight.copies or not same or not products.issuperset(_readers(weight.value)):
+    if weight.copies or not same or not products.issuperset(readers_of(weight.value)):
         return "it is also read in other ways"
     rank = _rank(weight.shape, value)
     bits = sum(_dtype(tagged, use).bitwidth for use in _layouts(weight).values())
@@ -114,28 +113,17 @@ def why_not(tagged: TaggedModel, weight: Weight, value: Sparsity) -> str:
     return ""
 
 
-def _readers(value: ir.Value) -> Iterator[ir.Node | None]:
-    """The nodes that read a value, directly or in another layout or type; None for an output of the model."""
-    if value.is_graph_output():
-        yield None
-    for node, _ in value.uses():
-        if node.op_type in _PASSED_ON and not node.domain:
-            yield from _readers(node.outputs[0])
-        else:
-            yield node
-
-
-def _is_turned(use: Use) -> bool:
+def _is_turned(use: Product) -> bool:
     """Whether a product reads (channels, summed) instead of (summed, channels)."""
     return bool(use.node.attributes.get_int(_FLAGS[use.place], 0)) == (use.place == 1)
 
 
-def _layouts(weight: Weight) -> dict[bool, Use]:
+def _layouts(weight: Weight) -> dict[bool, Product]:
     """A use for each layout in which products read a weight."""
     return {_is_turned(use): use for use in reversed(weight.uses)}
 
 
-def _dtype(tagged: TaggedModel, use: Use) -> ir.DataType:
+def _dtype(tagged: TaggedModel, use: Product) -> ir.DataType:
     value = use.node.inputs[use.place]
     assert value is not None
     assert use.value.const_value is not None
@@ -164,7 +152,7 @@ def _replace(tagged: TaggedModel, weight: Weight, rank: int, names: Names) -> Fa
     return Factors(rank, tuple(value for pair in written.values() for value in pair))
 
 
-def _split(tagged: TaggedModel, use: Use, first: ir.Value, second: ir.Value, rank: int, names: Names) -> None:
+def _split(tagged: TaggedModel, use: Product, first: ir.Value, second: ir.Value, rank: int, names: Names) -> None:
     """Put a product with the first factor before a product, which then multiplies with the second one."""
     node, other = use.node, 1 - use.place
     flags = {name: flag for name in _FLAGS if (flag := node.attributes.get_int(name, 0))}

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.prune.cutoffs import CHUNK, Cutoff, find_cutoff, keys_of
-from htp_export.capabilities.prune.weights import Weight
 from htp_export.runtime.arrays import Array
+from htp_export.weights.products import Weight
 
 __all__ = ["Mask", "Scores", "element_masks", "group_mask"]
 

@@ -15,7 +15,6 @@ from htp_export.capabilities.prune.pruned import Counted, Pruned, pruned_modules
 from htp_export.capabilities.prune.residual_blocks import remove_blocks
 from htp_export.capabilities.prune.sparsities import Sparsity, sparsities_of
 from htp_export.capabilities.prune.structured import cut_channels
-from htp_export.capabilities.prune.weights import Weight, changed_when_written, weights_of
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
@@ -28,6 +27,7 @@ from htp_export.plans.rules import Assigned, assigned
 from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import nan_in
+from htp_export.weights.products import Weight, changed_when_written, weights_of
 
 __all__ = ["prune", "value_of"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from htp_export.editing.editing import remove_unused
+from htp_export.editing.editing import remove_unused, take_place
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.hierarchy import Fate
@@ -105,12 +105,8 @@ def _replace(tagged: TaggedModel, graph: ir.Graph, given: ir.Value, stands: ir.V
         called = tagged.hierarchy.called
         metadata = tags.node_tags(("",), Reason.INSERTED, called)
         copy = ir.node("Identity", [stands], metadata_props=metadata, name=f"{given.name}_removed")
-        copy.outputs[0].type, copy.outputs[0].shape = given.type, given.shape
         graph.append(copy)
-        for place, value in enumerate(graph.outputs):
-            if value is given:
-                graph.outputs[place] = copy.outputs[0]
-        copy.outputs[0].name, given.name = given.name, f"{given.name}_before"
+        take_place(given, copy.outputs[0], (), f"{given.name}_before")
         names[str(copy.outputs[0].name)] = str(copy.outputs[0].name)
     given.replace_all_uses_with(stands)
 

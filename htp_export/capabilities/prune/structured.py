@@ -14,11 +14,11 @@ from htp_export.capabilities.prune.cut_axes import cut_axes
 from htp_export.capabilities.prune.masks import Scores
 from htp_export.capabilities.prune.parameter_shapes import Shape, change_parameters
 from htp_export.capabilities.prune.sparsities import Sparsity
-from htp_export.capabilities.prune.weights import Weight
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
+from htp_export.weights.products import Weight
 
 __all__ = ["coupling_of", "cut_channels"]
 

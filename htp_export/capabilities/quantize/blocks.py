@@ -9,10 +9,10 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.precisions import Algorithm, Precision
-from htp_export.capabilities.quantize.products import is_product, is_transposed, weight_place, write_products
-from htp_export.capabilities.quantize.quantizers import quantizers, quietly
+from htp_export.capabilities.quantize.quantizers import quantizers, quietly, write_products
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.runtime.arrays import Array
+from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
 
 __all__ = ["GROUP_BYTES", "block_bytes", "groups_of", "quantize_blocks", "takes_blocks"]
 
@@ -32,7 +32,7 @@ def takes_blocks(node: ir.Node, precision: Precision) -> bool:
     if node.op_type == "Gather":
         axis = node.attributes.get_int("axis", 0)
         return precision.bits == 4 and precision.algorithm == Algorithm.DEFAULT and axis == 0
-    return is_product(node) and not _is_refused(node, precision)
+    return is_matrix_product(node) and not _is_refused(node, precision)
 
 
 def _is_refused(node: ir.Node, precision: Precision) -> bool:
@@ -46,11 +46,11 @@ def _is_refused(node: ir.Node, precision: Precision) -> bool:
 
 def _sizes(node: ir.Node) -> tuple[int, int]:
     """The elements of a weight along a block, and across."""
-    weight = weight_of(node)
+    weight, axes = weight_of(node), weight_axes(node, weight_place(node))
     assert weight is not None
+    assert axes is not None
     first, second = (int(size) for size in weight.shape.numpy())
-    turned = node.op_type == "Gather" or (node.op_type == "Gemm" and is_transposed(node))
-    return (second, first) if turned else (first, second)
+    return (second, first) if axes[0] % 2 else (first, second)
 
 
 def weight_of(node: ir.Node) -> ir.TensorProtocol | None:

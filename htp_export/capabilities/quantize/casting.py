@@ -15,7 +15,9 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.precisions import Precision
-from htp_export.editing.submodels import Names, constant_of
+from htp_export.editing.editing import take_place
+from htp_export.editing.submodels import constant_of
+from htp_export.model.tensor_names import Names
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs
 
@@ -211,23 +213,15 @@ class _Casting:
             if not self._reads_narrow(use.node, use.idx)
             and not (use.node.op_type in SIZES_ONLY and not use.node.domain and use.node in self._within)
         ]
-        shape = value.shape
         if others or value.is_graph_output():
-            maker, name = value.producer(), value.name
+            maker = value.producer()
             assert maker is not None
             assert isinstance(maker.graph, ir.Graph)
             back = self._cast_node(value, ir.DataType.FLOAT, "")
             maker.graph.insert_after(maker, back)
             result = back.outputs[0]
             result.metadata_props.update(value.metadata_props)
-            for use in others:
-                use.node.replace_input_with(use.idx, result)
-            for graph in self._whole.graphs():
-                for place, output in enumerate(graph.outputs):
-                    if output is value:
-                        graph.outputs[place] = result
-            value.name = self._names.tensors.unused(f"{name}_{self._suffix}")
-            result.name, result.shape = name, shape
+            take_place(value, result, others, self._names.tensors.unused(f"{value.name}_{self._suffix}"))
         value.type = ir.TensorType(self._type)
 
     def _cast_node(self, value: ir.Value, to: ir.DataType, name: str) -> ir.Node:

@@ -23,13 +23,13 @@ from htp_export.capabilities.quantize.integers import (
 from htp_export.capabilities.quantize.nncf_engine import nncf_bytes, takes_nncf
 from htp_export.capabilities.quantize.nncf_weights import nncf_weight_bytes, takes_nncf_weights
 from htp_export.capabilities.quantize.precisions import Engine, Method, Precision
-from htp_export.capabilities.quantize.products import weight_place
 from htp_export.editing.submodels import constant_of
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import Assigned, assigned
+from htp_export.weights.products import weight_place
 
 __all__ = ["Choice", "choose"]
 

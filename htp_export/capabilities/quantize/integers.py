@@ -12,13 +12,13 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.precisions import Calibration, Precision
-from htp_export.capabilities.quantize.products import channel_axis, is_product, weight_place, write_products
-from htp_export.capabilities.quantize.quantizers import quantizers, quietly
+from htp_export.capabilities.quantize.quantizers import quantizers, quietly, write_products
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.files.model_files import write_for_tool
 from htp_export.files.parsing import model_from_proto
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import subgraphs
+from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
 
 __all__ = [
     "WITH_PRODUCER",
@@ -65,7 +65,7 @@ def takes_dynamic(node: ir.Node) -> bool:
     weight = constant_of(node.inputs[weight_place(node)])
     if weight is None or weight.dtype != ir.DataType.FLOAT:
         return False
-    return node.op_type not in ("MatMul", "Gemm") or is_product(node)
+    return node.op_type not in ("MatMul", "Gemm") or is_matrix_product(node)
 
 
 def quantize_at_run_time(part: Submodel, precision: Precision) -> ir.Model:
@@ -100,8 +100,8 @@ def weights_of(node: ir.Node) -> list[ir.Value]:
 def dynamic_bytes(node: ir.Node, tensor: ir.TensorProtocol, precision: Precision) -> int:
     """The bytes of a weight of 8 bits whose operator is one on integers, with scales and zero points of channels."""
     shape = [int(size) for size in tensor.shape.numpy()]
-    axis = channel_axis(node) if precision.per_channel and node.op_type in ("MatMul", "Gemm") else None
-    channels = 0 if axis is None else shape[axis]
+    axes = weight_axes(node, 1) if precision.per_channel and node.op_type in ("MatMul", "Gemm") else None
+    channels = 0 if axes is None else shape[axes[1]]
     return math.prod(shape) + 5 * channels
 
 
@@ -128,10 +128,10 @@ def static_bytes(node: ir.Node, place: int, tensor: ir.TensorProtocol, precision
 
 def _channels(node: ir.Node, precision: Precision) -> int:
     """The scales of the weight of a node; 0 where it has one, or no constant weight."""
-    weight, axis = constant_of(node.inputs[1]), channel_axis(node)
-    if not precision.per_channel or axis is None or weight is None or len(weight.shape) < 2:
+    weight, axes = constant_of(node.inputs[1]), weight_axes(node, 1)
+    if not precision.per_channel or axes is None or weight is None or len(weight.shape) < 2:
         return 0
-    return int(weight.shape.numpy()[axis])
+    return int(weight.shape.numpy()[axes[1]])
 
 
 class Calibrator:

@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from htp_export.capabilities.quantize.integers import is_divisible, static_bytes
 from htp_export.capabilities.quantize.precisions import Precision
-from htp_export.capabilities.quantize.products import weight_place
 from htp_export.capabilities.quantize.quantizers import quietly
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.errors import HtpExportError, ToolError, described
@@ -23,6 +22,7 @@ from htp_export.runtime.arrays import Array
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
 from htp_export.shapes.operator_kinds import subgraphs
+from htp_export.weights.products import weight_place
 
 __all__ = ["calling_nncf", "check_result", "nncf_bytes", "put_first", "quantize_with_nncf", "takes_nncf"]
 

@@ -13,12 +13,13 @@ import onnx_ir as ir
 from htp_export.capabilities.quantize.blocks import takes_blocks
 from htp_export.capabilities.quantize.nncf_engine import calling_nncf, check_result, put_first
 from htp_export.capabilities.quantize.precisions import Precision
-from htp_export.capabilities.quantize.products import channel_axis, weight_place, write_products
+from htp_export.capabilities.quantize.quantizers import write_products
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
 from htp_export.shapes.operator_kinds import subgraphs
+from htp_export.weights.products import weight_axes, weight_place
 
 __all__ = ["compress_with_nncf", "nncf_weight_bytes", "scaled_before", "takes_nncf_weights"]
 
@@ -57,7 +58,8 @@ def nncf_weight_bytes(node: ir.Node, tensor: ir.TensorProtocol, precision: Preci
     shape = [int(size) for size in tensor.shape.numpy()]
     elements = math.prod(shape)
     if precision.bits == 8:
-        channels = shape[0 if node.op_type == "Gather" else channel_axis(node) or 0]
+        axes = weight_axes(node, 1)  # a table has a scale for each row
+        channels = shape[0 if axes is None else axes[1]]
         return elements + channels * (4 if precision.symmetric else 5)
     blocks, across = _along(node) // precision.block_size, elements // _along(node)
     columns = across * ((blocks + 1) // 2)
@@ -67,10 +69,10 @@ def nncf_weight_bytes(node: ir.Node, tensor: ir.TensorProtocol, precision: Preci
 
 def _along(node: ir.Node) -> int:
     """The elements of the weight of a product over which it sums."""
-    weight, axis = constant_of(node.inputs[weight_place(node)]), channel_axis(node)
+    weight, axes = constant_of(node.inputs[weight_place(node)]), weight_axes(node, weight_place(node))
     assert weight is not None
-    assert axis is not None
-    return int(weight.shape.numpy()[1 - axis % 2])
+    assert axes is not None
+    return int(weight.shape.numpy()[axes[0]])
 
 
 def scaled_before(

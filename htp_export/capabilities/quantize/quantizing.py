@@ -27,14 +27,16 @@ from htp_export.capabilities.quantize.precisions import Engine, Method, Precisio
 from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
 from htp_export.capabilities.quantize.validation import Validation, check_metric
 from htp_export.editing.flattening import read_flat
-from htp_export.editing.submodels import Names, Submodel, constant_of, cut_out, put_back, remove_unused
+from htp_export.editing.submodels import Submodel, constant_of, cut_out, put_back, remove_unused
 from htp_export.errors import HtpExportError, InputError, ToolError, described
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target, files_named_in
 from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
+from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
+from htp_export.model.tensor_names import Names
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
@@ -132,7 +134,7 @@ def quantize(
     if random:
         _log.warning("no data: %s", _RANDOM)
     changed = original.clone()
-    twin = dict(zip(original.nodes, changed.nodes, strict=True))
+    twin = twins_of(original.model, changed.model)
     work = _Work(
         original,
         changed,

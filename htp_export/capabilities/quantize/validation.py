@@ -12,9 +12,10 @@ import onnx_ir as ir
 
 from htp_export.capabilities.quantize.calibration_data import Samples
 from htp_export.capabilities.quantize.precisions import Precision
-from htp_export.editing.submodels import Names, Submodel, in_copy, put_back
+from htp_export.editing.submodels import Submodel, in_copy, put_back
 from htp_export.errors import InputError
 from htp_export.files.parsing import model_from_proto
+from htp_export.model.tensor_names import Names
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.metrics import Metric, measured_metric
 

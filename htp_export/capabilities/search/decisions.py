@@ -14,6 +14,7 @@ from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.deciders import Deciders
 from htp_export.results.drawn_levels import drawn_parents
+from htp_export.weights.products import products_of
 
 __all__ = ["check_apart", "deciding_modules"]
 
@@ -77,10 +78,9 @@ def check_apart(paths: Sequence[str]) -> None:
 
 def _deciding_parts(tagged: TaggedModel) -> list[tuple[Part, ...]]:
     """For each node with weights, the parts of its work that decide; modules with the same nodes are one decision."""
-    from htp_export.capabilities.prune.weights import uses_of
-
     deciders = Deciders(tagged)
-    found = {node: deciders.of(node) for node in tagged.nodes if any(uses_of(tagged, node))}
+    weighted = dict.fromkeys(product.node for product in products_of(tagged, tagged.nodes))
+    found = {node: deciders.of(node) for node in weighted}
     nodes: defaultdict[str, set[ir.Node]] = defaultdict(set)
     for node, parts in found.items():
         for part in parts:

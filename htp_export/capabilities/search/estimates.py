@@ -10,9 +10,9 @@ import onnx_ir as ir
 
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
+from htp_export.weights.products import Product, products_of
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.prune.weights import Use
     from htp_export.capabilities.quantize.calibration_data import Samples
     from htp_export.capabilities.quantize.precisions import Precision
 
@@ -38,17 +38,14 @@ def estimated_errors(
         precisions: The precisions.
         samples: Inputs of the model, which runs once on each as it is.
     """
-    from htp_export.capabilities.prune.weights import uses_of
-
-    uses: dict[str, list[Use]] = {path: [] for path in paths}
+    uses: dict[str, list[Product]] = {path: [] for path in paths}
     read: dict[ir.Value, None] = {}
-    for node in tagged.nodes:
-        for use in uses_of(tagged, node):
-            for path in {"", *tagged.index.works[node].modules}.intersection(uses):
-                uses[path].append(use)
-                read.update(dict.fromkeys(_values_of(use)))
+    for use in products_of(tagged, tagged.nodes):
+        for path in {"", *tagged.index.works[use.node].modules}.intersection(uses):
+            uses[path].append(use)
+            read.update(dict.fromkeys(_values_of(use)))
     squares = _mean_squares(tagged, list(read), samples)
-    errors: dict[tuple[Use, str], float] = {}
+    errors: dict[tuple[Product, str], float] = {}
     found = {}
     for precision in precisions:
         for path in paths:
@@ -59,10 +56,9 @@ def estimated_errors(
     return found
 
 
-def _values_of(use: Use) -> tuple[ir.Value, ...]:
+def _values_of(use: Product) -> tuple[ir.Value, ...]:
     """The value that a weight is multiplied with, and the result; nothing for a table."""
-    multiplied = use.node.inputs[1 if use.place == 0 else 0]
-    return () if use.node.op_type == "Gather" or multiplied is None else (multiplied, use.node.outputs[0])
+    return () if use.activation is None else (use.activation, use.node.outputs[0])
 
 
 def _mean_squares(tagged: TaggedModel, values: Sequence[ir.Value], samples: Samples) -> dict[ir.Value, float]:
@@ -80,7 +76,7 @@ def _mean_squares(tagged: TaggedModel, values: Sequence[ir.Value], samples: Samp
     return {value: sums[value] / counts[value] if counts[value] else 0.0 for value in sums}
 
 
-def _relative_change(use: Use, precision: Precision, squares: Mapping[ir.Value, float]) -> float:
+def _relative_change(use: Product, precision: Precision, squares: Mapping[ir.Value, float]) -> float:
     assert use.value.const_value is not None
     weight = np.asarray(use.value.const_value.numpy(), np.float32)
     wide = weight.astype(np.float64)

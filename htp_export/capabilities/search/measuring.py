@@ -21,6 +21,7 @@ from htp_export.results.columns import json_value
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.metrics import Metric, metric_value, outputs_of
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
+from htp_export.weights.products import weights_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
@@ -121,8 +122,6 @@ class Measurer:
     @cached_property
     def _nonzeros(self) -> int:
         """The elements of the original's weights that are not zero."""
-        from htp_export.capabilities.prune.weights import weights_of
-
         return sum(int(np.count_nonzero(weight.tensor.numpy())) for weight in weights_of(self.tagged))
 
     def measure(self, plan: Plan, pruning: Pruning = _NOTHING, *, made: TaggedModel | None = None) -> Measurement:

@@ -1,24 +1,40 @@
-"""The weights that can be pruned: initializers that products multiply with, and tables that are looked up.
+"""Products and their weights: what a node multiplies with a stored tensor or looks up in one, and over which axes.
 
-An initializer counts if a MatMul, Gemm, Conv, recurrent layer or Gather reads it, directly or through operators that
-only change its layout or type. It belongs to the modules of these nodes. Biases, factors of normalisations and position
-embeddings that are added are not among them, as in ``torch.nn.utils.prune``, which is applied to ``weight``.
+A stored tensor is a weight if a MatMul, Gemm, Conv, recurrent layer or Gather reads it, directly or through operators
+that only change its layout or type. It belongs to the modules of these nodes. Biases, factors of normalisations and
+position embeddings that are added are not among them, as in ``torch.nn.utils.prune``, which is applied to ``weight``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
-from htp_export.runtime.arrays import Array
-from htp_export.shapes.operator_kinds import operator_of
+from htp_export.shapes.operator_kinds import is_standard, operator_of
+from htp_export.weights.weight_sources import WeightSources
 
-__all__ = ["Copy", "Use", "Weight", "changed_when_written", "uses_of", "weights_of"]
+__all__ = [
+    "LINEAR",
+    "Copy",
+    "Product",
+    "Weight",
+    "changed_when_written",
+    "is_matrix_product",
+    "products_of",
+    "readers_of",
+    "weight_axes",
+    "weight_place",
+    "weights_of",
+]
+
+_Array = npt.NDArray[Any]
 
 _LAST_TWO = (-2, -1)
 _PRODUCTS: Mapping[str, Mapping[int, tuple[int, int]]] = {
@@ -42,18 +58,56 @@ A table that is looked up has its last axis for both.
 """
 
 _TRANSPOSED = ("transA", "transB")
+_KEEPING = ("Transpose", "Cast", "CastLike", "Identity")
+"""Operators between a weight and its product that keep each element."""
+
+LINEAR = frozenset(
+    (
+        *("MatMul", "Gemm", "com.microsoft::FusedMatMul"),
+        *("com.microsoft::MatMulNBits", "com.microsoft::DynamicQuantizeMatMul"),
+    )
+)
+"""Operators that a linear layer becomes: their second input is its matrix, also one of integers."""
+
+
+def weight_place(node: ir.Node) -> int:
+    """The place of the weight among the inputs of a product, a convolution, or a ``Gather`` of rows of a table."""
+    return next(iter(_PRODUCTS.get(operator_of(node), (1,))))
+
+
+def weight_axes(node: ir.Node, place: int) -> tuple[int, int] | None:
+    """The axis of an input over which a node sums, and the axis that its results have; None if it is no product.
+
+    Examples:
+        >>> gemm = ir.node("Gemm", [ir.val("x"), ir.val("weight")], {"transB": 1})
+        >>> weight_axes(gemm, 1), weight_axes(gemm, 2)
+        ((1, 0), None)
+    """
+    axes = _PRODUCTS.get(operator_of(node), {}).get(place)
+    if axes in ((0, 1), (1, 0), _LAST_TWO, (-1, -2)) and place < len(_TRANSPOSED):
+        return axes[::-1] if node.attributes.get_int(_TRANSPOSED[place], 0) else axes
+    return axes
+
+
+def is_matrix_product(node: ir.Node) -> bool:
+    """Whether a node is a ``MatMul``, or a ``Gemm`` that is one with a bias."""
+    if is_standard(node, "Gemm"):
+        scaled = any(node.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta"))
+        return not scaled and not node.attributes.get_int("transA", 0)
+    return is_standard(node, "MatMul")
 
 
 @dataclass(frozen=True)
-class Use:
-    """One product that reads a weight.
+class Product:
+    """A node that multiplies with a weight, or looks up its rows.
 
     Attributes:
-        node: The product.
-        place: The place among its inputs.
-        value: The initializer.
-        reduced: The axis of the initializer over which the product sums.
+        node: The node.
+        place: The place of the weight among its inputs.
+        value: The initializer that the weight is made of.
+        reduced: The axis of the initializer over which the node sums.
         channels: The axis of the initializer that the results have.
+        how: How the weight is made of the initializer, see ``WeightSource.how``.
     """
 
     node: ir.Node
@@ -61,6 +115,12 @@ class Use:
     value: ir.Value
     reduced: int
     channels: int
+    how: tuple[str, ...] = ()
+
+    @property
+    def activation(self) -> ir.Value | None:
+        """What is multiplied with the weight; None for a table."""
+        return None if self.node.op_type == "Gather" else self.node.inputs[1 if self.place == 0 else 0]
 
 
 @dataclass(frozen=True)
@@ -87,7 +147,7 @@ class Weight:
     """
 
     value: ir.Value
-    uses: tuple[Use, ...]
+    uses: tuple[Product, ...]
     copies: tuple[Copy, ...] = ()
 
     @property
@@ -118,7 +178,7 @@ class Weight:
 
 
 def changed_when_written(
-    tensor: ir.TensorProtocol, change: Callable[[Array], Array], shape: Sequence[int] | None = None
+    tensor: ir.TensorProtocol, change: Callable[[_Array], _Array], shape: Sequence[int] | None = None
 ) -> ir.LazyTensor:
     """A tensor with other numbers of the same type; they are computed when they are read, as when a file is written.
 
@@ -139,48 +199,55 @@ def changed_when_written(
     return ir.LazyTensor(changed, tensor.dtype, ir.Shape(sizes), name=tensor.name)
 
 
-def uses_of(tagged: TaggedModel, node: ir.Node) -> Iterator[Use]:
-    """The weights that a node multiplies with, or looks up.
+def products_of(tagged: TaggedModel, nodes: Iterable[ir.Node]) -> Iterator[Product]:
+    """The products among nodes, one for each weight of floating point that a node multiplies with or looks up.
 
     Args:
         tagged: The model.
-        node: Any node.
+        nodes: Nodes of it.
     """
-    for place, axes in _PRODUCTS.get(operator_of(node), {}).items():
-        found = _source(tagged, node.inputs[place]) if place < len(node.inputs) else None
-        if found is None:
-            continue
-        value, order = found
-        flag = node.attributes.get_int(_TRANSPOSED[place], 0) if place < 2 else 0
-        turned = tuple(reversed(axes)) if flag and axes in ((0, 1), (1, 0), _LAST_TWO, (-1, -2)) else axes
-        reduced, channels = (order[axis] for axis in turned)
-        yield Use(node, place, value, reduced, channels)
+    sources = WeightSources(tagged)
+    for node in nodes:
+        for place in _PRODUCTS.get(operator_of(node), ()):
+            value, axes = node.inputs[place] if place < len(node.inputs) else None, weight_axes(node, place)
+            found = None if value is None else _source(sources, value)
+            if found is not None and axes is not None:
+                source, order, how = found
+                yield Product(node, place, source, order[axes[0]], order[axes[1]], how)
 
 
-def _source(tagged: TaggedModel, value: ir.Value | None) -> tuple[ir.Value, Sequence[int]] | None:
-    """The initializer that a value is made of, and for each axis of the value the axis of the initializer."""
-    turns: list[Sequence[int]] = []
-    while value is not None and (maker := value.producer()) is not None:
-        if maker.op_type == "Transpose" and not maker.domain:
-            turns.append(maker.attributes.get_ints("perm", ()))
-        elif maker.op_type not in ("Cast", "CastLike", "Identity"):
-            return None
-        value = maker.inputs[0]
-    source = None if value is None else tagged.index.initializer(value)
-    tensor = None if source is None else source.const_value
-    if source is None or tensor is None or not tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 16:
+def _source(sources: WeightSources, value: ir.Value) -> tuple[ir.Value, Sequence[int], tuple[str, ...]] | None:
+    """The initializer that a weight is made of, for each axis of the weight that of the initializer, and how."""
+    found = sources.of(value)
+    if len(found) != 1 or not found[0].tensor.is_initializer():
+        return None
+    [source] = found
+    tensor = source.tensor.const_value
+    if tensor is None or not tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 16:
         return None
     rank = len(tensor.shape)
-    if rank < 2:
+    if rank < 2 or any(step.op_type not in _KEEPING for step in source.steps):
         return None
     order: Sequence[int] = range(rank)
-    for turn in reversed(turns):
-        order = [order[axis] for axis in (turn or range(rank - 1, -1, -1))]
-    return source, order
+    for step in source.steps:
+        if step.op_type == "Transpose":
+            order = [order[axis] for axis in (step.attributes.get_ints("perm", ()) or range(rank - 1, -1, -1))]
+    return source.tensor, order, source.how
+
+
+def readers_of(value: ir.Value) -> Iterator[ir.Node | None]:
+    """The nodes that read a value, directly or in another layout or type; None for an output of the model."""
+    if value.is_graph_output():
+        yield None
+    for node, place in value.uses():
+        if is_standard(node, *_KEEPING) and place == 0:
+            yield from readers_of(node.outputs[0])
+        else:
+            yield node
 
 
 def weights_of(tagged: TaggedModel) -> list[Weight]:
-    """The weights of a model that can be pruned, each once, in the order in which they are first read.
+    """The weights of a model, each once, in the order in which they are first read.
 
     Args:
         tagged: The model, without functions. Values are only read of weights that may be copies of a tied parameter.
@@ -192,10 +259,9 @@ def weights_of(tagged: TaggedModel) -> list[Weight]:
         >>> [(weight.name, weight.shape, weight.reduced) for weight in weights_of(tagged)]
         [('0.weight', (3, 4), 1), ('2.weight', (2, 3), 1)]
     """
-    uses: dict[ir.Value, list[Use]] = {}
-    for node in tagged.nodes:
-        for use in uses_of(tagged, node):
-            uses.setdefault(use.value, []).append(use)
+    uses: dict[ir.Value, list[Product]] = {}
+    for product in products_of(tagged, tagged.nodes):
+        uses.setdefault(product.value, []).append(product)
     weights = {value: Weight(value, tuple(read)) for value, read in uses.items()}
     for first, second in _tied_pairs(tagged, weights):
         if first in weights and second in weights and (copy := _copy_of(first, second)):
