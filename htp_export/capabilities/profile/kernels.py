@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from htp_export.format.call_tree import CallTree, NodeCalls
 
@@ -39,7 +39,7 @@ class Kernel(Timed):
     """
 
     owners: tuple[str, ...]
-    around: tuple[frozenset[str], ...] = ()
+    around: tuple[frozenset[str], ...] = field(default=(), repr=False)
 
 
 def owned(timed: Timed, works: Iterable[NodeCalls], calls: CallTree) -> Kernel:
