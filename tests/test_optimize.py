@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.capabilities.optimize import OptimizedModels, register, registry
+from htp_export.capabilities.optimize import registry
 from htp_export.capabilities.optimize.checking import OutputCheck
 from htp_export.capabilities.optimize.results import Change
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, PassError
 from htp_export.model.regions import all_nodes
+from htp_export.passes import OptimizedModels, register
 from tests.exporting import exported
 from tests.graphs import Builder, array, ops, owners, passed, run
 from tests.truth import inexact
