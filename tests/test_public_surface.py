@@ -11,6 +11,7 @@ import pytest
 
 import htp_export
 from htp_export.capabilities.carry import adapters
+from htp_export.results.result import Result
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = [
@@ -145,38 +146,16 @@ def test_a_public_function_says_whether_it_is_thread_safe(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "Adopted",
-        "Carried",
-        "Comparison",
-        "Contamination",
-        "Cost",
-        "Extraction",
-        "Fingerprint",
-        "Forensics",
-        "FusedLora",
-        "Inlined",
-        "InsertedLora",
-        "LoraAdapter",
-        "ModelDifference",
-        "ModelMap",
-        "Named",
-        "Nested",
-        "Optimized",
-        "Partition",
-        "Profile",
-        "Pruned",
-        "Splice",
-        "Verification",
-        "View",
-    ],
+    "name", [name for name in PUBLIC if isinstance(getattr(getattr(htp_export, name), "summary", None), property)]
 )
 def test_a_result_has_a_summary_which_is_a_line_and_notes_which_are_lines(name):
     result = getattr(htp_export, name)
-    assert isinstance(result.summary, property)
+    assert issubclass(result, Result)
+    assert result.__repr__ is Result.__repr__
+    assert result.summary is not Result.summary
     assert result.summary.fget.__annotations__["return"] == "str"
-    assert not hasattr(result, "notes") or result.notes.fget.__annotations__["return"] == "tuple[str, ...]"
+    notes = getattr(result, "notes", None)
+    assert not isinstance(notes, property) or notes.fget.__annotations__["return"] == "tuple[str, ...]"
 
 
 def test_the_onnx_model_is_the_parameter_model_of_every_public_function():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from htp_export.command.terminal import print_json, show
 from htp_export.files.filesystem import is_special
@@ -19,6 +19,8 @@ from htp_export.results.columns import si
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from htp_export.results.result import Result
 
 __all__ = [
     "FORCE",
@@ -37,12 +39,8 @@ __all__ = [
 ]
 
 
-class _Result(Protocol):
-    def to_dict(self) -> dict[str, Any]: ...
-
-
 def report(
-    result: _Result,
+    result: Result,
     as_json: bool,
     draw: Callable[[], RenderableType] | None = None,
     output: Path | None = None,

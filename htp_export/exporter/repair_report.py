@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -17,6 +17,7 @@ from htp_export.format.torch_scopes import scopes_of
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel, load
+from htp_export.results.result import Result
 
 __all__ = ["Contamination", "contamination"]
 
@@ -25,7 +26,7 @@ _Border = dict[tuple[str, str, bool], int]  # (module, tensor, whether it leaves
 
 
 @dataclass(frozen=True)
-class Contamination:
+class Contamination(Result):
     """The tensors at module boundaries that are no inputs or outputs of the module in PyTorch.
 
     Attributes:
@@ -45,19 +46,15 @@ class Contamination:
         after = collections.Counter(kind for _, _, kind in self.after)
         return {kind: (before[kind], after[kind]) for kind, _ in (before + after).most_common()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data."""
-        return asdict(self)
-
     @property
     def summary(self) -> str:
         """The result in one line."""
         return f"{len(self.before)} contaminated border tensors before repair, {len(self.after)} after"
 
-    def __str__(self) -> str:
-        lines = [self.summary]
-        lines += [f"{before:6} → {after:<6} {kind}" for kind, (before, after) in self.kinds().items()]
-        return "\n".join(lines)
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """How many tensors there were and are, by kind."""
+        return tuple(f"{before:6} → {after:<6} {kind}" for kind, (before, after) in self.kinds().items())
 
 
 def contamination(model: Any) -> Contamination:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol, TypeAlias
+from typing import ClassVar, Literal, NoReturn, Protocol, TypeAlias
 
 import onnx
 import onnx_ir as ir
@@ -27,6 +27,7 @@ from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_scopes import scopes_of
 from htp_export.model.regions import GraphIndex, Region, all_nodes
 from htp_export.results.drawn_levels import drawn_parents
+from htp_export.results.result import Result
 from htp_export.results.tables import html_table, html_tree
 from htp_export.results.tag_facts import TagFacts
 from htp_export.shapes.symbolic import Symbolic
@@ -48,7 +49,7 @@ class _HasModel(Protocol):
     def model(self) -> ir.Model: ...
 
 
-class HoldsModel:
+class HoldsModel(Result):
     """A result of this package that has a model."""
 
     model: ir.Model
@@ -57,6 +58,17 @@ class HoldsModel:
     def tagged(self) -> TaggedModel:
         """The model with its module tree, read once; after changing the graph, ``load(result.model)``."""
         return load(self.model)
+
+
+class TaggedResult(HoldsModel):
+    """A result that also says what its model knows about its module tags."""
+
+    derived: ClassVar[tuple[str, ...]] = ("tags",)
+
+    @cached_property
+    def tags(self) -> TagFacts:
+        """What the model knows about its module tags."""
+        return self.tagged.tag_facts
 
 
 class TaggedModel:

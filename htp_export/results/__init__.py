@@ -1,1 +1,1 @@
-"""What results have in common: columns, tables by module, and what is said of tags."""
+"""What results have in common: one base, columns, tables by module, and what is said of tags."""

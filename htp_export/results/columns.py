@@ -18,7 +18,6 @@ __all__ = [
     "Column",
     "chosen",
     "csv_text",
-    "json_value",
     "names_of",
     "percent",
     "record",
@@ -150,11 +149,6 @@ def sorted_by(rows: Iterable[R], columns: Sequence[Column[R]], name: str | None)
 def record(columns: Iterable[Column[R]], row: R) -> dict[str, Any]:
     """A row as data: name of a column → value."""
     return {column.name: column.data(row) for column in columns}
-
-
-def json_value(value: Any) -> Any:
-    """A value as JSON has it, which knows neither NaN nor infinity."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:

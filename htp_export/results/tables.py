@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from htp_export.errors import InputError
-from htp_export.results.columns import MODULE, Column, names_of, record, text_table
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.results.columns import MODULE, Column, names_of, record
+from htp_export.results.result import Result, Table
 
 __all__ = ["ModuleTable", "data_frame", "html_table", "html_tree"]
 
@@ -22,16 +22,18 @@ _SCROLLED = "max-height:480px;overflow:auto"
 _TREE = f"font-family:monospace;line-height:1.6;text-align:left;{_SCROLLED}"
 
 
-class ModuleTable:
+class ModuleTable(Result):
     """A result with numbers by module.
 
     Attributes:
         columns: All that is known of a module, in the order of JSON, CSV and data frames.
+        details: Attributes of a row that JSON has beside its columns.
         in_notebook: Draws a result as HTML as its command draws it. What draws stands above what is drawn: the face of
             the package puts it here.
     """
 
     columns: ClassVar[Sequence[Column[Any]]] = ()
+    details: ClassVar[tuple[str, ...]] = ()
     in_notebook: ClassVar[Callable[[Any], str | None] | None] = None
 
     @property
@@ -39,11 +41,6 @@ class ModuleTable:
         """Module path → its row."""
         rows: Mapping[str, Any] = vars(self)["modules"]
         return rows
-
-    @property
-    def summary(self) -> str:
-        """What a person needs, in one line."""
-        raise NotImplementedError
 
     @property
     def drawn(self) -> Sequence[Column[Any]]:
@@ -55,14 +52,13 @@ class ModuleTable:
         """The modules that have a line in the table as text."""
         return list(self.by_module.values())
 
-    def tag_lines(self) -> tuple[str, ...]:
-        """What is known about tags, in words, a line each."""
-        facts: TagFacts | Sequence[TagFacts] | None = getattr(self, "tags", None)
-        return tag_lines(*([facts] if facts is None or isinstance(facts, TagFacts) else facts))
+    def module_data(self, row: Any) -> dict[str, Any]:
+        """What JSON has of a module."""
+        return {**record(self.columns, row), **{name: getattr(row, name) for name in self.details}}
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data."""
-        raise NotImplementedError
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has: the modules by their columns."""
+        return {**super().data(), "modules": {path: self.module_data(row) for path, row in self.by_module.items()}}
 
     def to_pandas(self) -> Any:
         """The modules as a ``pandas.DataFrame``: a row for each, and each of `columns` in which one has a value.
@@ -75,9 +71,9 @@ class ModuleTable:
         names = [name for name in names_of(self.columns) if name in known]
         return data_frame(list(records.values()), names, list(records), "module")
 
-    def __str__(self) -> str:
-        table = text_table([MODULE, *self.drawn], self.listed)
-        return "\n".join((*table, self.summary, *getattr(self, "notes", ()), *self.tag_lines()))
+    def table(self) -> Table:
+        """The modules that are listed, in the columns that are drawn."""
+        return [MODULE, *self.drawn], self.listed
 
     def _repr_html_(self) -> str:
         """The table of the command line, for notebooks; the table as text where there is none."""

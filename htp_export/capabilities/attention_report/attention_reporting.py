@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from htp_export.attention.decomposing import attention_as_in, decomposed_attention
@@ -12,7 +12,8 @@ from htp_export.errors import InputError
 from htp_export.exporter.capture.torch_internals import scopes_of
 from htp_export.exporter.exporting import export
 from htp_export.model.tagged import TaggedModel, load
-from htp_export.results.columns import Column, text_table
+from htp_export.results.columns import Column
+from htp_export.results.result import Result, Table
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ class AttentionRow:
 
 
 @dataclass(frozen=True)
-class AttentionReport:
+class AttentionReport(Result):
     """The result of `attention_report`.
 
     Attributes:
@@ -56,12 +57,6 @@ class AttentionReport:
     modules: tuple[str, ...]
     before: Mapping[str, AttentionRow]
     after: Mapping[str, AttentionRow]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON."""
-        exports = {"before": self.before, "after": self.after}
-        rows = {when: {name: asdict(row) for name, row in one.items()} for when, one in exports.items()}
-        return {"modules": list(self.modules), **rows}
 
     @property
     def summary(self) -> str:
@@ -76,9 +71,9 @@ class AttentionReport:
         )
         return f"{len(self.modules)} modules with attention; {'; '.join(counts)}"
 
-    def __str__(self) -> str:
-        rows = [("before", *row) for row in self.before.items()] + [("after", *row) for row in self.after.items()]
-        return "\n".join((*text_table(_COLUMNS, rows), self.summary))
+    def table(self) -> Table:
+        """Each part of both exports."""
+        return _COLUMNS, [(when, *row) for when in ("before", "after") for row in getattr(self, when).items()]
 
 
 _COLUMNS: tuple[Column[tuple[str, str, AttentionRow]], ...] = (

@@ -63,16 +63,6 @@ class Carried(HoldsModel):
     fates: Mapping[str, str]
     contamination: Sequence[tuple[str, str, bool]]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, without the model."""
-        return {
-            "nodes": self.nodes,
-            "kept": self.kept,
-            "recovered": dict(self.recovered),
-            "fates": dict(self.fates),
-            "contamination": [list(entry) for entry in self.contamination],
-        }
-
     @property
     def summary(self) -> str:
         """The result in one line."""

@@ -67,7 +67,7 @@ def render_cost(
 
     table = TreeTable(rows, shown, alike if fold else None, _merged, flat=sort is not None)
     fusing = [Text(_ASSUMED, style="dim")] if set(FUSED[2:]) & set(names_of(shown)) else []
-    lines = (cost.summary, *cost.notes, *cost.tag_lines())
+    lines = (cost.summary, *cost.lines)
     return Group(table, Text(), *(Text(in_commands(line)) for line in lines), *fusing)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from htp_export.capabilities.cost.columns import TREE_COLUMNS
@@ -13,7 +13,7 @@ from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import TaggedModel
-from htp_export.results.columns import Column, chosen, json_value, record
+from htp_export.results.columns import Column, chosen
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 
@@ -58,27 +58,20 @@ class ModuleTree(ModuleTable):
     """
 
     columns = TREE_COLUMNS
+    optional = ("notes",)
 
-    rows: tuple[ModuleRow, ...]
+    rows: tuple[ModuleRow, ...] = field(repr=False)
     tags: TagFacts | None = None
     notes: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """The tree as plain data, for JSON; what is not known of a module is left out.
+    def module_data(self, row: ModuleRow) -> dict[str, Any]:
+        """What is known of a module.
 
         Examples:
             >>> ModuleTree((ModuleRow("", "net.Net", 1, "computed", nodes=3),)).to_dict()["modules"][""]["nodes"]
             3
         """
-        modules = {
-            row.path: {key: json_value(value) for key, value in record(self.columns, row).items() if value is not None}
-            for row in self.rows
-        }
-        return {
-            "modules": modules,
-            "tags": self.tags and self.tags.to_dict(),
-            **({"notes": list(self.notes)} if self.notes else {}),
-        }
+        return {name: value for name, value in super().module_data(row).items() if value is not None}
 
     @property
     def drawn(self) -> Sequence[Column[ModuleRow]]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from htp_export.capabilities.cost.columns import COST_COLUMNS
 from htp_export.model.module_facts import ModuleFacts
-from htp_export.results.columns import Column, chosen, record
+from htp_export.results.columns import Column, chosen
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 
@@ -47,7 +46,7 @@ class NodeCost:
     shapes: tuple[tuple[int, ...] | None, ...]
     activation_bytes: int
     traffic_bytes: int
-    modules: frozenset[str] = frozenset()
+    modules: frozenset[str] = field(default=frozenset(), repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +135,8 @@ class Cost(ModuleTable):
     """
 
     columns = COST_COLUMNS
+    details = ("weight_bytes_by_dtype", "uncounted")
+    derived = ("notes",)
 
     modules: Mapping[str, ModuleCost]
     nodes: tuple[NodeCost, ...]
@@ -144,7 +145,7 @@ class Cost(ModuleTable):
     shared: Mapping[str, tuple[str, ...]]
     dims: Mapping[str, int]
     from_pytorch: bool
-    limits: tuple[str, ...] = ()
+    limits: tuple[str, ...] = field(default=(), repr=False)
     tags: TagFacts | None = None
     assumed: tuple[str, ...] = ()
 
@@ -155,25 +156,6 @@ class Cost(ModuleTable):
             name: Which: ``flops``, ``self_flops``, ``intensity`` or any other number of ``ModuleCost``.
         """
         return {path: float(getattr(module, name)) for path, module in self.modules.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON."""
-        modules = {
-            path: {
-                **record(self.columns, module),
-                "weight_bytes_by_dtype": dict(module.weight_bytes_by_dtype),
-                "uncounted": dict(module.uncounted),
-            }
-            for path, module in self.modules.items()
-        }
-        without_modules = replace(
-            self, modules={}, nodes=tuple(replace(node, modules=frozenset()) for node in self.nodes)
-        )
-        data = {**asdict(without_modules), "modules": modules, "notes": list(self.notes)}
-        del data["limits"]
-        for node in data["nodes"]:
-            del node["modules"]  # the totals of modules say it
-        return data
 
     @property
     def drawn(self) -> Sequence[Column[ModuleCost]]:

@@ -18,8 +18,9 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.structures import Structure, structures
 from htp_export.model.tagged import ModelSource, TaggedModel
-from htp_export.results.columns import MODULE, Column, text_table
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.results.columns import MODULE, Column
+from htp_export.results.result import PlainData, Result, Table
+from htp_export.results.tag_facts import TagFacts
 
 __all__ = ["DIFFERENCE_COLUMNS", "STATUSES", "ModelDifference", "ModuleDifference", "ModuleState", "byte_lines", "diff"]
 
@@ -28,7 +29,7 @@ STATUSES = ("same", "changed", "moved", "added", "removed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleState(ModuleFacts):
+class ModuleState(ModuleFacts, PlainData):
     """A module in one of the files: its facts there, and what it computes.
 
     Attributes:
@@ -44,15 +45,15 @@ class ModuleState(ModuleFacts):
         """What it computes, as a hash."""
         return self.computes.digest
 
-    def to_dict(self) -> dict[str, Any]:
-        """The module as plain data; sizes by element type."""
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has; sizes by element type."""
         listed = ("path", "class_name", "fate", "nodes", "operators", "parameters", "structure")
-        sizes = {"weight_bytes": dict(self.weight_bytes_by_dtype), "shared_bytes": dict(self.shared_bytes_by_dtype)}
+        sizes = {"weight_bytes": self.weight_bytes_by_dtype, "shared_bytes": self.shared_bytes_by_dtype}
         return {**{name: getattr(self, name) for name in listed}, **sizes}
 
 
 @dataclass(frozen=True)
-class ModuleDifference:
+class ModuleDifference(PlainData):
     """One module in both files.
 
     Attributes:
@@ -62,7 +63,9 @@ class ModuleDifference:
         after: The module in the second file; None if it was removed.
     """
 
-    path: str
+    derived = ("moved_from", "nodes", "parameters", "weight_bytes", "shared_bytes", "operators")
+
+    path: str = field(repr=False)
     status: str
     before: ModuleState | None
     after: ModuleState | None
@@ -112,24 +115,13 @@ class ModuleDifference:
         changed = [(op, count) for op, count in change.items() if count]
         return dict(sorted(changed, key=lambda item: (-abs(item[1]), item[0])))
 
-    def to_dict(self) -> dict[str, Any]:
-        """The module as plain data."""
-        return {
-            "status": self.status,
-            "moved_from": self.moved_from,
-            "class": self.simple_class,
-            "nodes": list(self.nodes),
-            "parameters": list(self.parameters),
-            "weight_bytes": {dtype: list(sizes) for dtype, sizes in self.weight_bytes.items()},
-            "shared_bytes": {dtype: list(sizes) for dtype, sizes in self.shared_bytes.items()},
-            "operators": dict(self.operators),
-            "before": self.before and self.before.to_dict(),
-            "after": self.after and self.after.to_dict(),
-        }
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has: all that differs."""
+        return {**super().data(), "class": self.simple_class}
 
 
 @dataclass(frozen=True)
-class ModelDifference:
+class ModelDifference(Result):
     """The result of `diff`.
 
     Attributes:
@@ -138,6 +130,8 @@ class ModelDifference:
         by_module: Whether both files have modules; otherwise there is only the whole model.
         tags: The tags of each file: source, reasons, untagged nodes.
     """
+
+    derived = ("same", "counts")
 
     modules: Mapping[str, ModuleDifference]
     by_module: bool = True
@@ -191,16 +185,6 @@ class ModelDifference:
         rest = module.path[len(above) :]
         return module.moved_from == f"{self.modules[above].moved_from}{rest}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data."""
-        return {
-            "same": self.same,
-            "by_module": self.by_module,
-            "counts": dict(self.counts),
-            "tags": [each.to_dict() for each in self.tags],
-            "modules": {path: module.to_dict() for path, module in self.modules.items()},
-        }
-
     @property
     def summary(self) -> str:
         """How many modules differ, and how."""
@@ -208,9 +192,9 @@ class ModelDifference:
             return f"no difference in {len(self.modules)} modules"
         return f"modules: {', '.join(f'{count} {status}' for status, count in self.counts.items())}"
 
-    def __str__(self) -> str:
-        table = [] if self.same else text_table([MODULE, *DIFFERENCE_COLUMNS], self.topmost())
-        return "\n".join((*table, self.summary, *tag_lines(*self.tags)))
+    def table(self) -> Table | None:
+        """The modules that differ."""
+        return None if self.same else ([MODULE, *DIFFERENCE_COLUMNS], self.topmost())
 
 
 _MOST_OPERATORS = 5

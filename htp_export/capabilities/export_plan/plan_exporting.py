@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from htp_export.files.text_file import write_text
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
 from htp_export.plans.rules import assigned
+from htp_export.results.result import Result
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.calibration_data import Data
@@ -35,7 +36,7 @@ def targets() -> list[str]:
 
 
 @dataclass(frozen=True)
-class PlanFile:
+class PlanFile(Result):
     """The result of `export_plan`.
 
     Attributes:
@@ -47,7 +48,7 @@ class PlanFile:
     """
 
     to: str
-    content: Mapping[str, Any] | str = field(repr=False)
+    content: Mapping[str, Any] | str
     nodes: Mapping[str, int]
     notes: tuple[str, ...] = ()
     file: str | None = None
@@ -64,19 +65,6 @@ class PlanFile:
         """The result in one line."""
         listed = ", ".join(f"{count} nodes {name}" for name, count in self.nodes.items())
         return f"plan for {self.to}: {listed}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON."""
-        return {
-            "to": self.to,
-            "file": self.file,
-            "nodes": dict(self.nodes),
-            "notes": list(self.notes),
-            "content": self.content,
-        }
-
-    def __str__(self) -> str:
-        return "\n".join((self.summary, *self.notes))
 
 
 @names_model_faults("model")

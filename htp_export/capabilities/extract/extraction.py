@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 
@@ -36,7 +35,7 @@ class Extraction(HoldsModel):
         file: The file that was written; None if there is none.
     """
 
-    model: ir.Model
+    model: ir.Model = field(repr=False)
     path: str
     call: int
     inputs: Mapping[str, str]
@@ -45,28 +44,17 @@ class Extraction(HoldsModel):
     outside: tuple[str, ...]
     file: Path | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON; without the model."""
-        return {
-            "path": self.path,
-            "call": self.call,
-            "file": None if self.file is None else str(self.file),
-            "nodes": self.nodes,
-            "inputs": dict(self.inputs),
-            "outputs": dict(self.outputs),
-            "outside": list(self.outside),
-        }
-
     @property
     def summary(self) -> str:
         """The result in one line."""
         where = f" -> {self.file}" if self.file else ""
         return f"{self.path or '(root)'}: {self.nodes} nodes{where}"
 
-    def __str__(self) -> str:
-        ends = [f"  in   {name}: {kind}" for name, kind in self.inputs.items()]
-        ends += [f"  out  {name}: {kind}" for name, kind in self.outputs.items()]
-        return "\n".join((self.summary, *ends))
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The inputs and outputs, a line each."""
+        sides = (("in ", self.inputs), ("out", self.outputs))
+        return tuple(f"  {side}  {name}: {kind}" for side, ends in sides for name, kind in ends.items())
 
 
 @names_model_faults("model")

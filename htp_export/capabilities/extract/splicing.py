@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 
@@ -38,22 +37,12 @@ class Splice(HoldsModel):
         file: The file that was written; None if there is none.
     """
 
-    model: ir.Model
+    model: ir.Model = field(repr=False)
     path: str
     calls: tuple[int, ...]
     nodes_before: int
     nodes_after: int
     file: Path | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON; without the model."""
-        return {
-            "path": self.path,
-            "calls": list(self.calls),
-            "file": None if self.file is None else str(self.file),
-            "nodes_before": self.nodes_before,
-            "nodes_after": self.nodes_after,
-        }
 
     @property
     def summary(self) -> str:
@@ -63,9 +52,6 @@ class Splice(HoldsModel):
         return (
             f"{self.path or '(root)'}: replaced{times}; {self.nodes_before} nodes before, {self.nodes_after} now{where}"
         )
-
-    def __str__(self) -> str:
-        return self.summary
 
 
 @names_model_faults("model", "replacement")

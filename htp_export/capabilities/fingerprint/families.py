@@ -6,8 +6,7 @@ Only mechanisms count: what the graph does to its inputs. Names of models, modul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -20,13 +19,14 @@ from htp_export.editing.flattening import read_flat
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.results.result import Result
+from htp_export.results.tag_facts import TagFacts
 
 __all__ = ["FAMILIES", "Fingerprint", "fingerprint"]
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(Result):
     """The result of `fingerprint`.
 
     Attributes:
@@ -43,19 +43,16 @@ class Fingerprint:
     nodes: int
     tags: TagFacts | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data."""
-        return asdict(self)
-
     @property
     def summary(self) -> str:
         """The result in one line."""
         return self.family
 
-    def __str__(self) -> str:
-        lines = [self.summary, *(f"  {fact}" for fact in self.evidence)]
-        lines += [f"{block.count:5} × {block.name}, {block.nodes} nodes each" for block in self.blocks]  # noqa: RUF001 - "times"
-        return "\n".join((*lines, *tag_lines(self.tags)))
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The evidence, the blocks, and what is known about tags."""
+        blocks = (f"{block.count:5} × {block.name}, {block.nodes} nodes each" for block in self.blocks)  # noqa: RUF001 - "times"
+        return (*(f"  {fact}" for fact in self.evidence), *blocks, *super().lines)
 
 
 def _multimodal(features: GraphFeatures) -> bool:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import onnx_ir as ir
 
 from htp_export.format import tags
-from htp_export.results.columns import Column, text_table
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.results.columns import Column
+from htp_export.results.result import Result, Table
+from htp_export.results.tag_facts import TagFacts
 
 __all__ = ["KINDS", "KIND_COLUMNS", "Finding", "Forensics", "Kind", "node_name", "title_of"]
 
@@ -109,7 +109,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Forensics:
+class Forensics(Result):
     """The result of `forensics`.
 
     Attributes:
@@ -118,6 +118,8 @@ class Forensics:
         tags: The tags of the model: source, reasons, untagged nodes.
         failed: Passes that could not run on this model → the reason; what they would change is unknown.
     """
+
+    derived = ("kinds", "modules")
 
     findings: tuple[Finding, ...]
     nodes: int
@@ -157,25 +159,14 @@ class Forensics:
         count = "1 finding" if len(self.findings) == 1 else f"{len(self.findings)} findings"
         return f"{count} in {self.nodes} nodes, {fixed} of which a pass changes"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data."""
-        return {
-            "nodes": self.nodes,
-            "kinds": dict(self.kinds),
-            "modules": {path: dict(kinds) for path, kinds in self.modules.items()},
-            "findings": [asdict(finding) for finding in self.findings],
-            "failed": dict(self.failed),
-            "tags": self.tags and self.tags.to_dict(),
-        }
-
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines below the table: passes that could not run."""
         return tuple(f"{name} could not run, and is left out: {why}" for name, why in self.failed.items())
 
-    def __str__(self) -> str:
-        table = text_table(KIND_COLUMNS, self.by_kind) if self.findings else []
-        return "\n".join((*table, self.summary, *self.notes, *tag_lines(self.tags)))
+    def table(self) -> Table | None:
+        """The findings by kind."""
+        return (KIND_COLUMNS, self.by_kind) if self.findings else None
 
 
 @dataclass(frozen=True)

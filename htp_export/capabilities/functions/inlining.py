@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -29,18 +29,10 @@ class Inlined(HoldsModel):
         nodes_after: Number of nodes after.
     """
 
-    model: ir.Model
+    model: ir.Model = field(repr=False)
     functions: Mapping[str, int]
     nodes_before: int
     nodes_after: int
-
-    def to_dict(self) -> dict[str, object]:
-        """The result as plain data, for JSON; without the model."""
-        return {
-            "functions": dict(self.functions),
-            "nodes_before": self.nodes_before,
-            "nodes_after": self.nodes_after,
-        }
 
     @property
     def summary(self) -> str:
@@ -49,9 +41,6 @@ class Inlined(HoldsModel):
             return f"there are no functions; {self.nodes_after} nodes"
         calls = sum(self.functions.values())
         return f"{calls} calls of {len(self.functions)} functions inlined: {self.nodes_after} nodes"
-
-    def __str__(self) -> str:
-        return self.summary
 
 
 @names_model_faults("model")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -26,7 +25,8 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import GraphIndex, twins_of
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames
-from htp_export.results.columns import Column, text_table
+from htp_export.results.columns import Column
+from htp_export.results.result import Table
 
 __all__ = ["FUNCTION_COLUMNS", "FunctionRow", "Nested", "functions"]
 
@@ -66,21 +66,11 @@ class Nested(HoldsModel):
             other modules, on a path that leaves the module and returns, or constants that differ between modules.
     """
 
-    model: ir.Model
+    model: ir.Model = field(repr=False)
     modules: Mapping[str, str]
     functions: Mapping[str, FunctionRow]
     skipped: Mapping[str, str]
     outside: Mapping[str, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON; without the model."""
-        functions = {name: {**vars(row), "modules": list(row.modules)} for name, row in self.functions.items()}
-        return {
-            "modules": dict(self.modules),
-            "functions": functions,
-            "skipped": dict(self.skipped),
-            "outside": dict(self.outside),
-        }
 
     @property
     def summary(self) -> str:
@@ -88,8 +78,9 @@ class Nested(HoldsModel):
         left = f"; left flat: {len(self.skipped)} of {len(self.skipped) + len(self.modules)} modules"
         return f"{len(self.functions)} functions of {len(self.modules)} modules{left if self.skipped else ''}"
 
-    def __str__(self) -> str:
-        return "\n".join((*text_table(FUNCTION_COLUMNS, self.functions.items()), self.summary))
+    def table(self) -> Table:
+        """The functions."""
+        return FUNCTION_COLUMNS, self.functions.items()
 
 
 FUNCTION_COLUMNS: tuple[Column[tuple[str, FunctionRow]], ...] = (

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import onnx_ir as ir
 
 from htp_export.model.tagged import HoldsModel
+from htp_export.results.result import PlainData
 
 __all__ = ["Inspected", "Stop", "Way"]
 
@@ -16,7 +17,7 @@ Way: TypeAlias = Literal["onnx", "torch.export", "torch.fx", "dynamo", "parts"]
 
 
 @dataclass(frozen=True)
-class Stop:
+class Stop(PlainData):
     """Where one way to the graph of a model ended.
 
     Attributes:
@@ -39,10 +40,6 @@ class Stop:
         what = "graph break" if self.way == "dynamo" else f"{self.way} stopped"
         return f"{what}{module}{place}: {self.reason}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The stop as plain data, for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Inspected(HoldsModel):
@@ -62,29 +59,31 @@ class Inspected(HoldsModel):
         notes: What else there is to know, as sentences.
     """
 
+    optional = ("failures",)
+
     model: ir.Model = field(repr=False)
     way: Way
     stopped: tuple[Stop, ...] = ()
     breaks: tuple[Stop, ...] = ()
     graphs: Mapping[str, ir.Model] = field(default_factory=dict, repr=False)
     failures: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The way and the stops as plain data, for JSON."""
-        further: dict[str, Any] = {"failures": dict(self.failures)} if self.failures else {}
-        if self.way == "dynamo":
-            further = {"breaks": [stop.to_dict() for stop in self.breaks]}
-        return {"way": self.way, "stopped": [stop.to_dict() for stop in self.stopped], **further}
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has: the way and the stops; breaks where there can be some."""
+        entries = super().data()
+        return entries if self.way == "dynamo" else {k: value for k, value in entries.items() if k != "breaks"}
 
     @property
     def summary(self) -> str:
         """Which way, in one line."""
         return f"graph by {_WORDS[self.way]}"
 
-    def __str__(self) -> str:
-        failed = [f"{path or '(root)'}: {why}" for path, why in self.failures.items()]
-        return "\n".join([self.summary, *map(str, self.stopped), *self.notes, *map(str, self.breaks), *failed])
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Where better ways ended, notes, and what could not be exported."""
+        failed = (f"{path or '(root)'}: {why}" for path, why in self.failures.items())
+        return (*map(str, self.stopped), *self.notes, *map(str, self.breaks), *failed)
 
 
 _WORDS: Mapping[Way, str] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ from htp_export.format.lora import FACTORS, lora_modules, write_lora
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import stored_tensor
-from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
+from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load
 from htp_export.process.progress import counted
-from htp_export.results.tag_facts import TagFacts
+from htp_export.results.result import Result
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.products import Product, changed_when_written, products_of, readers_of
@@ -45,7 +44,7 @@ __all__ = ["FusedLora", "LoraAdapter", "fuse_lora", "lora_adapter"]
 
 
 @dataclass(frozen=True)
-class LoraAdapter:
+class LoraAdapter(Result):
     """The result of `htp_export.lora_adapter`.
 
     Attributes:
@@ -58,10 +57,6 @@ class LoraAdapter:
     ranks: Mapping[str, int]
     arrays: Mapping[str, Any] = field(repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON; without the factors."""
-        return {"file": None if self.file is None else str(self.file), "ranks": dict(self.ranks)}
-
     @property
     def summary(self) -> str:
         """The result in one line."""
@@ -69,12 +64,9 @@ class LoraAdapter:
         where = f" -> {self.file}" if self.file else ""
         return f"{len(self.ranks)} linear layers, rank {', '.join(map(str, ranks))}{where}"
 
-    def __str__(self) -> str:
-        return self.summary
-
 
 @dataclass(frozen=True)
-class FusedLora(HoldsModel):
+class FusedLora(TaggedResult):
     """The result of `htp_export.fuse_lora`.
 
     Attributes:
@@ -85,22 +77,14 @@ class FusedLora(HoldsModel):
     ranks: Mapping[str, int]
     model: ir.Model = field(repr=False, kw_only=True)
 
-    @cached_property
-    def tags(self) -> TagFacts:
-        """What the model knows about its module tags."""
-        return self.tagged.tag_facts
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON; without the model."""
-        return {"ranks": dict(self.ranks), "tags": self.tags.to_dict()}
-
     @property
     def summary(self) -> str:
         """The result in one line."""
         return f"an adapter is added to the weights of {len(self.ranks)} linear layers"
 
-    def __str__(self) -> str:
-        return self.summary
+    def tag_lines(self) -> tuple[str, ...]:
+        """Nothing: the tags are as they were."""
+        return ()
 
 
 @names_model_faults("model")

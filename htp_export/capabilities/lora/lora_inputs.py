@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,13 @@ from htp_export.format.signatures import Signature
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel
 from htp_export.model.tensor_names import Names
+from htp_export.model.regions import all_values
+from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
+from htp_export.model.tensor_names import UsedNames
 from htp_export.plans.rules import modules_within
 from htp_export.process.progress import counted
-from htp_export.results.columns import MODULE, Column, record, text_table
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.results.columns import Column
+from htp_export.results.tables import ModuleTable
 
 __all__ = ["InsertedLora", "LoraLayer", "insert_lora", "scaling_of"]
 
@@ -61,12 +63,12 @@ LORA_COLUMNS: tuple[Column[LoraLayer], ...] = (
     Column("inputs", "inputs"),
     Column("outputs", "outputs"),
     Column("calls", "calls"),
-    Column("names", "model inputs", lambda layer: list(layer.names), text=", ".join, right=False),
+    Column("names", "model inputs", text=", ".join, right=False),
 )
 
 
 @dataclass(frozen=True)
-class InsertedLora(HoldsModel):
+class InsertedLora(TaggedResult, ModuleTable):
     """The result of `htp_export.insert_lora`.
 
     Attributes:
@@ -75,28 +77,21 @@ class InsertedLora(HoldsModel):
         model: The model.
     """
 
-    layers: Mapping[str, LoraLayer]
+    columns = LORA_COLUMNS
+
+    layers: Mapping[str, LoraLayer] = field(repr=False)
     scaling: float
     model: ir.Model = field(repr=False, kw_only=True)
 
-    @cached_property
-    def tags(self) -> TagFacts:
-        """What the model knows about its module tags."""
-        return self.tagged.tag_facts
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON; without the model."""
-        layers = {path: record(LORA_COLUMNS, layer) for path, layer in self.layers.items()}
-        return {"modules": layers, "scaling": self.scaling, "tags": self.tags.to_dict()}
+    @property
+    def by_module(self) -> Mapping[str, LoraLayer]:
+        """Module path → the layer."""
+        return self.layers
 
     @property
     def summary(self) -> str:
         """The result in one line."""
         return f"{len(self.layers)} linear layers take adapters; without one, the model computes what it did before"
-
-    def __str__(self) -> str:
-        rows = list(self.layers.values())
-        return "\n".join((*text_table([MODULE, *LORA_COLUMNS], rows), self.summary, *tag_lines(self.tags)))
 
 
 @names_model_faults("model")

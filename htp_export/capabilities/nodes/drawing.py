@@ -7,7 +7,6 @@ import io
 from typing import TYPE_CHECKING
 
 from htp_export.capabilities.nodes.map_result import DRAWN_COLUMNS, MAP_COLUMNS, MapTable, ModelMap, plain_text
-from htp_export.results.tag_facts import tag_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,7 +26,7 @@ def render_map(mapped: ModelMap, table: MapTable = "nodes") -> RenderableType:
 
     from htp_export.drawing.module_table import flat_table
 
-    lines = (mapped.summary, *mapped.notes, *tag_lines(mapped.tags))
+    lines = (mapped.summary, *mapped.lines)
     return Group(flat_table(DRAWN_COLUMNS[table], mapped.rows(table)), *map(Text, lines))
 
 

@@ -9,9 +9,10 @@ from typing import Any, Literal, TypeAlias
 
 from htp_export.capabilities.nodes.map_rows import MappedInitializer, MappedModule, MappedNode, MappedParameter
 from htp_export.errors import InputError
-from htp_export.results.columns import Column, text_table
+from htp_export.results.columns import Column
+from htp_export.results.result import Result, Table
 from htp_export.results.tables import data_frame, html_table
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.results.tag_facts import TagFacts
 
 __all__ = ["DRAWN_COLUMNS", "MAP_COLUMNS", "MapTable", "ModelMap", "plain_text"]
 
@@ -125,7 +126,7 @@ DRAWN_COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
 
 
 @dataclass(frozen=True)
-class ModelMap:
+class ModelMap(Result):
     """The result of `map`: nodes, modules, parameters and initializers, each with the others that belong to it.
 
     Attributes:
@@ -137,6 +138,8 @@ class ModelMap:
             names begin with the path of a module.
         tags: What is known about the tags of the file.
     """
+
+    derived = ("notes",)
 
     nodes: tuple[MappedNode, ...]
     modules: Mapping[str, MappedModule]
@@ -171,20 +174,6 @@ class ModelMap:
             raise InputError(f"there is no table {table!r}; there are {', '.join(MAP_COLUMNS)}")
         return self.nodes if table == "nodes" else list(attrgetter(table)(self).values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON; nodes stand under their names."""
-        by_name = {
-            table: {name: row.to_dict() for name, row in attrgetter(table)(self).items()}
-            for table in ("modules", "parameters", "initializers")
-        }
-        return {
-            "nodes": [node.to_dict() for node in self.nodes],
-            **by_name,
-            "from_pytorch": self.from_pytorch,
-            "notes": list(self.notes),
-            "tags": self.tags.to_dict(),
-        }
-
     def to_pandas(self, table: MapTable = "nodes") -> Any:
         """A table as a ``pandas.DataFrame``, with a row for each node, module, parameter or initializer.
 
@@ -197,12 +186,11 @@ class ModelMap:
         records = [{column.name: column.data(row) for column in columns} for row in rows]
         return data_frame(records, [column.name for column in columns], [key.data(row) for row in rows], key.title)
 
-    def __str__(self) -> str:
-        table = text_table(DRAWN_COLUMNS["nodes"], self.nodes)
-        return "\n".join((*table, self.summary, *self.notes, *tag_lines(self.tags)))
+    def table(self) -> Table:
+        """The nodes."""
+        return DRAWN_COLUMNS["nodes"], self.nodes
 
     def _repr_html_(self) -> str:
         columns = DRAWN_COLUMNS["nodes"]
         lines = ([column.cell(node) for column in columns] for node in self.nodes)
-        notes = (self.summary, *self.notes, *tag_lines(self.tags))
-        return html_table([column.heading for column in columns], lines, notes)
+        return html_table([column.heading for column in columns], lines, (self.summary, *self.lines))

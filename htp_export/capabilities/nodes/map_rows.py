@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from htp_export.model.source_lines import SourceLine
+from htp_export.results.result import PlainData
 
 __all__ = [
     "InitializerUse",
@@ -57,7 +58,7 @@ class InitializerUse:
 
 
 @dataclass(frozen=True)
-class MappedNode:
+class MappedNode(PlainData):
     """A node.
 
     Attributes:
@@ -72,6 +73,8 @@ class MappedNode:
         inside: The function that it is in, or the node whose branch or loop body it is in; ``""`` for the main graph.
         stack: The lines of Python that it was captured at, the innermost last; empty if the file does not say them.
     """
+
+    derived = ("source",)
 
     name: str
     operator: str
@@ -89,23 +92,19 @@ class MappedNode:
         """The innermost line of Python, ``/path/net.py:7``; ``""`` if it is unknown."""
         return f"{self.stack[-1].file}:{self.stack[-1].line}" if self.stack else ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The node as plain data."""
-        return {
-            **vars(self),
-            "calls": dict(self.calls),
-            "parameters": [asdict(use) for use in self.parameters],
-            "source": self.source,
-            "stack": [line._asdict() for line in self.stack],
-        }
 
+class _WithNodes(PlainData):
+    """What has nodes, which stand under their names in plain data."""
 
-def _names(nodes: tuple[MappedNode, ...]) -> list[str]:
-    return [node.name for node in nodes]
+    nodes: tuple[MappedNode, ...]
+
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has."""
+        return {**super().data(), "nodes": [node.name for node in self.nodes]}
 
 
 @dataclass(frozen=True)
-class MappedModule:
+class MappedModule(_WithNodes):
     """A module.
 
     Attributes:
@@ -124,13 +123,9 @@ class MappedModule:
     nodes: tuple[MappedNode, ...] = ()
     parameters: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """The module as plain data; nodes by their names."""
-        return {**vars(self), "nodes": _names(self.nodes)}
-
 
 @dataclass(frozen=True)
-class MappedParameter:
+class MappedParameter(_WithNodes):
     """A parameter of the PyTorch model.
 
     Attributes:
@@ -149,13 +144,9 @@ class MappedParameter:
     initializers: tuple[InitializerUse, ...] = ()
     nodes: tuple[MappedNode, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """The parameter as plain data; nodes by their names."""
-        return {**vars(self), "initializers": [asdict(use) for use in self.initializers], "nodes": _names(self.nodes)}
-
 
 @dataclass(frozen=True)
-class MappedInitializer:
+class MappedInitializer(_WithNodes):
     """A weight of the file: an initializer, or the value of a ``Constant``.
 
     Attributes:
@@ -171,7 +162,3 @@ class MappedInitializer:
     dtype: str
     parameters: tuple[ParameterUse, ...] = ()
     nodes: tuple[MappedNode, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The weight as plain data; nodes by their names."""
-        return {**vars(self), "parameters": [asdict(use) for use in self.parameters], "nodes": _names(self.nodes)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -12,9 +11,9 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.model.tagged import HoldsModel
+from htp_export.model.tagged import TaggedResult
 from htp_export.results.columns import Column, si, text_table
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.results.result import PlainData, Result, Table
 
 __all__ = ["PASS_COLUMNS", "Change", "Optimized", "OptimizedModels", "PassReport"]
 
@@ -55,7 +54,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class PassReport:
+class PassReport(PlainData):
     """What one pass did, all rounds together.
 
     Attributes:
@@ -70,13 +69,17 @@ class PassReport:
     name: str
     level: str
     seconds: float = 0.0
-    change: Change = Change()
+    change: Change = field(default=Change(), repr=False)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rolled_back: str = ""
 
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has."""
+        return {**super().data(), "seconds": round(self.seconds, 4), **vars(self.change)}
+
 
 @dataclass(frozen=True)
-class Optimized(HoldsModel):
+class Optimized(TaggedResult):
     """The result of `htp_export.optimize`.
 
     Attributes:
@@ -92,15 +95,10 @@ class Optimized(HoldsModel):
 
     nodes_before: int
     nodes_after: int
-    attribution: Mapping[str, Mapping[str, Change]]
+    attribution: Mapping[str, Mapping[str, Change]] = field(repr=False)
     passes: tuple[PassReport, ...]
     max_abs: float | None = None
     model: ir.Model = field(repr=False, kw_only=True)
-
-    @cached_property
-    def tags(self) -> TagFacts:
-        """What the optimised model knows about its module tags."""
-        return self.tagged.tag_facts
 
     @property
     def rolled_back(self) -> dict[str, str]:
@@ -141,26 +139,10 @@ class Optimized(HoldsModel):
                 at[cut] = at.get(cut, Change()) + change
         return by_pass
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the model, as JSON has it."""
-        return {
-            "nodes_before": self.nodes_before,
-            "nodes_after": self.nodes_after,
-            "max_abs": self.max_abs,
-            "tags": self.tags.to_dict(),
-            "passes": [
-                {
-                    "name": report.name,
-                    "level": report.level,
-                    "seconds": round(report.seconds, 4),
-                    **vars(report.change),
-                    "fused": {path: list(others) for path, others in report.fused.items()},
-                    "rolled_back": report.rolled_back,
-                    "modules": {path: vars(change) for path, change in self.attribution.get(report.name, {}).items()},
-                }
-                for report in self.passes
-            ],
-        }
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has: of each pass also what it did to each module."""
+        passes = [{**report.data(), "modules": self.attribution.get(report.name, {})} for report in self.passes]
+        return {**super().data(), "passes": passes}
 
     @property
     def summary(self) -> str:
@@ -168,8 +150,9 @@ class Optimized(HoldsModel):
         text = f"{self.nodes_before} nodes before, {self.nodes_after} after"
         return text if self.max_abs is None else f"{text}; outputs differ by {self.max_abs:.3g} at most"
 
-    def __str__(self) -> str:
-        return "\n".join((*text_table(PASS_COLUMNS, self.passes), self.summary, *tag_lines(self.tags)))
+    def table(self) -> Table:
+        """The passes."""
+        return PASS_COLUMNS, self.passes
 
 
 PASS_COLUMNS: tuple[Column[PassReport], ...] = (
@@ -184,7 +167,7 @@ PASS_COLUMNS: tuple[Column[PassReport], ...] = (
 
 
 @dataclass(frozen=True)
-class OptimizedModels:
+class OptimizedModels(Result):
     """What passes did to several models.
 
     Attributes:
@@ -204,6 +187,8 @@ class OptimizedModels:
         nodes after        3    3    6
     """
 
+    derived = ("total",)
+
     models: Mapping[str, Optimized]
 
     @property
@@ -220,13 +205,6 @@ class OptimizedModels:
         """Pass → what it did to all models together."""
         return {name: sum(changes.values(), Change()) for name, changes in self.attribution.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the models themselves, as JSON has it."""
-        return {
-            "models": {name: result.to_dict() for name, result in self.models.items()},
-            "total": {name: vars(change) for name, change in self.total.items()},
-        }
-
     @property
     def summary(self) -> str:
         """The result in one line."""
@@ -234,7 +212,7 @@ class OptimizedModels:
         nodes = (sum(result.nodes_before for result in results), sum(result.nodes_after for result in results))
         return f"{nodes[0]} nodes before, {nodes[1]} after, in {len(results)} models"
 
-    def table(self) -> tuple[list[Column[list[Any]]], list[list[Any]]]:
+    def table(self) -> Table:
         """Columns and lines: for each pass, the nodes that it saved in each model; then the nodes of each model."""
         lines: list[list[Any]] = []
         for name, total in self.total.items():

@@ -9,7 +9,8 @@ from typing import Any
 
 from htp_export.capabilities.partition.stage_runner import StageRunner
 from htp_export.capabilities.partition.stages import Stage, Tensor
-from htp_export.results.columns import Column, text_table
+from htp_export.results.columns import Column
+from htp_export.results.result import Result, Table
 
 __all__ = ["FORMAT", "VERSION", "Crossing", "Partition"]
 
@@ -35,7 +36,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Result):
     """A model in stages that run one after another.
 
     Attributes:
@@ -120,12 +121,12 @@ class Partition:
             keep_loaded=keep_loaded,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """The manifest, as plain data for JSON; paths are relative to the folder."""
+    def data(self) -> dict[str, Any]:
+        """The manifest; paths are relative to the folder."""
         return {
             FORMAT: VERSION,
             "name": self.name,
-            "versions": dict(self.versions),
+            "versions": self.versions,
             "inputs": [_tensor(name, tensor) for name, tensor in self.inputs.items()],
             "outputs": [
                 {**_tensor(name, self.stages[stage].outputs[made]), "stage": stage, "tensor": made}
@@ -133,13 +134,13 @@ class Partition:
             ],
             "stages": [_stage(stage) for stage in self.stages],
             "crossing": [
-                {**_tensor(each.name, each.tensor), "from": each.made_by, "to": list(each.read_by)}
-                for each in self.crossing
+                {**_tensor(each.name, each.tensor), "from": each.made_by, "to": each.read_by} for each in self.crossing
             ],
-            "files": list(self.files),
+            "files": self.files,
         }
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """The stages."""
         total = sum(stage.parameter_bytes for stage in self.stages) or 1
         columns: list[Column[tuple[int, Stage]]] = [
             Column("stage", "stage", lambda item: item[0]),
@@ -151,12 +152,15 @@ class Partition:
             Column("outputs", "gives", lambda item: len(item[1].outputs)),
             Column("file", "file", lambda item: item[1].file and item[1].file.name, right=False),
         ]
-        lines = text_table(columns, enumerate(self.stages))
-        crossing = [
+        return columns, enumerate(self.stages)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The tensors that cross, a line each."""
+        return tuple(
             f"  {each.name}: {each.tensor}, from stage {each.made_by} to {', '.join(map(str, each.read_by))}"
             for each in self.crossing
-        ]
-        return "\n".join((*lines, self.summary, *crossing))
+        )
 
     @property
     def summary(self) -> str:
@@ -173,16 +177,15 @@ def _shortened(paths: Sequence[str]) -> str:
 def _stage(stage: Stage) -> dict[str, Any]:
     return {
         "file": stage.file.name if stage.file is not None else None,
-        "files": list(stage.files),
-        "modules": list(stage.modules),
+        "files": stage.files,
+        "modules": stage.modules,
         "nodes": stage.nodes,
         "parameter_bytes": stage.parameter_bytes,
         "inputs": [{**_tensor(name, tensor), "stage": stage.sources[name]} for name, tensor in stage.inputs.items()],
         "outputs": [_tensor(name, tensor) for name, tensor in stage.outputs.items()],
-        **({"session_config": dict(stage.session_config)} if stage.session_config else {}),
+        **({"session_config": stage.session_config} if stage.session_config else {}),
     }
 
 
 def _tensor(name: str, tensor: Tensor) -> dict[str, Any]:
-    shape = None if tensor.shape is None else list(tensor.shape)
-    return {"name": name, "type": tensor.type, "shape": shape}
+    return {"name": name, "type": tensor.type, "shape": tensor.shape}

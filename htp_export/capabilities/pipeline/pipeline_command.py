@@ -94,7 +94,6 @@ def _from_source(options: dict[str, Any]) -> dict[str, Any]:
 
 def _show_provenance(file: Path, as_json: bool) -> None:
     """Say how a file was made, and whether it is what was made."""
-    from htp_export.capabilities.pipeline.pipeline_results import provenance_data
     from htp_export.files.model_files import read_model
     from htp_export.format.provenance_notes import read_provenance
     from htp_export.model.content_hash import content_hash
@@ -103,7 +102,7 @@ def _show_provenance(file: Path, as_json: bool) -> None:
     notes = read_provenance(model.metadata_props)
     unchanged = content_hash(model) == notes[-1].output if notes else None
     if as_json:
-        print_json({"file": str(file), "unchanged": unchanged, "provenance": provenance_data(notes)})
+        print_json({"file": str(file), "unchanged": unchanged, "provenance": [note.to_dict() for note in notes]})
         return
     show("\n".join(_lines(notes)) if notes else "no pipeline wrote this file")
     if unchanged is False:

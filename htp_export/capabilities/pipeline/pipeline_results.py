@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import onnx_ir as ir
 
 from htp_export.format.provenance_notes import ProvenanceNote
 from htp_export.model.tagged import HoldsModel
-from htp_export.results.columns import Column, text_table
+from htp_export.results.columns import Column
+from htp_export.results.result import PlainData, Table
 
 __all__ = ["PipelineRun", "StepReport"]
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(PlainData):
     """What became of one step.
 
     Attributes:
@@ -39,19 +39,6 @@ class StepReport:
     bytes: int | None = None
     summary: str = ""
     file: Path | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for JSON."""
-        return {
-            "number": self.number,
-            "name": self.name,
-            "status": self.status,
-            "seconds": self.seconds,
-            "nodes": self.nodes,
-            "bytes": self.bytes,
-            "summary": self.summary,
-            "file": None if self.file is None else str(self.file),
-        }
 
 
 _COLUMNS: tuple[Column[StepReport], ...] = (
@@ -76,6 +63,8 @@ class PipelineRun(HoldsModel):
         same: When the pipeline of a file was repeated: whether its model came out again. None otherwise.
         model: The model; if a check failed, the one that it was given.
     """
+
+    derived = ("ok", "summary")
 
     steps: tuple[StepReport, ...]
     provenance: tuple[ProvenanceNote, ...]
@@ -105,21 +94,6 @@ class PipelineRun(HoldsModel):
         again = {True: "; the same model came out again", False: "; another model came out than before", None: ""}
         return done + again[self.same]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON."""
-        return {
-            "ok": self.ok,
-            "summary": self.summary,
-            "output": None if self.output is None else str(self.output),
-            "same": self.same,
-            "steps": [report.to_dict() for report in self.steps],
-            "provenance": provenance_data(self.provenance),
-        }
-
-    def __str__(self) -> str:
-        return "\n".join((*text_table(_COLUMNS, self.steps), self.summary))
-
-
-def provenance_data(notes: Sequence[ProvenanceNote]) -> list[dict[str, Any]]:
-    """Return provenance as plain data, for JSON."""
-    return [note.to_dict() for note in notes]
+    def table(self) -> Table:
+        """The steps."""
+        return _COLUMNS, self.steps

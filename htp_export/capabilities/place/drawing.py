@@ -40,7 +40,7 @@ def render_placement(
         return tuple(column.cell(module) for column in result.columns)
 
     table = TreeTable(rows, result.columns, alike if fold else None, flat=sort is not None)
-    lines = [result.summary, *result.notes, *result.tag_lines()]
+    lines = [result.summary, *result.lines]
     return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
 
 

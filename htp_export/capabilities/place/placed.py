@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
@@ -15,7 +15,7 @@ from htp_export.format.call_tree import NodeCalls
 from htp_export.format.tags import ancestors
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import HoldsModel, TaggedModel
-from htp_export.results.columns import CLASS_NAME, Column, record, si
+from htp_export.results.columns import CLASS_NAME, Column, si
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 
@@ -80,6 +80,9 @@ _REST: tuple[Column[PlacedModule], ...] = (
 class _ByDevice(ModuleTable):
     """What both results have in common."""
 
+    details = ("by_device",)
+    derived = ("notes",)
+
     crossings: tuple[Crossing, ...]
 
     @property
@@ -101,12 +104,6 @@ class _ByDevice(ModuleTable):
         lines = [f"{count} tensor{'s cross' if count != 1 else ' crosses'} between devices, {known:,} bytes a run:"]
         lines += [f"  {crossing}" for crossing in self.crossings[:_MOST_LINES]]
         return [*lines, f"  and {count - _MOST_LINES} more"] if count > _MOST_LINES else lines
-
-    def _modules_as_data(self) -> dict[str, Any]:
-        rows: Mapping[str, PlacedModule] = self.by_module
-        return {
-            path: {**record(self.columns, module), "by_device": dict(module.by_device)} for path, module in rows.items()
-        }
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ class Placed(_ByDevice, HoldsModel):
     crossings: tuple[Crossing, ...]
     options: Mapping[str, str]
     free: int = 0
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = field(default=(), repr=False)
     tags: TagFacts | None = None
     given: ir.Model | None = field(default=None, repr=False, kw_only=True)
 
@@ -163,18 +160,6 @@ class Placed(_ByDevice, HoldsModel):
         free = [f"{self.free} nodes have no device: ONNX Runtime chooses"] if self.free else []
         options = [f"session option {name}: {value}" for name, value in self.options.items()]
         return (*self._crossing_lines(), *free, *self.remarks, *options)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, without the model."""
-        return {
-            "modules": self._modules_as_data(),
-            "devices": {device: asdict(use) for device, use in self.devices.items()},
-            "crossings": [asdict(crossing) for crossing in self.crossings],
-            "options": dict(self.options),
-            "free": self.free,
-            "notes": list(self.notes),
-            "tags": self.tags and self.tags.to_dict(),
-        }
 
 
 @dataclass(frozen=True)
@@ -220,7 +205,7 @@ class Placement(_ByDevice):
     unattributed: tuple[tuple[str, str, str], ...] = ()
     misplaced: tuple[Misplaced, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = field(default=(), repr=False)
     assumed: tuple[str, ...] = ()
     tags: TagFacts | None = None
 
@@ -239,20 +224,6 @@ class Placement(_ByDevice):
             kinds = ", ".join(sorted({op for _, op, _ in self.unattributed}))
             lines.append(f"{len(self.unattributed)} nodes belong to no known module: {kinds}")
         return (*lines, *self.remarks, *self.assumed)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data."""
-        return {
-            "modules": self._modules_as_data(),
-            "providers": dict(self.providers),
-            "crossings": [asdict(crossing) for crossing in self.crossings],
-            "unattributed": [list(node) for node in self.unattributed],
-            "misplaced": [asdict(node) for node in self.misplaced],
-            "options": dict(self.options),
-            "assumed": list(self.assumed),
-            "notes": list(self.notes),
-            "tags": self.tags and self.tags.to_dict(),
-        }
 
 
 def placed_modules(

@@ -53,7 +53,7 @@ def render_profile(
     alike = _alike if fold else None
     columns = [*chosen(profile.columns, (*_COLUMNS, *profile.drawn_memory)), _MOSTLY]
     table = TreeTable(rows, columns, alike, _merged, flat=sort != "tree")
-    lines = (profile.summary, *profile.notes, *profile.tag_lines())
+    lines = (profile.summary, *profile.lines)
     return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import onnx_ir as ir
 
@@ -45,7 +45,7 @@ class Kernel(Timed):
     """
 
     owners: tuple[str, ...]
-    around: tuple[frozenset[str], ...] = ()
+    around: tuple[frozenset[str], ...] = field(default=(), repr=False)
 
 
 def owned(timed: Timed, works: Iterable[NodeCalls], calls: CallTree) -> Kernel:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from htp_export.capabilities.profile.kernels import Kernel
 from htp_export.capabilities.profile.measured_memory import MeasuredMemory, ModuleMemory
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import TaggedModel
-from htp_export.results.columns import CLASS_NAME, Column, chosen, record
+from htp_export.results.columns import CLASS_NAME, Column, chosen
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 from htp_export.runtime.traces import QUEUED
@@ -108,6 +108,9 @@ class Profile(ModuleTable):
     """
 
     columns = PROFILE_COLUMNS
+    details = ("by_op",)
+    derived = ("notes",)
+    optional = ("memory",)
 
     modules: Mapping[str, ModuleLatency]
     end_to_end_ms: float
@@ -156,21 +159,10 @@ class Profile(ModuleTable):
         """
         return {path: float(getattr(module, field)) for path, module in self.modules.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON; times are in ms."""
-        data = asdict(replace(self, modules={}, memory=None))
-        for kernel in (*data["kernels"], *data["unattributed"]):
-            del kernel["around"]  # the totals of modules say it
-        unmeasured = () if self.memory is not None else _MEMORY
-        columns = [column for column in self.columns if column.name not in unmeasured]
-        data["modules"] = {
-            path: {**record(columns, module), "by_op": dict(module.by_op)} for path, module in self.modules.items()
-        }
-        del data["memory"]
-        if self.memory is not None:
-            data["memory"] = self.memory.to_dict()
-        data["notes"] = list(self.notes)
-        return data
+    def module_data(self, row: ModuleLatency) -> dict[str, Any]:
+        """What JSON has of a module; memory where it was measured."""
+        data = super().module_data(row)
+        return data if self.memory is not None else {k: value for k, value in data.items() if k not in _MEMORY}
 
     @property
     def drawn(self) -> Sequence[Column[ModuleLatency]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from htp_export.capabilities.profile.kernels import modules_around_owners
 from htp_export.model.tagged import TaggedModel
 from htp_export.results.columns import si
+from htp_export.results.result import PlainData
 from htp_export.runtime.inputs import Feed
 from htp_export.runtime.memory_stats import measured_memory
 from htp_export.runtime.sessions import RunnableModel, SessionSettings
@@ -71,7 +71,7 @@ class ModuleMemory:
 
 
 @dataclass(frozen=True)
-class MeasuredMemory:
+class MeasuredMemory(PlainData):
     """What ONNX Runtime allocated in one run.
 
     Attributes:
@@ -82,11 +82,13 @@ class MeasuredMemory:
         modules: Module path → its part.
     """
 
+    derived = ("off",)
+
     kernels: tuple[KernelMemory, ...]
     allocated_bytes: int
     unattributed_bytes: int
     estimated_bytes: int
-    modules: Mapping[str, ModuleMemory]
+    modules: Mapping[str, ModuleMemory] = field(repr=False)
 
     @property
     def off(self) -> list[str]:
@@ -115,11 +117,6 @@ class MeasuredMemory:
         module = self.modules[path]
         allocated, estimated = si(module.self_allocated_bytes, "B"), si(module.self_estimated_bytes, "B")
         return f"{path or '(root)'}: {allocated} allocated, {estimated} estimated"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers of the whole model and of every kernel as plain data."""
-        data = asdict(replace(self, modules={}))
-        return {**{key: value for key, value in data.items() if key != "modules"}, "off": self.off}
 
 
 def memory_by_module(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any
 
 import onnx_ir as ir
@@ -13,11 +12,10 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.module_facts import ModuleFacts
-from htp_export.model.tagged import HoldsModel
-from htp_export.results.columns import CLASS_NAME, Column, chosen, percent, record, si
+from htp_export.model.tagged import TaggedResult
+from htp_export.results.columns import CLASS_NAME, Column, chosen, percent, si
 from htp_export.results.compressed import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule
 from htp_export.results.tables import ModuleTable
-from htp_export.results.tag_facts import TagFacts
 
 __all__ = ["PRUNED_COLUMNS", "Counted", "Pruned", "PrunedModule", "pruned_modules"]
 
@@ -68,7 +66,7 @@ _DRAWN = ("class_name", "sparsity", "weights_before", "weights_after", "zeros_af
 
 
 @dataclass(frozen=True)
-class Pruned(HoldsModel, ModuleTable):
+class Pruned(TaggedResult, ModuleTable):
     """The result of `htp_export.prune`.
 
     Attributes:
@@ -84,6 +82,7 @@ class Pruned(HoldsModel, ModuleTable):
     """
 
     columns = PRUNED_COLUMNS
+    derived = ("notes", "tags")
 
     modules: Mapping[str, PrunedModule]
     plan: Mapping[str, str]
@@ -93,11 +92,6 @@ class Pruned(HoldsModel, ModuleTable):
     whole: Mapping[str, str] = field(default_factory=dict)
     short: Mapping[str, str] = field(default_factory=dict)
     model: ir.Model = field(repr=False, kw_only=True)
-
-    @cached_property
-    def tags(self) -> TagFacts:
-        """What the pruned model knows about its module tags."""
-        return self.tagged.tag_facts
 
     @property
     def drawn(self) -> Sequence[Column[Any]]:
@@ -133,19 +127,6 @@ class Pruned(HoldsModel, ModuleTable):
         if root.zeros_after > root.zeros_before:
             notes.append("zeros take as many bytes as other numbers: files and ONNX Runtime keep weights dense")
         return tuple(notes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON; without the model."""
-        return {
-            "modules": {path: record(self.columns, module) for path, module in self.modules.items()},
-            "plan": dict(self.plan),
-            "removed": list(self.removed),
-            "cut": {name: [list(before), list(after)] for name, (before, after) in self.cut.items()},
-            "ranks": dict(self.ranks),
-            "whole": dict(self.whole),
-            "notes": list(self.notes),
-            "tags": self.tags.to_dict(),
-        }
 
 
 def _changed(name: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str:

@@ -39,7 +39,7 @@ def render_quantized(
         return tuple(column.cell(module) for column in shown)
 
     table = TreeTable(sorted_by(modules, result.columns, sort), shown, alike if fold else None, flat=sort is not None)
-    lines = [result.summary, *result.left_lines, *result.notes, *result.tag_lines()]
+    lines = [result.summary, *result.left_lines, *result.lines]
     return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
 
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.model.tagged import HoldsModel
-from htp_export.results.columns import CLASS_NAME, Column, percent, record, si
+from htp_export.results.columns import CLASS_NAME, Column, percent, si
 from htp_export.results.compressed import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
@@ -60,12 +60,14 @@ class Quantized(ModuleTable, HoldsModel):
     """
 
     columns = QUANTIZED_COLUMNS
+    derived = ("tags",)
+    optional = ("metric_before", "metric_after", "tags")
 
     modules: Mapping[str, QuantizedModule]
     operators: Mapping[str, Mapping[str, int]]
     left: Mapping[str, Mapping[str, int]]
     notes: tuple[str, ...] = ()
-    dry: bool = False
+    dry: bool = field(default=False, repr=False)
     metric_before: float | None = None
     metric_after: float | None = None
     given: ir.Model | None = field(default=None, repr=False, kw_only=True)
@@ -110,15 +112,6 @@ class Quantized(ModuleTable, HoldsModel):
         """The columns of the table as text."""
         return [column for column in self.columns if column.name != "sparsity"]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, without the model."""
-        return {
-            "dry_run": self.dry,
-            "modules": {path: record(self.columns, module) for path, module in self.modules.items()},
-            "operators": {name: dict(kinds) for name, kinds in self.operators.items()},
-            "left": {name: dict(kinds) for name, kinds in self.left.items()},
-            "notes": list(self.notes),
-            **({} if self.metric_before is None else {"metric_before": self.metric_before}),
-            **({} if self.metric_after is None else {"metric_after": self.metric_after}),
-            **({} if isinstance(self.tags, tuple) else {"tags": self.tags.to_dict()}),
-        }
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has."""
+        return {"dry_run": self.dry, **super().data()}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -19,7 +18,8 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.path_names import check_style, check_tags, give_path_names
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
-from htp_export.results.columns import Column, text_table
+from htp_export.results.columns import Column
+from htp_export.results.result import Table
 
 __all__ = ["NAME_COLUMNS", "Named", "names"]
 
@@ -40,22 +40,12 @@ class Named(HoldsModel):
         tensors_total: How many tensors there are.
     """
 
-    model: ir.Model
+    model: ir.Model = field(repr=False)
     style: str
     nodes: Mapping[str, str]
     tensors: Mapping[str, str]
     nodes_total: int
     tensors_total: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON; without the model."""
-        return {
-            "style": self.style,
-            "nodes": dict(self.nodes),
-            "tensors": dict(self.tensors),
-            "nodes_total": self.nodes_total,
-            "tensors_total": self.tensors_total,
-        }
 
     @property
     def summary(self) -> str:
@@ -63,11 +53,11 @@ class Named(HoldsModel):
         nodes = f"{len(self.nodes)} of {self.nodes_total} nodes"
         return f"renamed {nodes} and {len(self.tensors)} of {self.tensors_total} tensors (style {self.style!r})"
 
-    def __str__(self) -> str:
-        listed = list(self.nodes.items())
-        table = text_table(NAME_COLUMNS, listed[:_MOST_LINES]) if listed else []
-        more = [f"… and {len(listed) - _MOST_LINES} more"] if len(listed) > _MOST_LINES else []
-        return "\n".join((*table, *more, self.summary))
+    def table(self) -> Table | None:
+        """The first names that changed."""
+        listed, more = list(self.nodes.items()), len(self.nodes) - _MOST_LINES
+        rows = [*listed[:_MOST_LINES], *([(f"… and {more} more", "")] if more > 0 else [])]
+        return (NAME_COLUMNS, rows) if rows else None
 
 
 NAME_COLUMNS: tuple[Column[tuple[str, str]], ...] = (

@@ -17,7 +17,7 @@ from htp_export.capabilities.search.finished_runs import FinishedRuns, RunStore,
 from htp_export.capabilities.search.output_errors import OutputErrors
 from htp_export.files.slots import slots
 from htp_export.model.tagged import TaggedModel
-from htp_export.results.columns import json_value
+from htp_export.results.result import PlainData
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.metrics import Metric, metric_value, outputs_of
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
@@ -38,7 +38,7 @@ _NOTHING: Pruning = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(PlainData):
     """What was measured of a model.
 
     Attributes:
@@ -61,10 +61,6 @@ class Measurement:
     latency_ms: float | None = None
     metric: float | None = None
     nonzeros: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers as plain data; infinities are words."""
-        return {name: json_value(value) for name, value in vars(self).items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:

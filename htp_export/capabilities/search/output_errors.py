@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
-from htp_export.results.columns import json_value
+from htp_export.results.result import PlainData
 from htp_export.runtime.arrays import Array
 
 __all__ = ["OutputError", "OutputErrors"]
@@ -17,7 +17,7 @@ _PROBABILITY_SLACK = 1e-3
 
 
 @dataclass(frozen=True)
-class OutputError:
+class OutputError(PlainData):
     """The error of the outputs of a model, over all samples.
 
     Attributes:
@@ -33,10 +33,6 @@ class OutputError:
     sqnr_db: float
     cosine: float
     kl: float | None = None
-
-    def to_dict(self) -> dict[str, object]:
-        """The numbers as plain data; infinities are words."""
-        return {name: json_value(value) for name, value in asdict(self).items()}
 
 
 class OutputErrors:

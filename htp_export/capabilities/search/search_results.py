@@ -11,6 +11,9 @@ from htp_export.capabilities.search.fronts import pareto
 from htp_export.errors import InputError, described
 from htp_export.results.columns import Column, json_value, si, text_table
 from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.results.columns import Column, si
+from htp_export.results.result import PlainData, Result, Table
+from htp_export.results.tag_facts import TagFacts
 
 __all__ = ["LARGER_IS_BETTER", "OBJECTIVES", "ORIGINS", "Search", "Trial", "search_from", "trial_columns"]
 
@@ -21,7 +24,7 @@ _KEPT = "fp32"
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(PlainData):
     """One measured plan.
 
     Attributes:
@@ -69,20 +72,9 @@ class Trial:
         plans = {"prune": dict(self.prune), "quantize": {} if kept else dict(self.plan)}
         return [{step: {"plan": plan}} for step, plan in plans.items() if plan]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The trial as plain data."""
-        return {
-            "number": self.number,
-            "origin": self.origin,
-            "values": {name: json_value(value) for name, value in self.values.items()},
-            "plan": dict(self.plan),
-            "prune": dict(self.prune),
-            "measured": dict(self.measured),
-        }
-
 
 @dataclass(frozen=True)
-class Search:
+class Search(Result):
     """The result of `search`.
 
     Attributes:
@@ -96,6 +88,8 @@ class Search:
         notes: Remarks on the data, and on choices that modules cannot have, a line each.
         tags: The tags of the model.
     """
+
+    derived = ("summary", "pareto")
 
     objectives: tuple[str, ...]
     trials: tuple[Trial, ...]
@@ -123,28 +117,9 @@ class Search:
         failed = f", {self.failed} failed" if self.failed else ""
         return f"{len(self.pareto)} of {len(self.trials)} plans are on the front{failed}"
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """Notes, and what is known about tags."""
-        return (*self.notes, *tag_lines(self.tags))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON."""
-        return {
-            "summary": self.summary,
-            "objectives": list(self.objectives),
-            "pareto": [trial.to_dict() for trial in self.pareto],
-            "trials": [trial.to_dict() for trial in self.trials],
-            "failed": self.failed,
-            "modules": {path: list(choices) for path, choices in self.modules.items()},
-            "predicted": [list(point) for point in self.predicted],
-            "exact": self.exact,
-            "notes": list(self.notes),
-            "tags": None if self.tags is None else self.tags.to_dict(),
-        }
-
-    def __str__(self) -> str:
-        return "\n".join((*text_table(trial_columns(self.objectives), self.pareto), self.summary, *self.lines))
+    def table(self) -> Table:
+        """The trials on the front."""
+        return trial_columns(self.objectives), self.pareto
 
 
 def trial_columns(objectives: Sequence[str]) -> list[Column[Trial]]:

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from htp_export.capabilities.search.measuring import Measurement
-from htp_export.results.columns import CLASS_NAME, MODULE, Column, json_value, record, text_table
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.results.columns import CLASS_NAME, MODULE, Column, record
+from htp_export.results.result import PlainData, Result, Table
+from htp_export.results.tag_facts import TagFacts
 
 __all__ = ["SENSITIVITY_COLUMNS", "BlockSensitivity", "ModuleSensitivity", "Sensitivity"]
 
 
 @dataclass(frozen=True)
-class ModuleSensitivity:
+class ModuleSensitivity(PlainData):
     """One module in one precision.
 
     Attributes:
@@ -48,15 +49,10 @@ class ModuleSensitivity:
         """The error of the outputs with this module quantized alone; the estimate if it was not measured."""
         return self.alone.error if self.alone is not None else self.estimate
 
-    def to_dict(self) -> dict[str, Any]:
-        """The row as plain data."""
-        return {
-            **{name: json_value(value) for name, value in record(SENSITIVITY_COLUMNS, self).items()},
-            "alone": None if self.alone is None else self.alone.to_dict(),
-            "all_but": None if self.all_but is None else self.all_but.to_dict(),
-            "by_module": {path: json_value(value) for path, value in self.by_module.items()},
-            "problem": self.problem,
-        }
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has."""
+        details = ("alone", "all_but", "by_module", "problem")
+        return {**record(SENSITIVITY_COLUMNS, self), **{name: getattr(self, name) for name in details}}
 
 
 def _of(measurement: str, name: str) -> Any:
@@ -92,7 +88,7 @@ SENSITIVITY_COLUMNS: tuple[Column[ModuleSensitivity], ...] = (
 
 
 @dataclass(frozen=True)
-class BlockSensitivity:
+class BlockSensitivity(PlainData):
     """Modules at the same place of repeated blocks, in one precision.
 
     Attributes:
@@ -113,13 +109,9 @@ class BlockSensitivity:
     worst_module: str
     modules: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The row as plain data."""
-        return {**vars(self), "mean": json_value(self.mean), "worst": json_value(self.worst)}
-
 
 @dataclass(frozen=True)
-class Sensitivity:
+class Sensitivity(Result):
     """The result of `sensitivity`.
 
     Attributes:
@@ -130,6 +122,8 @@ class Sensitivity:
         notes: Remarks on the data and on modules that were left out, a line each.
         tags: The tags of the model.
     """
+
+    derived = ("summary",)
 
     modules: Mapping[str, Mapping[str, ModuleSensitivity]]
     original: Measurement | None
@@ -153,28 +147,14 @@ class Sensitivity:
         kind = "error" if self.measured else "estimated error"
         return f"largest {kind}: {first.path or '(root)'} in {first.precision}, {_short(first.error or 0.0)}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON."""
-        return {
-            "summary": self.summary,
-            "measured": self.measured,
-            "original": None if self.original is None else self.original.to_dict(),
-            "ranking": [{"module": row.path, "precision": row.precision, "error": row.error} for row in self.ranking],
-            "modules": {
-                path: {name: row.to_dict() for name, row in rows.items()} for path, rows in self.modules.items()
-            },
-            "blocks": [block.to_dict() for block in self.blocks],
-            "notes": list(self.notes),
-            "tags": None if self.tags is None else self.tags.to_dict(),
-        }
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has."""
+        ranking = [{"module": row.path, "precision": row.precision, "error": row.error} for row in self.ranking]
+        return {**super().data(), "ranking": ranking}
 
-    def __str__(self) -> str:
-        return "\n".join((*text_table([MODULE, *drawn_columns(self)], self.ranking), self.summary, *self.lines))
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """Notes, and what is known about tags."""
-        return (*self.notes, *tag_lines(self.tags))
+    def table(self) -> Table:
+        """The ranking."""
+        return [MODULE, *drawn_columns(self)], self.ranking
 
 
 def drawn_columns(result: Sensitivity) -> list[Column[ModuleSensitivity]]:

@@ -44,7 +44,7 @@ def render(comparison: Comparison, *, everything: bool = False) -> RenderableTyp
     groups = groups if everything else groups[:_MOST_ROWS]
     cut = [Text(f"and {more} more modules; --all shows every one", style="dim")] if more else []
     summary = Text(comparison.summary, style="green" if comparison.ok else "bold red")
-    lines = [Text(in_commands(line)) for line in (*comparison.notes, *comparison.tag_lines())]
+    lines = [Text(in_commands(line)) for line in comparison.lines]
     rows = [replace(_worst(group), path=name) for name, group in groups]
     return Group(*([flat_table([MODULE, *comparison.drawn], rows)] if rows else []), *cut, summary, *lines)
 

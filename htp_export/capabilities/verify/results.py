@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from htp_export.format.tags import innermost
-from htp_export.results.columns import CLASS_NAME, Column, chosen, json_value, record
+from htp_export.results.columns import CLASS_NAME, Column, chosen, record
+from htp_export.results.result import PlainData
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts, tag_lines
 from htp_export.runtime.comparing import Difference
@@ -23,7 +24,7 @@ COMPARED = (DIFFERS, INHERITS, NAN, AGREES)
 
 
 @dataclass(frozen=True)
-class TensorResult:
+class TensorResult(PlainData):
     """One input or output of a call of a module.
 
     Attributes:
@@ -32,13 +33,20 @@ class TensorResult:
         difference: The difference from the expected values.
     """
 
+    optional = ("problem", "note")
+
     name: str
     tensor: str
     difference: Difference
 
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has."""
+        numbers = {name: getattr(self.difference, name) for name in (*_NUMBERS, *self.optional)}
+        return {"name": self.name, "tensor": self.tensor, **numbers}
+
 
 @dataclass(frozen=True)
-class CallResult:
+class CallResult(PlainData):
     """One call of a module.
 
     Attributes:
@@ -55,9 +63,14 @@ class CallResult:
     inputs: tuple[TensorResult, ...] = ()
     missing: int = 0
 
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has."""
+        missing = {"missing": self.missing} if self.missing else {}
+        return {"call": self.number, "status": self.status, "outputs": self.outputs, "inputs": self.inputs, **missing}
+
 
 @dataclass(frozen=True)
-class ModuleResult:
+class ModuleResult(PlainData):
     """One module.
 
     Attributes:
@@ -122,16 +135,11 @@ class ModuleResult:
         """The problem of the first output that differs."""
         return next((difference.problem for difference in self.differences if difference.problem), "")
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data."""
-        return {
-            **{
-                name: json_value(value)
-                for name, value in record(COMPARISON_COLUMNS, self).items()
-                if _known(name, value)
-            },
-            "calls": [_call_to_dict(call) for call in self.calls],
-        }
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has: missing numbers are null, and missing texts are left out."""
+        known = record(COMPARISON_COLUMNS, self).items()
+        texts_and_numbers = {name: value for name, value in known if value is not None or name in _NUMBERS}
+        return {**texts_and_numbers, "calls": self.calls}
 
 
 _NUMBERS = ("max_abs", "mean_abs", "max_rel", "mean_rel", "cosine")
@@ -143,26 +151,6 @@ def _largest(values: Iterable[float]) -> float | None:
     if not listed:
         return None
     return next((value for value in listed if math.isnan(value)), max(listed))
-
-
-def _known(name: str, value: Any) -> bool:
-    """Whether JSON has the entry: missing numbers are null, and missing texts are left out."""
-    return value is not None or name in _NUMBERS
-
-
-def _call_to_dict(call: CallResult) -> dict[str, Any]:
-    def tensors(listed: Sequence[TensorResult]) -> list[dict[str, Any]]:
-        rows = []
-        for tensor in listed:
-            numbers: dict[str, Any] = {name: json_value(getattr(tensor.difference, name)) for name in _NUMBERS}
-            remarks = {"problem": tensor.difference.problem, "note": tensor.difference.note}
-            rows.append(
-                {"name": tensor.name, "tensor": tensor.tensor, **numbers, **{k: v for k, v in remarks.items() if v}}
-            )
-        return rows
-
-    entry: dict[str, Any] = {"call": call.number, "status": call.status, "outputs": tensors(call.outputs)}
-    return {**entry, "inputs": tensors(call.inputs), **({"missing": call.missing} if call.missing else {})}
 
 
 def short_number(value: float) -> str:
@@ -214,6 +202,7 @@ class Comparison(ModuleTable):
     """
 
     columns = COMPARISON_COLUMNS
+    derived = ("ok", "summary", "first_wrong")
 
     modules: Mapping[str, ModuleResult]
     wrong: tuple[str, ...] = ()
@@ -303,18 +292,9 @@ class Comparison(ModuleTable):
             return module.problem or module.reason
         return f"max {short_number(largest)}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON: NaN and infinities as text."""
-        return {
-            "ok": self.ok,
-            "summary": self.summary,
-            "first_wrong": self.first_wrong,
-            "wrong": list(self.wrong),
-            "isolated": self.isolated,
-            "assumed": list(self.assumed),
-            "tags": [facts.to_dict() for facts in self.tags],
-            "modules": {path: module.to_dict() for path, module in self.modules.items()},
-        }
+    def module_data(self, row: ModuleResult) -> dict[str, Any]:
+        """What JSON has of a module: its calls, too."""
+        return row.data()
 
     @property
     def drawn(self) -> Sequence[Column[ModuleResult]]:
@@ -368,10 +348,6 @@ class Verification(Comparison):
         wrong = f"owners of {len(self.misplaced)} of {self.parameters} parameters are wrong: {self.misplaced[0]}"
         agree = Comparison(self.modules, self.wrong, self.isolated)
         return f"{agree.summary}; {wrong}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON."""
-        return {**super().to_dict(), "parameters": self.parameters, "misplaced": list(self.misplaced)}
 
     @property
     def notes(self) -> tuple[str, ...]:

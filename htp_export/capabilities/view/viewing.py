@@ -27,6 +27,7 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, load
 from htp_export.results.columns import si
 from htp_export.results.drawn_levels import drawn_parents
+from htp_export.results.result import Result
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,12 +39,12 @@ __all__ = ["View", "inventory_of", "page_of", "read_results", "view"]
 
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
 
-Result = object
+Numbers = object
 """Numbers by module: what ``profile`` or ``quantize`` returns, for example, or a JSON file that its command wrote."""
 
 
 @dataclass(frozen=True)
-class View:
+class View(Result):
     """The result of `view`: an HTML page. A notebook displays it.
 
     Attributes:
@@ -77,10 +78,12 @@ class View:
         where = str(self.path) if self.path else "a page in memory"
         return f"{where}: {self.modules} modules, {self.nodes} nodes, {si(len(self.html), 'B')}"
 
-    def __str__(self) -> str:
-        lines = [self.summary, *([f"without the graph: {self.missing}"] if self.missing else [])]
-        lines += map(str, self.stopped)
-        return "\n".join([*lines, *(f"{path or '(root)'}: {why}" for path, why in self.failures.items())])
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Why parts are missing, a line each."""
+        missing = [f"without the graph: {self.missing}"] if self.missing else []
+        failed = (f"{path or '(root)'}: {why}" for path, why in self.failures.items())
+        return (*missing, *map(str, self.stopped), *failed)
 
 
 @overload
@@ -88,7 +91,7 @@ def view(
     model: ModelSource,
     output: str | os.PathLike[str] | None = None,
     *,
-    results: Sequence[Result] = (),
+    results: Sequence[Numbers] = (),
     graph: bool = True,
     weights: bool = False,
 ) -> View: ...
@@ -101,7 +104,7 @@ def view(
     output: str | os.PathLike[str] | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
-    results: Sequence[Result] = (),
+    results: Sequence[Numbers] = (),
     graph: bool = True,
     weights: bool = False,
 ) -> View: ...
@@ -113,7 +116,7 @@ def view(
     args: Any = None,
     output: str | os.PathLike[str] | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    results: Sequence[Result] = (),
+    results: Sequence[Numbers] = (),
     graph: bool = True,
     weights: bool = False,
 ) -> View:
@@ -222,7 +225,7 @@ def _name_of(model: ModelSource) -> str:
     return Path(model).name if isinstance(model, str | os.PathLike) else ""
 
 
-def read_results(results: Sequence[Result]) -> list[Measure]:
+def read_results(results: Sequence[Numbers]) -> list[Measure]:
     """The numbers by module in results, and in files of them. Of several with one key, the first one keeps it.
 
     Raises:
@@ -251,7 +254,7 @@ class _Opened:
     search: Search | None = None
 
     @classmethod
-    def of(cls, result: Result) -> _Opened:
+    def of(cls, result: Numbers) -> _Opened:
         from htp_export.capabilities.search.search_results import Search, search_from
 
         if not isinstance(result, str | os.PathLike):

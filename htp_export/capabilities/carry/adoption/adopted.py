@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import onnx_ir as ir
 
@@ -25,7 +24,7 @@ class AdoptedModule:
         fate: Its fate in the file; see ``docs/format.md``.
     """
 
-    path: str
+    path: str = field(repr=False)
     class_name: str
     nodes: int
     unknown: int
@@ -51,33 +50,14 @@ class Adopted(HoldsModel):
     nodes: int
     recovered: Mapping[str, int]
     unknown: Sequence[str]
-    modules: Mapping[str, AdoptedModule] = field(repr=False)
-    contamination: Sequence[tuple[str, str, bool]] = field(repr=False)
+    modules: Mapping[str, AdoptedModule]
+    contamination: Sequence[tuple[str, str, bool]]
     not_compared: str = ""
 
     @property
     def share_known(self) -> float:
         """The share of nodes whose owners are known; 1 for a file without nodes."""
         return 1 - len(self.unknown) / self.nodes if self.nodes else 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, without the model."""
-        return {
-            "nodes": self.nodes,
-            "recovered": dict(self.recovered),
-            "unknown": list(self.unknown),
-            "modules": {
-                path: {
-                    "class_name": module.class_name,
-                    "nodes": module.nodes,
-                    "unknown": module.unknown,
-                    "fate": module.fate,
-                }
-                for path, module in self.modules.items()
-            },
-            "contamination": [list(entry) for entry in self.contamination],
-            "not_compared": self.not_compared,
-        }
 
     @property
     def summary(self) -> str:

@@ -1,0 +1,120 @@
+"""What public functions return: fields and a summary are declared; JSON, text and a short name follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike, fspath
+from typing import Any, ClassVar
+
+from htp_export.results.columns import Column, text_table
+from htp_export.results.tag_facts import TagFacts, tag_lines
+
+__all__ = ["PlainData", "Result", "Table", "plain"]
+
+Table = tuple[Sequence[Column[Any]], Iterable[Any]]
+"""The columns of a table, and its rows."""
+
+
+class PlainData:
+    """A dataclass as plain data: its fields, without those that are hidden with ``repr=False``.
+
+    Attributes:
+        derived: Properties that stand beside the fields.
+        optional: Names that are left out where there is nothing to say: None, or empty.
+    """
+
+    derived: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[tuple[str, ...]] = ()
+
+    def data(self) -> dict[str, Any]:
+        """What `to_dict` has: name → value."""
+        return {name: getattr(self, name) for name in (*_shown(self), *self.derived)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, for JSON; without models."""
+        entries = {name: plain(value) for name, value in self.data().items()}
+        return {name: value for name, value in entries.items() if name not in self.optional or value not in _NOTHING}
+
+
+class Result(PlainData):
+    """The base of the dataclasses that public functions return.
+
+    Lines of text stand in this order: the `table`, the summary, and `lines`.
+
+    Examples:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Counted(Result):
+        ...     nodes: int
+        ...     worst: float
+        ...     @property
+        ...     def summary(self) -> str:
+        ...         return f"{self.nodes} nodes"
+        >>> result = Counted(3, math.nan)
+        >>> print(result, result.to_dict(), repr(result))
+        3 nodes {'nodes': 3, 'worst': 'nan'} Counted: 3 nodes
+    """
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Keep the short ``repr``: ``dataclass`` writes one of its own where the class has none itself."""
+        super().__init_subclass__(**settings)
+        cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    @property
+    def summary(self) -> str:
+        """What a person needs, in one line."""
+        raise NotImplementedError
+
+    def table(self) -> Table | None:
+        """The table above the summary, if there is one."""
+        return None
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Lines below the summary: notes, and what is known about tags."""
+        return (*getattr(self, "notes", ()), *self.tag_lines())
+
+    def tag_lines(self) -> tuple[str, ...]:
+        """What is known about tags, in words, a line each."""
+        facts: TagFacts | Sequence[TagFacts] | None = getattr(self, "tags", None)
+        return tag_lines(*([facts] if facts is None or isinstance(facts, TagFacts) else facts))
+
+    def __str__(self) -> str:
+        table = self.table()
+        return "\n".join((*(text_table(*table) if table else ()), self.summary, *self.lines))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: {self.summary}"
+
+
+_NOTHING: tuple[Any, ...] = (None, [], {}, "")
+
+
+def _shown(value: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(value) if field.repr]
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: dataclasses and paths as plain data, and words for NaN and infinity.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> plain({"file": Path("a"), "sizes": (1, math.inf), "names": frozenset({"b"})})
+        {'file': 'a', 'sizes': [1, 'inf'], 'names': ['b']}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: plain(held) for key, held in value.items()}
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, list | tuple):
+        return [plain(held) for held in value]
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if dataclasses.is_dataclass(value):
+        return {name: plain(getattr(value, name)) for name in _shown(value)}
+    return fspath(value) if isinstance(value, PathLike) else value
