@@ -11,14 +11,14 @@ from htp_export.capabilities.partition.stage_runner import StageRunner
 from htp_export.capabilities.partition.stages import Stage, Tensor
 from htp_export.results.columns import Column, text_table
 
-__all__ = ["FORMAT", "VERSION", "Crossing", "Partition"]
+__all__ = ["FORMAT", "VERSION", "Partition", "PassedTensor"]
 
 FORMAT = "htp.partition"
 VERSION = "1"
 
 
 @dataclass(frozen=True)
-class Crossing:
+class PassedTensor:
     """A tensor that one stage computes and others read.
 
     Attributes:
@@ -57,7 +57,7 @@ class Partition:
     files: tuple[str, ...] = ()
 
     @property
-    def crossing(self) -> tuple[Crossing, ...]:
+    def crossing(self) -> tuple[PassedTensor, ...]:
         """The tensors that cross from stage to stage, in the order in which they are computed."""
         read: dict[tuple[int, str], list[int]] = {}
         for number, stage in enumerate(self.stages):
@@ -65,7 +65,7 @@ class Partition:
                 if source is not None:
                     read.setdefault((source, name), []).append(number)
         return tuple(
-            Crossing(name, tensor, number, tuple(read[number, name]))
+            PassedTensor(name, tensor, number, tuple(read[number, name]))
             for number, stage in enumerate(self.stages)
             for name, tensor in stage.outputs.items()
             if (number, name) in read

@@ -1,4 +1,4 @@
-"""From places in the chain of modules to the parts of a graph that run one after another."""
+"""From places in the chain of modules to the parts of a graph that run one after another, and models of these."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from htp_export.capabilities.partition.chain import Chain
-from htp_export.capabilities.partition.constants import Constants, weight_bytes
 from htp_export.errors import InputError
-from htp_export.model.cut_models import output_name
+from htp_export.format import tags
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.model.cut_models import cut_graph, model_around, narrow_owners, output_name, write_part_metadata
 from htp_export.model.cutting import Cut, Cutter
-from htp_export.model.tagged import TaggedModel
+from htp_export.model.parts import Constants, weight_bytes
+from htp_export.model.tagged import TaggedModel, all_nodes
 
-__all__ = ["StageCut", "stage_cuts"]
+__all__ = ["StageCut", "stage_cuts", "stage_model"]
 
 
 @dataclass(frozen=True)
@@ -138,3 +140,27 @@ def _whole_modules(tagged: TaggedModel, chain: Chain, homes: _Homes) -> dict[int
         if parent is None or parent not in whole:
             found[whole[path]].append(path)
     return {stage: tuple(paths) for stage, paths in found.items()}
+
+
+def stage_model(tagged: TaggedModel, stage: StageCut) -> ir.Model:
+    """A stand-alone model of a stage; it shares the tensors of its weights with the whole model.
+
+    Its module tree has the modules that have nodes in it, what lies below those that are whole, and what lies above.
+    What PyTorch gave to modules and got back is kept for the whole ones.
+
+    Args:
+        tagged: The model that was cut.
+        stage: The stage.
+    """
+    graph, _ = cut_graph(tagged, stage.part)
+    model = model_around(tagged, graph)
+    tree = tagged.hierarchy
+    modules = frozenset(stage.modules)
+    whole = {path for path in tree if any(up in modules for up in tags.ancestors(path))}
+    first = {owners[0] for node in all_nodes(model) if (owners := tagged.owners_of(node))}
+    inside = whole | first | tags.all_above(first) | {""}
+    narrow_owners(tagged, model, inside.__contains__, "")
+    stage_tree = Hierarchy(tree[path] for path in tree if path in inside)
+    signatures = {path: calls for path, calls in tagged.signatures.items() if path in whole}
+    write_part_metadata(tagged, model, stage_tree, tagged.calls.among(stage_tree), signatures, inside.__contains__)
+    return model

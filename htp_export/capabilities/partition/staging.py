@@ -8,18 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from htp_export.capabilities.partition.balancing import balanced_cuts
+from htp_export.capabilities.partition.balancing import Balance, balanced_cuts, weigh
 from htp_export.capabilities.partition.chain import Border, Chain
-from htp_export.capabilities.partition.constants import Constants
 from htp_export.capabilities.partition.partitions import Partition
-from htp_export.capabilities.partition.stage_cuts import StageCut, stage_cuts
+from htp_export.capabilities.partition.stage_cuts import StageCut, stage_cuts, stage_model
 from htp_export.capabilities.partition.stage_folder import check_folder, write_folder
-from htp_export.capabilities.partition.stage_models import stage_model
 from htp_export.capabilities.partition.stages import Stage, Tensor
-from htp_export.capabilities.partition.weighing import Balance, weigh
 from htp_export.errors import InputError, UnknownModuleError
 from htp_export.model.cutting import Cutter
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.parts import Constants
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.runtime.crashes import safe_entries
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.place.crossings import edges
-from htp_export.capabilities.place.filling import OUTSIDE, Item, Tensor, fill
+from htp_export.capabilities.place.filling import Item, fill
 from htp_export.errors import InputError
 from htp_export.model.cutting import Cutter
 from htp_export.model.groups import connected
+from htp_export.model.parts import Flow, flows
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.deciders import parts_of
 from htp_export.results.columns import si
@@ -181,22 +181,8 @@ def _below(tagged: TaggedModel, path: str, nodes: Iterable[ir.Node]) -> Mapping[
     return below
 
 
-def _tensors(tagged: TaggedModel, parts: Sequence[_Part]) -> list[Tensor]:
+def _tensors(tagged: TaggedModel, parts: Sequence[_Part]) -> list[Flow]:
     """What parts give each other and the rest, without constants and sizes, which cost nothing."""
     part_of = {node: number for number, part in enumerate(parts) for node in part.nodes}
     cutter = Cutter(tagged)
-    producers: dict[ir.Value, int] = {}
-    consumers: defaultdict[ir.Value, set[int]] = defaultdict(set)
-
-    def place(node: ir.Node | None) -> int:
-        return (
-            OUTSIDE
-            if node is None
-            else next((part_of[up] for up in tagged.index.scopes(node) if up in part_of), OUTSIDE)
-        )
-
-    for value, maker, reader in edges(tagged.model):
-        if not (cutter.is_free(value) or cutter.is_size(value)):
-            producers[value] = place(maker)
-            consumers[value].add(place(reader))
-    return [Tensor(producers[value], frozenset(readers)) for value, readers in consumers.items()]
+    return list(flows(tagged, part_of, lambda value: not (cutter.is_free(value) or cutter.is_size(value))))
