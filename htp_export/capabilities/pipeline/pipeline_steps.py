@@ -139,7 +139,10 @@ _TOOLS = "capabilities.carry.adapters"
 # A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
 STEPS: dict[str, StepKind] = {
     "optimize": StepKind(
-        "capabilities.optimize.optimizing", "optimize", packages=("onnxscript",), checks=("capabilities.optimize.registry:choose",)
+        "capabilities.optimize.optimizing",
+        "optimize",
+        packages=("onnxscript",),
+        checks=("capabilities.optimize.registry:choose",),
     ),
     "quantize": StepKind(
         "capabilities.quantize.quantizing",
