@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
+from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.cutting import Cutter
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["OUTSIDE", "Constants", "Flow", "flows", "weight_bytes"]
-
-OUTSIDE = -1
-"""In place of the number of a part: the caller of the model, and nodes that are in no part."""
+__all__ = ["Constants", "PartTensor", "part_tensors", "weight_bytes"]
 
 _FEW_BYTES = 256
 """Vectors of whole numbers up to this size are shapes, axes and permutations."""
@@ -86,7 +84,7 @@ def _holds_weight(node: ir.Node) -> bool:
     return value is not None and value.type == ir.AttributeType.TENSOR and not _is_few(value.as_tensor())
 
 
-class Flow(NamedTuple):
+class PartTensor(NamedTuple):
     """A tensor that parts of a main graph make and read.
 
     Attributes:
@@ -100,7 +98,9 @@ class Flow(NamedTuple):
     value: ir.Value | None = None
 
 
-def flows(tagged: TaggedModel, part_of: Mapping[ir.Node, int], counts: Callable[[ir.Value], bool]) -> Iterator[Flow]:
+def part_tensors(
+    tagged: TaggedModel, part_of: Mapping[ir.Node, int], counts: Callable[[ir.Value], bool]
+) -> Iterator[PartTensor]:
     """The tensors that nodes of the main graph read, in their subgraphs too, and those that it returns.
 
     Args:
@@ -117,4 +117,4 @@ def flows(tagged: TaggedModel, part_of: Mapping[ir.Node, int], counts: Callable[
     for value, parts in consumers.items():
         if counts(value):
             producer = value.producer()
-            yield Flow(OUTSIDE if producer is None else part_of.get(producer, OUTSIDE), frozenset(parts), value)
+            yield PartTensor(OUTSIDE if producer is None else part_of.get(producer, OUTSIDE), frozenset(parts), value)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from htp_export.model.groups import Groups
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.optimize.merging import Difference
+    from htp_export.capabilities.optimize.merging import PassDifference
 
 __all__ = ["EqualConstants", "Rewrite", "equal_constants", "rewrites"]
 
@@ -39,7 +39,7 @@ class Rewrite:
         return frozenset(node.op_type for node in self.removed)
 
 
-def rewrites(difference: Difference, *, one_by_one: bool = False) -> Iterator[Rewrite]:
+def rewrites(difference: PassDifference, *, one_by_one: bool = False) -> Iterator[Rewrite]:
     """The rewrites of one run of a pass.
 
     A rewrite is what lies between a value and the equal value that replaced it. Those that share a node are one.
@@ -93,7 +93,7 @@ class EqualConstants:
     readers: tuple[ir.Node, ...]
 
 
-def equal_constants(difference: Difference) -> Iterator[EqualConstants]:
+def equal_constants(difference: PassDifference) -> Iterator[EqualConstants]:
     """Constants that were replaced by an equal one in one run of a pass."""
     merged: defaultdict[ir.Value, list[ir.Value]] = defaultdict(list)
     for old, new in difference.equal.items():

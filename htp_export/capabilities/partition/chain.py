@@ -9,8 +9,9 @@ from functools import cached_property
 
 import onnx_ir as ir
 
+from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.cutting import Cutter
-from htp_export.model.parts import OUTSIDE, Constants, flows
+from htp_export.model.parts import Constants, part_tensors
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["Border", "Chain"]
@@ -197,7 +198,7 @@ class Chain:
     def _crossing(self) -> list[int]:
         """For each place, how many tensors cross it, without sizes: these are computed on either side."""
         steps = [0] * (len(self.units) + 1)
-        for flow in flows(self._tagged, self.places, self._is_sent):
+        for flow in part_tensors(self._tagged, self.places, self._is_sent):
             read = flow.consumers - {OUTSIDE}
             made = flow.producer if flow.value is None else self.weight_places.get(flow.value, flow.producer)
             if read and made < max(read):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.capabilities.partition.stage_runner import StageRunner
-from htp_export.capabilities.partition.stages import Stage, Tensor
+from htp_export.capabilities.partition.stages import Stage, StageTensor
 from htp_export.results.columns import Column, text_table
 
 __all__ = ["FORMAT", "VERSION", "Partition", "PassedTensor"]
@@ -29,7 +29,7 @@ class PassedTensor:
     """
 
     name: str
-    tensor: Tensor
+    tensor: StageTensor
     made_by: int
     read_by: tuple[int, ...]
 
@@ -50,7 +50,7 @@ class Partition:
 
     name: str
     stages: tuple[Stage, ...]
-    inputs: Mapping[str, Tensor]
+    inputs: Mapping[str, StageTensor]
     outputs: Mapping[str, tuple[int, str]]
     versions: Mapping[str, Any]
     folder: Path | None = None
@@ -183,6 +183,6 @@ def _stage(stage: Stage) -> dict[str, Any]:
     }
 
 
-def _tensor(name: str, tensor: Tensor) -> dict[str, Any]:
+def _tensor(name: str, tensor: StageTensor) -> dict[str, Any]:
     shape = None if tensor.shape is None else list(tensor.shape)
     return {"name": name, "type": tensor.type, "shape": shape}

@@ -21,7 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from htp_export.model.parts import OUTSIDE, Flow
+from htp_export.model.boundaries import OUTSIDE
+from htp_export.model.parts import PartTensor
 
 __all__ = ["Item", "fill"]
 
@@ -59,7 +60,7 @@ _Sides: TypeAlias = tuple[tuple[int, str], ...]
 """For each tensor and shared weight that is still used: its number, and what of it is known."""
 
 
-def fill(items: Sequence[Item], tensors: Iterable[Flow], memory: int, slack: float = 0.1) -> list[int]:
+def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slack: float = 0.1) -> list[int]:
     """Choose the items that go to the device.
 
     First the most work is found that fits. Then, of all choices with at least ``1 - slack`` of that work, the one with
@@ -76,7 +77,7 @@ def fill(items: Sequence[Item], tensors: Iterable[Flow], memory: int, slack: flo
 
     Examples:
         >>> items = [Item({k: 10}, peak=5, work=1) for k in range(4)]
-        >>> chain = [Flow(k - 1, frozenset([k])) for k in range(4)] + [Flow(3, frozenset([OUTSIDE]))]
+        >>> chain = [PartTensor(k - 1, frozenset([k])) for k in range(4)] + [PartTensor(3, frozenset([OUTSIDE]))]
         >>> fill(items, chain, 25), fill(items, chain, 14)
         ([0, 1], [])
     """
@@ -132,7 +133,7 @@ class _Net(NamedTuple):
         return (self.consumers | {self.producer}) - {OUTSIDE}
 
 
-def _merged(tensors: Iterable[Flow]) -> list[_Net]:
+def _merged(tensors: Iterable[PartTensor]) -> list[_Net]:
     count = Counter((tensor.producer, tensor.consumers - {tensor.producer}) for tensor in tensors)
     return [_Net(*key, count[key]) for key in count if key[1]]
 

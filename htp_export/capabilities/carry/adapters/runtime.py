@@ -11,7 +11,7 @@ from htp_export.capabilities.carry.adapting import adapted, library
 from htp_export.capabilities.carry.carrying import Carried
 from htp_export.errors import InputError
 from htp_export.model.tagged import ModelSource
-from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings
+from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings
 
 __all__ = ["onnxruntime", "onnxruntime_transformers"]
 
@@ -58,7 +58,7 @@ def onnxruntime(
 
     def optimize(source: Path, target: Path) -> None:
         chosen = getattr(tool.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
-        changes = Changes({"graph_optimization_level": chosen, "optimized_model_filepath": os.fspath(target)})
+        changes = OptionChanges({"graph_optimization_level": chosen, "optimized_model_filepath": os.fspath(target)})
         Session(RunnableModel(source, "onnxruntime: the model"), settings, changes)
 
     return adapted("onnxruntime", optimize, model, output)
