@@ -17,7 +17,7 @@ from onnxruntime.quantization import quantize_dynamic
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.cost.execution import Step
+from htp_export.capabilities.cost.execution import RunStep
 from htp_export.capabilities.cost.result import Cost
 from htp_export.errors import InputError
 from htp_export.format.hierarchy import ModuleInfo
@@ -194,7 +194,7 @@ def test_formulas_of_the_caller_count_what_has_none_and_go_before_the_others() -
     nodes[4].op_type, nodes[4].domain = "Mystery", "my.own"
     before = htp_export.cost(made).modules[""]
 
-    def mystery(step: Step) -> htp_export.Work:
+    def mystery(step: RunStep) -> htp_export.Work:
         return htp_export.Work(macs=1000, other=math.prod(step.shape(0)))
 
     report = htp_export.cost(made, formulas={("my.own", "Mystery"): mystery})

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from htp_export.capabilities.carry.graph_summary import summarize
-from htp_export.capabilities.optimize.merging import Difference, Snapshot
+from htp_export.capabilities.optimize.merging import PassDifference, Snapshot
 from htp_export.model.dependence import dependence, input_dependent_values
 from htp_export.model.regions import all_nodes
 from tests.handmade import branching
@@ -99,7 +99,7 @@ def test_carry_and_passes_see_the_same_dependence_as_files(text: str) -> None:
     live = {value.name for value, is_live in zip(summary.values, summary.live, strict=True) if is_live}
     assert live == dependent(text)
     snapshot = Snapshot(model)
-    assert {str(value.name) for value in Difference.between(snapshot, snapshot).live_values} == dependent(text)
+    assert {str(value.name) for value in PassDifference.between(snapshot, snapshot).live_values} == dependent(text)
 
 
 def test_what_a_branch_gives_back_from_outside_goes_into_what_its_node_makes() -> None:

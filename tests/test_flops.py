@@ -7,21 +7,21 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from htp_export.capabilities.cost.execution import Step, Tensor
+from htp_export.capabilities.cost.execution import RunStep, Tensor
 from htp_export.capabilities.cost.flops import all_formulas, work_of
 
 Shape = tuple[int, ...] | None
 
 
-def step(op: str, inputs: list[Shape], *outputs: Shape, domain: str = "", **attributes: Any) -> Step:
+def step(op: str, inputs: list[Shape], *outputs: Shape, domain: str = "", **attributes: Any) -> RunStep:
     """A node with inputs and outputs of these shapes; an input that is left out is None."""
     made = ir.node(op, [], attributes=attributes, domain=domain)
     given = tuple(None if shape is None else Tensor("", ir.DataType.FLOAT, shape) for shape in inputs)
     results = tuple(Tensor("", ir.DataType.FLOAT, shape) for shape in outputs)
-    return Step(made, (), given, results, made.attributes)
+    return RunStep(made, (), given, results, made.attributes)
 
 
-def contrib(op: str, inputs: list[Shape], *outputs: Shape, **attributes: Any) -> Step:
+def contrib(op: str, inputs: list[Shape], *outputs: Shape, **attributes: Any) -> RunStep:
     return step(op, inputs, *outputs, domain="com.microsoft", **attributes)
 
 
@@ -203,7 +203,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(("node", "macs", "other"), [*PRODUCTS.values(), *ATTENTION.values(), *OTHERS.values()],
                          ids=[*PRODUCTS, *ATTENTION, *OTHERS])  # fmt: skip
-def test_work_is_what_a_hand_works_out(node: Step, macs: int, other: int) -> None:
+def test_work_is_what_a_hand_works_out(node: RunStep, macs: int, other: int) -> None:
     found = work_of(node)
     assert found is not None
     assert (found.macs, found.other) == (macs, other)
@@ -232,7 +232,7 @@ def test_work_is_what_a_hand_works_out(node: Step, macs: int, other: int) -> Non
         "no heads, contrib",
     ],
 )
-def test_what_cannot_be_counted_is_none_and_not_zero(node: Step) -> None:
+def test_what_cannot_be_counted_is_none_and_not_zero(node: RunStep) -> None:
     assert work_of(node) is None
 
 

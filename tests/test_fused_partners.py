@@ -17,7 +17,7 @@ from htp_export.capabilities.optimize.fates import SignatureEvidence
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Fate, Hierarchy, ModuleInfo
 from htp_export.model.boundaries import Boundaries
-from htp_export.model.fates import Evidence, Outcome, find_fates, fused_with
+from htp_export.model.fates import FateEvidence, Outcome, find_fates, fused_with
 from htp_export.tools import onnxscript, onnxslim
 from tests.exporting import exported
 from tests.graphs import Builder
@@ -145,7 +145,7 @@ def test_where_that_goes_far_the_innermost_known_module_around_it_is_named() -> 
     assert fused_with("block.6", (), many) == ("block",)
 
 
-class Told(Evidence[str]):
+class Told(FateEvidence[str]):
     """What is said of ``m``, which reads ``x`` and makes ``y``, beside ``up`` and ``down``."""
 
     def __init__(

@@ -223,6 +223,49 @@ def test_plans_become_values_of_modules_in_one_place():
     assert reading == {"format.selectors", "plans.rules", "capabilities.quantize.training"}
 
 
+# Concepts that stood in several places once: the one place of each, and what would betray a second definition.
+ONE_PLACE = {
+    "what became of a module": ("model.fates", r"def (find_fates|fate_of)\b"),
+    "boundaries of regions": ("model.boundaries", r"class Boundaries\b|OUTSIDE = "),
+    "shapes of tensors": ("shapes.symbolic", r"class Symbolic\b"),
+    "hashes of what a model says": ("model.content_hash", r"def \w*(array|body|constant|content|graph)_(hash|key)\b"),
+    "hashes of what regions compute": ("model.structural_hash", r"class \w*Hash(er|es)\b"),
+    "constants of parts, and tensors between them": ("model.parts", r"class (Constants|PartTensor)\b|def part_tensors"),
+    "the tensors between devices": ("capabilities.place.crossings", r"class \w*Crossing\b"),
+    "a chain of modules": ("capabilities.partition.chain", r"class \w*Chain\b"),
+    "cutting a part out": ("model.cutting", r"class Cutter\b"),
+    "libraries kept quiet": ("process.quiet", r".*(NullHandler\(|\w[lL]ogger\.disabled = )"),
+    "fresh names": ("model.tensor_names", r"class UsedNames\b"),
+    "the check of an output path": ("files.targets", r"def check_target\b"),
+    "rules of a plan become nodes": ("plans.rules", r"def assigned\b"),
+    "tables as text and CSV": ("results.columns", r"def (text_table|csv_text)\b"),
+}
+
+
+@pytest.mark.parametrize("concept", sorted(ONE_PLACE))
+def test_a_concept_stands_in_one_place(concept):
+    place, betraying = ONE_PLACE[concept]
+    pattern = re.compile(rf"^\s*(?:{betraying})", re.MULTILINE)
+    found = {name for name, path in MODULES.items() if pattern.search(path.read_text(encoding="utf-8"))}
+    assert found == {f"htp_export.{place}"}
+
+
+# Names of classes that stood for two or three things once.
+ONE_CLASS = {
+    *("Call", "Changes", "Choice", "Constants", "Crossing", "Difference", "Engine", "Evidence", "Hasher", "PartTensor"),
+    *("Step", "Tensor"),
+}
+
+
+def test_a_name_of_a_class_stands_for_one_thing():
+    homes: dict[str, list[str]] = {name: [] for name in ONE_CLASS}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name in homes:
+                homes[node.name].append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
 def test_lazy_imports_and_those_for_type_checkers_are_told_apart():
     source = """
 import htp_export.format.tags

@@ -19,12 +19,14 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.place.devices import device_named, entry_of
-from htp_export.capabilities.place.filling import OUTSIDE, Item, Tensor, fill
+from htp_export.capabilities.place.filling import Item, fill
 from htp_export.capabilities.place.placing import bytes_of
 from htp_export.capabilities.view.measures import measures_of
 from htp_export.command.main import main
 from htp_export.errors import InputError, OnnxRuntimeError, SelectorError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.boundaries import OUTSIDE
+from htp_export.model.parts import PartTensor
 from tests.exporting import SharedFiles, metadata
 from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import spread
@@ -244,12 +246,14 @@ def memory(items: Sequence[Item], chosen: Sequence[int]) -> int:
     return sum(weights.values()) + max((items[number].peak for number in chosen), default=0)
 
 
-def crossed(tensors: Sequence[Tensor], chosen: Sequence[int]) -> int:
+def crossed(tensors: Sequence[PartTensor], chosen: Sequence[int]) -> int:
     inside = set(chosen)
     return sum(any((each in inside) != (net.producer in inside) for each in net.consumers) for net in tensors)
 
 
-def best_of_all(items: Sequence[Item], tensors: Sequence[Tensor], limit: int, slack: float) -> tuple[int, int] | None:
+def best_of_all(
+    items: Sequence[Item], tensors: Sequence[PartTensor], limit: int, slack: float
+) -> tuple[int, int] | None:
     """The fewest crossings and the most work of all choices, by trying each."""
     numbers = range(len(items))
     choices = [
@@ -274,7 +278,9 @@ def test_what_fills_a_device_is_the_best_of_all_choices(seed: int) -> None:
         shared = {draw.choice("ab"): 4} if draw.random() < 0.3 else {}
         items.append(Item({number: draw.randint(1, 9), **shared}, draw.randint(0, 5), draw.randint(1, 9)))
     tensors = [
-        Tensor(draw.randint(OUTSIDE, count - 1), frozenset(draw.choices(range(OUTSIDE, count), k=draw.randint(1, 3))))
+        PartTensor(
+            draw.randint(OUTSIDE, count - 1), frozenset(draw.choices(range(OUTSIDE, count), k=draw.randint(1, 3)))
+        )
         for _ in range(draw.randint(0, 2 * count))
     ]
     limit, slack = draw.randint(0, 40), draw.choice([0, 0.05, 0.2, 0.5])
@@ -290,7 +296,7 @@ def test_what_fills_a_device_is_the_best_of_all_choices(seed: int) -> None:
 def test_many_different_parts_are_chosen_within_the_memory() -> None:
     draw = random.Random(0)
     items = [Item({k: draw.randint(1000, 2000)}, draw.randint(90, 130), draw.randint(1000, 1500)) for k in range(50)]
-    tensors = [Tensor(k - 1, frozenset([k])) for k in range(50)]
+    tensors = [PartTensor(k - 1, frozenset([k])) for k in range(50)]
     chosen = fill(items, tensors, 40_000)
     assert memory(items, chosen) <= 40_000
     by_density = sorted(range(50), key=lambda k: -items[k].work / sum(items[k].weights.values()))

@@ -33,10 +33,8 @@ from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.module_facts import contents_of
-from htp_export.model.region_digests import RegionDigests
 from htp_export.model.rewiring import replace_inputs
-from htp_export.model.structural_hash import Hasher
-from htp_export.model.structures import structures
+from htp_export.model.structural_hash import Hasher, RegionHashes
 from htp_export.model.tensor_names import UsedNames
 from htp_export.process.garbage_collection import rare_collections
 from tools import scale
@@ -303,8 +301,7 @@ def alone(tagged: htp_export.TaggedModel, path: str) -> str:
     return Hasher(GraphFacts(tagged)).part(index.below.get(path, ()) if path else index.nodes)
 
 
-def test_regions_are_equal_where_their_digests_are() -> None:
-    """Sums decide for most regions; they may only say what digests would."""
+def test_regions_are_equal_where_each_alone_is() -> None:
     model = scale.deep(8)
     model.graph.node[10].op_type, model.graph.node[14].op_type = "Relu", "Sigmoid"
     changed = {name: onnx.ModelProto.FromString(model.SerializeToString()) for name in ("op", "wire", "swap", "size")}
@@ -314,41 +311,37 @@ def test_regions_are_equal_where_their_digests_are() -> None:
     bias = changed["size"].graph.initializer[3]
     bias.CopyFrom(onnx.numpy_helper.from_array(np.ones((1, 8), "f4"), bias.name))
     sides = {name: htp_export.load(each) for name, each in {"model": model, **changed}.items()}
-    found = {name: structures(GraphFacts(each), each.paths) for name, each in sides.items()}
+    hashes = {name: RegionHashes(GraphFacts(each)) for name, each in sides.items()}
+    found = {name: {path: hashes[name][path] for path in each.paths} for name, each in sides.items()}
     every = [(name, path, each, alone(sides[name], path)) for name, of in found.items() for path, each in of.items()]
     for (name, path, one, first), (other, there, two, second) in itertools.combinations(every, 2):
-        assert (one == two) is (one.digest == two.digest) is (first == second), (name, path, other, there)
+        assert (one == two) is (first == second), (name, path, other, there)
     statuses = {name: Counter(found["model"][path] == of[path] for path in of) for name, of in found.items()}
     assert statuses["model"] == {True: 17}
     assert all(0 < each[False] < 17 for name, each in statuses.items() if name != "model")
 
 
-def test_a_comparison_of_deep_models_makes_no_digest_for_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_deep_in_a_model_changes_the_modules_around_it() -> None:
     before, after = scale.deep(50), scale.deep(50)
     after.graph.node[98].op_type = "Sigmoid"
-    asked: list[object] = []
-    get = RegionDigests.__getitem__
-    monkeypatch.setattr(RegionDigests, "__getitem__", lambda self, path: asked.append(path) or get(self, path))
     assert htp_export.diff(before, before).same
     found = htp_export.diff(before, after)
     assert len(found.changed) == 27
-    assert not asked
     assert found.modules["b"].before.structure == found.modules["b"].after.structure
-    assert len(asked) == 2
 
 
 def test_digests_of_regions_are_computed_together() -> None:
     """A node counts once, however many modules are around it."""
     tagged = htp_export.load(scale.deep(60))
     hashed: list[ir.Node] = []
-    hasher = Hasher(GraphFacts(tagged))
+    digests = RegionHashes(GraphFacts(tagged))
+    hasher = digests._hasher
     inputs = hasher.inputs
     hasher.inputs = lambda node: hashed.append(node) or inputs(node)  # type: ignore[method-assign]
-    digests = RegionDigests(hasher._facts, hasher)
     assert len({digests[path] for path in tagged.paths}) == 1 + 60
     assert len(hashed) == len(tagged.index.nodes)
 
 
 def test_the_digest_of_a_region_is_the_same_in_every_process() -> None:
     tagged = htp_export.load(scale.deep(2))
-    assert structures(GraphFacts(tagged), ["a.m"])["a.m"].digest == "40685ceb9294e39684f0e16d"
+    assert RegionHashes(GraphFacts(tagged))["a.m"] == "40685ceb9294e39684f0e16d"

@@ -16,7 +16,14 @@ import torch
 import htp_export
 from htp_export.errors import InputError, OnnxRuntimeError
 from htp_export.runtime.runner import Runner
-from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings, as_written, temporary_folder
+from htp_export.runtime.sessions import (
+    OptionChanges,
+    RunnableModel,
+    Session,
+    SessionSettings,
+    as_written,
+    temporary_folder,
+)
 
 HEADER = '<ir_version: 10, opset_import: ["": 20]>'
 
@@ -83,7 +90,7 @@ def test_options_of_the_user_are_as_they_were_after_an_error() -> None:
         Session(
             runnable("g (float[2] x) => (y) { y = Relux(x) }"),
             SessionSettings(options=options),
-            Changes({"enable_mem_pattern": False}),
+            OptionChanges({"enable_mem_pattern": False}),
         )
     assert options.enable_mem_pattern is True
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from htp_export.attention.recording import Call, Recording, is_product, is_softmax
+from htp_export.attention.recording import AttentionCall, Recording, is_product, is_softmax
 from htp_export.attention.steps import AttentionSteps, ObservedStep, SdpaCall, Step
 from htp_export.format.module_paths import module_paths
 from htp_export.process.restoring import Changes
@@ -92,7 +92,7 @@ class StepsOfCalls(TorchFunctionMode):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():  # true where Dynamo traces this: what it compiles stays as it is
             return func(*args, **(kwargs or {}))
-        call, stack = Call(func, args, kwargs or {}), self._stack
+        call, stack = AttentionCall(func, args, kwargs or {}), self._stack
         if not stack or isinstance(stack[-1].module, Step):
             return call()
         if func is functional.scaled_dot_product_attention:
@@ -103,7 +103,7 @@ class StepsOfCalls(TorchFunctionMode):
             return self._observe(stack[-1].module, "context")(call.on, *call.tensors)
         return _recorded(call, stack)
 
-    def _softmax(self, call: Call, recording: Recording) -> Any:
+    def _softmax(self, call: AttentionCall, recording: Recording) -> Any:
         """A softmax, and what it is computed from if that is a product, in steps."""
         scores, *others = call.tensors
         replay = recording.replay(scores)
@@ -183,7 +183,7 @@ class StepsOfCalls(TorchFunctionMode):
         self._places.clear()
 
 
-def _recorded(call: Call, stack: Sequence[Recording]) -> Any:
+def _recorded(call: AttentionCall, stack: Sequence[Recording]) -> Any:
     """Call a function, and note what it computes from products in modules that run."""
     innermost = stack[-1]
     notes = [recording.watch(call, "a submodule computes") for recording in stack[:-1] if recording.reads(call)]

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from htp_export.exporter.capture.torch_internals import changes_of
 from htp_export.exporter.capture.torchscript_internals import take_over_trace
 
-__all__ = ["Call", "Recording", "Replay", "is_product", "is_softmax"]
+__all__ = ["AttentionCall", "Recording", "Replay", "is_product", "is_softmax"]
 
 _PRODUCTS = {
     *(torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.einsum),
@@ -40,7 +40,7 @@ def is_softmax(function: Callable[..., Any]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class AttentionCall:
     """A call of a function of torch.
 
     Attributes:
@@ -70,9 +70,9 @@ class Call:
         """The tensors among the arguments, which it may have changed, and those of the result."""
         return [*self.tensors, *_tensors(result)]
 
-    def _with(self, tensors: Iterator[Tensor]) -> Call:
+    def _with(self, tensors: Iterator[Tensor]) -> AttentionCall:
         args, kwargs = tree_map_only(Tensor, lambda _: next(tensors), (tuple(self.args), dict(self.kwargs)))
-        return Call(self.function, args, kwargs)
+        return AttentionCall(self.function, args, kwargs)
 
     def replayed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the function on other tensors, and return the outcome."""
@@ -103,14 +103,14 @@ class _Operation:
         call: The call.
         origins: The origin of each of its tensors; None for one that is not computed from products.
         states: How often each of its tensors had been changed in place before.
-        outcome: Its arguments and results, see `Call.outcome`.
+        outcome: Its arguments and results, see `AttentionCall.outcome`.
         places: Which of these it made or changed.
         problem: Why it cannot run again; empty if it can.
         product: Whether it is a product.
     """
 
     number: int
-    call: Call
+    call: AttentionCall
     origins: tuple[_Origin | None, ...]
     states: tuple[int, ...]
     outcome: tuple[Tensor, ...]
@@ -174,18 +174,18 @@ class Recording:
         self._of_parameters: dict[int, Tensor] = {}
         self._number = 0
 
-    def is_attention_product(self, call: Call) -> bool:
+    def is_attention_product(self, call: AttentionCall) -> bool:
         """Return whether a call is a product of two tensors that the model computes from its inputs."""
         if not is_product(call.function) or "out" in call.kwargs:
             return False
         factors = call.tensors[-2:]
         return len(factors) == 2 and not any(map(self._is_of_parameters, factors))
 
-    def reads(self, call: Call) -> bool:
+    def reads(self, call: AttentionCall) -> bool:
         """Return whether a call reads something that is computed from a product or from weights."""
         return self.reads_weights(call) or any(id(tensor) in self._origins for tensor in call.tensors)
 
-    def reads_weights(self, call: Call) -> bool:
+    def reads_weights(self, call: AttentionCall) -> bool:
         """Return whether a call reads something that is computed from the result of a softmax, see `note_weights`."""
         return any(id(tensor) in self._weights for tensor in call.tensors)
 
@@ -193,13 +193,13 @@ class Recording:
         """Note the result of the softmax of what was computed from a product."""
         self._weights[id(weights)] = weights
 
-    def note_parameters(self, call: Call, result: Any) -> None:
+    def note_parameters(self, call: AttentionCall, result: Any) -> None:
         """Note a call that may read parameters alone."""
         tensors = call.tensors
         if tensors and all(map(self._is_of_parameters, tensors)):
             self._of_parameters.update((id(tensor), tensor) for tensor in _tensors(result))
 
-    def watch(self, call: Call, problem: str = "") -> Callable[[Any], None]:
+    def watch(self, call: AttentionCall, problem: str = "") -> Callable[[Any], None]:
         """Note the state before a call, and return what notes its result.
 
         Args:
@@ -258,7 +258,7 @@ _CHANGED = "a tensor that it reads is changed in place, through another tensor o
 
 
 def _problem(
-    call: Call,
+    call: AttentionCall,
     outcome: Sequence[Tensor],
     origins: Sequence[_Origin | None],
     states: Sequence[int],

@@ -16,7 +16,7 @@ import typer
 
 from htp_export.command.file_options import FeedOption, seed_option
 from htp_export.command.idle_options import Idle
-from htp_export.command.sources import Call, call_entry, parse_overrides
+from htp_export.command.sources import SourceCall, call_entry, parse_overrides
 from htp_export.command.terminal import Steps, notice_line
 from htp_export.discovery import provider
 from htp_export.errors import InputError
@@ -102,7 +102,9 @@ class ModelOptions:
             if value:
                 raise InputError(f"{name} is for a model without a file; {self.source} is one")
 
-    def call(self, *, batch: int = 1, shapes: Mapping[str, Any] | None = None, stream_weights: bool = False) -> Call:
+    def call(
+        self, *, batch: int = 1, shapes: Mapping[str, Any] | None = None, stream_weights: bool = False
+    ) -> SourceCall:
         """The model, and example inputs.
 
         Args:
@@ -117,7 +119,9 @@ class ModelOptions:
         self.check(stream_weights)
         if self.entry is not None:
             return call_entry(self.entry, self.seed)
-        made: Call = provider("named_models").one_call(self, batch=batch, shapes=shapes, stream_weights=stream_weights)
+        made: SourceCall = provider("named_models").one_call(
+            self, batch=batch, shapes=shapes, stream_weights=stream_weights
+        )
         return made
 
     def calls_by_task(
@@ -128,7 +132,7 @@ class ModelOptions:
         sizes: Mapping[str, int] | None = None,
         stream_weights: bool = False,
         right_padding: bool = False,
-    ) -> dict[str, Call]:
+    ) -> dict[str, SourceCall]:
         """The files of the task, and the call that each is exported from; empty where no task is given or guessed.
 
         A task is guessed for folders and hub ids whose config names a class that generates.
@@ -148,7 +152,7 @@ class ModelOptions:
             return {}
         if cache_names not in ("optimum", "transformers"):
             raise InputError(f"--cache-names {cache_names}: choose optimum or transformers")
-        made: dict[str, Call] = provider("named_models").calls_by_task(
+        made: dict[str, SourceCall] = provider("named_models").calls_by_task(
             self, two_files=two_files, cache_names=cache_names, sizes=sizes, stream_weights=stream_weights
         )
         return made

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from htp_export.files.checkpoint import Checkpoint
 
-__all__ = ["Call", "call_entry", "call_factory", "parse_overrides", "read_shapes"]
+__all__ = ["SourceCall", "call_entry", "call_factory", "parse_overrides", "read_shapes"]
 
 
 @dataclass(frozen=True)
-class Call:
+class SourceCall:
     """A model and the arguments of one call of it.
 
     Attributes:
@@ -70,7 +70,7 @@ class Call:
         return {name: value for name, value in self.kwargs.items() if isinstance(value, torch.Tensor)}
 
 
-def call_entry(entry: str, seed: int = 0) -> Call:
+def call_entry(entry: str, seed: int = 0) -> SourceCall:
     """What ``package.module:factory`` returns: a model, and example inputs as a tuple or a dict.
 
     The model is put in eval mode.
@@ -119,7 +119,7 @@ def call_factory(entry: str, seed: int = 0) -> Any:
         sys.path.remove(folder)
 
 
-def _call(entry: str, made: Any) -> Call:
+def _call(entry: str, made: Any) -> SourceCall:
     import torch
 
     from htp_export.exporter.capture.modules import set_eval_mode
@@ -134,11 +134,11 @@ def _call(entry: str, made: Any) -> Call:
         raise ModelSourceError(entry, f"example inputs are a tuple or a dict, not {type(inputs).__name__}")
     if isinstance(inputs, Mapping):
         order = [name for name in inspect.signature(model.forward).parameters if name in inputs]
-        return Call(model, (), {name: inputs[name] for name in dict.fromkeys((*order, *inputs))})
+        return SourceCall(model, (), {name: inputs[name] for name in dict.fromkeys((*order, *inputs))})
     return _by_keyword(model, tuple(inputs))
 
 
-def _by_keyword(model: nn.Module, args: tuple[Any, ...]) -> Call:
+def _by_keyword(model: nn.Module, args: tuple[Any, ...]) -> SourceCall:
     """Positional arguments by keyword, where the signature has names for all of them."""
     named = [
         parameter.name
@@ -146,8 +146,8 @@ def _by_keyword(model: nn.Module, args: tuple[Any, ...]) -> Call:
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
     if len(args) > len(named):
-        return Call(model, args)
-    return Call(model, (), dict(zip(named, args, strict=False)))
+        return SourceCall(model, args)
+    return SourceCall(model, (), dict(zip(named, args, strict=False)))
 
 
 def parse_overrides(settings: Sequence[str]) -> dict[str, object]:

@@ -1,8 +1,9 @@
-"""One hash of what a model computes, and of its tags: the same for a model in memory, in a file, and in two files."""
+"""Hashes of all that a model says, with its names and tags, and of all that a graph computes, without them."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-__all__ = ["array_hash", "content_hash"]
+__all__ = ["array_hash", "body_hash", "constant_hash", "content_hash"]
 
 
 def array_hash(array: npt.NDArray[Any]) -> bytes:
@@ -55,6 +56,38 @@ def content_hash(model: ir.Model) -> str:
     return f"sha256:{content.digest}"
 
 
+def body_hash(graph: ir.Graph, *, constants: bool = True) -> str:
+    """Hash what the body of a function computes: all of it but names, metadata, types and shapes.
+
+    Bodies whose nodes do the same in another order are told apart. External tensors are told by their place: reading
+    them could take gigabytes.
+
+    Args:
+        graph: The body: it reads nothing from outside.
+        constants: Whether the values of ``Constant`` nodes count, too; those in subgraphs always do.
+
+    Examples:
+        >>> def body(name, op):
+        ...     x = ir.val(name)
+        ...     node = ir.node(op, [x])
+        ...     return ir.Graph([x], node.outputs, nodes=[node])
+        >>> body_hash(body("a", "Relu")) == body_hash(body("b", "Relu"))
+        True
+        >>> body_hash(body("a", "Relu")) == body_hash(body("a", "Neg"))
+        False
+    """
+    content = _Numbered()
+    content.body(graph, constants=constants)
+    return content.digest
+
+
+def constant_hash(node: ir.Node) -> str:
+    """Hash the value of a ``Constant`` node."""
+    content = _Numbered()
+    content.attributes(node)
+    return content.digest
+
+
 class _Content:
     """What is hashed, piece by piece."""
 
@@ -89,6 +122,9 @@ class _Content:
     def node(self, node: ir.Node) -> None:
         self.add("node", node.domain, node.op_type, node.overload, node.name or "", _names(node.inputs))
         self.add(_names(node.outputs), sorted(node.metadata_props.items()))
+        self.attributes(node)
+
+    def attributes(self, node: ir.Node) -> None:
         for name in sorted(node.attributes):
             self.attribute(node.attributes[name])
 
@@ -113,6 +149,48 @@ class _Content:
     def tensor(self, tensor: ir.TensorProtocol) -> None:
         self.add(tensor.dtype.name, tuple(tensor.shape.numpy()))
         self.add([bytes(each) for each in _strings(tensor)] if tensor.dtype == ir.DataType.STRING else tensor.tobytes())
+
+
+class _Numbered(_Content):
+    """What is hashed where names do not count: values have numbers, in the order in which they appear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[ir.Value, int] = {}
+
+    def graph(self, graph: ir.Graph) -> None:
+        self.body(graph)
+
+    def body(self, graph: ir.Graph, *, constants: bool = True) -> None:
+        self._number((*graph.inputs, *graph.initializers.values()))
+        self.add("graph", len(graph.inputs))
+        for value in graph.initializers.values():
+            self.add("weight")
+            if value.const_value is not None:
+                self.tensor(value.const_value)
+        for node in graph:
+            if constants or node.op_identifier()[:2] != ("", "Constant"):
+                self.node(node)
+            else:
+                self.add("constant", list(node.attributes))
+            self._number(node.outputs)
+        self.add("outputs", [self._numbers[value] for value in graph.outputs])
+
+    def node(self, node: ir.Node) -> None:
+        read = [None if value is None else self._numbers[value] for value in node.inputs]
+        self.add("node", *node.op_identifier(), read, [bool(value.name) for value in node.outputs])
+        self.attributes(node)
+
+    def tensor(self, tensor: ir.TensorProtocol) -> None:
+        if isinstance(tensor, ir.ExternalTensor):
+            place = (os.fspath(tensor.path), tensor.offset, tensor.length)
+            self.add("external", tensor.dtype.name, tuple(tensor.shape.numpy()), place)
+        else:
+            super().tensor(tensor)
+
+    def _number(self, values: Iterable[ir.Value]) -> None:
+        for value in values:
+            self._numbers.setdefault(value, len(self._numbers))
 
 
 def _strings(tensor: ir.TensorProtocol) -> Iterable[bytes]:

@@ -1,8 +1,8 @@
 """What became of each module: one state machine for an export, `carry` and the passes.
 
-Each of them hands in its `Evidence`: the boundaries in the graph as it is, and what it knows of the tensors that the
-modules took and gave in PyTorch. A module with a boundary tensor that is gone is *fused* with the modules on the other
-side of it, and with theirs, until every tensor at the common boundary is one that PyTorch knows.
+Each of them hands in its `FateEvidence`: the boundaries in the graph as it is, and what it knows of the tensors that
+the modules took and gave in PyTorch. A module with a boundary tensor that is gone is *fused* with the modules on the
+other side of it, and with theirs, until every tensor at the common boundary is one that PyTorch knows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Fate, Hierarchy
 from htp_export.model.boundaries import Boundaries
 
-__all__ = ["Evidence", "Outcome", "fate_of", "find_fates", "fused_with"]
+__all__ = ["FateEvidence", "Outcome", "fate_of", "find_fates", "fused_with"]
 
 _MOST_PARTNERS = 12
 """Modules that are taken along with a fused one, at most: a longer list says less than the module around them all."""
@@ -37,7 +37,7 @@ class Outcome:
     fused_with: tuple[str, ...] = ()
 
 
-class Evidence(ABC, Generic[Key]):
+class FateEvidence(ABC, Generic[Key]):
     """What is known of the modules of a graph.
 
     Args:
@@ -111,7 +111,7 @@ class Evidence(ABC, Generic[Key]):
             yield from self.boundaries.owners(node)
 
 
-def fate_of(path: str, evidence: Evidence[Key]) -> Outcome:
+def fate_of(path: str, evidence: FateEvidence[Key]) -> Outcome:
     """What became of a module."""
     settled = evidence.settled(path)
     if settled is not None:
@@ -125,7 +125,7 @@ def fate_of(path: str, evidence: Evidence[Key]) -> Outcome:
     return Outcome(Fate.FUSED, fused_with(path, partners or (), evidence))
 
 
-def find_fates(hierarchy: Hierarchy, evidence: Evidence[Key]) -> tuple[Hierarchy, list[tuple[str, Key, bool]]]:
+def find_fates(hierarchy: Hierarchy, evidence: FateEvidence[Key]) -> tuple[Hierarchy, list[tuple[str, Key, bool]]]:
     """What became of all modules.
 
     Returns:
@@ -148,7 +148,7 @@ def find_fates(hierarchy: Hierarchy, evidence: Evidence[Key]) -> tuple[Hierarchy
     return tree, list(contamination)
 
 
-def fused_with(path: str, start: Iterable[str], evidence: Evidence[Key]) -> tuple[str, ...]:
+def fused_with(path: str, start: Iterable[str], evidence: FateEvidence[Key]) -> tuple[str, ...]:
     """The modules that are taken along with a fused one, so that their common boundary is one that PyTorch knows.
 
     First those on the other side of its boundary, then those on the other side of the common one, and so on. Modules
@@ -166,7 +166,7 @@ def fused_with(path: str, start: Iterable[str], evidence: Evidence[Key]) -> tupl
     return (next((up for up in tags.ancestors(path) if up != path and evidence.is_closed(up)), ""),)
 
 
-def _beside(group: Sequence[str], evidence: Evidence[Key]) -> list[str]:
+def _beside(group: Sequence[str], evidence: FateEvidence[Key]) -> list[str]:
     """For modules without a node, the innermost one beside them that has nodes; all beside them if none has."""
     beside: list[str] = []
     for side in evidence.around(group):

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from htp_export.errors import OnnxRuntimeError
 from htp_export.runtime.saved_graphs import session_and_graph
-from htp_export.runtime.sessions import RECORDED, Assigned, Changes, RunnableModel, SessionSettings
+from htp_export.runtime.sessions import RECORDED, Assigned, OptionChanges, RunnableModel, SessionSettings
 
 __all__ = ["HOST", "Assignment", "assign"]
 
@@ -55,7 +55,7 @@ def assign(
         OnnxRuntimeError: If ONNX Runtime cannot load the model.
         InputError: If this ONNX Runtime does not say which execution provider has a node.
     """
-    changes = Changes(entries={**RECORDED, **(entries or {})})
+    changes = OptionChanges(entries={**RECORDED, **(entries or {})})
     session, final = session_and_graph(model, settings, folder, changes)
     assigned = session.assignments()
     graph = _divided_graph(model, settings, folder, changes)
@@ -69,7 +69,7 @@ def assign(
     )
 
 
-def _divided_graph(model: RunnableModel, settings: SessionSettings, folder: Path, changes: Changes) -> ir.Model:
+def _divided_graph(model: RunnableModel, settings: SessionSettings, folder: Path, changes: OptionChanges) -> ir.Model:
     """The graph that ONNX Runtime divides: that of a session without the optimisations after it.
 
     A provider that compiles its nodes lets ONNX Runtime write no graph. What comes before does not depend on it.

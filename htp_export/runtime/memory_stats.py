@@ -17,7 +17,7 @@ import onnx_ir as ir
 from htp_export.model.regions import all_nodes
 from htp_export.runtime.inputs import Feed
 from htp_export.runtime.saved_graphs import session_and_graph
-from htp_export.runtime.sessions import Changes, RunnableModel, SessionSettings
+from htp_export.runtime.sessions import OptionChanges, RunnableModel, SessionSettings
 
 __all__ = ["NodeMemory", "measured_memory", "node_key"]
 
@@ -73,7 +73,9 @@ def measured_memory(
         "enable_mem_reuse": False,
         "execution_mode": onnxruntime.ExecutionMode.ORT_SEQUENTIAL,
     }
-    session, optimized = session_and_graph(model, settings, temporary, Changes(attributes, {_STATISTICS: str(file)}))
+    session, optimized = session_and_graph(
+        model, settings, temporary, OptionChanges(attributes, {_STATISTICS: str(file)})
+    )
     session.run_values(session.values(feed.arrays, feed.types))
     del session  # it writes the record when it is closed
     return _read(file, optimized or model.model), optimized

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.process.user_code import user_code
 from htp_export.runtime.arrays import Array, nan_in
-from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings, temporary_folder
+from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings, temporary_folder
 
 __all__ = ["Metric", "Outputs", "measured_metric", "metric_value", "outputs_of"]
 
@@ -30,7 +30,7 @@ def outputs_of(
     import onnxruntime
 
     level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    session = Session(runnable, settings, Changes({"graph_optimization_level": level}))
+    session = Session(runnable, settings, OptionChanges({"graph_optimization_level": level}))
     return [session.run(feed) for feed in feeds]
 
 

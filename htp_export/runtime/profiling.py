@@ -9,7 +9,7 @@ from pathlib import Path
 from htp_export.process.progress import counted
 from htp_export.runtime.inputs import Feed
 from htp_export.runtime.saved_graphs import session_and_graph
-from htp_export.runtime.sessions import Changes, RunnableModel, SessionSettings
+from htp_export.runtime.sessions import OptionChanges, RunnableModel, SessionSettings
 from htp_export.runtime.traces import Trace, read_trace
 
 __all__ = ["ProfiledSession"]
@@ -33,7 +33,7 @@ class ProfiledSession:
 
     def __init__(self, model: RunnableModel, settings: SessionSettings, temporary: Path) -> None:
         profiling = {"enable_profiling": True, "profile_file_prefix": os.fspath(temporary / "profile")}
-        self._session, self.optimized = session_and_graph(model, settings, temporary, Changes(profiling))
+        self._session, self.optimized = session_and_graph(model, settings, temporary, OptionChanges(profiling))
 
     @property
     def providers(self) -> tuple[str, ...]:

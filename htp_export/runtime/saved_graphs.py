@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import OnnxRuntimeError
-from htp_export.runtime.sessions import LARGE_BYTES, Changes, RunnableModel, Session, SessionSettings
+from htp_export.runtime.sessions import LARGE_BYTES, OptionChanges, RunnableModel, Session, SessionSettings
 
 __all__ = ["session_and_graph"]
 
@@ -19,7 +19,7 @@ _EXTERNAL_SIZE = "session.optimized_model_external_initializers_min_size_in_byte
 
 
 def session_and_graph(
-    model: RunnableModel, settings: SessionSettings, folder: Path, changes: Changes | None = None
+    model: RunnableModel, settings: SessionSettings, folder: Path, changes: OptionChanges | None = None
 ) -> tuple[Session, ir.Model | None]:
     """Return a session and its optimised graph, without the values of weights.
 
@@ -36,7 +36,7 @@ def session_and_graph(
     Raises:
         OnnxRuntimeError: If ONNX Runtime cannot load the model.
     """
-    changes = changes or Changes()
+    changes = changes or OptionChanges()
     attempts: Sequence[str] = ["within", "beside", "none"] if model.size < LARGE_BYTES else ["beside", "none"]
     first: OnnxRuntimeError | None = None
     for attempt in attempts:
@@ -45,7 +45,7 @@ def session_and_graph(
         path = os.fspath(written) if attempt != "none" else ""
         attributes = {**changes.attributes, "optimized_model_filepath": path}
         try:
-            session = Session(model, settings, Changes(attributes, {**changes.entries, **entries}))
+            session = Session(model, settings, OptionChanges(attributes, {**changes.entries, **entries}))
         except OnnxRuntimeError as error:
             first = first or error
         else:

@@ -27,7 +27,7 @@ __all__ = [
     "LARGE_BYTES",
     "RECORDED",
     "Assigned",
-    "Changes",
+    "OptionChanges",
     "RunnableModel",
     "Session",
     "SessionSettings",
@@ -94,7 +94,7 @@ def check_providers(providers: Sequence[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Changes:
+class OptionChanges:
     """Changes of the user's options that one session needs.
 
     Attributes:
@@ -106,7 +106,7 @@ class Changes:
     entries: Mapping[str, str] = field(default_factory=dict)
 
 
-def as_written(*, threads: int | None = None) -> Changes:
+def as_written(*, threads: int | None = None) -> OptionChanges:
     """Return the changes for a session that runs the nodes of the file without optimisation, once or a few times.
 
     Args:
@@ -119,7 +119,7 @@ def as_written(*, threads: int | None = None) -> Changes:
         attributes["intra_op_num_threads"] = threads
     # Prepacking copies weights, which does not pay for one run, and sums those that are constants in another order.
     # Spinning threads of many sessions slow down each other, and those of torch.
-    return Changes(attributes, {"session.disable_prepacking": "1", "session.intra_op.allow_spinning": "0"})
+    return OptionChanges(attributes, {"session.disable_prepacking": "1", "session.intra_op.allow_spinning": "0"})
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Session:
     Args:
         model: The model.
         settings: Execution providers and options.
-        changes: Changes of the options for this session.
+        changes: OptionChanges of the options for this session.
 
     Attributes:
         model: The model.
@@ -235,11 +235,11 @@ class Session:
     """
 
     def __init__(
-        self, model: RunnableModel, settings: SessionSettings | None = None, changes: Changes | None = None
+        self, model: RunnableModel, settings: SessionSettings | None = None, changes: OptionChanges | None = None
     ) -> None:
         self.model = model
         try:
-            self._session = _load(model, settings or SessionSettings(), changes or Changes())
+            self._session = _load(model, settings or SessionSettings(), changes or OptionChanges())
         except Exception as error:  # ONNX Runtime's errors share no base but this
             raise model.failure("load", error) from error
         self.inputs = tuple(argument.name for argument in self._session.get_inputs())
@@ -396,7 +396,7 @@ def _stopped_after(seconds: float | None) -> Iterator[Any]:
         timer.cancel()
 
 
-def _load(model: RunnableModel, settings: SessionSettings, changes: Changes) -> Any:
+def _load(model: RunnableModel, settings: SessionSettings, changes: OptionChanges) -> Any:
     import onnxruntime
 
     settings.check()
@@ -410,7 +410,7 @@ def _load(model: RunnableModel, settings: SessionSettings, changes: Changes) -> 
     level = changes.attributes.get("graph_optimization_level", options.graph_optimization_level)
     if level != onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL and can_crash(_graph_of(model)):
         entries[DISABLED] = ";".join(filter(None, [_entry(options, DISABLED), AT_FAULT]))
-    changes = Changes({**quiet, **changes.attributes}, {**entries, **changes.entries})
+    changes = OptionChanges({**quiet, **changes.attributes}, {**entries, **changes.entries})
     source = model.source if isinstance(model.source, bytes) else os.fspath(model.source)
     with _restored(options, changes) if settings.options is not None else contextlib.nullcontext():
         _set(options, changes.attributes, changes.entries)
@@ -426,7 +426,7 @@ def _graph_of(model: RunnableModel) -> ir.Model:
 
 
 @contextlib.contextmanager
-def _restored(options: Any, changes: Changes) -> Iterator[None]:
+def _restored(options: Any, changes: OptionChanges) -> Iterator[None]:
     """Restore session options after the block. ONNX Runtime logs a warning for each entry that is set again."""
     before = {name: getattr(options, name) for name in changes.attributes}
     entries = {name: _entry(options, name) for name in changes.entries}

@@ -14,7 +14,7 @@ from htp_export.command.file_options import FeedDimsOption, JsonOption, OutputOp
 from htp_export.command.model_options import ModelOptions
 from htp_export.command.outputs import report
 from htp_export.command.sizes import read_sizes
-from htp_export.command.sources import Call
+from htp_export.command.sources import SourceCall
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.errors import InputError
 
@@ -92,13 +92,13 @@ def _exported(model: ModelOptions, foreign: Path, dims: list[str] | None) -> tup
     return program, call.named_inputs
 
 
-def _most_alike(calls: Mapping[str, Call], foreign: ir.Model) -> Call:
+def _most_alike(calls: Mapping[str, SourceCall], foreign: ir.Model) -> SourceCall:
     """The file of a task whose inputs have the most names in common with those of a file."""
     names = {value.name for value in foreign.graph.inputs}
     return max(calls.values(), key=lambda call: len(names & {*call.named_inputs}))
 
 
-def _inputs_of(model: ir.Model, call: Call) -> dict[str, Any]:
+def _inputs_of(model: ir.Model, call: SourceCall) -> dict[str, Any]:
     """The example inputs by the names of the graph's inputs."""
     from htp_export.capabilities.carry.adoption.feeds import inputs_in_order
 

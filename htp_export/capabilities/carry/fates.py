@@ -14,14 +14,14 @@ from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Fate, Hierarchy
 from htp_export.format.signatures import Signature
 from htp_export.model.boundaries import OUTSIDE, Boundaries
-from htp_export.model.fates import Evidence, Outcome
+from htp_export.model.fates import FateEvidence, Outcome
 
 __all__ = ["CarriedEvidence"]
 
 Signatures = Mapping[str, Sequence[Signature]]
 
 
-class CarriedEvidence(Evidence[int]):
+class CarriedEvidence(FateEvidence[int]):
     """The boundaries of modules after a tool, compared with those in the original model.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from htp_export.capabilities.cost.bindings import bind
-from htp_export.capabilities.cost.execution import Body, Run, Step
+from htp_export.capabilities.cost.execution import Body, Run, RunStep
 from htp_export.capabilities.cost.flops import all_formulas, work_of
 from htp_export.capabilities.cost.memory import Timeline, traffic
 from htp_export.capabilities.cost.result import Cost, ModuleCost, NodeCost, Peak
@@ -115,14 +115,16 @@ def _nodes(run: Run, formulas: Formulas) -> tuple[list[NodeCost], dict[str, int]
     return costs, dict(Counter(node.op_type for node in costs if not node.counted))
 
 
-def _every(steps: Sequence[Step]) -> Iterator[Step]:
+def _every(steps: Sequence[RunStep]) -> Iterator[RunStep]:
     for step in steps:
         yield step
         for body in step.bodies:
             yield from _every(body.steps)
 
 
-def _chosen(steps: Sequence[Step], works: Mapping[int, Work | None], times: int = 1) -> Iterator[tuple[Step, int]]:
+def _chosen(
+    steps: Sequence[RunStep], works: Mapping[int, Work | None], times: int = 1
+) -> Iterator[tuple[RunStep, int]]:
     """Every step and how often it counts: of the branches of an ``If``, the one that costs more."""
     for step in steps:
         yield step, times

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy.typing as npt
 import onnx_ir as ir
 
-__all__ = ["Body", "Run", "Step", "Tensor", "UnknownShapeError", "walk"]
+__all__ = ["Body", "Run", "RunStep", "Tensor", "UnknownShapeError", "walk"]
 
 Origin: TypeAlias = Literal["input", "weight", "constant", "made"]
 
@@ -72,14 +72,14 @@ class Body:
     """
 
     name: str
-    steps: Sequence[Step]
+    steps: Sequence[RunStep]
     times: int
     inputs: Sequence[Tensor] = ()
     outputs: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class RunStep:
     """One run of one node.
 
     Attributes:
@@ -165,7 +165,7 @@ class Run:
         unknown: Why the first shape that is not known is not; empty where all are.
     """
 
-    steps: Sequence[Step]
+    steps: Sequence[RunStep]
     outputs: Sequence[Tensor]
     unknown: str = ""
 
@@ -174,7 +174,7 @@ class UnknownShapeError(Exception):
     """A formula needs a shape that is not known."""
 
 
-def walk(steps: Sequence[Step], times: int = 1) -> Iterator[tuple[Step, int]]:
+def walk(steps: Sequence[RunStep], times: int = 1) -> Iterator[tuple[RunStep, int]]:
     """Every step, with those in bodies after the one that holds them, and how often each runs."""
     for step in steps:
         yield step, times

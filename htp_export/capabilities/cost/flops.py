@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from htp_export.capabilities.cost.execution import Step, UnknownShapeError
+from htp_export.capabilities.cost.execution import RunStep, UnknownShapeError
 from htp_export.capabilities.cost.work import NOTHING, Formulas, Work
 from htp_export.discovery import names_in
 from htp_export.errors import InputError
@@ -48,7 +48,7 @@ def all_formulas(further: Formulas | None = None) -> Formulas:
     return known
 
 
-def work_of(step: Step, formulas: Formulas | None = None) -> Work | None:
+def work_of(step: RunStep, formulas: Formulas | None = None) -> Work | None:
     """What one run of a node computes; what its subgraphs compute is not in it.
 
     Args:
@@ -65,7 +65,7 @@ def work_of(step: Step, formulas: Formulas | None = None) -> Work | None:
         >>> import onnx_ir as ir
         >>> from htp_export.capabilities.cost.execution import Tensor
         >>> a, b, c = (Tensor("", ir.DataType.FLOAT, shape) for shape in ((2, 3), (3, 5), (2, 5)))
-        >>> work_of(Step(ir.node("MatMul", [ir.val("a"), ir.val("b")]), (), (a, b), (c,)))
+        >>> work_of(RunStep(ir.node("MatMul", [ir.val("a"), ir.val("b")]), (), (a, b), (c,)))
         Work(macs=30, other=0)
     """
     if step.op[0] == "" and step.op[1] in CONTROL_FLOW:

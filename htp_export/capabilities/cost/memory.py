@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from htp_export.capabilities.cost.execution import Body, Run, Step, Tensor
+from htp_export.capabilities.cost.execution import Body, Run, RunStep, Tensor
 from htp_export.shapes.operator_kinds import CONTROL_FLOW, RESHAPING, SIZES_ONLY
 
 __all__ = ["Timeline", "traffic"]
@@ -28,7 +28,7 @@ _NO_TRAFFIC = RESHAPING | SIZES_ONLY | CONTROL_FLOW | {"Constant", "Identity"}
 _PICKING = frozenset(("Gather", "GatherElements", "GatherND", "Slice", "Compress"))
 
 
-def traffic(step: Step) -> tuple[dict[Tensor, int], int]:
+def traffic(step: RunStep) -> tuple[dict[Tensor, int], int]:
     """What one run of a node reads and writes.
 
     Returns:
@@ -46,7 +46,7 @@ def traffic(step: Step) -> tuple[dict[Tensor, int], int]:
     return dict(read), written
 
 
-def _moves_nothing(step: Step) -> bool:
+def _moves_nothing(step: RunStep) -> bool:
     return step.op[0] == "" and step.op[1] in _NO_TRAFFIC
 
 
@@ -152,7 +152,7 @@ class Timeline:
         return sum(self._moved.get(life.tensor, 0) for life in lives)
 
 
-def _lives(steps: Sequence[Step], outputs: Sequence[Tensor], origin: str = "") -> list[Life]:
+def _lives(steps: Sequence[RunStep], outputs: Sequence[Tensor], origin: str = "") -> list[Life]:
     """Activations of a graph, by the order in which they are first seen.
 
     Args:
@@ -189,7 +189,7 @@ def _lives(steps: Sequence[Step], outputs: Sequence[Tensor], origin: str = "") -
     ]
 
 
-def _reads(step: Step) -> Iterator[Tensor]:
+def _reads(step: RunStep) -> Iterator[Tensor]:
     """What a step reads; a subgraph reads what it takes from outside."""
     yield from (tensor for tensor in step.inputs if tensor is not None)
     for body in step.bodies:
@@ -204,7 +204,7 @@ def _captured(body: Body) -> Iterator[Tensor]:
     yield from (tensor for tensor in body.outputs if tensor not in inside)
 
 
-def _inside(step: Step) -> int:
+def _inside(step: RunStep) -> int:
     """What the subgraphs of a node take at their peak, besides what the node makes."""
     peak = 0
     for body in step.bodies:

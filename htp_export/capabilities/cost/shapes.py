@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from htp_export.capabilities.cost.bindings import Bindings
-from htp_export.capabilities.cost.execution import Body, Origin, Run, Step, Tensor
+from htp_export.capabilities.cost.execution import Body, Origin, Run, RunStep, Tensor
 from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.facts import Fact
@@ -47,7 +47,7 @@ class _Runner(Inference):
         self._owners: tuple[str, ...] = ()
         self._called = False
         self._first_unknown = ""
-        self._steps: list[Step] = []
+        self._steps: list[RunStep] = []
         self._bodies: list[Body] = []
         self._trips_known = True
         for value in tagged.model.graph.inputs:
@@ -78,7 +78,7 @@ class _Runner(Inference):
         outputs = tuple(self._new(value, origin, views) for value in node.outputs)
         self._tensors.update(zip(node.outputs, outputs, strict=True))
         attributes, modules = self.operation(node).attributes, self._modules(node, owners)
-        self._steps.append(Step(node, owners, inputs, outputs, attributes, bodies, trips_known, modules))
+        self._steps.append(RunStep(node, owners, inputs, outputs, attributes, bodies, trips_known, modules))
 
     def call(self, function: ir.Function, operation: Operation) -> None:
         """Run a function with the tensors that a call gives it."""

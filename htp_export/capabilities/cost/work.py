@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from htp_export.capabilities.cost.execution import Step
+from htp_export.capabilities.cost.execution import RunStep
 
 __all__ = ["NOTHING", "Formula", "Formulas", "Work", "nothing", "per_input", "per_output"]
 
@@ -28,7 +28,7 @@ class Work:
 
 NOTHING = Work()
 
-Formula: TypeAlias = Callable[[Step], Work]
+Formula: TypeAlias = Callable[[RunStep], Work]
 """What a node computes. It raises ``UnknownShapeError`` where it needs a shape that is not known."""
 
 Formulas: TypeAlias = Mapping[tuple[str, str], Formula]
@@ -45,6 +45,6 @@ def per_input(count: int, position: int = 0) -> Formula:
     return lambda step: Work(0, count * math.prod(step.shape(position)))
 
 
-def nothing(_step: Step) -> Work:
+def nothing(_step: RunStep) -> Work:
     """No work: the operator moves, selects or converts elements."""
     return NOTHING

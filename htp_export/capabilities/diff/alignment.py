@@ -19,7 +19,7 @@ class _State(Protocol):
     @property
     def nodes(self) -> int: ...
     @property
-    def computes(self) -> Hashable: ...
+    def structure(self) -> str: ...
 
 
 def aligned(before: Mapping[str, _State], after: Mapping[str, _State]) -> dict[str, str]:
@@ -72,5 +72,5 @@ def _inside(paths: Iterable[str]) -> dict[str, list[str]]:
 def _key(state: _State, inside: list[str], exact: bool) -> Hashable:
     """What two modules have in common that are one; None for a module that has too little to be recognised by."""
     if exact:
-        return (state.computes, state.class_name) if state.nodes else None
+        return (state.structure, state.class_name) if state.nodes else None
     return (state.class_name, *sorted(inside)) if len(inside) > 1 and state.class_name else None

@@ -16,7 +16,7 @@ from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
-from htp_export.model.structures import Structure, structures
+from htp_export.model.structural_hash import RegionHashes
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.results.columns import MODULE, Column
 from htp_export.results.result import PlainData, Result, Table
@@ -34,16 +34,11 @@ class ModuleState(ModuleFacts, PlainData):
 
     Attributes:
         operators: Operator → nodes; operators that are not ONNX's own with their domain, ``com.microsoft.Gelu``.
-        computes: What its region computes: operators, wiring, attributes, shapes and types of weights.
+        structure: What its region computes, as a hash: operators, wiring, attributes, shapes and types of weights.
     """
 
     operators: Mapping[str, int]
-    computes: Structure = field(repr=False)
-
-    @property
-    def structure(self) -> str:
-        """What it computes, as a hash."""
-        return self.computes.digest
+    structure: str = field(repr=False)
 
     def data(self) -> dict[str, Any]:
         """What `to_dict` has; sizes by element type."""
@@ -289,7 +284,7 @@ def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
 def _compared(path: str, before: ModuleState | None, after: ModuleState | None) -> ModuleDifference:
     if before is None or after is None:
         status = "added" if before is None else "removed"
-    elif before.computes != after.computes or before.fate != after.fate or not _same_class(before, after):
+    elif before.structure != after.structure or before.fate != after.fate or not _same_class(before, after):
         status = "changed"
     else:
         status = "same" if before.path == after.path else "moved"
@@ -304,12 +299,12 @@ def _same_class(before: ModuleState, after: ModuleState) -> bool:
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
     contents = contents_of(tagged).modules
     paths = tagged.paths if by_module else [""]
-    computes, operators = structures(GraphFacts(tagged), paths), _operators_of(tagged)
+    hashes, operators = RegionHashes(GraphFacts(tagged)), _operators_of(tagged)
     return {
         path: ModuleState(
             **vars(contents[path].facts),
             operators=operators.get(path, {}),
-            computes=computes[path],
+            structure=hashes[path],
         )
         for path in paths
     }

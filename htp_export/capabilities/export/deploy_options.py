@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from htp_export.command.model_options import ModelOptions
 from htp_export.command.outputs import Writes
-from htp_export.command.sources import Call
+from htp_export.command.sources import SourceCall
 from htp_export.errors import InputError
 from htp_export.files.filesystem import is_special
 
@@ -78,7 +78,7 @@ class DeployOptions:
         if self.transformers_js is not None and "decoder_with_past_model" in listed:
             raise InputError("--transformers-js: it runs decoders of one file; leave --two-files away")
 
-    def write_beside(self, model: ModelOptions, call: Call, file: Path, made: Any) -> list[str]:
+    def write_beside(self, model: ModelOptions, call: SourceCall, file: Path, made: Any) -> list[str]:
         """Write the files that lie beside the model.
 
         Args:
@@ -102,7 +102,9 @@ class DeployOptions:
             written += write_export_metadata(file, call.model, call.kwargs, exported_program)
         return list(dict.fromkeys(path.name for path in written))
 
-    def write_folder(self, files: Mapping[str, Path], model: ModelOptions, calls: Sequence[Call]) -> dict[str, int]:
+    def write_folder(
+        self, files: Mapping[str, Path], model: ModelOptions, calls: Sequence[SourceCall]
+    ) -> dict[str, int]:
         """Write the folder for transformers.js; its files with their sizes.
 
         Args:

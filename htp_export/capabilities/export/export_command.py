@@ -16,7 +16,7 @@ from htp_export.command.file_options import JsonOption
 from htp_export.command.idle_options import Idle
 from htp_export.command.model_options import ModelOptions
 from htp_export.command.outputs import Kind, Writes, check_output
-from htp_export.command.sources import Call
+from htp_export.command.sources import SourceCall
 from htp_export.command.terminal import Steps
 from htp_export.errors import InputError
 from htp_export.files.targets import check_folder, check_parent, new_folder
@@ -82,7 +82,7 @@ def _check_outputs(output: Path, model: ModelOptions, deploy: DeployOptions) -> 
 
 def _calls(
     model: ModelOptions, graph: GraphOptions, deploy: DeployOptions, two_files: bool | None, cache_names: str
-) -> dict[str, Call]:
+) -> dict[str, SourceCall]:
     """Name of each file → the call that it is exported from.
 
     With ``--dynamic`` and with TorchScript, a task chooses the class alone.
@@ -106,7 +106,7 @@ def _calls(
     return calls or {"model": model.call(batch=2 if "batch" in graph.axes else 1, stream_weights=streamed)}
 
 
-def _check_cache(calls: Mapping[str, Call], given: Mapping[str, object]) -> None:
+def _check_cache(calls: Mapping[str, SourceCall], given: Mapping[str, object]) -> None:
     """Refuse options for a key-value cache, where no file has one."""
     from htp_export.capabilities.huggingface.tasks import split_task
 
@@ -117,7 +117,7 @@ def _check_cache(calls: Mapping[str, Call], given: Mapping[str, object]) -> None
 
 
 @contextlib.contextmanager
-def _targets(calls: Mapping[str, Call], output: Path, deploy: DeployOptions) -> Iterator[dict[str, Path]]:
+def _targets(calls: Mapping[str, SourceCall], output: Path, deploy: DeployOptions) -> Iterator[dict[str, Path]]:
     """Provide name → the file to write: the output, or files in a folder. A new folder is removed on failure."""
     is_folder = output.is_dir() or len(calls) > 1
     if is_folder and not output.is_dir() and output.suffix == ".onnx":

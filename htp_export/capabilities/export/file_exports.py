@@ -13,7 +13,7 @@ from htp_export.capabilities.export.deploy_options import DeployOptions
 from htp_export.capabilities.export.graph_options import GraphOptions
 from htp_export.command.model_options import ModelOptions
 from htp_export.command.outputs import show_next, show_written, written_files
-from htp_export.command.sources import Call
+from htp_export.command.sources import SourceCall
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning, described
 
@@ -51,7 +51,7 @@ class FileExports:
     _records: dict[str, dict[str, Any]] = field(default_factory=dict)
     _failures: list[str] = field(default_factory=list)
 
-    def write(self, name: str, call: Call, output: Path) -> None:
+    def write(self, name: str, call: SourceCall, output: Path) -> None:
         """Write one file, show it, and check it.
 
         Args:
@@ -106,7 +106,7 @@ class FileExports:
     def _shown(self) -> bool:
         return not (self.quiet or self.as_json)
 
-    def _export(self, call: Call, output: Path) -> tuple[str | None, list[str]]:
+    def _export(self, call: SourceCall, output: Path) -> tuple[str | None, list[str]]:
         """Write the file, and what lies beside it.
 
         Returns:
@@ -137,7 +137,7 @@ class FileExports:
                 raise CheckFailed(_export_failed(error)) from error
             return said[0] if said else None, beside
 
-    def _program(self, call: Call, target: Path) -> Any:
+    def _program(self, call: SourceCall, target: Path) -> Any:
         """Export the model into the file; what the exporter returned."""
         from htp_export.exporter.exporting import export, tagging
 
@@ -151,7 +151,7 @@ class FileExports:
             program.save(target, external_data=self.graph.external_data)
         return program
 
-    def _facts(self, tagged: TaggedModel, call: Call) -> dict[str, Any]:
+    def _facts(self, tagged: TaggedModel, call: SourceCall) -> dict[str, Any]:
         """What was exported, and how: inputs, opset, exporter, and the seed of what is random."""
         from htp_export.runtime.inputs import Inputs
 
@@ -177,7 +177,7 @@ class FileExports:
             show_written(files)
             show(_facts_text(facts))
 
-    def _verified(self, name: str, call: Call, file: Path) -> bool:
+    def _verified(self, name: str, call: SourceCall, file: Path) -> bool:
         """Compare a file with PyTorch, and note the result."""
         from htp_export.capabilities.verify.comparisons import verified_runs
 
@@ -240,7 +240,7 @@ def _export_failed(error: Exception) -> str:
     return "\n".join((f"the export failed: {described(cause, lines=2)}", *(f"  {note}" for note in notes)))
 
 
-def _tree(call: Call, tagged: TaggedModel) -> ModuleTree:
+def _tree(call: SourceCall, tagged: TaggedModel) -> ModuleTree:
     """The module tree of the file, with the FLOPs of one run on the example inputs."""
     from htp_export.capabilities.cost.costing import cost
     from htp_export.capabilities.cost.module_tree import tree_rows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.command.file_options import MapOption
-from htp_export.command.sources import Call
+from htp_export.command.sources import SourceCall
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class GraphOptions:
         given = {"--decompose-attention": self.decompose_attention, "--keep-attention": self.keep_attention}
         return {option for option, wanted in given.items() if wanted and not found[option]}
 
-    def for_torch(self, call: Call) -> dict[str, Any]:
+    def for_torch(self, call: SourceCall) -> dict[str, Any]:
         """The keyword arguments of ``torch.onnx.export``.
 
         Raises:
@@ -113,7 +113,7 @@ class GraphOptions:
             options["input_names"] = list(call.inputs)
         return options | self._dynamic_axes(call)
 
-    def _dynamic_axes(self, call: Call) -> dict[str, Any]:
+    def _dynamic_axes(self, call: SourceCall) -> dict[str, Any]:
         if not self.axes:
             return {}
         if call.args:

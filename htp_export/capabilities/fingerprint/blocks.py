@@ -11,7 +11,7 @@ import onnx_ir as ir
 from htp_export.capabilities.fingerprint.repeats import holds_weights, repeated_pieces
 from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
-from htp_export.model.structures import Structure, structures
+from htp_export.model.structural_hash import RegionHashes
 from htp_export.model.tagged import Region
 
 __all__ = ["Block", "repeated_blocks"]
@@ -49,12 +49,12 @@ def repeated_blocks(facts: GraphFacts) -> tuple[Block, ...]:
 
 def _modules(facts: GraphFacts) -> tuple[Block, ...]:
     tagged = facts.tagged
-    computes = structures(facts, tagged.paths)
-    groups: defaultdict[Structure, list[Region]] = defaultdict(list)
+    hashes = RegionHashes(facts)
+    groups: defaultdict[str, list[Region]] = defaultdict(list)
     for path in tagged.paths:
         region = tagged[path]
         if path and region.calls and len(region.nodes) >= _LEAST_NODES and any(map(holds_weights, region.nodes)):
-            groups[computes[path]].append(region)
+            groups[hashes[path]].append(region)
     repeated = {key: regions for key, regions in groups.items() if _runs(regions) > 1}
     group_of = {region.path: key for key, regions in repeated.items() for region in regions}
     blocks = []
@@ -77,7 +77,7 @@ def _runs(regions: Iterable[Region]) -> int:
     return sum(region.calls for region in regions)
 
 
-def _group_around(region: Region, group_of: Mapping[str, Structure]) -> Structure | None:
+def _group_around(region: Region, group_of: Mapping[str, str]) -> str | None:
     """The group of the nearest block that a module lies in."""
     above = tags.nearest_above(region.path, group_of)
     return None if above is None else group_of[above]

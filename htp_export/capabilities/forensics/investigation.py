@@ -24,7 +24,7 @@ from htp_export.model.tagged import ModelSource, TaggedModel
 
 if TYPE_CHECKING:
     from htp_export.capabilities.optimize.declining import Declined
-    from htp_export.capabilities.optimize.merging import Difference
+    from htp_export.capabilities.optimize.merging import PassDifference
     from htp_export.capabilities.optimize.registry import Level, PassInfo
 
 __all__ = ["forensics"]
@@ -173,7 +173,7 @@ class _Investigation:
                 self._known, self._unread = known, unread
                 self.failed[pipeline.running] = str(error).splitlines()[0]
 
-    def _watch(self, copy: _Copy, level: Level, info: PassInfo, difference: Difference, model: ir.Model) -> None:
+    def _watch(self, copy: _Copy, level: Level, info: PassInfo, difference: PassDifference, model: ir.Model) -> None:
         """Add the findings of one run of a pass."""
         from htp_export.capabilities.optimize.registry import LEVELS
 

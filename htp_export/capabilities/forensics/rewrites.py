@@ -14,7 +14,7 @@ from htp_export.model.groups import Groups
 from htp_export.shapes.operator_kinds import RESHAPING
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.optimize.merging import Difference
+    from htp_export.capabilities.optimize.merging import PassDifference
 
 __all__ = ["ONE_BY_ONE", "EqualConstants", "Rewrite", "equal_constants", "kind_of", "rewrites"]
 
@@ -41,7 +41,7 @@ class Rewrite:
         return frozenset(node.op_type for node in self.removed)
 
 
-def rewrites(difference: Difference, *, one_by_one: bool = False) -> Iterator[Rewrite]:
+def rewrites(difference: PassDifference, *, one_by_one: bool = False) -> Iterator[Rewrite]:
     """The rewrites of one run of a pass.
 
     A rewrite is what lies between a value and the equal value that replaced it. Those that share a node are one.
@@ -95,7 +95,7 @@ class EqualConstants:
     readers: tuple[ir.Node, ...]
 
 
-def equal_constants(difference: Difference) -> Iterator[EqualConstants]:
+def equal_constants(difference: PassDifference) -> Iterator[EqualConstants]:
     """Constants that were replaced by an equal one in one run of a pass."""
     merged: defaultdict[ir.Value, list[ir.Value]] = defaultdict(list)
     for old, new in difference.equal.items():

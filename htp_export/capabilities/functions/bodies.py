@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from htp_export.capabilities.functions.equality import body_key, constant_key, is_constant
 from htp_export.capabilities.functions.formals import Formals
 from htp_export.capabilities.functions.levels import Group, Item
 from htp_export.editing.function_records import DOMAIN, Instance
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
+from htp_export.model.content_hash import body_hash, constant_hash
 from htp_export.model.regions import subgraphs
 from htp_export.model.rewiring import replace_inputs
 from htp_export.model.tensor_names import UsedNames
@@ -127,7 +127,7 @@ class Bodies:
     def _shared(self, body: ir.Graph, instance: Instance) -> ir.Function:
         """The function with this body, or one that has an equal one already."""
         info = self.hierarchy[instance.path]
-        key = (info.class_name, body_key(body))
+        key = (info.class_name, body_hash(body))
         if key not in self._known:
             name = self._names.unused(info.simple_class or "Module")
             function = ir.Function(DOMAIN, name, graph=body, attributes=[])
@@ -155,20 +155,24 @@ def differing_constants(occurrences: Iterable[Occurrence], hierarchy: Hierarchy)
     keys: dict[ir.Function, Hashable] = {}
     for one in occurrences:
         if one.function not in keys:
-            keys[one.function] = body_key(one.function.graph, constants=False)
+            keys[one.function] = body_hash(one.function.graph, constants=False)
         alike[hierarchy[one.instance.path].class_name, keys[one.function]].append(one)
     found: dict[ir.Node, set[Instance]] = {}
     for group in alike.values():
         functions = list(dict.fromkeys(one.function for one in group))
-        if len(functions) == 1 or all(map(is_constant, functions[0].graph)):
+        if len(functions) == 1 or all(map(_is_constant, functions[0].graph)):
             continue
-        values = [[constant_key(node) if is_constant(node) else None for node in each.graph] for each in functions]
+        values = [[constant_hash(node) if _is_constant(node) else None for node in each.graph] for each in functions]
         differ = [len(set(column)) > 1 for column in zip(*values, strict=True)]
         for one in group:
             for node, other in zip(one.body, differ, strict=True):
                 if other:
                     found.setdefault(node, set()).add(one.instance)
     return found
+
+
+def _is_constant(node: ir.Node) -> bool:
+    return node.op_identifier()[:2] == ("", "Constant")
 
 
 def copy_value(value: ir.Value, name: str | None = None) -> ir.Value:

@@ -12,7 +12,7 @@ from htp_export.capabilities.huggingface.models import load_model, names_a_gener
 from htp_export.capabilities.huggingface.processors import load_processor
 from htp_export.capabilities.huggingface.streaming import find_checkpoint, released_when_read
 from htp_export.command.model_options import ModelOptions
-from htp_export.command.sources import Call, read_shapes
+from htp_export.command.sources import SourceCall, read_shapes
 from htp_export.files.checkpoint import Checkpoint
 
 __all__ = ["calls_by_task", "has_guessed_task", "one_call"]
@@ -20,7 +20,9 @@ __all__ = ["calls_by_task", "has_guessed_task", "one_call"]
 _AUTO = "auto"
 
 
-def one_call(options: ModelOptions, *, batch: int, shapes: Mapping[str, Any] | None, stream_weights: bool) -> Call:
+def one_call(
+    options: ModelOptions, *, batch: int, shapes: Mapping[str, Any] | None, stream_weights: bool
+) -> SourceCall:
     """The model and example inputs; see ``ModelOptions.call``."""
     task = None if options.task == _AUTO else options.task
     model = _model(options, task, stream_weights)
@@ -30,7 +32,7 @@ def one_call(options: ModelOptions, *, batch: int, shapes: Mapping[str, Any] | N
     kwargs = example_inputs(
         model, task=task, shapes=wanted, batch=batch, seed=options.seed, processor=_processor(options)
     )
-    return Call(model, (), dict(kwargs), checkpoint=_checkpoint(options, model, stream_weights))
+    return SourceCall(model, (), dict(kwargs), checkpoint=_checkpoint(options, model, stream_weights))
 
 
 def calls_by_task(
@@ -40,7 +42,7 @@ def calls_by_task(
     cache_names: str,
     sizes: Mapping[str, int] | None,
     stream_weights: bool,
-) -> dict[str, Call]:
+) -> dict[str, SourceCall]:
     """The files of the task, and the call that each is exported from; see ``ModelOptions.calls_by_task``."""
     model = _model(options, options.task or _AUTO, stream_weights)
     checkpoint = _checkpoint(options, model, stream_weights)
@@ -55,7 +57,7 @@ def calls_by_task(
             seed=options.seed,
             processor=_processor(options),
         )
-    return {name: Call(each.model, (), each.kwargs, each, checkpoint) for name, each in found.items()}
+    return {name: SourceCall(each.model, (), each.kwargs, each, checkpoint) for name, each in found.items()}
 
 
 def has_guessed_task(options: ModelOptions) -> bool:

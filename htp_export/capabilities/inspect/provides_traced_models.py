@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from htp_export.capabilities.inspect.inspected import Inspected
 from htp_export.capabilities.inspect.inspecting import inspect
-from htp_export.command.sources import Call
+from htp_export.command.sources import SourceCall
 
 __all__ = ["traced"]
 
 
-def traced(call: Call) -> Inspected:
+def traced(call: SourceCall) -> Inspected:
     """The graph, by the best way that there is; see `htp_export.inspect`."""
     return inspect(call.model, call.args, kwargs=call.kwargs)

@@ -25,11 +25,8 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel
-from htp_export.model.tensor_names import Names
-from htp_export.model.regions import all_values
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
-from htp_export.model.tensor_names import UsedNames
+from htp_export.model.tensor_names import Names
 from htp_export.plans.rules import modules_within
 from htp_export.process.progress import counted
 from htp_export.results.columns import Column

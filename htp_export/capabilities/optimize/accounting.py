@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.merging import Difference
+from htp_export.capabilities.optimize.merging import PassDifference
 from htp_export.capabilities.optimize.results import Change
 from htp_export.editing.editing import bytes_of
 from htp_export.format import tags
@@ -64,7 +64,7 @@ def _tensors(node: ir.Node) -> Iterator[tuple[str, ir.TensorProtocol]]:
             yield name, attribute.as_tensor()
 
 
-def changes_of(difference: Difference, saved: Counter[str]) -> dict[str, Change]:
+def changes_of(difference: PassDifference, saved: Counter[str]) -> dict[str, Change]:
     """What a pass did to nodes and weights, by module; ``saved`` has the bytes that the weights of each lost."""
     before, after = difference.before, difference.after
     in_place = set(difference.removed).intersection(difference.added)

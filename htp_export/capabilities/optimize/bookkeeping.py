@@ -11,7 +11,7 @@ import onnx_ir as ir
 from htp_export.capabilities.optimize.accounting import WeightBook, changes_of
 from htp_export.capabilities.optimize.contract import check_ensured
 from htp_export.capabilities.optimize.fates import SignatureEvidence
-from htp_export.capabilities.optimize.merging import Difference, Snapshot, merge_tags
+from htp_export.capabilities.optimize.merging import PassDifference, Snapshot, merge_tags
 from htp_export.capabilities.optimize.results import Change
 from htp_export.editing.editing import BOUNDARY
 from htp_export.errors import HtpExportError
@@ -69,7 +69,7 @@ class Bookkeeping:
         self._unread: frozenset[str] = frozenset()
         self._find_signatures()
         self._snapshot = Snapshot(tagged.model)
-        self.difference = Difference.between(self._snapshot, self._snapshot)
+        self.difference = PassDifference.between(self._snapshot, self._snapshot)
         self._weights = WeightBook(tagged.model)
         self._excused: dict[str, set[str]] = {}
         if self._signatures:
@@ -116,7 +116,7 @@ class Bookkeeping:
         """
         before, after = self._snapshot, Snapshot(self.model)
         check_ensured(before, after)
-        difference = self.difference = Difference.between(before, after)
+        difference = self.difference = PassDifference.between(before, after)
         self._snapshot = after
         fused: dict[str, tuple[str, ...]] = {}
         if difference and self._source == "htp":
@@ -186,7 +186,7 @@ class Bookkeeping:
             listed = ", ".join(f"{node.op_type} {node.name!r}" for node in bare[:3])
             raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
 
-    def _follow(self, difference: Difference) -> None:
+    def _follow(self, difference: PassDifference) -> None:
         """Find the tensors of signatures in the changed graph; note those that are gone, and the owners around them."""
         if not self._where:
             return
@@ -210,7 +210,7 @@ class Bookkeeping:
         if lost:
             self._note_lost(difference, lost)
 
-    def _note_lost(self, difference: Difference, lost: Mapping[str, ir.Value]) -> None:
+    def _note_lost(self, difference: PassDifference, lost: Mapping[str, ir.Value]) -> None:
         before = difference.before
         around: dict[ir.Value, dict[str, None]] = {}
         for value in lost.values():

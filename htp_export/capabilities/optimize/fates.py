@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from htp_export.format.hierarchy import Fate, Hierarchy
 from htp_export.format.signatures import Signature
-from htp_export.model.fates import Evidence, Outcome
+from htp_export.model.fates import FateEvidence, Outcome
 from htp_export.model.regions import GraphIndex
 
 __all__ = ["SignatureEvidence"]
@@ -16,7 +16,7 @@ __all__ = ["SignatureEvidence"]
 Signatures = Mapping[str, Sequence[Signature]]
 
 
-class SignatureEvidence(Evidence[ir.Value]):
+class SignatureEvidence(FateEvidence[ir.Value]):
     """The boundaries of modules in a changed graph, compared with their signatures.
 
     Args:

@@ -25,7 +25,7 @@ from htp_export.format.reasons import Reason
 from htp_export.model.dependence import dependence, given_values, reads_and_results
 from htp_export.shapes.operator_kinds import SIZES_ONLY
 
-__all__ = ["Difference", "Snapshot", "merge_tags"]
+__all__ = ["PassDifference", "Snapshot", "merge_tags"]
 
 _Slots = Sequence[ir.Value | None]
 
@@ -84,7 +84,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PassDifference:
     """The changes of a graph by a pass.
 
     Attributes:
@@ -102,7 +102,7 @@ class Difference:
     merged: dict[ir.Node, None] = field(default_factory=dict)
 
     @classmethod
-    def between(cls, before: Snapshot, after: Snapshot) -> Difference:
+    def between(cls, before: Snapshot, after: Snapshot) -> PassDifference:
         """Compare two snapshots of one model."""
         changed = {
             node
@@ -207,7 +207,7 @@ _Groups = list[list[Mapping[str, str]]]
 """Metadata of the nodes that one node replaces, those of one value together."""
 
 
-def merge_tags(difference: Difference, order: Mapping[str, int], called: Collection[str], calls: CallTree) -> None:
+def merge_tags(difference: PassDifference, order: Mapping[str, int], called: Collection[str], calls: CallTree) -> None:
     """Tag the nodes that replace others.
 
     Args:
@@ -242,7 +242,7 @@ def merge_tags(difference: Difference, order: Mapping[str, int], called: Collect
     _tag_by_neighbours([node for node in reversed(difference.added) if node not in tagged], order, called, calls)
 
 
-def _twins(difference: Difference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:
+def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:
     """A removed node and the remaining one with an equal output; and those before them, while they are alike."""
     queue, seen = [(old, new)], set[ir.Node]()
     while queue:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from htp_export.capabilities.optimize.barriers import barriers, take_barriers
 from htp_export.capabilities.optimize.bookkeeping import Bookkeeping
 from htp_export.capabilities.optimize.checking import OutputCheck
-from htp_export.capabilities.optimize.merging import Difference
+from htp_export.capabilities.optimize.merging import PassDifference
 from htp_export.capabilities.optimize.registry import PassInfo
 from htp_export.capabilities.optimize.results import Change, PassReport
 from htp_export.errors import InputError, PassError
@@ -60,7 +60,7 @@ class Pipeline:
         check: OutputCheck | None = None,
         *,
         keep_exact: bool = False,
-        watch: Callable[[PassInfo, Difference, ir.Model], None] | None = None,
+        watch: Callable[[PassInfo, PassDifference, ir.Model], None] | None = None,
     ) -> None:
         self._accounts = [_Account(info) for info in passes]
         self._check = check

@@ -9,8 +9,9 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from htp_export.capabilities.partition.constants import Constants
+from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.cutting import Cutter
+from htp_export.model.parts import Constants, part_tensors
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["Border", "Chain"]
@@ -197,25 +198,20 @@ class Chain:
     def _crossing(self) -> list[int]:
         """For each place, how many tensors cross it, without sizes: these are computed on either side."""
         steps = [0] * (len(self.units) + 1)
-        for made, read in self._lives():
-            if made < read:
+        for flow in part_tensors(self._tagged, self.places, self._is_sent):
+            read = flow.consumers - {OUTSIDE}
+            made = flow.producer if flow.value is None else self.weight_places.get(flow.value, flow.producer)
+            if read and made < max(read):
                 steps[made + 1] += 1
-                steps[read + 1] -= 1
+                steps[max(read) + 1] -= 1
         return list(itertools.accumulate(steps))
 
-    def _lives(self) -> Iterator[tuple[int, int]]:
-        """For each tensor, the units at which it is made and read last."""
-        last: dict[ir.Value, int] = {}
-        made: dict[ir.Value, int] = {}
-        for node, place in self.places.items():
-            for value in self.reads(node):
-                producer = value.producer()
-                if producer in self._constants.sizes or (producer is None and value not in self._constants.weights):
-                    continue
-                start = place if producer is None else self.places[producer]
-                made[value] = min(made.get(value, start), start)
-                last[value] = max(last.get(value, place), place)
-        return ((made[value], last[value]) for value in made)
+    def _is_sent(self, value: ir.Value) -> bool:
+        """Whether a tensor is sent to units that read it: a weight, or what is computed from inputs, but for sizes."""
+        producer = value.producer()
+        if producer is None:
+            return value in self._constants.weights
+        return not self._constants.comes_along(value) and producer not in self._constants.sizes
 
     def _read_from_neighbours(self) -> set[str]:
         """The modules that read what the sibling right before them, or what lies between, computes."""

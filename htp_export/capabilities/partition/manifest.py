@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.capabilities.partition.partitions import FORMAT, VERSION, Partition
-from htp_export.capabilities.partition.stages import Stage, Tensor
+from htp_export.capabilities.partition.stages import Stage, StageTensor
 from htp_export.errors import FileError
 from htp_export.files.json_file import read_json
 
@@ -81,7 +81,7 @@ class _Reader:
             _text(data["name"]), tuple(stages), inputs, outputs, dict(data["versions"]), self._folder, files
         )
 
-    def _stage(self, entry: Any, inputs: Mapping[str, Tensor], before: list[Stage]) -> Stage:
+    def _stage(self, entry: Any, inputs: Mapping[str, StageTensor], before: list[Stage]) -> Stage:
         sources: dict[str, int | None] = {}
         for given in entry["inputs"]:
             name = _text(given["name"])
@@ -116,14 +116,14 @@ class _Reader:
         return file
 
 
-def _tensors(listed: Any) -> dict[str, Tensor]:
+def _tensors(listed: Any) -> dict[str, StageTensor]:
     found = dict(_named_tensors(listed))
     if len(found) < len(listed):
         raise ValueError("a tensor is listed twice")
     return found
 
 
-def _named_tensors(listed: Any) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(listed: Any) -> Iterator[tuple[str, StageTensor]]:
     for entry in listed:
         name, kind, shape = _text(entry["name"]), entry["type"], entry["shape"]
         if kind is not None and kind not in ir.DataType.__members__:
@@ -132,7 +132,7 @@ def _named_tensors(listed: Any) -> Iterator[tuple[str, Tensor]]:
             if not isinstance(shape, list) or not all(each is None or isinstance(each, int | str) for each in shape):
                 raise ValueError(f"tensor {name!r} has no shape: {shape!r}")
             shape = tuple(shape)
-        yield name, Tensor(kind, shape)
+        yield name, StageTensor(kind, shape)
 
 
 def _text(value: Any) -> str:

@@ -41,9 +41,9 @@ def partition_command(
     as_json: JsonOption = False,
 ) -> None:
     """Cut a model into stages that run one after another."""
+    from htp_export.capabilities.partition.balancing import read_weights
     from htp_export.capabilities.partition.stage_folder import check_folder
     from htp_export.capabilities.partition.staging import partition
-    from htp_export.capabilities.partition.weighing import read_weights
 
     check_folder(output)
     weights: Any = balance if balance in ("parameters", "flops") else read_weights(balance)

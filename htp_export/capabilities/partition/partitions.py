@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.capabilities.partition.stage_runner import StageRunner
-from htp_export.capabilities.partition.stages import Stage, Tensor
+from htp_export.capabilities.partition.stages import Stage, StageTensor
 from htp_export.results.columns import Column
 from htp_export.results.result import Result, Table
 
-__all__ = ["FORMAT", "VERSION", "Crossing", "Partition"]
+__all__ = ["FORMAT", "VERSION", "Partition", "PassedTensor"]
 
 FORMAT = "htp.partition"
 VERSION = "1"
 
 
 @dataclass(frozen=True)
-class Crossing:
+class PassedTensor:
     """A tensor that one stage computes and others read.
 
     Attributes:
@@ -30,7 +30,7 @@ class Crossing:
     """
 
     name: str
-    tensor: Tensor
+    tensor: StageTensor
     made_by: int
     read_by: tuple[int, ...]
 
@@ -51,14 +51,14 @@ class Partition(Result):
 
     name: str
     stages: tuple[Stage, ...]
-    inputs: Mapping[str, Tensor]
+    inputs: Mapping[str, StageTensor]
     outputs: Mapping[str, tuple[int, str]]
     versions: Mapping[str, Any]
     folder: Path | None = None
     files: tuple[str, ...] = ()
 
     @property
-    def crossing(self) -> tuple[Crossing, ...]:
+    def crossing(self) -> tuple[PassedTensor, ...]:
         """The tensors that cross from stage to stage, in the order in which they are computed."""
         read: dict[tuple[int, str], list[int]] = {}
         for number, stage in enumerate(self.stages):
@@ -66,7 +66,7 @@ class Partition(Result):
                 if source is not None:
                     read.setdefault((source, name), []).append(number)
         return tuple(
-            Crossing(name, tensor, number, tuple(read[number, name]))
+            PassedTensor(name, tensor, number, tuple(read[number, name]))
             for number, stage in enumerate(self.stages)
             for name, tensor in stage.outputs.items()
             if (number, name) in read
@@ -187,5 +187,5 @@ def _stage(stage: Stage) -> dict[str, Any]:
     }
 
 
-def _tensor(name: str, tensor: Tensor) -> dict[str, Any]:
+def _tensor(name: str, tensor: StageTensor) -> dict[str, Any]:
     return {"name": name, "type": tensor.type, "shape": tensor.shape}

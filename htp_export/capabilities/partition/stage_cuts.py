@@ -1,4 +1,4 @@
-"""From places in the chain of modules to the parts of a graph that run one after another, each a model of its own."""
+"""From places in the chain of modules to the parts of a graph that run one after another, and models of these."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from htp_export.capabilities.partition.chain import Chain
-from htp_export.capabilities.partition.constants import Constants, weight_bytes
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.cut_models import cut_graph, model_around, narrow_owners, output_name, write_part_metadata
 from htp_export.model.cutting import Cut, Cutter
+from htp_export.model.parts import Constants, weight_bytes
 from htp_export.model.tagged import TaggedModel, all_nodes
 
 __all__ = ["StageCut", "stage_cuts", "stage_model"]

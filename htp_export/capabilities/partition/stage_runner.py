@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.partition.stages import Stage, Tensor
+from htp_export.capabilities.partition.stages import Stage, StageTensor
 from htp_export.errors import InputError
 from htp_export.runtime.arrays import from_ort, to_ort
 from htp_export.runtime.declared_inputs import Input
@@ -39,7 +39,7 @@ class StageRunner:
     def __init__(
         self,
         stages: Sequence[Stage],
-        inputs: Mapping[str, Tensor],
+        inputs: Mapping[str, StageTensor],
         outputs: Mapping[str, tuple[int, str]],
         *,
         providers: Sequence[Any],
@@ -115,5 +115,5 @@ class StageRunner:
             return Session(RunnableModel.of(stage.model, name, temporary), self._settings)
 
 
-def _input(name: str, tensor: Tensor) -> Input:
+def _input(name: str, tensor: StageTensor) -> Input:
     return Input(name, None if tensor.type is None else ir.DataType[tensor.type], tensor.shape)

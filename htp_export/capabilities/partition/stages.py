@@ -10,11 +10,11 @@ import onnx_ir as ir
 
 from htp_export.runtime.declared_inputs import Input
 
-__all__ = ["Stage", "Tensor"]
+__all__ = ["Stage", "StageTensor"]
 
 
 @dataclass(frozen=True)
-class Tensor:
+class StageTensor:
     """What is known of a tensor.
 
     Attributes:
@@ -26,7 +26,7 @@ class Tensor:
     shape: tuple[int | str | None, ...] | None
 
     @classmethod
-    def of(cls, value: ir.Value) -> Tensor:
+    def of(cls, value: ir.Value) -> StageTensor:
         """What a graph says of a value."""
         known = Input.of(value)
         return cls(None if known.type is None else known.type.name, known.shape)
@@ -57,8 +57,8 @@ class Stage:
     """
 
     modules: tuple[str, ...]
-    inputs: Mapping[str, Tensor]
-    outputs: Mapping[str, Tensor]
+    inputs: Mapping[str, StageTensor]
+    outputs: Mapping[str, StageTensor]
     sources: Mapping[str, int | None]
     nodes: int
     parameter_bytes: int

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from htp_export.capabilities.partition.balancing import Balance, balanced_cuts, weigh
 from htp_export.capabilities.partition.chain import Border, Chain
-from htp_export.capabilities.partition.constants import Constants
 from htp_export.capabilities.partition.partitions import Partition
 from htp_export.capabilities.partition.stage_cuts import StageCut, stage_cuts, stage_model
 from htp_export.capabilities.partition.stage_folder import check_folder, write_folder
-from htp_export.capabilities.partition.stages import Stage, Tensor
-from htp_export.capabilities.partition.weighing import Balance, balanced_cuts, weigh
+from htp_export.capabilities.partition.stages import Stage, StageTensor
 from htp_export.errors import InputError, UnknownModuleError
 from htp_export.model.cutting import Cutter
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.parts import Constants
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.runtime.crashes import safe_entries
 
@@ -188,7 +188,7 @@ def _partition(tagged: TaggedModel, cuts: Sequence[StageCut]) -> Partition:
     graph = tagged.model.graph
     made = tuple(_stage(tagged, each) for each in cuts)
     homes = {id(value): (number, name) for number, each in enumerate(cuts) for name, value in each.part.outputs.items()}
-    inputs = {str(value.name): Tensor.of(value) for value in graph.inputs if not value.is_initializer()}
+    inputs = {str(value.name): StageTensor.of(value) for value in graph.inputs if not value.is_initializer()}
     outputs = {str(value.name): homes[id(value)] for value in graph.outputs}
     name = tagged.hierarchy.root.simple_class or graph.name or "model"
     return Partition(name, made, inputs, outputs, _versions(tagged))
@@ -198,8 +198,8 @@ def _stage(tagged: TaggedModel, stage: StageCut) -> Stage:
     model = stage_model(tagged, stage)
     return Stage(
         stage.modules,
-        {str(value.name): Tensor.of(value) for value in model.graph.inputs},
-        {str(value.name): Tensor.of(value) for value in model.graph.outputs},
+        {str(value.name): StageTensor.of(value) for value in model.graph.inputs},
+        {str(value.name): StageTensor.of(value) for value in model.graph.outputs},
         stage.sources,
         sum(1 for _ in model.graph.all_nodes()),
         stage.parameter_bytes,

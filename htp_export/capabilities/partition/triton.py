@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from htp_export.capabilities.partition.partitions import Partition
-from htp_export.capabilities.partition.stages import Stage, Tensor
+from htp_export.capabilities.partition.stages import Stage, StageTensor
 from htp_export.errors import InputError
 from htp_export.files.model_files import read_model, write_model
 
@@ -80,7 +80,7 @@ def _write(folder: Path, name: str, runs: str, parts: Iterable[str]) -> None:
     (folder / "config.pbtxt").write_text(text + "\n", encoding="utf-8")
 
 
-def _tensor(kind: str, name: str, tensor: Tensor, *, scalar: bool = False) -> str:
+def _tensor(kind: str, name: str, tensor: StageTensor, *, scalar: bool = False) -> str:
     """An input or output. Triton has no tensors without dimensions: these are of one number, and models reshape it."""
     if tensor.type not in _TYPES or tensor.shape is None:
         raise InputError(f"tensor {name!r} is {tensor}: Triton needs its number of dimensions, and a type that it has")

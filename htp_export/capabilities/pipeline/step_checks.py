@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections.abc
 import importlib
 import inspect
-import logging
 import re
 import types
 import typing
@@ -22,6 +21,7 @@ from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel, load
 from htp_export.plans.rules import modules_within
+from htp_export.process.quiet import quiet
 
 __all__ = ["check_values"]
 
@@ -110,17 +110,13 @@ def _try_tool(step: PipelineStep) -> None:
 
     What it says of this model counts for nothing: only `InputError` is about the call.
     """
-    logger = logging.getLogger("htp_export")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
     try:
-        step.kind.load()(_one_product(), **step.options)
+        with quiet("htp_export"):
+            step.kind.load()(_one_product(), **step.options)
     except InputError:
         raise
     except HtpExportError:
         pass
-    finally:
-        logger.setLevel(level)
 
 
 def _one_product() -> ir.Model:

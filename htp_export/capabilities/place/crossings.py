@@ -11,7 +11,7 @@ from htp_export.format.tags import common_ancestor
 from htp_export.model.regions import all_nodes
 from htp_export.shapes.operator_kinds import subgraphs
 
-__all__ = ["Crossing", "crossings", "edges"]
+__all__ = ["Crossing", "crossings"]
 
 _MOST_NAMED = 2  # of consumers, in text
 
@@ -47,7 +47,7 @@ class Crossing:
         return f"{self.tensor}: {size}, {start} ({self.source}) to {end} ({self.target})"
 
 
-def edges(model: ir.Model) -> Iterator[tuple[ir.Value, ir.Node | None, ir.Node | None]]:
+def _edges(model: ir.Model) -> Iterator[tuple[ir.Value, ir.Node | None, ir.Node | None]]:
     """Each tensor that is computed or given, with a consumer: value, producer, consumer.
 
     The producer of an input of the model, and the consumer of an output, is None. What a subgraph is given comes from
@@ -94,7 +94,7 @@ def crossings(
         counts: Whether a tensor counts.
     """
     found: dict[tuple[ir.Value, str, str], tuple[ir.Node | None, dict[str, None]]] = {}
-    for value, maker, reader in edges(model):
+    for value, maker, reader in _edges(model):
         source = host if maker is None else device_of(maker)
         target = host if reader is None else device_of(reader)
         if source is None or target is None or source == target or not counts(value):

@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Item", "Tensor", "fill"]
+from htp_export.model.boundaries import OUTSIDE
+from htp_export.model.parts import PartTensor
+
+__all__ = ["Item", "fill"]
 
 _MOST = 500  # choices that are kept for the same sides of tensors
 _STEPS = 64
 _MOST_LIMITS = 16
-OUTSIDE = -1
-"""In place of the number of an item: what is never on the device."""
 
 
 @dataclass(frozen=True)
@@ -45,28 +46,12 @@ class Item:
     work: int
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor that crosses between the device and the rest if its producer and a consumer are on different sides.
-
-    Attributes:
-        producer: The item that makes it, or `OUTSIDE`.
-        consumers: The items that read it, and `OUTSIDE` if anything else does.
-        size: Its bytes.
-    """
-
-    producer: int
-    consumers: frozenset[int]
-    size: int = 0
-
-
 class _Choice(NamedTuple):
     """A choice for the items so far."""
 
     used: int
     crossings: int
     work: int
-    crossing_bytes: int
     before: _Choice | None
     on_device: bool
 
@@ -75,7 +60,7 @@ _Sides: TypeAlias = tuple[tuple[int, str], ...]
 """For each tensor and shared weight that is still used: its number, and what of it is known."""
 
 
-def fill(items: Sequence[Item], tensors: Iterable[Tensor], memory: int, slack: float = 0.1) -> list[int]:
+def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slack: float = 0.1) -> list[int]:
     """Choose the items that go to the device.
 
     First the most work is found that fits. Then, of all choices with at least ``1 - slack`` of that work, the one with
@@ -83,7 +68,7 @@ def fill(items: Sequence[Item], tensors: Iterable[Tensor], memory: int, slack: f
 
     Args:
         items: The items, in order of execution.
-        tensors: What they give each other and the rest.
+        tensors: What they give each other and the rest: it crosses if its producer and a consumer are not on one side.
         memory: Bytes for the weights of the chosen items and the highest of their peaks.
         slack: Which part of the work may be given up for fewer crossings.
 
@@ -92,7 +77,7 @@ def fill(items: Sequence[Item], tensors: Iterable[Tensor], memory: int, slack: f
 
     Examples:
         >>> items = [Item({k: 10}, peak=5, work=1) for k in range(4)]
-        >>> chain = [Tensor(k - 1, frozenset([k])) for k in range(4)] + [Tensor(3, frozenset([OUTSIDE]))]
+        >>> chain = [PartTensor(k - 1, frozenset([k])) for k in range(4)] + [PartTensor(3, frozenset([OUTSIDE]))]
         >>> fill(items, chain, 25), fill(items, chain, 14)
         ([0, 1], [])
     """
@@ -123,8 +108,8 @@ def _limits(items: Sequence[Item], memory: int) -> set[int]:
     return set(highest.values())
 
 
-def _order(choice: _Choice) -> tuple[int, int, int, int]:
-    return choice.crossings, -choice.work, choice.crossing_bytes, choice.used
+def _order(choice: _Choice) -> tuple[int, int, int]:
+    return choice.crossings, -choice.work, choice.used
 
 
 def _chosen(last: _Choice) -> list[int]:
@@ -142,22 +127,15 @@ class _Net(NamedTuple):
     producer: int
     consumers: frozenset[int]
     tensors: int
-    size: int
 
     @property
     def items(self) -> frozenset[int]:
         return (self.consumers | {self.producer}) - {OUTSIDE}
 
 
-def _merged(tensors: Iterable[Tensor]) -> list[_Net]:
-    count: defaultdict[tuple[int, frozenset[int]], int] = defaultdict(int)
-    size: defaultdict[tuple[int, frozenset[int]], int] = defaultdict(int)
-    for tensor in tensors:
-        key = tensor.producer, tensor.consumers - {tensor.producer}
-        if key[1]:
-            count[key] += 1
-            size[key] += tensor.size
-    return [_Net(*key, count[key], size[key]) for key in count]
+def _merged(tensors: Iterable[PartTensor]) -> list[_Net]:
+    count = Counter((tensor.producer, tensor.consumers - {tensor.producer}) for tensor in tensors)
+    return [_Net(*key, count[key]) for key in count if key[1]]
 
 
 class _Program:
@@ -204,7 +182,7 @@ class _Program:
     def run(self, least: int, most_crossings: float = math.inf) -> list[_Choice]:
         """The choices that no other one beats, with the least work or more and so many crossings or fewer."""
         left = sum(item.work for item, allowed in zip(self._items, self._allowed, strict=True) if allowed)
-        states: dict[_Sides, list[_Choice]] = {(): [_Choice(0, 0, 0, 0, None, False)]}
+        states: dict[_Sides, list[_Choice]] = {(): [_Choice(0, 0, 0, None, False)]}
         for number, item in enumerate(self._items):
             if self._allowed[number]:
                 left -= item.work
@@ -225,7 +203,7 @@ class _Program:
     def _step(self, number: int, sides: dict[int, str], on_device: bool) -> tuple[_Sides, _Choice]:
         """The sides after an item, and what it adds."""
         item = self._items[number]
-        used, crossings, size = (self._own[number] if on_device else 0), 0, 0
+        used, crossings = (self._own[number] if on_device else 0), 0
         for net in self._touching[number]:
             before = sides.get(net, "")
             if net in self._shared:
@@ -235,10 +213,10 @@ class _Program:
                 known, crosses = _seen(self._nets[net], number, before, on_device)
                 sides[net] = known
                 if crosses:
-                    crossings, size = crossings + self._nets[net].tensors, size + self._nets[net].size
+                    crossings += self._nets[net].tensors
             if self._last[net] <= number:
                 sides.pop(net, None)
-        step = _Choice(used, crossings, item.work if on_device else 0, size, None, on_device)
+        step = _Choice(used, crossings, item.work if on_device else 0, None, on_device)
         return tuple(sorted((net, known) for net, known in sides.items() if known)), step
 
 
@@ -264,7 +242,6 @@ def _added(choice: _Choice, step: _Choice) -> _Choice:
         choice.used + step.used,
         choice.crossings + step.crossings,
         choice.work + step.work,
-        choice.crossing_bytes + step.crossing_bytes,
         choice,
         step.on_device,
     )
@@ -275,7 +252,7 @@ def _unbeaten(choices: list[_Choice], memory: int) -> list[_Choice]:
     kept: list[_Choice] = []
     used: list[int] = []  # increasing, and with it the work: the best of those with as few crossings
     work: list[int] = []
-    for choice in sorted(choices, key=lambda each: (each.crossings, each.used, -each.work, each.crossing_bytes)):
+    for choice in sorted(choices, key=lambda each: (each.crossings, each.used, -each.work)):
         place = bisect_right(used, choice.used)
         if place and work[place - 1] >= choice.work:
             continue

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.place.crossings import edges
-from htp_export.capabilities.place.filling import OUTSIDE, Item, Tensor, fill
+from htp_export.capabilities.place.filling import Item, fill
 from htp_export.errors import InputError
 from htp_export.model.cutting import Cutter
 from htp_export.model.groups import connected
+from htp_export.model.parts import PartTensor, part_tensors
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.deciders import parts_of
 from htp_export.results.columns import si
 
 if TYPE_CHECKING:
     from htp_export.capabilities.cost.bindings import Bindings
-    from htp_export.capabilities.cost.execution import Run, Step
+    from htp_export.capabilities.cost.execution import Run, RunStep
 
 __all__ = ["Needs", "known_sizes", "nodes_that_fit", "tensor_sizes"]
 
@@ -78,7 +78,7 @@ class Needs:
         self.tagged = tagged
         self.sizes = tensor_sizes(run)
         live = Timeline(run).live
-        self._steps: dict[ir.Node, Step] = {step.node: step for step in run.steps}
+        self._steps: dict[ir.Node, RunStep] = {step.node: step for step in run.steps}
         self._live = {step.node: int(bytes_) for step, bytes_ in zip(run.steps, live, strict=True)}
 
     def item(self, nodes: Iterable[ir.Node]) -> Item:
@@ -181,22 +181,8 @@ def _below(tagged: TaggedModel, path: str, nodes: Iterable[ir.Node]) -> Mapping[
     return below
 
 
-def _tensors(tagged: TaggedModel, parts: Sequence[_Part]) -> list[Tensor]:
+def _tensors(tagged: TaggedModel, parts: Sequence[_Part]) -> list[PartTensor]:
     """What parts give each other and the rest, without constants and sizes, which cost nothing."""
     part_of = {node: number for number, part in enumerate(parts) for node in part.nodes}
     cutter = Cutter(tagged)
-    producers: dict[ir.Value, int] = {}
-    consumers: defaultdict[ir.Value, set[int]] = defaultdict(set)
-
-    def place(node: ir.Node | None) -> int:
-        return (
-            OUTSIDE
-            if node is None
-            else next((part_of[up] for up in tagged.index.scopes(node) if up in part_of), OUTSIDE)
-        )
-
-    for value, maker, reader in edges(tagged.model):
-        if not (cutter.is_free(value) or cutter.is_size(value)):
-            producers[value] = place(maker)
-            consumers[value].add(place(reader))
-    return [Tensor(producers[value], frozenset(readers)) for value, readers in consumers.items()]
+    return list(part_tensors(tagged, part_of, lambda value: not (cutter.is_free(value) or cutter.is_size(value))))

@@ -16,7 +16,7 @@ from typing import Any
 from htp_export.errors import FileError
 from htp_export.files.json_file import read_json
 
-__all__ = ["Engine", "Layer", "read_engine"]
+__all__ = ["Layer", "TensorRTEngine", "read_engine"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Engine:
+class TensorRTEngine:
     """The layers of an engine, in the order of execution.
 
     Attributes:
@@ -61,7 +61,7 @@ class Engine:
         return (f"{len(untimed)} layers have no time in the profile, {untimed[0]!r} first",) if untimed else ()
 
 
-def read_engine(layers: str | os.PathLike[str], times: str | os.PathLike[str]) -> Engine:
+def read_engine(layers: str | os.PathLike[str], times: str | os.PathLike[str]) -> TensorRTEngine:
     """Read both files.
 
     Args:
@@ -84,7 +84,7 @@ def read_engine(layers: str | os.PathLike[str], times: str | os.PathLike[str]) -
             f"{timed[0][0]!r}; both files have to be of the same engine",
         )
     rest = [Layer(name, ms=ms) for name, left in given.items() for ms in left]
-    return Engine(os.fspath(layers), (*found, *rest), runs)
+    return TensorRTEngine(os.fspath(layers), (*found, *rest), runs)
 
 
 def _layers(path: str | os.PathLike[str]) -> list[Layer]:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.profile.engine_entries import Entry, entry_kernels
 from htp_export.capabilities.profile.kernels import Kernel, Timed
-from htp_export.capabilities.profile.tensorrt_files import Engine, Layer
+from htp_export.capabilities.profile.tensorrt_files import Layer, TensorRTEngine
 from htp_export.errors import FileError
 from htp_export.model.tagged import TaggedModel
 
@@ -127,7 +127,7 @@ _MADE_OF = re.compile(r"\[ONNX Layer: (.+?)\](?=[\x1e\x1f\s\[]|$)", re.DOTALL)
 _REGION = re.compile(r"\{ForeignNode\[(.+)\]\}", re.DOTALL)
 
 
-def tensorrt_kernels(engine: Engine, tagged: TaggedModel, name: str) -> tuple[Kernel, ...]:
+def tensorrt_kernels(engine: TensorRTEngine, tagged: TaggedModel, name: str) -> tuple[Kernel, ...]:
     """Return the layers that have times, with their owners.
 
     What a layer was made of is told by its metadata; without, by its name; without, by its tensors: the nodes between

@@ -31,13 +31,13 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import Assigned, assigned
 from htp_export.weights.products import weight_place
 
-__all__ = ["Choice", "choose"]
+__all__ = ["PrecisionChoice", "choose"]
 
 _FIRST_QDQ, _FIRST_PER_CHANNEL = 10, 13  # opsets
 
 
 @dataclass(frozen=True)
-class Choice:
+class PrecisionChoice:
     """Which nodes of a model get which precision.
 
     Attributes:
@@ -111,7 +111,7 @@ class Choice:
         return {name: dict(kinds.most_common()) for name, kinds in found.items()}
 
 
-def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> Choice:
+def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> PrecisionChoice:
     """Find out what a plan does to a model. No weights are read.
 
     Args:
@@ -143,7 +143,7 @@ def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> Choice:
             taken.update(dict.fromkeys(node.outputs, precision))
         elif any(dtypes.get(value) == ir.DataType.FLOAT and constant_of(value) is None for value in node.outputs):
             left.setdefault(precision, []).append(node)
-    choice = Choice(tagged, found, nodes, ports, left)
+    choice = PrecisionChoice(tagged, found, nodes, ports, left)
     _check_rules(choice, rules)
     return choice
 
@@ -180,7 +180,7 @@ def _check_opset(precision: Precision, opset: int) -> None:
         raise InputError(f"precision {precision.name!r} needs opset {needed} or later, and the model has {opset}")
 
 
-def _check_rules(choice: Choice, rules: Mapping[str, Precision]) -> None:
+def _check_rules(choice: PrecisionChoice, rules: Mapping[str, Precision]) -> None:
     """Refuse a rule that changes nothing because no operator of its modules takes its precision."""
     for selector, precision in rules.items():
         if precision.method == Method.KEEP:
@@ -200,7 +200,7 @@ def _check_rules(choice: Choice, rules: Mapping[str, Precision]) -> None:
         )
 
 
-def _said_otherwise(choice: Choice, nodes: Sequence[ir.Node], precision: Precision) -> str:
+def _said_otherwise(choice: PrecisionChoice, nodes: Sequence[ir.Node], precision: Precision) -> str:
     """That other modules of these nodes have another precision, if that is why they do not take one."""
     merged = [node for node in nodes if choice.found.nodes.get(node) != precision]
     if not merged:
@@ -218,7 +218,9 @@ def _said(words: set[str]) -> str:
     return sure.pop() if len(sure) == 1 else "mixed"
 
 
-def _sizes(node: ir.Node, choice: Choice, weights: Collection[ir.Value | None]) -> Iterator[tuple[Hashable, int]]:
+def _sizes(
+    node: ir.Node, choice: PrecisionChoice, weights: Collection[ir.Value | None]
+) -> Iterator[tuple[Hashable, int]]:
     """The weights that a node reads afterwards, and their bytes; equal weights of several nodes are equal."""
     precision = choice.precision_of.get(node)
     if (
@@ -248,7 +250,7 @@ def _place_of_copy(node: ir.Node, place: int, precision: Precision) -> Hashable:
     return None if precision.method == Method.CAST else node.graph
 
 
-def _size_of(node: ir.Node, place: int, choice: Choice) -> int | None:
+def _size_of(node: ir.Node, place: int, choice: PrecisionChoice) -> int | None:
     """The bytes of a weight of a node in the precision that it gets; None if it stays as it is."""
     precision, tensor = choice.precision_of.get(node), constant_of(node.inputs[place])
     if precision is None or tensor is None:

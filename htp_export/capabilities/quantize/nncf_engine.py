@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +13,10 @@ import onnx_ir as ir
 
 from htp_export.capabilities.quantize.integers import is_divisible, static_bytes
 from htp_export.capabilities.quantize.precisions import Precision
-from htp_export.capabilities.quantize.quantizers import quietly
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.errors import HtpExportError, ToolError, described
 from htp_export.files.parsing import model_from_proto
+from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
@@ -140,7 +139,7 @@ def _controlled(
 def calling_nncf(precision: Precision) -> Iterator[None]:
     """Call NNCF, without what it prints and logs; what it raises is a `ToolError`."""
     try:
-        with quietly(), _no_log("nncf"):
+        with quiet("", "nncf"):
             yield
     except HtpExportError:
         raise
@@ -258,15 +257,3 @@ def put_first(model: onnx.ModelProto, domain: str) -> None:
     copies = [onnx.helper.make_opsetid(entry.domain, entry.version) for entry in imports]
     del model.opset_import[:]
     model.opset_import.extend(copies)
-
-
-@contextlib.contextmanager
-def _no_log(name: str) -> Iterator[None]:
-    """Suppress a logger that has handlers of its own."""
-    logger = logging.getLogger(name)
-    was = logger.disabled
-    try:
-        logger.disabled = True
-        yield
-    finally:
-        logger.disabled = was

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
-import logging
-import threading
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.process.quiet import quiet
 from htp_export.weights.products import is_matrix_product
 
 __all__ = ["quantizers", "quietly", "write_products"]
 
 _QUANTIZATION = "onnxruntime.quantization"
-_ONE_AT_A_TIME = threading.RLock()
 
 
 def quantizers(module: str = "") -> Any:
@@ -34,24 +29,12 @@ def quantizers(module: str = "") -> Any:
         return importlib.import_module(f"{_QUANTIZATION}.{module}" if module else _QUANTIZATION)
 
 
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Suppress what ONNX Runtime's quantizers print, warn of and log; the root logger's handlers and level stay.
+def quietly() -> contextlib.AbstractContextManager[None]:
+    """Suppress what ONNX Runtime's quantizers say.
 
-    They log to the root logger itself, without a logger of their own: advice that the caller cannot follow, such as to
-    preprocess the model. One thread at a time, as both are the whole process's.
+    It is advice that the caller cannot follow, such as to preprocess the model. They log to the root logger itself.
     """
-    with _ONE_AT_A_TIME:
-        root = logging.getLogger()
-        handlers, level = root.handlers[:], root.level
-        try:
-            root.handlers[:] = [logging.NullHandler()]
-            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            root.handlers[:] = handlers
-            root.setLevel(level)
+    return quiet("")
 
 
 def write_products(graph: ir.Graph) -> None:

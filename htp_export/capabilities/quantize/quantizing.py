@@ -19,7 +19,7 @@ import onnx_ir as ir
 from htp_export.capabilities.quantize.blocks import groups_of, quantize_blocks
 from htp_export.capabilities.quantize.calibration_data import Data, Samples, activations, samples_of
 from htp_export.capabilities.quantize.casting import cast_nodes
-from htp_export.capabilities.quantize.choosing import Choice, choose
+from htp_export.capabilities.quantize.choosing import PrecisionChoice, choose
 from htp_export.capabilities.quantize.integers import Calibrator, quantize_at_run_time, weights_of
 from htp_export.capabilities.quantize.nncf_engine import quantize_with_nncf
 from htp_export.capabilities.quantize.nncf_weights import compress_with_nncf, scaled_before
@@ -311,12 +311,12 @@ def _is_by_nncf(precision: Precision) -> bool:
     return precision.engine == Engine.NNCF
 
 
-def _most_drop(choice: Choice) -> float:
+def _most_drop(choice: PrecisionChoice) -> float:
     """The most by which the metric may fall with the whole plan."""
     return max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=math.inf)
 
 
-def _notes(choice: Choice, *, random: bool) -> tuple[str, ...]:
+def _notes(choice: PrecisionChoice, *, random: bool) -> tuple[str, ...]:
     from htp_export.capabilities.carry.adapters.quantizers import saturates
 
     notes = [_RANDOM] if random else []
@@ -334,7 +334,7 @@ def _notes(choice: Choice, *, random: bool) -> tuple[str, ...]:
 
 def _result(
     original: TaggedModel,
-    choice: Choice,
+    choice: PrecisionChoice,
     after: Mapping[str, int],
     model: ir.Model | None,
     notes: Sequence[str],

@@ -9,8 +9,6 @@ from typing import Any
 
 from htp_export.capabilities.search.fronts import pareto
 from htp_export.errors import InputError, described
-from htp_export.results.columns import Column, json_value, si, text_table
-from htp_export.results.tag_facts import TagFacts, tag_lines
 from htp_export.results.columns import Column, si
 from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tag_facts import TagFacts

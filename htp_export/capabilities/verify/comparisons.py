@@ -14,7 +14,7 @@ from htp_export.errors import InputError
 
 if TYPE_CHECKING:
     from htp_export.capabilities.verify.results import Comparison, Verification
-    from htp_export.command.sources import Call
+    from htp_export.command.sources import SourceCall
 
 __all__ = ["AllOption", "ToleranceOption", "parse_tolerances", "report_comparison", "report_runs", "verified_runs"]
 
@@ -38,7 +38,7 @@ def report_comparison(result: Comparison, *, everything: bool, as_json: bool) ->
         raise CheckFailed(result.summary)
 
 
-def verified_runs(call: Call, file: Path, **options: Any) -> dict[str, Verification]:
+def verified_runs(call: SourceCall, file: Path, **options: Any) -> dict[str, Verification]:
     """Run → what `verify` says of a file: in prefill and in decoding, or in its one run.
 
     Args:

@@ -17,7 +17,7 @@ from htp_export.capabilities.verify.comparisons import (
 from htp_export.command.file_options import FeedDimsOption, FileArgument, JsonOption, SelectOption
 from htp_export.command.model_options import ModelOptions
 from htp_export.command.sizes import parse_dims
-from htp_export.command.sources import Call, read_shapes
+from htp_export.command.sources import SourceCall, read_shapes
 from htp_export.command.terminal import Steps
 from htp_export.errors import InputError
 
@@ -66,7 +66,7 @@ def verify_command(
     report_comparison(replace(result, assumed=assumed), everything=everything, as_json=as_json)
 
 
-def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]) -> Call | None:
+def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]) -> SourceCall | None:
     """The call of the task that the file was exported from: the one whose inputs it has; None without a task.
 
     Raises:
@@ -120,7 +120,7 @@ def _is_whole(shape: object) -> TypeGuard[list[int]]:
     return isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
 
 
-def _assumed(tagged: TaggedModel, call: Call, dims: Mapping[str, int]) -> tuple[str, ...]:
+def _assumed(tagged: TaggedModel, call: SourceCall, dims: Mapping[str, int]) -> tuple[str, ...]:
     """The sizes that were not given, and that the example inputs have.
 
     Raises:

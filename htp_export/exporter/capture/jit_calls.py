@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog
-from htp_export.exporter.capture.jit_graph import Reading, Step
+from htp_export.exporter.capture.jit_graph import JitStep, Reading
 from htp_export.exporter.capture.torchscript_internals import names_of_inlined_scope, names_of_traced_scope, usual_name
 
 
@@ -43,7 +43,7 @@ class Matched:
     dead: set[int] = field(default_factory=set)
     numbers: dict[int, int] = field(default_factory=dict)
 
-    def add(self, node: TracedNode, step: Step) -> None:
+    def add(self, node: TracedNode, step: JitStep) -> None:
         """Note that a node of the graph is one of the trace."""
         self.calls.append(node.call)
         self.numbers.update(zip(node.outputs, step.outputs, strict=False))

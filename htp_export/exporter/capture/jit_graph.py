@@ -30,7 +30,7 @@ _PLAIN = frozenset({"i", "is", "f", "fs", "s", "ss"})  # numbers and words: type
 _NAME = "onnx_name"
 
 
-class Step(NamedTuple):
+class JitStep(NamedTuple):
     """One node of a JIT graph at one moment; tensors are named by their numbers in the graph, or by their states.
 
     Attributes:
@@ -65,7 +65,7 @@ class Reading:
         scopes: For each node of the outermost block that is no constant, the name of its scope; if they were asked for.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[JitStep] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     constants: set[int] = field(default_factory=set)
     made: list[int] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Reading:
     scopes: list[str] = field(default_factory=list)
 
     @property
-    def outermost(self) -> list[Step]:
+    def outermost(self) -> list[JitStep]:
         """The steps of the outermost block, for each of ``sizes`` one."""
         return [self.steps[end - 1] for end in itertools.accumulate(self.sizes)]
 
@@ -166,7 +166,7 @@ def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> N
         one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
         changed = written(kind, len(reads))
         steps.append(
-            Step(out_of_place(kind), (*reads, *returned), outputs, one_to_one, changed, _attributes(node, kind))
+            JitStep(out_of_place(kind), (*reads, *returned), outputs, one_to_one, changed, _attributes(node, kind))
         )
         if top:
             reading.sizes.append(len(steps) - before)

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from htp_export.exporter.capture.jit_graph import Reading, Step
+from htp_export.exporter.capture.jit_graph import JitStep, Reading
 
 _CONSTANT = "constant"
 # Attributes of operators with several inputs that say how one input is read: those of the first input, the second, ...
@@ -80,7 +80,7 @@ def _recomputed(before: Reading, after: Reading, counterparts: Mapping[Any, Any]
     if not gone:
         return moved
     producers, taken = {number: step for step in before.steps for number in step.outputs}, set(counterparts.values())
-    others: defaultdict[Any, deque[Step]] = defaultdict(deque)
+    others: defaultdict[Any, deque[JitStep]] = defaultdict(deque)
     cast: dict[int, int] = {}  # what torch casts to the type of the tensor that is changed in place → what it was
     for step in after.steps:
         was = next((producers[number] for number in step.outputs if number in producers), None)
@@ -108,7 +108,7 @@ def _made_of_constants(reading: Reading) -> set[int]:
     return constant
 
 
-def _replaced(old: Step, new: Step, constant_inputs: Collection[int]) -> Iterable[tuple[int, int]]:
+def _replaced(old: JitStep, new: JitStep, constant_inputs: Collection[int]) -> Iterable[tuple[int, int]]:
     """What one operation reads in place of what another read; a weight at the end may be new, as a bias is."""
     size = len(old.inputs)
     if (
@@ -121,7 +121,7 @@ def _replaced(old: Step, new: Step, constant_inputs: Collection[int]) -> Iterabl
     return ((a, b) for place, (a, b) in pairs if a != b and _read_alike(old, new, place))
 
 
-def _read_alike(old: Step, new: Step, place: int) -> bool:
+def _read_alike(old: JitStep, new: JitStep, place: int) -> bool:
     """Whether the attributes of two operations of one kind agree on what is done with an input."""
     if old.attributes == new.attributes:
         return True
@@ -132,7 +132,7 @@ def _read_alike(old: Step, new: Step, place: int) -> bool:
     return bool(dict(old.attributes).get(name, 0) == dict(new.attributes).get(name, 0))
 
 
-def _last(number: int, became: dict[int, int], stop: dict[int, Step]) -> int:
+def _last(number: int, became: dict[int, int], stop: dict[int, JitStep]) -> int:
     """Where a chain of replacements ends."""
     seen = set()
     while number not in stop and number in became and number not in seen:
@@ -141,7 +141,7 @@ def _last(number: int, became: dict[int, int], stop: dict[int, Step]) -> int:
     return number
 
 
-def _changed(producer: Step, remade: Step, became: dict[int, int], constants: set[int]) -> bool:
+def _changed(producer: JitStep, remade: JitStep, became: dict[int, int], constants: set[int]) -> bool:
     """Whether a node reads other tensors than before, or is another operation."""
     if producer.kind != remade.kind or len(producer.inputs) != len(remade.inputs):
         return True

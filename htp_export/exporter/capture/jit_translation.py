@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from htp_export.exporter.capture.jit_graph import Step, autograd_functions, nodes_of, numbers_of_outputs
+from htp_export.exporter.capture.jit_graph import JitStep, autograd_functions, nodes_of, numbers_of_outputs
 
 
 class Translation:
@@ -42,7 +42,7 @@ class Translation:
                 made = value.node().inputsAt(0) if value.node().kind() == "prim::TupleConstruct" else value
                 self.numbers[output] = made.unique()
 
-    def through_blocks(self, steps: Iterable[Step]) -> None:
+    def through_blocks(self, steps: Iterable[JitStep]) -> None:
         """Note what became of nodes whose one block was dissolved: ``autograd.Function``s without a translation."""
         for step in steps:
             for output, inner in zip(step.outputs, step.returned, strict=bool(step.returned)):

@@ -128,7 +128,7 @@ class FormattedCall:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RootChoice:
     """The call that is traced.
 
     Attributes:
@@ -140,13 +140,13 @@ class Choice:
     before: Before | None = None
 
     @property
-    def after_trace(self) -> Choice:
+    def after_trace(self) -> RootChoice:
         """What is left to choose once the trace is made: as given, the model has the same trace but for numbers."""
         same = isinstance(self.call, FormattedCall) and self.call.same_values
         return replace(self, before=None) if same else self
 
 
-def choose(model: Any, formatted: Any, as_passed: GivenCall, refusal: str) -> Choice:
+def choose(model: Any, formatted: Any, as_passed: GivenCall, refusal: str) -> RootChoice:
     """How to call a model.
 
     Args:
@@ -158,15 +158,15 @@ def choose(model: Any, formatted: Any, as_passed: GivenCall, refusal: str) -> Ch
     if not refusal:
         call = FormattedCall(formatted, as_passed)
         if call.same_call:
-            return Choice(call)
+            return RootChoice(call)
         before = Before(model, (as_passed.positional, as_passed.keywords))
         refusal = "" if call.same_values else _changed_meaning(model, call, as_passed, before)
         if not refusal:
-            return Choice(call, before)
+            return RootChoice(call, before)
     level = logging.WARNING if as_passed.constants else logging.INFO
     constants = f"; constants in the file: {', '.join(map(str, as_passed.constants))}" if as_passed.constants else ""
     _log.log(level, "%s: not called as torch calls it: %s%s", type(model).__name__, refusal, constants)
-    return Choice(as_passed)
+    return RootChoice(as_passed)
 
 
 def _changed_meaning(model: Any, call: FormattedCall, as_passed: GivenCall, before: Before) -> str:

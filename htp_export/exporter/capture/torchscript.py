@@ -30,7 +30,7 @@ from htp_export.exporter.capture.jit_rewriting import follow
 from htp_export.exporter.capture.jit_translation import Translation
 from htp_export.exporter.capture.protos import bodies_of_proto, every_proto
 from htp_export.exporter.capture.record import Key, Node, Operation, Record
-from htp_export.exporter.capture.root_call import Choice, GivenCall, RootCall, choose
+from htp_export.exporter.capture.root_call import GivenCall, RootCall, RootChoice, choose
 from htp_export.exporter.capture.script_modules import ScriptCalls
 from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks
 from htp_export.exporter.capture.torchscript_internals import (
@@ -76,7 +76,7 @@ class TorchScriptCapture(Guarded):
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
         self._file: SerializedModel | None = None
         self.weights: dict[str, Weight] = {}
-        self.choice: Choice | None = None
+        self.choice: RootChoice | None = None
         self.root_runs = False
         self.whole: Callable[[], bytes] | None = None  # the bytes as torch makes them, where weights were left out
         self._args, self._names_inputs, self._refusal = args, names_inputs, refusal

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from htp_export.exporter.capture.jit_graph import Reading, Step
+from htp_export.exporter.capture.jit_graph import JitStep, Reading
 from htp_export.exporter.capture.record import Key, Operation
 from htp_export.exporter.capture.torchscript_internals import viewed
 
@@ -44,7 +44,7 @@ class Versions:
         """Whether any tensor was changed."""
         return bool(self._states)
 
-    def operation(self, index: int, step: Step, call: int, shape_only: bool) -> Operation:
+    def operation(self, index: int, step: JitStep, call: int, shape_only: bool) -> Operation:
         """A step as an operation that reads and makes states."""
         reads: list[Key] = [self.state(number, index) for number in step.inputs]
         results: list[Key] = list(step.outputs)

@@ -10,10 +10,10 @@ from htp_export.exporter.owners.boundaries import CallBoundary, boundaries_of_ca
 from htp_export.exporter.owners.flow import Flow, needed
 from htp_export.format.call_tree import NodeCalls
 from htp_export.format.hierarchy import Fate
-from htp_export.model.fates import Evidence, Outcome
+from htp_export.model.fates import FateEvidence, Outcome
 
 
-class ExportEvidence(Evidence[Key]):
+class ExportEvidence(FateEvidence[Key]):
     """What the capture says of the boundaries of modules.
 
     Args:

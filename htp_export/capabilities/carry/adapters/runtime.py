@@ -9,7 +9,7 @@ from typing import Any
 
 from htp_export.capabilities.carry.adapting import Tool, adapter, library
 from htp_export.errors import InputError
-from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings
+from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings
 
 __all__ = ["onnxruntime", "onnxruntime_transformers"]
 
@@ -38,7 +38,7 @@ def onnxruntime(level: str = "all", providers: Sequence[str] = ("CPUExecutionPro
 
     def optimize(source: Path, target: Path) -> None:
         chosen = getattr(tool.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
-        changes = Changes({"graph_optimization_level": chosen, "optimized_model_filepath": os.fspath(target)})
+        changes = OptionChanges({"graph_optimization_level": chosen, "optimized_model_filepath": os.fspath(target)})
         Session(RunnableModel(source, "onnxruntime: the model"), settings, changes)
 
     return optimize

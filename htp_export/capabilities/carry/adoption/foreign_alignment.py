@@ -11,11 +11,11 @@ from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, S
 from htp_export.format.reasons import Reason
 from htp_export.shapes.operator_kinds import moves, resembles
 
-__all__ = ["Evidence", "ForeignAlignment"]
+__all__ = ["AlignmentEvidence", "ForeignAlignment"]
 
 
 @dataclass
-class Evidence:
+class AlignmentEvidence:
     """What is known of the tensors of the other file, by their places in its summary.
 
     Attributes:
@@ -48,7 +48,7 @@ class ForeignAlignment(Alignment):
 
     by_consumers = True
 
-    def __init__(self, before: GraphSummary, after: GraphSummary, evidence: Evidence) -> None:
+    def __init__(self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence) -> None:
         self._evidence = evidence
         equal = {value: like.originals for value, like in evidence.values.items() if like.same_shape}
         idle = {node: value for node, value in evidence.idle.items() if moves(before.nodes[node].op, views=True)}

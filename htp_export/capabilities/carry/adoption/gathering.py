@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.carry.adoption.feeds import feed_original, feed_other, pair_names, simpler_feeds
-from htp_export.capabilities.carry.adoption.foreign_alignment import Evidence
+from htp_export.capabilities.carry.adoption.foreign_alignment import AlignmentEvidence
 from htp_export.capabilities.carry.adoption.likenesses import (
     Likeness,
     Originals,
@@ -41,7 +41,9 @@ _ROUNDED = 1e-6
 """Relative error of a weight beyond which the original runs with the weight of the other file."""
 
 
-def gather(before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: int = 0) -> tuple[Evidence, str]:
+def gather(
+    before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: int = 0
+) -> tuple[AlignmentEvidence, str]:
     """What is known of the tensors of the other file, and why values were not compared, if they were not.
 
     Args:
@@ -53,7 +55,7 @@ def gather(before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: 
     Raises:
         InputError: If ``inputs`` are given, and are not those of the original.
     """
-    evidence, problems = Evidence(inputs=_inputs(before, after)), list[str]()
+    evidence, problems = AlignmentEvidence(inputs=_inputs(before, after)), list[str]()
     found = _weights(before, after, evidence)
     try:
         feed = feed_original(before[0], inputs, seed)
@@ -87,7 +89,7 @@ def _ranks(summary: GraphSummary) -> dict[str, int | None]:
 # --- weights ---
 
 
-def _weights(before: Model, after: Model, evidence: Evidence) -> list[tuple[StoredWeight, Likeness]]:
+def _weights(before: Model, after: Model, evidence: AlignmentEvidence) -> list[tuple[StoredWeight, Likeness]]:
     """Recognise the weights of the other file, and return them with the originals, by the last of their values."""
     known, stored = Originals(weights=True), dict[int, Sequence[int]]()
     for weight in stored_weights(before[0].graph):
@@ -156,7 +158,9 @@ def rounded_weight(original: Array, index: int, uses: Iterable[_Use]) -> Array |
 # --- values ---
 
 
-def _compare(original: ir.Model, before: GraphSummary, after: Model, feed: Mapping[str, Array], to: Evidence) -> None:
+def _compare(
+    original: ir.Model, before: GraphSummary, after: Model, feed: Mapping[str, Array], to: AlignmentEvidence
+) -> None:
     """Run both models, and find the tensors of one among those of the other."""
     model = _exact(after[0])
     others = feed_other(model, feed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from htp_export.capabilities.cost.execution import Step, UnknownShapeError
+from htp_export.capabilities.cost.execution import RunStep, UnknownShapeError
 from htp_export.capabilities.cost.work import Formula, Formulas, Work
 
 __all__ = ["FORMULAS", "SOFTMAX"]
@@ -23,7 +23,7 @@ def _attend(batch: int, heads: int, length: int, total: int, size: int, value_si
     return Work(scores * (size + value_size), scores * per_score)
 
 
-def _onnx_attention(step: Step) -> Work:
+def _onnx_attention(step: RunStep) -> Work:
     """``Attention`` of ONNX: queries, keys and values of 4 dimensions, heads apart, or of 3."""
     query, key, value = step.shape(0), step.shape(1), step.shape(2)
     if len(query) == 3:
@@ -51,7 +51,7 @@ def _packed_attention(past: int, bias: int, mask: int, extra: int) -> Formula:
         extra: Position of what is added to the scores.
     """
 
-    def formula(step: Step) -> Work:
+    def formula(step: RunStep) -> Work:
         batch, length, _ = step.shape(0)
         weights = step.shape(1)
         sizes = step.integers("qkv_hidden_sizes") or (weights[1] // 3,) * 3
@@ -67,7 +67,7 @@ def _packed_attention(past: int, bias: int, mask: int, extra: int) -> Formula:
     return formula
 
 
-def _multi_head(step: Step) -> Work:
+def _multi_head(step: RunStep) -> Work:
     """``MultiHeadAttention``: queries, keys and values apart, or two or three of them in one tensor of 5 dimensions."""
     query, heads = step.shape(0), step.integer("num_heads")
     if not heads:
@@ -93,7 +93,7 @@ def _multi_head(step: Step) -> Work:
     return Work(work.macs, work.other + added)
 
 
-def _grouped_query(step: Step) -> Work:
+def _grouped_query(step: RunStep) -> Work:
     """``GroupQueryAttention``: several heads of queries for one of keys; with the cache, and rotation where asked."""
     batch, length, width = step.shape(0)
     heads, shared = step.integer("num_heads"), step.integer("kv_num_heads")

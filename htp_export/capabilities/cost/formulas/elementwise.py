@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from htp_export.capabilities.cost.execution import Step
+from htp_export.capabilities.cost.execution import RunStep
 from htp_export.capabilities.cost.formulas.attention import SOFTMAX
 from htp_export.capabilities.cost.work import NOTHING, Formula, Formulas, Work, nothing, per_input, per_output
 
@@ -22,18 +22,18 @@ def _names(text: str) -> list[str]:
     return text.split()
 
 
-def _each_further_input(step: Step) -> Work:
+def _each_further_input(step: RunStep) -> Work:
     """n-ary: one operation for each input after the first; the mean also divides."""
     inputs = sum(tensor is not None for tensor in step.inputs)
     return Work(0, (inputs - 1 + (step.node.op_type == "Mean")) * math.prod(step.output_shape()))
 
 
-def _clip(step: Step) -> Work:
+def _clip(step: RunStep) -> Work:
     bounds = sum(step.input(k) is not None for k in (1, 2)) + ("min" in step.attributes) + ("max" in step.attributes)
     return Work(0, bounds * math.prod(step.output_shape()))
 
 
-def _gelu(step: Step) -> Work:
+def _gelu(step: RunStep) -> Work:
     """``x * 0.5 * (1 + erf(x / sqrt(2)))``; with tanh, ``x * 0.5 * (1 + tanh(a * (x + b * x * x * x)))``."""
     return per_output(8 if step.text("approximate", "none") == "tanh" else 5)(step)
 
@@ -46,7 +46,7 @@ def _layer_norm(summands: int = 0, centred: bool = True) -> Formula:
         centred: Whether the mean is subtracted.
     """
 
-    def formula(step: Step) -> Work:
+    def formula(step: RunStep) -> Work:
         count = (2 if centred else 0) + 2 + 1 + 1
         bias = {0: 2, 1: 3}.get(summands, 99) if centred else 99
         count += step.input(bias) is not None
@@ -57,16 +57,16 @@ def _layer_norm(summands: int = 0, centred: bool = True) -> Formula:
     return formula
 
 
-def _pool(step: Step) -> Work:
+def _pool(step: RunStep) -> Work:
     window = math.prod(step.integers("kernel_shape"))
     return per_output(window * (2 if step.node.op_type == "LpPool" else 1))(step)
 
 
-def _lrn(step: Step) -> Work:
+def _lrn(step: RunStep) -> Work:
     return per_output(step.integer("size") + 4)(step)
 
 
-def _resize(step: Step) -> Work:
+def _resize(step: RunStep) -> Work:
     """Nearest copies; linear and cubic sum 2 or 4 neighbours along each axis that changes."""
     taps = {"linear": 2, "cubic": 4, "bilinear": 2, "bicubic": 4}.get(step.text("mode", "nearest"), 0)
     before, after = step.shape(0), step.output_shape()
@@ -74,14 +74,14 @@ def _resize(step: Step) -> Work:
     return Work(0, (2 * taps**axes - 1) * math.prod(after)) if taps and axes else NOTHING
 
 
-def _grid_sample(step: Step) -> Work:
+def _grid_sample(step: RunStep) -> Work:
     mode = step.text("mode", "linear")
     axes = len(step.shape(0)) - 2
     taps = 4 if "cubic" in mode else 2
     return NOTHING if mode == "nearest" else Work(0, (2 * taps**axes - 1) * math.prod(step.output_shape()))
 
 
-def _dft(step: Step) -> Work:
+def _dft(step: RunStep) -> Work:
     """5 n log2 n for each transform, the usual count for a fast Fourier transform."""
     shape = step.output_shape()
     axis = step.integer("axis", -2)
@@ -90,7 +90,7 @@ def _dft(step: Step) -> Work:
     return Work(0, round(5 * length * math.log2(max(length, 2))) * transforms) if shape else NOTHING
 
 
-def _scatter(step: Step) -> Work:
+def _scatter(step: RunStep) -> Work:
     """Copies, unless it reduces: then one operation for each update."""
     reduces = step.text("reduction", "none") != "none"
     return Work(0, math.prod(step.shape(2))) if reduces else NOTHING

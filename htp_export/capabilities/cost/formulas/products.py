@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 
-from htp_export.capabilities.cost.execution import Step, UnknownShapeError
+from htp_export.capabilities.cost.execution import RunStep, UnknownShapeError
 from htp_export.capabilities.cost.work import Formula, Formulas, Work
 
 __all__ = ["FORMULAS"]
 
 
-def _matmul(step: Step) -> Work:
+def _matmul(step: RunStep) -> Work:
     a = step.shape(0)
     if step.integer("transA") and len(a) > 1:
         inner = a[0] if step.integer("transBatchA") else a[-2]
@@ -25,20 +25,20 @@ def _matmul(step: Step) -> Work:
 def _matmul_with_bias(bias: int, after: int = 0) -> Formula:
     """A product, a bias where there is one, and ``after`` operations on each element of the output."""
 
-    def formula(step: Step) -> Work:
+    def formula(step: RunStep) -> Work:
         added = 1 if step.input(bias) is not None else 0
         return Work(_matmul(step).macs, (added + after) * _outputs(step))
 
     return formula
 
 
-def _gemm(step: Step) -> Work:
+def _gemm(step: RunStep) -> Work:
     added = step.input(2) is not None and step.real("beta", 1.0) != 0
     scaled = (step.real("alpha", 1.0) != 1) + (added and step.real("beta", 1.0) != 1)
     return Work(_matmul(step).macs, (int(added) + scaled) * _outputs(step))
 
 
-def _einsum(step: Step) -> Work:
+def _einsum(step: RunStep) -> Work:
     """Operands are taken from left to right; what no later one needs is summed as soon as it can be.
 
     Where a pair has an index to sum over, it is a product of matrices; where it has none, an elementwise one.
@@ -65,7 +65,7 @@ def _einsum(step: Step) -> Work:
     return Work(macs, elementwise)
 
 
-def _einsum_terms(step: Step) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+def _einsum_terms(step: RunStep) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
     """The indices of each operand and of the output; those that ``...`` stands for are numbered from the right."""
     equation = step.text("equation").replace(" ", "")
     left, arrow, right = equation.partition("->")
@@ -91,7 +91,7 @@ def _einsum_terms(step: Step) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
 def _conv(weight: int, bias: int | None = None, after: int = 0) -> Formula:
     """Each element of the output is a sum over the filter and the input channels of its group."""
 
-    def formula(step: Step) -> Work:
+    def formula(step: RunStep) -> Work:
         filters = step.shape(weight)
         added = 1 if bias is not None and step.input(bias) is not None else 0
         return Work(_outputs(step) * math.prod(filters[1:]), (added + after) * _outputs(step))
@@ -99,17 +99,17 @@ def _conv(weight: int, bias: int | None = None, after: int = 0) -> Formula:
     return formula
 
 
-def _fused_conv(step: Step) -> Work:
+def _fused_conv(step: RunStep) -> Work:
     activation, summand = bool(step.text("activation")), step.input(3) is not None
     return _conv(1, 2, int(activation) + int(summand))(step)
 
 
-def _causal_conv(step: Step) -> Work:
+def _causal_conv(step: RunStep) -> Work:
     swish = 2 if step.text("activation", "none").lower() not in ("", "none") else 0
     return _conv(1, 2, swish)(step)
 
 
-def _deform_conv(step: Step) -> Work:
+def _deform_conv(step: RunStep) -> Work:
     """A convolution whose inputs are interpolated between four neighbours: 7 operations each, and the mask."""
     filters, output = step.shape(1), step.output_shape()
     work = _conv(1, 3)(step)
@@ -117,7 +117,7 @@ def _deform_conv(step: Step) -> Work:
     return Work(work.macs, work.other + sampled * (8 if step.input(4) is not None else 7))
 
 
-def _conv_transpose(step: Step) -> Work:
+def _conv_transpose(step: RunStep) -> Work:
     """Each element of the input is multiplied with the filters of its group."""
     added = 1 if step.input(2) is not None else 0
     return Work(math.prod(step.shape(0)) * math.prod(step.shape(1)[1:]), added * _outputs(step))
@@ -132,7 +132,7 @@ def _recurrent(gates: int, update: int, per_gate: int = 4) -> Formula:
         per_gate: Three additions (of products and two biases) and an activation.
     """
 
-    def formula(step: Step) -> Work:
+    def formula(step: RunStep) -> Work:
         x, state = step.shape(0), step.shape(2)
         runs = x[0] * x[1]
         directions, hidden = state[0], step.integer("hidden_size") or min(state[1:])
@@ -142,7 +142,7 @@ def _recurrent(gates: int, update: int, per_gate: int = 4) -> Formula:
     return formula
 
 
-def _outputs(step: Step) -> int:
+def _outputs(step: RunStep) -> int:
     return math.prod(step.output_shape())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from htp_export.capabilities.cost.execution import Step, UnknownShapeError
+from htp_export.capabilities.cost.execution import RunStep, UnknownShapeError
 from htp_export.capabilities.cost.formulas.attention import SOFTMAX
 from htp_export.capabilities.cost.work import Formula, Formulas, Work, nothing, per_input, per_output
 from htp_export.shapes.operator_kinds import RANDOM
@@ -23,20 +23,20 @@ def halvings(count: int) -> int:
     return max(count, 1).bit_length() - (count & (count - 1) == 0)
 
 
-def _top_k(step: Step) -> Work:
+def _top_k(step: RunStep) -> Work:
     """A heap of the k largest, along which each element goes down: ``n * ceil(log2(k + 1))`` comparisons."""
     output = step.output_shape()
     return Work(0, math.prod(step.shape(0)) * halvings(output[step.integer("axis", -1)] + 1))
 
 
-def _sort(step: Step) -> Work:
+def _sort(step: RunStep) -> Work:
     """``n * ceil(log2(n))`` comparisons; of slices, where there is an axis, element by element."""
     shape = step.shape(0)
     count = shape[step.integer("axis")] if "axis" in step.attributes else math.prod(shape)
     return Work(0, math.prod(shape) * halvings(count))
 
 
-def _non_max_suppression(step: Step) -> Work:
+def _non_max_suppression(step: RunStep) -> Work:
     """Scores of each class against the threshold, their order, and at most every pair of boxes against each other.
 
     Each box that is kept is held against those after it: with a limit of kept boxes, there are fewer pairs.
@@ -48,7 +48,7 @@ def _non_max_suppression(step: Step) -> Work:
     return Work(0, batches * classes * (boxes * (1 + halvings(boxes)) + _OVERLAP * pairs))
 
 
-def _roi_align(step: Step) -> Work:
+def _roi_align(step: RunStep) -> Work:
     """Each output is a mean or maximum of points that lie between four neighbours: 8 operations for each point."""
     ratio = step.integer("sampling_ratio")
     if ratio <= 0:
@@ -56,7 +56,7 @@ def _roi_align(step: Step) -> Work:
     return Work(0, 8 * ratio * ratio * math.prod(step.output_shape()))
 
 
-def _stft(step: Step) -> Work:
+def _stft(step: RunStep) -> Work:
     """For each frame the window, and ``5 n log2 n`` as for a fast Fourier transform."""
     if step.input(2) is not None:
         (length,) = step.shape(2)
@@ -69,25 +69,25 @@ def _stft(step: Step) -> Work:
     return Work(0, frames * (length * (step.input(2) is not None) + round(5 * length * math.log2(max(length, 2)))))
 
 
-def _affine_grid(step: Step) -> Work:
+def _affine_grid(step: RunStep) -> Work:
     """The coordinates of each point, and a one, times a matrix."""
     grid = step.output_shape()
     return Work(math.prod(grid) * (grid[-1] + 1), math.prod(grid) // grid[0])
 
 
-def _multinomial(step: Step) -> Work:
+def _multinomial(step: RunStep) -> Work:
     """Probabilities and their running sum, then a random number and its place for each sample."""
     logits, samples = step.shape(0), step.output_shape()
     return Work(0, math.prod(logits) * (SOFTMAX + 1) + math.prod(samples) * (1 + halvings(logits[-1])))
 
 
-def _determinant(step: Step) -> Work:
+def _determinant(step: RunStep) -> Work:
     """Elimination: ``2 n^3 / 3`` for each matrix."""
     shape = step.shape(0)
     return Work(0, math.prod(shape[:-2]) * 2 * shape[-1] ** 3 // 3)
 
 
-def _inverse(step: Step) -> Work:
+def _inverse(step: RunStep) -> Work:
     """Elimination with the right sides: ``2 n^3`` for each matrix."""
     return Work(0, math.prod(step.shape(0)) * 2 * step.shape(0)[-1])
 
@@ -101,7 +101,7 @@ def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") 
         bits: The attribute with the size of a weight, of which several lie in a byte.
     """
 
-    def formula(step: Step) -> Work:
+    def formula(step: RunStep) -> Work:
         packed = 8 // step.integer(bits, 4) if bits else 1
         x, routed = step.shape(0), step.shape(1)
         tokens, chosen = math.prod(x[:-1]), step.integer("k", 1)
@@ -116,12 +116,12 @@ def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") 
     return formula
 
 
-def _skip_group_norm(step: Step) -> Work:
+def _skip_group_norm(step: RunStep) -> Work:
     count = 8 + (step.input(4) is not None) + 2 * step.integer("activation")
     return per_output(count)(step)
 
 
-def _distances(step: Step) -> Work:
+def _distances(step: RunStep) -> Work:
     """A subtraction, a square and a sum for each element of each pair."""
     return Work(0, 3 * math.prod(step.output_shape()) * step.shape(0)[-1])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from htp_export.capabilities.cost.execution import Step
+from htp_export.capabilities.cost.execution import RunStep
 from htp_export.capabilities.cost.formulas import products
 from htp_export.capabilities.cost.formulas.attention import SOFTMAX
 from htp_export.capabilities.cost.formulas.selection import halvings
@@ -24,33 +24,33 @@ def _names(text: str) -> list[str]:
     return text.split()
 
 
-def _product_with_bias(step: Step) -> Work:
+def _product_with_bias(step: RunStep) -> Work:
     """``addmm`` and its relatives: a summand, and a product of the two tensors after it."""
     inner = step.shape(1)[-1]
     return Work(math.prod(step.output_shape()) * inner, math.prod(step.output_shape()))
 
 
-def _linear(step: Step) -> Work:
+def _linear(step: RunStep) -> Work:
     outputs = math.prod(step.output_shape())
     return Work(outputs * step.shape(1)[-1], outputs if step.input(2) is not None else 0)
 
 
-def _bilinear(step: Step) -> Work:
+def _bilinear(step: RunStep) -> Work:
     """For each output, a matrix between two vectors."""
     outputs, (_, rows, columns) = math.prod(step.output_shape()), step.shape(2)
     return Work(outputs * rows * (columns + 1), outputs if step.input(3) is not None else 0)
 
 
-def _summed_products(step: Step) -> Work:
+def _summed_products(step: RunStep) -> Work:
     """``dot``, ``inner``: the last dimensions are summed."""
     return Work(math.prod(step.output_shape()) * (step.shape(0) or (1,))[-1])
 
 
-def _convolution(step: Step) -> Work:
+def _convolution(step: RunStep) -> Work:
     return _ONNX["", "ConvTranspose" if step.integer("transposed") else "Conv"](step)
 
 
-def _attention(step: Step) -> Work:
+def _attention(step: RunStep) -> Work:
     """Scores, and the context: for each query, all keys, whatever the mask says."""
     query, key, value = step.shape(0), step.shape(1), step.shape(2)
     scores = math.prod(query[:-1]) * key[-2]
@@ -64,7 +64,7 @@ def _recurrent(gates: int, update: int) -> Formula:
     Tensors are the sequence, the states of 3 dimensions, and for each layer and direction two matrices and biases.
     """
 
-    def formula(step: Step) -> Work:
+    def formula(step: RunStep) -> Work:
         runs = math.prod(step.shape(0)[:-1])
         matrices = [step.shape(k) for k, each in enumerate(step.inputs) if k and each and len(each.shape or ()) == 2]
         hidden = sum(matrix[0] // gates for matrix in matrices[1::2])
@@ -76,7 +76,7 @@ def _recurrent(gates: int, update: int) -> Formula:
 def _cell(gates: int, update: int) -> Formula:
     """One step of a recurrent layer: the input, the states, two matrices, and biases."""
 
-    def formula(step: Step) -> Work:
+    def formula(step: RunStep) -> Work:
         batch, states = step.shape(0)[0], 2 if step.node.op_type == "lstm_cell" else 1
         matrices = [step.shape(1 + states), step.shape(2 + states)]
         hidden = matrices[1][0] // gates
@@ -85,13 +85,13 @@ def _cell(gates: int, update: int) -> Formula:
     return formula
 
 
-def _pool(step: Step) -> Work:
+def _pool(step: RunStep) -> Work:
     window = step.integers("kernel_size")
     axes = next(count for count in (1, 2, 3) if f"{count}d" in step.node.op_type)
     return per_output(math.prod(window) if len(window) > 1 else window[0] ** axes)(step)
 
 
-def _sort(step: Step) -> Work:
+def _sort(step: RunStep) -> Work:
     """``n * ceil(log2(n))`` comparisons along a dimension; for ``topk``, those with a heap of the k largest."""
     shape = step.shape(0)
     along = step.integer("dim", -1)
@@ -99,26 +99,26 @@ def _sort(step: Step) -> Work:
     return Work(0, math.prod(shape) * halvings(count))
 
 
-def _unique(step: Step) -> Work:
+def _unique(step: RunStep) -> Work:
     """All elements are sorted."""
     elements = math.prod(step.shape(0))
     return Work(0, elements * halvings(elements))
 
 
-def _adaptive_pool(step: Step) -> Work:
+def _adaptive_pool(step: RunStep) -> Work:
     return Work(0, max(math.prod(step.shape(0)), math.prod(step.output_shape())))
 
 
-def _gelu(step: Step) -> Work:
+def _gelu(step: RunStep) -> Work:
     return per_output(8 if step.text("approximate", "none") == "tanh" else 5)(step)
 
 
-def _clamp(step: Step) -> Work:
+def _clamp(step: RunStep) -> Work:
     bounds = sum(name in step.attributes for name in ("min", "max")) or len(step.inputs) - 1
     return per_output(bounds)(step)
 
 
-def _each_summand(step: Step) -> Work:
+def _each_summand(step: RunStep) -> Work:
     """``add`` and ``sub`` with a factor, ``addcmul``: an operation for each tensor, and for the factor."""
     return per_output(1 + ("alpha" in step.attributes))(step)
 
@@ -130,17 +130,17 @@ def _norm(position: int) -> Formula:
         position: Place of the scale.
     """
 
-    def formula(step: Step) -> Work:
+    def formula(step: RunStep) -> Work:
         return per_input(5 + (step.input(position) is not None) + (step.input(position + 1) is not None))(step)
 
     return formula
 
 
-def _rms_norm(step: Step) -> Work:
+def _rms_norm(step: RunStep) -> Work:
     return per_input(3 + (step.input(1) is not None))(step)
 
 
-def _reduces(step: Step) -> Work:
+def _reduces(step: RunStep) -> Work:
     """``scatter`` copies, unless it adds up: then one operation for each update."""
     updates = step.inputs[-1]
     adds = step.integer("accumulate") or "add" in step.node.op_type or "reduce" in step.node.op_type

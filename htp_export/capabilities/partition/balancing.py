@@ -1,4 +1,7 @@
-"""What each part of a model weighs, and where to cut, so that the heaviest stage is light and little is carried."""
+"""What each part of a chain weighs, and where to cut it, so that its heaviest part is light and little is carried.
+
+Parts weigh bytes of parameters, or numbers that were measured or counted by module.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from htp_export.capabilities.partition.chain import Chain
-from htp_export.capabilities.partition.constants import weight_bytes
 from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json
+from htp_export.model.parts import weight_bytes
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["Balance", "balanced_cuts", "read_weights", "weigh"]
@@ -132,6 +135,9 @@ def _spread(tagged: TaggedModel, chain: Chain, numbers: Mapping[str, float]) -> 
         for place in places:
             weights[place] += max(left[path], 0.0) / len(places)
     return weights
+
+
+# --- cuts -------------------------------------------------------------------------------------------------
 
 
 def balanced_cuts(

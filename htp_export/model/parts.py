@@ -1,15 +1,18 @@
-"""Which constants a graph may repeat wherever they are needed, and which it may hold only once: weights."""
+"""Parts of a graph that run apart: which constants each may have of its own, and which tensors flow between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import onnx_ir as ir
 
+from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.cutting import Cutter
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Constants", "weight_bytes"]
+__all__ = ["Constants", "PartTensor", "part_tensors", "weight_bytes"]
 
 _FEW_BYTES = 256
 """Vectors of whole numbers up to this size are shapes, axes and permutations."""
@@ -79,3 +82,39 @@ def _holds_weight(node: ir.Node) -> bool:
     """Whether a ``Constant`` node holds more than a few numbers."""
     value = node.attributes.get("value") if node.op_type == "Constant" else None
     return value is not None and value.type == ir.AttributeType.TENSOR and not _is_few(value.as_tensor())
+
+
+class PartTensor(NamedTuple):
+    """A tensor that parts of a main graph make and read.
+
+    Attributes:
+        producer: The part that makes it; `OUTSIDE` for inputs of the model and for weights.
+        consumers: The parts that read it; `OUTSIDE` for an output of the model.
+        value: The tensor.
+    """
+
+    producer: int
+    consumers: frozenset[int]
+    value: ir.Value | None = None
+
+
+def part_tensors(
+    tagged: TaggedModel, part_of: Mapping[ir.Node, int], counts: Callable[[ir.Value], bool]
+) -> Iterator[PartTensor]:
+    """The tensors that nodes of the main graph read, in their subgraphs too, and those that it returns.
+
+    Args:
+        tagged: The model.
+        part_of: Node of the main graph → the number of its part; others are outside.
+        counts: Whether a tensor counts.
+    """
+    consumers: defaultdict[ir.Value, set[int]] = defaultdict(set)
+    for node in tagged.model.graph:
+        for value in tagged.index.reads(node):
+            consumers[value].add(part_of.get(node, OUTSIDE))
+    for value in tagged.model.graph.outputs:
+        consumers[value].add(OUTSIDE)
+    for value, parts in consumers.items():
+        if counts(value):
+            producer = value.producer()
+            yield PartTensor(OUTSIDE if producer is None else part_of.get(producer, OUTSIDE), frozenset(parts), value)
