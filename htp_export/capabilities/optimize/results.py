@@ -87,6 +87,7 @@ class Optimized(HoldsModel):
             the numbers of a pass add up to the whole.
         passes: The passes that ran, in order.
         max_abs: The largest absolute difference of any output, with ``verify``; None without.
+        nan: Outputs that have NaN with and without the passes, with ``verify``: of these elements nothing is known.
         model: The optimised model.
     """
 
@@ -95,6 +96,7 @@ class Optimized(HoldsModel):
     attribution: Mapping[str, Mapping[str, Change]]
     passes: tuple[PassReport, ...]
     max_abs: float | None = None
+    nan: tuple[str, ...] = ()
     model: ir.Model = field(repr=False, kw_only=True)
 
     @cached_property
@@ -147,6 +149,7 @@ class Optimized(HoldsModel):
             "nodes_before": self.nodes_before,
             "nodes_after": self.nodes_after,
             "max_abs": self.max_abs,
+            "nan": list(self.nan),
             "tags": self.tags.to_dict(),
             "passes": [
                 {
@@ -166,7 +169,14 @@ class Optimized(HoldsModel):
     def summary(self) -> str:
         """How many nodes there were and are, and how far the outputs moved where that was measured."""
         text = f"{self.nodes_before} nodes before, {self.nodes_after} after"
-        return text if self.max_abs is None else f"{text}; outputs differ by {self.max_abs:.3g} at most"
+        if self.max_abs is None:
+            return text
+        text += f"; outputs differ by {self.max_abs:.3g} at most"
+        if not self.nan:
+            return text
+        return (
+            f"{text}; of elements that are NaN before and after, in {', '.join(map(repr, self.nan))}, nothing is known"
+        )
 
     def __str__(self) -> str:
         return "\n".join((*text_table(PASS_COLUMNS, self.passes), self.summary, *tag_lines(self.tags)))
