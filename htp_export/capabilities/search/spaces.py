@@ -21,7 +21,6 @@ __all__ = ["Decision", "SearchSpace", "Space", "Treatment", "read_space"]
 Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
 """Selector → what modules may become; or what every module may become."""
 
-_STAYS = ModuleChoice()
 
 Decision: TypeAlias = Mapping[str, str]
 """Module path → name of what it becomes."""
@@ -86,12 +85,13 @@ class SearchSpace:
 
     def completed(self) -> SearchSpace:
         """The space in which modules that can have none of their choices stay as they are."""
-        variables = {path: names or (_STAYS.name,) for path, names in self.variables.items()}
-        return SearchSpace(variables, {_STAYS.name: _STAYS, **self.choices}, self.problems)
+        stays = ModuleChoice()
+        variables = {path: names or (stays.name,) for path, names in self.variables.items()}
+        return SearchSpace(variables, {stays.name: stays, **self.choices}, self.problems)
 
     def treatment(self, decision: Decision) -> Treatment:
         """The plans of a decision; modules inside a dropped one are in neither."""
-        chosen = {path: self.choices.get(name, _STAYS) for path, name in decision.items()}
+        chosen = {path: self.choices.get(name, ModuleChoice()) for path, name in decision.items()}
         dropped = [path for path, choice in chosen.items() if choice.is_dropped]
         frames = set(self.frames)
         removed: dict[str, Sparsity] = {}
