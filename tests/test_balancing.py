@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from htp_export.capabilities.partition.weighing import balanced_cuts
+from htp_export.capabilities.partition.balancing import balanced_cuts
 
 
 def parts(weights: list[float], cuts: tuple[int, ...] | list[int]) -> list[float]:

@@ -123,3 +123,56 @@ def test_nan_on_both_sides_is_said(file: Path, broken: Path) -> None:
     assert found.summary.endswith("of these, 4 have NaN at the same places on both sides: 0 in 'linear'")
     assert not htp_export.compare(file, broken, example()).ok
     assert htp_export.compare(file, file, example()).modules["0"].status == "agrees"
+
+
+def test_outputs_without_a_number_have_no_error(broken: Path) -> None:
+    with pytest.raises(InputError, match=r"data, run 0: output 'linear_1' of the model is NaN"):
+        htp_export.search(broken, ["fp16"], data=example(), trials=3)
+
+
+class Partly(nn.Module):
+    """A part of what it returns is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))).log()
+
+
+@pytest.fixture(scope="module")
+def partly(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("nan") / "partly.onnx"
+    htp_export.export(Partly().eval(), (torch.from_numpy(example()["input"]),), path, verbose=False)
+    return path
+
+
+def test_outputs_with_some_nan_are_said_beside_their_errors(partly: Path) -> None:
+    data = {"x": example()["input"]}
+    found = htp_export.sensitivity(partly, ["fp16"], data)
+    assert found.notes[0] == "data, run 0: output 'log' of the model has NaN, which counts as no error"
+    assert htp_export.search(partly, ["fp16"], data=data, trials=3).notes[0] == found.notes[0]
+
+
+def test_outputs_with_nan_are_said_where_passes_were_verified(file: Path, partly: Path) -> None:
+    found = htp_export.optimize(partly, verify=True, inputs={"x": example()["input"]})
+    assert found.nan == ("log",)
+    assert found.summary.endswith(
+        "outputs differ by 0 at most; of elements that are NaN before and after, in 'log', nothing is known"
+    )
+    assert htp_export.optimize(file, verify=True).nan == ()
+
+
+def test_a_metric_without_a_number_for_all_modules_but_one_is_a_row(file: Path) -> None:
+    calls: list[Any] = []
+
+    def metric(outputs: Any) -> float:  # of the original, of two modules alone, and of both without one
+        calls.append(outputs)
+        return 1.0 if len(calls) <= 3 else NAN
+
+    found = htp_export.sensitivity(file, ["fp16"], example(), metric=metric)
+    assert [row.alone is not None and row.all_but is None for row in found.ranking] == [True, True]
+    assert found.modules["0"]["fp16"].problem.startswith("all modules but this one: the metric returned nan")
+    assert any(note.startswith("2 in fp16: all modules but this one") for note in found.notes)

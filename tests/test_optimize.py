@@ -13,7 +13,8 @@ import torch
 import htp_export
 from htp_export.capabilities.optimize import registry
 from htp_export.capabilities.optimize.checking import OutputCheck
-from htp_export.capabilities.optimize.results import Change
+from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.results import Change, OptimizedModels
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, PassError
 from htp_export.model.regions import all_nodes
@@ -516,6 +517,14 @@ def test_the_command_optimises_several_files_into_a_folder(tmp_path, capsys):
     data = json.loads(capsys.readouterr().out)
     assert list(data["models"]) == ["small.onnx", "weighted.onnx"]
     assert data["total"]["eliminate_duplicate_constants"]["saved_bytes"] == 64
+
+
+def test_a_new_folder_does_not_stay_if_one_of_several_files_fails(tmp_path):
+    model, broken = tmp_path / "model.onnx", tmp_path / "broken.onnx"
+    ir.save(ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 20}), ir_version=10), model)
+    broken.write_bytes(b"no model")
+    assert main(["optimize", str(model), str(broken), "-o", str(tmp_path / "out")]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.onnx", "model.onnx"]
 
 
 def test_files_of_one_name_do_not_go_into_one_folder(tmp_path, capsys):

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import Level
 from htp_export.errors import FileError, InputError
+from htp_export.runtime.arrays import nan_in
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import RunnableModel, Session, as_written, temporary_folder
 
@@ -30,6 +31,10 @@ class OutputCheck:
         inputs: Its inputs by name; random ones where it is None: floats of a normal distribution, integers 0 and 1, and
             booleans half of them true.
 
+    Attributes:
+        max_abs: The largest difference of an output from what it was at first.
+        nan: Outputs that have NaN, of which no difference is known.
+
     Raises:
         InputError: If the model cannot be run on the inputs.
     """
@@ -48,6 +53,7 @@ class OutputCheck:
             raise InputError(
                 f"the model does not run in ONNX Runtime, so that nothing can be verified: {error}"
             ) from error
+        self.nan = tuple(nan_in(self._expected))
         self._latest = self._expected
         self.max_abs = 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,6 +13,7 @@ from htp_export.command.file_options import JsonOption, ShareOption
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import Kind, Writes, check_output, show_next, show_written, written_files
 from htp_export.command.terminal import Steps, print_json, print_text, show
+from htp_export.files.targets import check_parent, new_folder
 
 if TYPE_CHECKING:
     from htp_export.capabilities.optimize.results import Optimized
@@ -60,15 +62,16 @@ def optimize_command(
         raise typer.BadParameter("give a file, and with -o the file to write")
     choose(passes, level)  # it refuses unknown passes before any work
     targets = _targets(files, output)
-    for _, target in targets:
-        check_output(target, Kind.MODEL)
     steps = Steps(quiet=as_json, count=len(targets))
     results: dict[str, Optimized] = {}
-    for file, target in targets:
-        with steps.step(f"optimising {file.name}"):
-            results[file.name] = optimize(
-                file, target, passes, level, verify, keep_exact=keep_exact, share_weights=share_weights
-            )
+    with new_folder(output) if len(targets) > 1 else nullcontext():
+        for _, target in targets:
+            check_output(target, Kind.MODEL)
+        for file, target in targets:
+            with steps.step(f"optimising {file.name}"):
+                results[file.name] = optimize(
+                    file, target, passes, level, verify, keep_exact=keep_exact, share_weights=share_weights
+                )
     if as_json:
         _print_results(results)
         return
@@ -124,8 +127,5 @@ def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:
     if twice:
         raise typer.BadParameter(f"several files are called {twice[0]}; in one folder they would be one")
     if not output.exists():
-        from htp_export.files.targets import check_parent
-
         check_parent(output)
-        output.mkdir()
     return [(file, output / file.name) for file in files]

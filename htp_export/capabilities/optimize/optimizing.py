@@ -86,5 +86,6 @@ def optimize(
         pipeline.attribution,
         pipeline.reports,
         None if check is None else check.max_abs,
+        () if check is None else check.nan,
         model=optimized.model,
     )

@@ -90,6 +90,7 @@ class Optimized(TaggedResult):
             the numbers of a pass add up to the whole.
         passes: The passes that ran, in order.
         max_abs: The largest absolute difference of any output, with ``verify``; None without.
+        nan: Outputs that have NaN with and without the passes, with ``verify``: of these elements nothing is known.
         model: The optimised model.
     """
 
@@ -98,6 +99,7 @@ class Optimized(TaggedResult):
     attribution: Mapping[str, Mapping[str, Change]] = field(repr=False)
     passes: tuple[PassReport, ...]
     max_abs: float | None = None
+    nan: tuple[str, ...] = ()
     model: ir.Model = field(repr=False, kw_only=True)
 
     @property
@@ -148,7 +150,14 @@ class Optimized(TaggedResult):
     def summary(self) -> str:
         """How many nodes there were and are, and how far the outputs moved where that was measured."""
         text = f"{self.nodes_before} nodes before, {self.nodes_after} after"
-        return text if self.max_abs is None else f"{text}; outputs differ by {self.max_abs:.3g} at most"
+        if self.max_abs is None:
+            return text
+        text += f"; outputs differ by {self.max_abs:.3g} at most"
+        if not self.nan:
+            return text
+        return (
+            f"{text}; of elements that are NaN before and after, in {', '.join(map(repr, self.nan))}, nothing is known"
+        )
 
     def table(self) -> Table:
         """The passes."""

@@ -15,10 +15,11 @@ import numpy as np
 
 from htp_export.capabilities.search.finished_runs import FinishedRuns, RunStore, digest_of
 from htp_export.capabilities.search.output_errors import OutputErrors
+from htp_export.errors import InputError
 from htp_export.files.slots import slots
 from htp_export.model.tagged import TaggedModel
 from htp_export.results.result import PlainData
-from htp_export.runtime.arrays import Array
+from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.metrics import Metric, metric_value, outputs_of
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
 from htp_export.weights.products import weights_of
@@ -108,7 +109,21 @@ class Measurer:
     def expected(self) -> list[dict[str, Array]]:
         """The outputs of the original, for each of the inputs."""
         outputs, _ = self._run(self.tagged, 0)
+        for number, run in enumerate(outputs):
+            for name in nan_in(run):
+                if np.isnan(run[name]).all():
+                    raise InputError(
+                        f"data, run {number}: output {name!r} of the model is NaN; errors of it are not known"
+                    )
         return outputs
+
+    @property
+    def remarks(self) -> list[str]:
+        """What errors do not tell: outputs of the original of which elements are NaN."""
+        found = ((number, name) for number, run in enumerate(self.expected) for name in nan_in(run))
+        return [f"data, run {k}: output {name!r} of the model has NaN, which counts as no error" for k, name in found][
+            :1
+        ]
 
     @cached_property
     def original(self) -> Measurement:
@@ -170,10 +185,10 @@ class Measurer:
 
     def _measured(self, tagged: TaggedModel, nonzeros: int | None = None) -> Measurement:
         outputs, latency = self._run(tagged, self.runs)
+        number = None if self.metric is None else metric_value(self.metric, outputs)
         errors = OutputErrors()
         for expected, actual in zip(self.expected, outputs, strict=True):
             errors.add(expected, actual)
-        number = None if self.metric is None else metric_value(self.metric, outputs)
         found = errors.result()
         size = sum(slot.tensor.nbytes for slot in slots(tagged.model))
         return Measurement(found.error, found.sqnr_db, found.cosine, found.kl, size, latency, number, nonzeros)

@@ -157,7 +157,13 @@ def search(
         work.space.variables,
         tuple((size, error) for size, error, _ in predicted.points),
         predicted.exact,
-        (*([RANDOM_NOTE] if samples.random else []), *work.space.problems, *_dense(choices, wanted), *shared.problems),
+        (
+            *([RANDOM_NOTE] if samples.random else []),
+            *measurer.remarks,
+            *work.space.problems,
+            *_dense(choices, wanted),
+            *shared.problems,
+        ),
         tagged.tag_facts,
     )
 

@@ -123,7 +123,7 @@ def sensitivity(
     for (path, name), row in rows.items():
         by_path[path][name] = row
     original = None if estimate else measurer.original
-    notes = (*([RANDOM_NOTE] if samples.random else []), *_problems(rows))
+    notes = (*([RANDOM_NOTE] if samples.random else []), *([] if estimate else measurer.remarks), *_problems(rows))
     return Sensitivity(dict(by_path), original, _blocks(tagged, rows), not estimate, notes, tagged.tag_facts)
 
 
@@ -161,7 +161,7 @@ def measured_modules(
     all_but: bool,
     by_module: bool,
 ) -> dict[tuple[str, str], ModuleSensitivity]:
-    """Rows with what was measured; one whose module cannot have the precision has the reason."""
+    """Rows with what was measured; one of which something cannot be measured has the reason."""
     original = measurer.original
     found = dict(rows)
     passes = 1 + all_but
@@ -173,9 +173,12 @@ def measured_modules(
         if number < len(rows):
             found[key] = _with_alone(measurer, found[key], precision, original, by_module)
             continue
-        others = [other for other, each in rows if each == name and not found[other, each].problem]
+        others = [other for other, each in rows if each == name and found[other, each].alone is not None]
         if len(others) > 1:
-            found[key] = replace(found[key], all_but=measurer.measure(_all_but(path, precision, others)))
+            try:
+                found[key] = replace(found[key], all_but=measurer.measure(_all_but(path, precision, others)))
+            except InputError as error:
+                found[key] = replace(found[key], problem=f"all modules but this one: {error}")
     return found
 
 

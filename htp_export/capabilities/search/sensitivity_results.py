@@ -30,7 +30,7 @@ class ModuleSensitivity(PlainData):
         saved_ms: Milliseconds by which it is faster; None if times were not measured.
         by_module: Module path → cosine between its outputs and those in the original, with this module quantized alone;
             empty if it was not asked for.
-        problem: Why the module cannot have the precision; ``""`` if it can.
+        problem: Why the module, or all modules but it, cannot have the precision; ``""`` if they can.
     """
 
     path: str

@@ -21,6 +21,7 @@ __all__ = ["Decision", "SearchSpace", "Space", "Treatment", "read_space"]
 Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
 """Selector → what modules may become; or what every module may become."""
 
+
 Decision: TypeAlias = Mapping[str, str]
 """Module path → name of what it becomes."""
 
