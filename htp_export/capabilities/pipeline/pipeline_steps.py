@@ -132,37 +132,37 @@ _SET_HERE = ("output", "external_data", "share_weights", "dry_run")
 _LOAD_LIBRARIES = ("providers", "session_options")
 """Parameters whose values are handed to ONNX Runtime. Names of providers load nothing; their options name libraries."""
 
-_RUN_CHECKS = ("run.reporting:check_tolerances", "runtime.sessions:check_providers")
+_RUN_CHECKS = ("capabilities.verify.reporting:check_tolerances", "runtime.sessions:check_providers")
 
 _TOOLS = "capabilities.carry.adapters"
 
 # A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
 STEPS: dict[str, StepKind] = {
     "optimize": StepKind(
-        "capabilities.optimize.optimizing", "optimize", packages=("onnxscript",), checks=("passes.registry:choose",)
+        "capabilities.optimize.optimizing", "optimize", packages=("onnxscript",), checks=("capabilities.optimize.registry:choose",)
     ),
     "quantize": StepKind(
         "capabilities.quantize.quantizing",
         "quantize",
         packages=("onnxruntime",),
-        checks=("compress.quantization.precisions:precisions_of",),
+        checks=("capabilities.quantize.precisions:precisions_of",),
     ),
     "prune": StepKind(
         "capabilities.prune.pruning",
         "prune",
-        checks=("compress.pruning.sparsities:sparsities_of",),
+        checks=("capabilities.prune.sparsities:sparsities_of",),
         keeps_modules=False,
     ),
     "insert_lora": StepKind(
         "capabilities.lora.lora_inputs",
         "insert_lora",
-        checks=("compress.lora.lora_inputs:scaling_of",),
+        checks=("capabilities.lora.lora_inputs:scaling_of",),
         keeps_modules=False,
     ),
     "fuse_lora": StepKind(
         "capabilities.lora.lora_files",
         "fuse_lora",
-        checks=("compress.lora.adapters:read_adapter",),
+        checks=("capabilities.lora.adapters:read_adapter",),
         keeps_modules=False,
     ),
     "functions": StepKind("capabilities.functions.nesting", "functions"),
