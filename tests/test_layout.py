@@ -221,7 +221,7 @@ def test_plans_become_values_of_modules_in_one_place():
     reading = {
         name.removeprefix("htp_export.") for name, path in MODULES.items() if below.search(path.read_text("utf-8"))
     }
-    assert reading == {"format.selectors", "model.plans", "compress.quantization.training"}
+    assert reading == {"format.selectors", "plans.rules", "capabilities.quantize.training"}
 
 
 def test_lazy_imports_and_those_for_type_checkers_are_told_apart():

@@ -160,4 +160,4 @@ def test_onnxruntime_loads_models_in_one_place() -> None:
         for path in package.rglob("*.py")
         if ".InferenceSession(" in path.read_text(encoding="utf-8")
     }
-    assert makers == {"runtime/sessions.py", "surgery/ray_application.py"}
+    assert makers == {"runtime/sessions.py", "capabilities/partition/ray_application.py"}

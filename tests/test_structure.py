@@ -341,7 +341,7 @@ def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fa
     model = net()
     turn(helper.make_attribute("perm", [0, 7]))(model)
     onnx.save(model, tmp_path / "net.onnx")
-    message = r"net\.onnx: not a valid ONNX model: .*node name: the_t.*\(LookupError: no such axis\)"
+    message = r"net\.onnx: not a valid ONNX model: Transpose 'the_t': .*\(LookupError: no such axis\)"
     with pytest.raises(htp_export.InputError, match=message):
         htp_export.cost(tmp_path / "net.onnx")
 

@@ -213,8 +213,8 @@ def test_no_function_writes_a_model_without_the_check() -> None:
         "files/model_files.py",
         "files/external_writers.py",  # torch's file
         "exporter/capture/late_saving.py",  # torch's file
-        "provenance/adapting.py",
+        "capabilities/carry/adapting.py",
         "runtime/sessions.py",
-        "runtime/openvino_session.py",
-        "compress/quantization/integers.py",
+        "capabilities/profile/openvino_session.py",
+        "capabilities/quantize/integers.py",
     }

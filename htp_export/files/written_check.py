@@ -37,6 +37,7 @@ _NODE = re.compile(r"\(op_type:([^,)]+)(?:, node name: (.*?))?\): (.*)")  # of s
 _CONTEXT = re.compile(r"[Nn]ame: (.*?) OpType: (\S+)")  # of the checker
 _KIND = re.compile(r"^(\[\w+Error\] ?|Inference error\(s\): ?)+")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_NODE_NAME = re.compile(r", node name: [^)]*")  # of an inner node, which may have got one
 _OPAQUE = "htp_export.opaque"
 _LONGEST = 500  # characters of onnx's message
 _GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
@@ -276,7 +277,7 @@ def _infer(data: bytes) -> None:
 
 def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:
     text = _KIND.sub("", " ".join(problem.split()))[:_LONGEST]
-    return Fault(_QUOTED.sub("''", text), op_type, text, node)
+    return Fault(_QUOTED.sub("''", _NODE_NAME.sub("", text)), op_type, text, node)
 
 
 def _checked_fault(message: str) -> Fault:
