@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import htp_export
 from htp_export.command.main import main
-from htp_export.errors import InputError, UserCodeError
+from htp_export.errors import InputError, ToolError, UserCodeError
 
 CODE = """
 import sys
@@ -137,3 +138,17 @@ def test_a_fault_of_our_own_is_no_fault_of_the_model_or_of_a_tool(
     for command in ("quantize FILE --rule 0=int4 -o o.onnx", "run onnxruntime FILE -o o.onnx"):
         assert main(command.replace("FILE", str(file)).split()) == 3
         assert "this is a bug in htp_export" in capsys.readouterr().err
+
+
+def test_a_fault_of_our_own_that_nncf_calls_back_is_not_one_of_nncf() -> None:
+    from htp_export.capabilities.quantize.nncf_engine import calling_nncf
+    from htp_export.capabilities.quantize.precisions import precisions_of
+    from htp_export.process.bounds import check_whole
+
+    called: dict[str, Any] = {}
+    exec(compile("def quantize(work):\n    return work()", "/packages/nncf/quantization.py", "exec"), called)
+    precision = precisions_of({"0": "int8"})["0"]
+    with pytest.raises(ToolError, match="nncf failed on the modules of 'int8': Zero"), calling_nncf(precision):
+        called["quantize"](lambda: 1 / 0)
+    with pytest.raises(TypeError, match="not supported between"), calling_nncf(precision):
+        called["quantize"](lambda: check_whole("seed", 1, None, 2))  # type: ignore[arg-type]
