@@ -18,7 +18,6 @@ from htp_export.capabilities.optimize.results import Change, OptimizedModels
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, PassError
 from htp_export.model.regions import all_nodes
-from htp_export.passes import OptimizedModels, register
 from tests.exporting import exported
 from tests.graphs import Builder, array, ops, owners, passed, run
 from tests.truth import inexact

@@ -131,6 +131,31 @@ def test_what_is_read_is_not_replaced_by_force_either(
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [("export --entry {code}:net", "teacher.onnx"), ("export --entry {code}:net --torchscript", "teacher.onnx"),
+     ("export --entry {code}:net", "helper_{code}.py"), ("export --entry {code}:net", "config.json"),
+     ("quantize net.onnx --rule 0=int8 --entry {code}:data", "teacher.onnx")],
+)  # fmt: skip
+def test_what_the_code_of_an_entry_reads_is_not_replaced(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str, output: str
+) -> None:
+    code = f"code_{folder.name}"
+    shutil.copy("other.onnx", "teacher.onnx")
+    Path("config.json").write_text('{"size": 4}')
+    Path(f"helper_{code}.py").write_text("import onnx, json\nlast = 0\n")
+    Path(f"{code}.py").write_text(
+        f"import json, onnx, torch, helper_{code} as helper\n"
+        "size = json.load(open('config.json'))['size']\n"
+        "def net():\n    onnx.load('teacher.onnx')\n    return torch.nn.Linear(size, size), torch.ones(2, size)\n"
+        "def data():\n    onnx.load('teacher.onnx')\n    return [{'input': torch.ones(2, 32)}]\n"
+    )
+    before, output = contents(folder), output.replace("{code}", code)
+    assert main([*command.replace("{code}", code).split(), "-o", output, "--force"]) == 2
+    assert f"{output}: is read by the code that this command runs" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
 def test_a_file_of_another_kind_is_replaced_where_that_is_asked_for(folder: Path) -> None:
     assert run(folder, "optimize", "page.html") == 2
     assert run(folder, "optimize", "page.html", "--force") == 0

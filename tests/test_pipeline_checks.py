@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import htp_export
+from htp_export.capabilities.pipeline.pipeline_steps import STEPS
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from tests.all_commands import companions, example
@@ -32,6 +35,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"quantize": {"plan": {"frist": "int8"}}}, "step quantize: selector 'frist': matches no module; nearest: 'first'"),
     ({"quantize": {"plan": "int8", "data": ["gone.npz"]}}, "step quantize: gone.npz: there is no such file"),
     ({"quantize": {"plan": "int8", "dims": {"batch": "two"}}}, "step quantize: dims is {'batch': 'two'}, and takes "),
+    ({"quantize": {"plan": "int8", "data": "text.onnx"}}, "step quantize: text.onnx: is no .npz file of plain arrays"),
+    ({"quantize": {"plan": "int8", "data": ["x.npz", "text.onnx"]}}, "step quantize: text.onnx: is no .npz file"),
+    ({"quantize": {"plan": "int8", "seed": -1}}, "step quantize: seed -1: it is a whole number from 0"),
+    ({"compare": {"seed": -1}}, "step compare: seed -1: it is a whole number from 0"),
+    ({"fuse_lora": {"adapter": "text.onnx"}}, "step fuse_lora: text.onnx: is no adapter file"),
     ({"prune": {"plan": {"first": "3:2"}}}, "step prune: rule 'first': sparsity '3:2'"),
     (
         {"prune": {"plan": {"first": 0.5}, "method": "l3"}},
@@ -59,6 +67,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"float16": {"no_such_option": 3}}, "step float16: float16: "),
     ({"quantize_static": {}}, "step quantize_static: quantize_static needs inputs"),
 ]
+
+
+def test_every_check_takes_options_of_its_step() -> None:
+    for name, kind in STEPS.items():
+        for check in kind.checks:
+            module, _, function = check.partition(":")
+            taken = inspect.signature(getattr(importlib.import_module(f"htp_export.{module}"), function)).parameters
+            assert set(taken) <= set(kind.parameters), (name, check)
 
 
 @pytest.mark.parametrize(("step", "message"), WRONG, ids=str)

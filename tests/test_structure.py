@@ -313,6 +313,20 @@ def test_a_function_that_gives_an_input_back_is_refused(tmp_path: Path) -> None:
         htp_export.load(tmp_path / "net.onnx")
 
 
+@pytest.mark.parametrize("operator", ["Act", "Twice"])
+def test_a_function_that_gives_an_output_twice_or_calls_itself_is_refused(tmp_path: Path, operator: str) -> None:
+    model = net()
+    function = model.functions[0]
+    if operator == "Act":
+        function.node.append(helper.make_node("Act", [function.input[0]], ["again"], domain=function.domain))
+        function.opset_import.append(helper.make_opsetid(function.domain, 1))
+    else:
+        function.output.append(function.output[0])
+    onnx.save(model, tmp_path / "net.onnx")
+    with pytest.raises(htp_export.InputError, match=r"function .Act. (calls itself|has an output twice)"):
+        htp_export.load(tmp_path / "net.onnx")
+
+
 def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import htp_export
 from htp_export.command.main import main
-from htp_export.errors import InputError, UserCodeError
+from htp_export.errors import InputError, ToolError, UserCodeError
 
 CODE = """
 import sys
@@ -78,6 +79,9 @@ def test_data_that_raise_are_told_with_their_line(folder: Path) -> None:
             "compare FILE FILE", "quantize FILE int8 -o o.onnx", "prune FILE --rule 0=0.5 --method random -o o.onnx",
             "sensitivity FILE", "search FILE --choices int4", "tree --entry CODE:net", "verify FILE --entry CODE:net",
             "export --entry CODE:net -o o.onnx", "adopt FILE FILE -o o.onnx")),
+        ("run onnxruntime FILE -o o.onnx --set providers=3", "onnxruntime: providers is 3, and takes Sequence[str]"),
+        ("run onnxoptimizer FILE -o o.onnx --set passes=3", "onnxoptimizer: passes is 3, and takes Sequence[str]"),
+        ("run onnxruntime FILE -o o.onnx --set lvl=3", "onnxruntime: got an unexpected keyword argument 'lvl'"),
         ("profile FILE --threads 100000", "--threads, on "),
         ("profile FILE --engine openvino --threads 100000", "--threads, on "),
         ("profile FILE --runs 99999999999999999999999", "--runs"),
@@ -117,6 +121,7 @@ def test_python_takes_seeds_and_numbers_of_runs_in_their_range_only(folder: Path
 def test_a_fault_of_our_own_is_no_fault_of_the_model_or_of_a_tool(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from htp_export.capabilities.carry import adapting
     from htp_export.capabilities.cost import costing
     from htp_export.capabilities.quantize import quantizing
 
@@ -126,8 +131,24 @@ def test_a_fault_of_our_own_is_no_fault_of_the_model_or_of_a_tool(
     file = folder / "net.onnx"
     monkeypatch.setattr(costing, "read_flat", fails)
     monkeypatch.setattr(quantizing._Work, "run", fails)
+    monkeypatch.setattr(adapting, "read_flat", lambda *_, **__: len(3))
     for use in (lambda: htp_export.cost(file), lambda: htp_export.quantize(file, {"0": "int4"})):
         with pytest.raises(LookupError, match="no such axis"):
             use()
-    assert main(["quantize", str(file), "--rule", "0=int4", "-o", "o.onnx"]) == 3
-    assert "this is a bug in htp_export" in capsys.readouterr().err
+    for command in ("quantize FILE --rule 0=int4 -o o.onnx", "run onnxruntime FILE -o o.onnx"):
+        assert main(command.replace("FILE", str(file)).split()) == 3
+        assert "this is a bug in htp_export" in capsys.readouterr().err
+
+
+def test_a_fault_of_our_own_that_nncf_calls_back_is_not_one_of_nncf() -> None:
+    from htp_export.capabilities.quantize.nncf_engine import calling_nncf
+    from htp_export.capabilities.quantize.precisions import precisions_of
+    from htp_export.process.bounds import check_whole
+
+    called: dict[str, Any] = {}
+    exec(compile("def quantize(work):\n    return work()", "/packages/nncf/quantization.py", "exec"), called)
+    precision = precisions_of({"0": "int8"})["0"]
+    with pytest.raises(ToolError, match="nncf failed on the modules of 'int8': Zero"), calling_nncf(precision):
+        called["quantize"](lambda: 1 / 0)
+    with pytest.raises(TypeError, match="not supported between"), calling_nncf(precision):
+        called["quantize"](lambda: check_whole("seed", 1, None, 2))  # type: ignore[arg-type]

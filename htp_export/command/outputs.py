@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from htp_export.command.terminal import print_json, show
 from htp_export.files.filesystem import is_special
 from htp_export.files.targets import Kind, check_target, files_named_in
+from htp_export.process.user_code import noting_files
 from htp_export.results.columns import si
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ def reading(values: Iterable[Any], *, force: bool = False, in_place: bool = Fals
     files = (*files_named_in(listed), *(file for file in sources if file is not None))
     token = _named.set(_Named(files, force, in_place))
     try:
-        yield
+        with noting_files():
+            yield
     finally:
         _named.reset(token)
 

@@ -8,6 +8,7 @@ runs is not refused. One pass over the graph; no weights are read.
 
 from __future__ import annotations
 
+import graphlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ def check_structure(model: ir.Model) -> None:
     for function in model.functions.values():
         _check_function(function)
         _check_graphs(function.graph, function.opset_imports, called)
+    _check_recursion(model.functions.values())
 
 
 def _check_function(function: ir.Function) -> None:
@@ -79,6 +81,18 @@ def _check_function(function: ir.Function) -> None:
     if passed_on is not None:
         problem = f"has its input {_short(passed_on.name or '')} as an output; put an Identity between"
         raise ValueError(f"function {_short(function.name)} {problem}")
+    if len(set(function.outputs)) < len(function.outputs):
+        raise ValueError(f"function {_short(function.name)} has an output twice; put an Identity between")
+
+
+def _check_recursion(functions: Iterable[ir.Function]) -> None:
+    calls = {
+        (each.domain, each.name): {(node.domain, node.op_type) for node in each.graph.all_nodes()} for each in functions
+    }
+    try:
+        graphlib.TopologicalSorter(calls).prepare()
+    except graphlib.CycleError as error:
+        raise ValueError(f"function {_short(error.args[1][0][1])} calls itself") from error
 
 
 def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collection[tuple[str, str]]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from htp_export.errors import FileError
 from htp_export.files.filesystem import is_special, why_not_writable
+from htp_export.process.user_code import is_read_by_user_code
 
 __all__ = ["Kind", "check_folder", "check_parent", "check_target", "files_named_in", "new_folder"]
 
@@ -157,6 +158,8 @@ def _check_reads(target: Path, kind: Kind, reads: Iterable[str | os.PathLike[str
     """Refuse to replace files that are read, by a file or by the weights that are written beside a model."""
     written = [target, target.with_name(f"{target.name}.data")] if kind is Kind.MODEL else [target]
     written = [file for file in written if file.exists()]
+    if target.exists() and is_read_by_user_code(target):
+        raise FileError(target, "is read by the code that this command runs; name another file to write")
     for file in map(Path, reads) if written else ():
         if not file.is_file():
             continue

@@ -6,7 +6,7 @@ import os
 
 from htp_export.errors import InputError
 
-__all__ = ["MOST_RUNS", "MOST_SEED", "check_whole", "most_threads"]
+__all__ = ["MOST_RUNS", "MOST_SEED", "check_seed", "check_whole", "most_threads"]
 
 MOST_SEED = 2**32 - 1
 """What all random generators take: torch's, numpy's and those of the samplers of Optuna."""
@@ -20,6 +20,15 @@ _THREADS_OF_A_CORE = 16
 def most_threads() -> int:
     """The number of threads beyond which they only wait for each other, and a session takes minutes to start."""
     return _THREADS_OF_A_CORE * (os.cpu_count() or 1)
+
+
+def check_seed(seed: int) -> None:
+    """Refuse what is no seed.
+
+    Raises:
+        InputError: If it is none.
+    """
+    check_whole("seed", seed, 0, MOST_SEED)
 
 
 def check_whole(name: str, value: int, least: int, most: int) -> int:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
+import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from htp_export.errors import HtpExportError, UserCodeError, described
 
-__all__ = ["iterated", "user_code"]
+__all__ = ["is_read_by_user_code", "iterated", "noting_files", "user_code"]
 
 _T = TypeVar("_T")
 _OWN = Path(__file__).parents[1]
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_files: ContextVar[set[str] | None] = ContextVar("_files", default=None)  # that code of the caller has read
+_is_running: ContextVar[bool] = ContextVar("_is_running", default=False)
 
 
 @contextlib.contextmanager
@@ -36,12 +43,56 @@ def user_code(name: str) -> Iterator[None]:
         ...     print(str(error).partition(" (")[0])
         the metric: raised ValueError: no labels
     """
+    token = _is_running.set(True)
     try:
         yield
     except HtpExportError:
         raise
     except (Exception, SystemExit) as error:
         raise UserCodeError(name, f"raised {described(error, lines=2)}{_place(error)}") from error
+    finally:
+        _is_running.reset(token)
+
+
+@contextlib.contextmanager
+def noting_files() -> Iterator[None]:
+    """Note the files that code of the caller reads, for `is_read_by_user_code`, in a ``with`` block.
+
+    These are files that Python opens, modules that it imports among them. It needs an audit hook, which a process
+    keeps until it ends: for the command line, not for the library.
+    """
+    _add_hook()
+    token = _files.set(set())
+    try:
+        yield
+    finally:
+        _files.reset(token)
+
+
+def is_read_by_user_code(file: Path) -> bool:
+    """Whether code of the caller has read an existing file, under whatever name; no where nothing is noted."""
+    for path in _files.get() or ():
+        with contextlib.suppress(OSError, ValueError):
+            if file.samefile(_source(path)):
+                return True
+    return False
+
+
+def _source(path: str) -> str:
+    """The source of a compiled module; other files are their own."""
+    return importlib.util.source_from_cache(path) if path.endswith(".pyc") else path
+
+
+@functools.cache
+def _add_hook() -> None:
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not _is_running.get() or (files := _files.get()) is None:
+            return
+        path, mode, _ = arguments
+        if isinstance(path, str | os.PathLike) and not set(mode or "r") & set("wax+"):
+            files.add(os.path.abspath(path))  # noqa: PTH100 - no method of pathlib, as those open files, too
+
+    sys.addaudithook(note)
 
 
 def iterated(items: Iterable[_T], name: str) -> Iterator[_T]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +15,7 @@ from htp_export.command.quiet import quiet_runtime
 from htp_export.command.sources import parse_overrides
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.errors import HtpExportError, InputError
+from htp_export.process.argument_types import check_type, parameter_type
 
 if TYPE_CHECKING:
     from htp_export.capabilities.carry.carrying import Carried
@@ -41,6 +44,7 @@ def run_command(
     if tool not in tools.__all__:
         raise InputError(f"there is no tool {tool!r}; there are {', '.join(tools.__all__)}")
     settings = parse_overrides(options or ())
+    _check_settings(tool, settings)
     try:
         with Steps(quiet=as_json).step(f"running {tool}"), quiet_runtime():
             source = embed_map(file) if with_map else file
@@ -48,10 +52,22 @@ def run_command(
             if share_weights:
                 share_unchanged(result.model, file)
                 write_model(result.model, output, share_weights=True)
-    except TypeError as error:
-        raise InputError(f"{tool}: {error}") from error
     except InputError:
         raise
     except HtpExportError as error:
         raise CheckFailed(str(error)) from error
     report(result, as_json, output=output, file=str(output))
+
+
+def _check_settings(tool: str, settings: Mapping[str, Any]) -> None:
+    """Refuse options that an adapter does not have, and values of other types; a tool checks its own options itself."""
+    run = getattr(tools, tool)
+    try:
+        inspect.signature(run).bind(None, **settings)
+    except TypeError as error:
+        raise InputError(f"{tool}: {error}") from error
+    for name, value in settings.items():
+        try:
+            check_type(name, value, parameter_type(run, name))
+        except InputError as error:
+            raise InputError(f"{tool}: {error}") from error

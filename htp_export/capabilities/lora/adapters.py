@@ -67,18 +67,18 @@ class Adapter:
     layers: Mapping[str, LowRank]
 
 
-def read_adapter(source: str | os.PathLike[str]) -> Adapter:
+def read_adapter(adapter: str | os.PathLike[str]) -> Adapter:
     """Read an adapter.
 
     Args:
-        source: A folder of PEFT with ``adapter_config.json`` and ``adapter_model.safetensors``, or a file of ONNX
+        adapter: A folder of PEFT with ``adapter_config.json`` and ``adapter_model.safetensors``, or a file of ONNX
             Runtime's adapter format.
 
     Raises:
         FileError: If it cannot be read, is a pickle, or has anything besides LoRA factors of linear layers, such as
             DoRA magnitudes, biases or whole modules, or values that are not finite.
     """
-    path = Path(source)
+    path = Path(adapter)
     if path.is_dir():
         return Adapter(path, _peft_layers(path))
     if not path.is_file():

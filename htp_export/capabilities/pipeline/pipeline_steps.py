@@ -16,6 +16,7 @@ from typing import Any
 from htp_export.capabilities.pipeline.step_options import described_options, is_plain, option_files, texts_in
 from htp_export.discovery import exported_in
 from htp_export.errors import FileError, InputError
+from htp_export.process.argument_types import parameter_type
 
 __all__ = ["STEPS", "PipelineStep", "StepKind", "StepOptionError", "blamed", "steps_of"]
 
@@ -82,13 +83,7 @@ class StepKind:
 
     def takes(self, option: str) -> Any:
         """The type of the parameter of an option, as text if it cannot be evaluated; None if another tool has it."""
-        parameter = self.parameters.get(option)
-        if parameter is None or parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            return None
-        try:
-            return eval(parameter.annotation, vars(inspect.getmodule(self.load())))  # text of our own source
-        except NameError:  # imported for type checkers alone
-            return parameter.annotation
+        return parameter_type(self.load(), option) if option in self.parameters else None
 
     def takes_file(self, option: str) -> bool:
         """Whether an option may name a file: by the type of its parameter, and if another tool has it."""
@@ -132,6 +127,7 @@ _SET_HERE = ("output", "external_data", "share_weights", "dry_run")
 _LOAD_LIBRARIES = ("providers", "session_options")
 """Parameters whose values are handed to ONNX Runtime. Names of providers load nothing; their options name libraries."""
 
+_SEED = "process.bounds:check_seed"
 _RUN_CHECKS = ("capabilities.verify.reporting:check_tolerances", "runtime.sessions:check_providers")
 
 _TOOLS = "capabilities.carry.adapters"
@@ -148,12 +144,16 @@ STEPS: dict[str, StepKind] = {
         "capabilities.quantize.quantizing",
         "quantize",
         packages=("onnxruntime",),
-        checks=("capabilities.quantize.precisions:precisions_of",),
+        checks=(
+            "capabilities.quantize.precisions:precisions_of",
+            "capabilities.quantize.calibration_data:check_data",
+            _SEED,
+        ),
     ),
     "prune": StepKind(
         "capabilities.prune.pruning",
         "prune",
-        checks=("capabilities.prune.sparsities:sparsities_of",),
+        checks=("capabilities.prune.sparsities:sparsities_of", _SEED),
         keeps_modules=False,
     ),
     "insert_lora": StepKind(
@@ -175,7 +175,7 @@ STEPS: dict[str, StepKind] = {
     "carry": StepKind("capabilities.carry.carrying", "carry", given="before", keeps_modules=False),
     **{tool: StepKind(_TOOLS, tool, packages=(tool,)) for tool in exported_in(f"htp_export.{_TOOLS}")},
     "compare": StepKind(
-        "capabilities.verify.file_comparing", "compare", check=True, given="b", start="a", checks=_RUN_CHECKS
+        "capabilities.verify.file_comparing", "compare", check=True, given="b", start="a", checks=(*_RUN_CHECKS, _SEED)
     ),
     "verify": StepKind("capabilities.verify.verifying", "verify", check=True, given="onnx", checks=_RUN_CHECKS),
 }

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import collections.abc
 import importlib
 import inspect
-import re
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,7 @@ from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel, load
 from htp_export.plans.rules import modules_within
+from htp_export.process.argument_types import check_type
 from htp_export.process.quiet import quiet
 
 __all__ = ["check_values"]
@@ -62,8 +59,7 @@ def check_values(steps: Sequence[PipelineStep], start: Callable[[], TaggedModel]
 def _check_value(step: PipelineStep, name: str, value: Any) -> None:
     """Check the type of a value, and the files that it names."""
     kind = step.kind.takes(name)
-    if not _fits(value, kind):
-        raise InputError(f"{name} is {value!r}, and takes {_said(kind)}")
+    check_type(name, value, kind)
     if kind is None or not step.kind.takes_file(name):
         return
     for text in texts_in(value):
@@ -125,32 +121,3 @@ def _one_product() -> ir.Model:
     node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "y", x.type, x.shape
     graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20}, name="net")
     return ir.Model(graph, ir_version=10, metadata_props={tags.FORMAT: tags.VERSION})
-
-
-def _said(kind: Any) -> str:
-    """A type in words."""
-    if typing.get_origin(kind) is typing.Literal:
-        return f"one of {', '.join(map(repr, typing.get_args(kind)))}"
-    return kind.__name__ if isinstance(kind, type) else re.sub(r"\b(typing|collections\.abc)\.", "", str(kind))
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether plain data have the type of a parameter; objects of Python, and types that are not plain, always do."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if not isinstance(value, str | bool | int | float | list | tuple | dict) or kind is None or isinstance(kind, str):
-        return True
-    if origin in (typing.Union, types.UnionType):
-        return any(each is not type(None) and _fits(value, each) for each in inner)
-    if origin is typing.Literal:
-        return value in inner
-    if kind in (bool, int, float, str):
-        numbers = (int, float) if kind is float else kind
-        return isinstance(value, numbers) and (kind is bool or not isinstance(value, bool))
-    if origin is collections.abc.Mapping:
-        entries = value.items() if isinstance(value, dict) else ()
-        return isinstance(value, dict) and all(_fits(key, inner[0]) and _fits(each, inner[1]) for key, each in entries)
-    if origin is tuple:
-        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(_fits, value, inner))
-    if origin in (collections.abc.Sequence, collections.abc.Iterable):
-        return isinstance(value, list | tuple) and all(_fits(each, inner[0]) for each in value)
-    return True

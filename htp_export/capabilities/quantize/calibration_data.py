@@ -21,7 +21,7 @@ from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
 
-__all__ = ["Data", "Samples", "activations", "samples_of"]
+__all__ = ["Data", "Samples", "activations", "check_data", "samples_of"]
 
 Run: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 """One run: input name → array, or an ``.npz`` file, which is read when it is its turn."""
@@ -71,6 +71,18 @@ class Samples:
             yield arrays
         if number < 0:
             raise InputError("data has no runs; give a mapping from input names to arrays for each")
+
+
+def check_data(data: Data | None) -> None:
+    """Refuse files of data that cannot be read; their values are checked when they are used.
+
+    Raises:
+        FileError: If there are some.
+    """
+    named = [data] if isinstance(data, str | os.PathLike) else data if isinstance(data, list | tuple) else ()
+    for each in named:
+        if isinstance(each, str | os.PathLike):
+            read_npz(each)
 
 
 def samples_of(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+import htp_export.errors
 from htp_export.capabilities.quantize.integers import is_divisible, static_bytes
 from htp_export.capabilities.quantize.precisions import Precision
 from htp_export.editing.submodels import Submodel, constant_of
@@ -24,6 +27,8 @@ from htp_export.shapes.operator_kinds import subgraphs
 from htp_export.weights.products import weight_place
 
 __all__ = ["calling_nncf", "check_result", "nncf_bytes", "put_first", "quantize_with_nncf", "takes_nncf"]
+
+_OWN = Path(htp_export.errors.__file__).parent
 
 _WEIGHTED = frozenset(("Conv", "ConvTranspose", "MatMul", "Gemm", "Gather"))
 
@@ -137,14 +142,25 @@ def _controlled(
 
 @contextlib.contextmanager
 def calling_nncf(precision: Precision) -> Iterator[None]:
-    """Call NNCF, without what it prints and logs; what it raises is a `ToolError`."""
+    """Call NNCF, without what it prints and logs; what it raises is a `ToolError`, but for faults of htp_export."""
     try:
         with quiet("", "nncf"):
             yield
     except HtpExportError:
         raise
     except Exception as error:
+        if not _is_of_nncf(error):
+            raise
         raise ToolError("nncf", f"failed on the modules of {precision.name!r}: {described(error)}") from error
+
+
+def _is_of_nncf(error: Exception) -> bool:
+    """Whether NNCF raised an error, or what it called; not if it called htp_export back, as for a metric."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if "nncf" in file.parts or file.is_relative_to(_OWN):
+            return "nncf" in file.parts
+    return False
 
 
 def check_result(made: onnx.ModelProto, expected: Mapping[str, Array], feed: Mapping[str, Array]) -> ir.Model:
