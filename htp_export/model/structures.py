@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 
 import onnx_ir as ir
 
@@ -99,7 +100,7 @@ class _Sums:
         self.by_path: Mapping[str, tuple[int, int]] = {path: (first[path], second[path]) for path in first}
 
 
-def _both(first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
+def _both(first: AbstractSet[str], second: AbstractSet[str]) -> AbstractSet[str]:
     return first if first is second else first & second
 
 
@@ -107,9 +108,9 @@ class _Totals:
     """Numbers that each count in a set of regions, and in the whole."""
 
     def __init__(self) -> None:
-        self._of: defaultdict[frozenset[str], int] = defaultdict(int)
+        self._of: defaultdict[AbstractSet[str], int] = defaultdict(int)
 
-    def add(self, regions: frozenset[str], number: int) -> None:
+    def add(self, regions: AbstractSet[str], number: int) -> None:
         self._of[regions] += number
 
     def by_path(self) -> dict[str, int]:

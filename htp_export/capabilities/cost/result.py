@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -47,7 +48,7 @@ class NodeCost:
     shapes: tuple[tuple[int, ...] | None, ...]
     activation_bytes: int
     traffic_bytes: int
-    modules: frozenset[str] = frozenset()
+    modules: AbstractSet[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
