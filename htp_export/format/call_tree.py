@@ -10,11 +10,13 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.linked_sets import LinkedSet
 
 __all__ = ["MOST_CALLS", "Block", "CallTree", "Instance", "NodeCalls", "Part"]
 
@@ -46,8 +48,8 @@ class Part:
     """
 
     call: Instance
-    running: frozenset[Instance]
-    modules: frozenset[str]
+    running: LinkedSet[Instance]
+    modules: LinkedSet[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +64,7 @@ class NodeCalls:
 
     owners: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
-    modules: frozenset[str] = frozenset()
+    modules: AbstractSet[str] = LinkedSet()
 
     @property
     def calls(self) -> tuple[Instance, ...]:
@@ -134,8 +136,7 @@ class CallTree:
         self._hierarchy = hierarchy
         self._callers, self._is_known = dict(callers or {}), callers is not None
         self._near: dict[str, str | None] = {}
-        self._held: dict[str, frozenset[str]] = {}
-        self._running: dict[Instance, tuple[Instance, ...]] = {}
+        self._held: dict[str, LinkedSet[str]] = {}
         self._parts: dict[Instance, Part] = {}
         self._works: dict[tuple[tuple[str, ...], str], NodeCalls] = {}
         self._warned: set[str] = set()
@@ -214,29 +215,7 @@ class CallTree:
 
     def chain(self, call: Instance) -> tuple[Instance, ...]:
         """Return the call and its callers, innermost first."""
-        if call in self._running:
-            return self._running[call]
-        visited: dict[Instance, None] = {}
-        current: Instance | None = call
-        while current is not None and current not in visited and current not in self._running:
-            visited[current] = None
-            current = self.caller(current)
-        rest = () if current is None else self._running.get(current)
-        if rest is None or not visited.keys().isdisjoint(rest):  # files come from anywhere: calls may go in circles
-            self._running[call] = self._chain_in_a_circle(call)
-            return self._running[call]
-        for visited_call in reversed(visited):  # each call's chain is that of its caller, and itself
-            rest = (visited_call, *rest)
-            self._running[visited_call] = rest
-        return rest
-
-    def _chain_in_a_circle(self, call: Instance) -> tuple[Instance, ...]:
-        visited: dict[Instance, None] = {}
-        current: Instance | None = call
-        while current is not None and current not in visited:
-            visited[current] = None
-            current = self.caller(current)
-        return tuple(visited)
+        return tuple(self._part(call).running)
 
     def inside(self, call: Instance) -> dict[str, tuple[int, ...]]:
         """Return the calls that ran in a call, including itself: module path → numbers of its calls.
@@ -254,7 +233,7 @@ class CallTree:
         around = (call, Instance(call.path, _UNKNOWN))
         return tuple(number for number in numbers if not self._chains(path, number).isdisjoint(around))
 
-    def _chains(self, path: str, number: int) -> frozenset[Instance]:
+    def _chains(self, path: str, number: int) -> LinkedSet[Instance]:
         return self._part(Instance(path, number)).running
 
     def warn(self, path: str) -> None:
@@ -291,17 +270,17 @@ class CallTree:
             self._near[path] = next((up for up in tags.ancestors(path) if up != path and self._ran(up)), None)
         return self._near[path]
 
-    def _never_ran(self, path: str) -> frozenset[str]:
+    def _never_ran(self, path: str) -> LinkedSet[str]:
         """Return the modules above a path that never ran: containers."""
         missing: list[str] = []
         current = path
         while current and current not in self._held:
             missing.append(current)
             current = tags.parent_path(current) or ""
-        containers = self._held.get(current, frozenset())
+        containers = self._held.get(current, LinkedSet())
         for module in reversed(missing):
             if not self._ran(above := tags.parent_path(module) or ""):
-                containers |= {above}
+                containers = LinkedSet([above], containers)
             self._held[module] = containers
         return containers
 
@@ -323,7 +302,7 @@ class CallTree:
         every = list(dict.fromkeys(calls))
         around = {up for call in every for up in self.chain(call)[1:]} if len(every) > 1 else ()
         parts = tuple(self._part(call) for call in every if call not in around)
-        modules = parts[0].modules if len(parts) == 1 else frozenset().union(*(part.modules for part in parts))
+        modules = parts[0].modules if len(parts) == 1 else frozenset[str]().union(*(part.modules for part in parts))
         return NodeCalls(owners, parts, modules)
 
     def around_owners(self, work: NodeCalls) -> dict[str, frozenset[str]]:
@@ -361,24 +340,36 @@ class CallTree:
         return {part.call for part in first.parts} == {part.call for part in second.parts}
 
     def _part(self, call: Instance) -> Part:
-        if call not in self._parts:
-            chain = self.chain(call)
-            known = next((place for place, running in enumerate(chain) if running in self._parts), len(chain))
-            if known < len(chain) and self.chain(chain[known]) != chain[known:]:
-                known = len(chain)  # the calls go in a circle
-            inside, paths = chain[:known], {"", *(running.path for running in chain[:known])}
-            part = Part(call, frozenset(inside), frozenset(paths.union(*self._containers_around(inside))))
-            if known < len(chain):
-                around = self._parts[chain[known]]
-                part = Part(call, around.running | part.running, around.modules | part.modules)
-            self._parts[call] = part
+        """Return a call with what lies around it, which is linked to that of its caller."""
+        if call in self._parts:
+            return self._parts[call]
+        visited: dict[Instance, None] = {}
+        current: Instance | None = call
+        while current is not None and current not in visited and current not in self._parts:
+            visited[current] = None
+            current = self.caller(current)
+        around = None if current is None else self._parts.get(current)
+        if current in visited or (around is not None and not visited.keys().isdisjoint(around.running)):
+            self._parts[call] = self._extended(self._circle(call), None)
+            return self._parts[call]
+        for inner in reversed(visited):
+            around = self._parts[inner] = self._extended([inner], around)
         return self._parts[call]
 
-    def _containers_around(self, chain: Sequence[Instance]) -> list[frozenset[str]]:
-        """Return the modules above those of a chain that never ran."""
-        paths = [running.path for running in chain]
-        inside = [path for path, inner in zip(paths[1:], paths, strict=False) if self._nearest(inner) != path]
-        return [self._never_ran(path) for path in (*paths[:1], *inside)]  # those above the others are above these, too
+    def _circle(self, call: Instance) -> list[Instance]:
+        """Return a call and its callers, which go in a circle: files come from anywhere."""
+        visited: dict[Instance, None] = {}
+        current: Instance | None = call
+        while current is not None and current not in visited:
+            visited[current] = None
+            current = self.caller(current)
+        return [*visited]
+
+    def _extended(self, calls: Sequence[Instance], around: Part | None) -> Part:
+        """Return calls, innermost first, and their modules, with those of their caller."""
+        modules = [path for call in calls for path in (call.path, *self._never_ran(call.path))]
+        rests = (None, None) if around is None else (around.running, around.modules)
+        return Part(calls[0], LinkedSet(calls, rests[0]), LinkedSet([*modules, ""], rests[1]))
 
     def _calls_of(self, owners: tuple[str, ...], encoded: str) -> list[Instance]:
         listed = tags.calls_listed(encoded)

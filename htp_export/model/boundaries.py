@@ -9,10 +9,11 @@ and out of *calls* is another question, which only an export can answer (`htp_ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from htp_export.format.call_tree import Block, Instance, NodeCalls
+from htp_export.model.runs import runs_below
 
 __all__ = ["OUTSIDE", "Boundaries"]
 
@@ -57,18 +58,16 @@ class Boundaries(Generic[Key]):
         holders: Sequence[int] = (),
     ) -> None:
         self.works = works
-        self.below: dict[str, list[int]] = {}
+        listed = [work if reads or makes else None for (reads, makes), work in zip(nodes, works, strict=True)]
+        self.below: Mapping[str, Sequence[int]] = runs_below(range(len(listed)), listed)
         self._holders, self._counts = holders, counts
         self._makers: dict[Key, list[int]] = {}
         self._readers: dict[Key, list[int]] = {}
-        for index, ((reads, makes), work) in enumerate(zip(nodes, works, strict=True)):
+        for index, (reads, makes) in enumerate(nodes):
             for key in makes:
                 self._makers.setdefault(key, []).append(index)
             for key in reads:
                 self._readers.setdefault(key, []).append(index)
-            if reads or makes:
-                for path in work.modules:
-                    self.below.setdefault(path, []).append(index)
         self._leaving = [self._edges_out(index, makes, results) for index, (_, makes) in enumerate(nodes)]
         self._entering = [self._edges_in(index, reads) for index, (reads, _) in enumerate(nodes)]
 

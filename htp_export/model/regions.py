@@ -6,7 +6,6 @@ holds which subgraph, where functions are called, and which values are the same 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -17,6 +16,7 @@ from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.dependence import input_dependent_values
+from htp_export.model.runs import runs_below
 from htp_export.shapes.operator_kinds import RANDOM, subgraphs
 
 __all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "subgraphs", "twins_of"]
@@ -92,16 +92,8 @@ class GraphIndex:
 
     @cached_property
     def below(self) -> Mapping[str, Sequence[ir.Node]]:
-        """Module path → the nodes in its region, in order.
-
-        These are the nodes with an owner at or below it, except what such a module computed when another one called it.
-        An entry for each pair of a node and a module around it: made only if it is needed.
-        """
-        below: defaultdict[str, list[ir.Node]] = defaultdict(list)
-        for node, work in self.works.items():
-            for path in work.modules:
-                below[path].append(node)
-        return dict(below)
+        """Module path → the nodes in its region, in order."""
+        return runs_below(self.nodes, self.works.values())
 
     @cached_property
     def _called(self) -> dict[ir.Node, list[ir.Graph]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal, NoReturn, Protocol, TypeAlias
+from weakref import WeakValueDictionary
 
 import onnx
 import onnx_ir as ir
@@ -100,7 +101,7 @@ class TaggedModel:
         self.model = model
         self.hierarchy = hierarchy
         self.source: TagSource = source
-        self._regions: dict[str, Region] = {}
+        self._regions: WeakValueDictionary[str, Region] = WeakValueDictionary()  # their lists have a node many times
         self._file: Path | None = None
 
     def __repr__(self) -> str:
@@ -129,9 +130,10 @@ class TaggedModel:
         self.require_tags()
         if path not in self.hierarchy:
             raise UnknownModuleError(path, self.hierarchy)
-        if path not in self._regions:
-            self._regions[path] = Region(self.index, self.hierarchy, self.calls, path)
-        return self._regions[path]
+        region = self._regions.get(path)
+        if region is None:
+            region = self._regions[path] = Region(self.index, self.hierarchy, self.calls, path)
+        return region
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.hierarchy)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance, Part
 from htp_export.format.hierarchy import Fate
+from htp_export.format.linked_sets import LinkedSet
 from htp_export.model.module_facts import elements_of, is_weight
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.parameter_places import ParameterPlaces
@@ -18,7 +19,7 @@ from htp_export.weights.weight_sources import WeightSources
 
 __all__ = ["Deciders", "parts_of"]
 
-_ROOT = Part(Instance(""), frozenset(), frozenset(("",)))
+_ROOT = Part(Instance(""), LinkedSet(), LinkedSet([""]))
 
 
 def parts_of(tagged: TaggedModel, node: ir.Node) -> tuple[Part, ...]:

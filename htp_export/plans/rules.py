@@ -30,6 +30,7 @@ from htp_export.files.json_file import read_json
 from htp_export.files.yaml_file import read_yaml
 from htp_export.format import tags
 from htp_export.format.call_tree import MOST_CALLS, Instance, Part
+from htp_export.format.linked_sets import LinkedSet
 from htp_export.format.selectors import chosen_and_excluded
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.deciders import Deciders, parts_of
@@ -148,7 +149,7 @@ def _calls_of(tagged: TaggedModel, path: str) -> Iterator[Part]:
     for number in range(calls):
         yield from tagged.calls.of_calls((path,), [Instance(path, number)]).parts
     if not calls:
-        yield Part(Instance(path), frozenset(), frozenset(tags.ancestors(path)))
+        yield Part(Instance(path), LinkedSet(), LinkedSet(tags.ancestors(path)))
 
 
 class _Rules:
@@ -200,8 +201,8 @@ class _Rules:
         """The modules of a call, from the innermost on, parted where a caller is not above what it called."""
         chain = self._calls.chain(part.call)
         foreign = [caller for call, caller in pairwise(chain) if not tags.is_under(call.path, caller.path)]
-        regions = [part.modules | {""}]
-        regions += [self._calls.of_calls((), [caller]).parts[0].modules | {""} for caller in foreign]
+        regions = [frozenset({"", *part.modules})]
+        regions += [frozenset({"", *self._calls.of_calls((), [caller]).parts[0].modules}) for caller in foreign]
         return [inner - outer for inner, outer in zip(regions, [*regions[1:], frozenset[str]()], strict=True)]
 
     def _stands(self, first: int, later: int, steps: Sequence[frozenset[str]]) -> bool:

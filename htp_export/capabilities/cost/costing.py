@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 from htp_export.capabilities.cost.bindings import bind
@@ -163,7 +164,7 @@ def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
     total: _Sums = defaultdict(Counter)
     own_total: _Sums = defaultdict(Counter)
     uncounted: _Sums = defaultdict(Counter)
-    grouped: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)
+    grouped: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)
     for node in nodes:
         group = grouped[node.modules]
         for name in _SUMMED:

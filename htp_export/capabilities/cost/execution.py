@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -100,7 +101,7 @@ class RunStep:
     attributes: Mapping[str, ir.Attr] = field(default_factory=dict)
     bodies: tuple[Body, ...] = ()
     trips_known: bool = True
-    modules: frozenset[str] = frozenset()
+    modules: AbstractSet[str] = frozenset()
 
     @property
     def op(self) -> tuple[str, str]:

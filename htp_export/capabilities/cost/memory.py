@@ -107,7 +107,7 @@ class Timeline:
         lives: defaultdict[str, list[Life]] = defaultdict(list)
         for life in self.lives:
             if not life.leaves:
-                for path in frozenset.intersection(*(self._steps[t].modules | {""} for t in life.touched)):
+                for path in set[str].intersection(*({"", *self._steps[t].modules} for t in life.touched)):
                     lives[path].append(life)
         return lives
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from htp_export.capabilities.cost.columns import COST_COLUMNS
@@ -46,7 +47,7 @@ class NodeCost:
     shapes: tuple[tuple[int, ...] | None, ...]
     activation_bytes: int
     traffic_bytes: int
-    modules: frozenset[str] = field(default=frozenset(), repr=False)
+    modules: AbstractSet[str] = field(default=frozenset(), repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 import onnx_ir as ir
 
@@ -141,7 +142,7 @@ class _Runner(Inference):
         inside = tuple(owner for owner in owners if any(tags.is_under(owner, path) for path in self._around))
         return inside or owners or self._around
 
-    def _modules(self, node: ir.Node, owners: tuple[str, ...]) -> frozenset[str]:
+    def _modules(self, node: ir.Node, owners: tuple[str, ...]) -> AbstractSet[str]:
         """The modules in whose regions a node is when it has these owners."""
         work = self._tagged.work_of(node)
         return (work if work.owners == owners else self._tagged.calls.work(owners)).modules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -312,7 +313,7 @@ def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
 
 def _operators_of(tagged: TaggedModel) -> dict[str, dict[str, int]]:
     """Module path → operator → nodes in its region, most frequent first."""
-    groups: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)  # of nodes in the same regions
+    groups: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)  # of nodes in the same regions
     for node, work in tagged.index.works.items():
         groups[work.modules][_operator(node)] += 1
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)

@@ -171,13 +171,16 @@ def _divided(needs: Needs, path: str, nodes: Sequence[ir.Node], memory: int) -> 
 
 def _below(tagged: TaggedModel, path: str, nodes: Iterable[ir.Node]) -> Mapping[str, Sequence[ir.Node]]:
     """Module right below a path → its nodes of these; the first of several that a node belongs to."""
-    children = tagged.hierarchy.children(path)
+    child_of: dict[ir.Node, str] = {}
+    for child in tagged.hierarchy.children(path):
+        for node in tagged.index.below.get(child, ()):
+            first, *more = parts_of(tagged, node)
+            if not more or child in first.modules:
+                child_of.setdefault(node, child)
     below: defaultdict[str, list[ir.Node]] = defaultdict(list)
     for node in nodes:
-        modules = parts_of(tagged, node)[0].modules
-        child = next((child for child in children if child in modules), None)
-        if child is not None:
-            below[child].append(node)
+        if node in child_of:
+            below[child_of[node]].append(node)
     return below
 
 

@@ -246,9 +246,10 @@ def placed_modules(
         if device is not None:
             work = work_of(node)
             counts[""][device] += 1
+            in_all_parts = set(work.modules).intersection(*(part.modules for part in work.parts))
             for path in work.modules - {""}:
                 counts[path][device] += 1
-                alone[path][device] += all(path in part.modules for part in work.parts)
+                alone[path][device] += path in in_all_parts
     crossing_bytes: Counter[str] = Counter()
     for crossing in crossings:
         touched = {*crossing.consumers, *([] if crossing.producer is None else [crossing.producer])}
