@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -153,7 +154,7 @@ class RegionHashes:
     @cached_property
     def _regions(self) -> dict[ir.Node, np.ndarray[Any, np.dtype[np.int64]]]:
         """Node → the numbers of the regions that it is in, in ascending order."""
-        known: dict[frozenset[str], np.ndarray[Any, np.dtype[np.int64]]] = {}
+        known: dict[AbstractSet[str], np.ndarray[Any, np.dtype[np.int64]]] = {}
         for modules in {work.modules for work in self._index.works.values()}:
             known[modules] = np.array(sorted(self._numbers[path] for path in modules | {""}), np.int64)
         return {node: known[self._index.works[node].modules] for node in self._index.nodes}
