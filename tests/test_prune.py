@@ -258,7 +258,7 @@ class TestCommand:
             (["--rule", "fc=5", "-o", "x.onnx"], "a share is from 0 to 1"),
             (["--rule", "fc", "-o", "x.onnx"], "rule 'fc': write SELECTOR=VALUE"),
             (["-o", "x.onnx"], "give a plan, or --rule SELECTOR=VALUE"),
-            (["--rule", "fc=0.5", "--method", "l3", "-o", "x.onnx"], "method 'l3'"),
+            (["--rule", "fc=0.5", "--method", "l3", "-o", "x.onnx"], "'l3' is not one of 'l1'"),
             (["nowhere.yaml", "--rule", "fc=0.5", "-o", "x.onnx"], "nowhere.yaml: cannot be read"),
             (["int8", "-o", "x.onnx"], "int8: cannot be read"),  # presets are precisions
         ],

@@ -596,7 +596,8 @@ class TestRefused:
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("out of order")
 
-        monkeypatch.setattr("htp_export.capabilities.quantize.quantizing.quantize_blocks", fail)
+        quantizer = "onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer"
+        monkeypatch.setattr(f"{quantizer}._process_subgraph", fail)
         with pytest.raises(
             ToolError, match=r"onnxruntime.quantization failed on .*net.onnx: RuntimeError: out of order"
         ):
