@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
@@ -47,7 +46,12 @@ class LinkedSet(AbstractSet[T]):
             link = link._rest
 
     def __iter__(self) -> Iterator[T]:
-        return itertools.chain.from_iterable(link._own for link in self._links())
+        elements: list[T] = []
+        link: LinkedSet[T] | None = self
+        while link is not None:  # without a call for each link: trees are thousands of levels deep
+            elements += link._own
+            link = link._rest
+        return iter(elements)
 
     def __contains__(self, element: object) -> bool:
         return element in _unlinked(self)
@@ -83,8 +87,6 @@ class LinkedSet(AbstractSet[T]):
         return frozenset(elements)
 
 
-@lru_cache(
-    maxsize=32
-)  # who asks a set for one element asks it for more; of a few sets, since each is as long as its tree
+@lru_cache(maxsize=32)  # few: each is as long as its tree is deep, and who asks for one element asks for more
 def _unlinked(linked: LinkedSet[T]) -> frozenset[T]:
     return frozenset(linked)
