@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -204,8 +205,11 @@ def test_ray_configuration_has_a_deployment_for_each_stage(tmp_path: Path) -> No
 
 def test_ray_is_not_given_tensors_that_numpy_does_not_have(tmp_path: Path) -> None:
     model = handmade.encoder()
-    for node in model.graph:
-        node.outputs[0].type = ir.TensorType(ir.DataType.BFLOAT16)
+    values = [*model.graph.inputs, *model.graph.initializers.values(), *(node.outputs[0] for node in model.graph)]
+    for value in values:
+        value.type = ir.TensorType(ir.DataType.BFLOAT16)
+        if value.const_value is not None:
+            value.const_value = ir.tensor(value.const_value.numpy().astype(ml_dtypes.bfloat16), name=value.name)
     with pytest.raises(InputError, match="which numpy arrays cannot carry"):
         htp_export.partition(model, 2, tmp_path / "stages", serve="ray")
 
