@@ -206,10 +206,10 @@ def test_ray_configuration_has_a_deployment_for_each_stage(tmp_path: Path) -> No
 def test_ray_is_not_given_tensors_that_numpy_does_not_have(tmp_path: Path) -> None:
     model = handmade.encoder()
     values = [*model.graph.inputs, *model.graph.initializers.values(), *(node.outputs[0] for node in model.graph)]
-    for value in values:
-        value.type = ir.TensorType(ir.DataType.BFLOAT16)
-        if value.const_value is not None:
-            value.const_value = ir.tensor(value.const_value.numpy().astype(ml_dtypes.bfloat16), name=value.name)
+    for each in values:
+        each.type = ir.TensorType(ir.DataType.BFLOAT16)
+        if each.const_value is not None:
+            each.const_value = ir.tensor(each.const_value.numpy().astype(ml_dtypes.bfloat16), name=each.name)
     with pytest.raises(InputError, match="which numpy arrays cannot carry"):
         htp_export.partition(model, 2, tmp_path / "stages", serve="ray")
 

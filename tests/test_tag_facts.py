@@ -43,7 +43,6 @@ def bare(file) -> Path:
         ["cost"],
         ["profile", "--runs", "2"],
         ["forensics"],
-        ["forensics", "--list"],
         ["fingerprint"],
         ["optimize", "-o", "out.onnx"],
     ],
