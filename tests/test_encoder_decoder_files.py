@@ -8,9 +8,9 @@ import onnxruntime
 import pytest
 
 import htp_export
-from htp_export.capabilities.huggingface import example_calls
 from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
+from htp_export.huggingface import example_calls
 from tests.decoders import ENCODER_DECODERS, encoder_decoder, generated_from, greedy_from, start_of
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")

@@ -8,8 +8,8 @@ import onnxruntime
 import pytest
 
 import htp_export
-from htp_export.capabilities.huggingface import example_call, example_calls, load_model
 from htp_export.errors import InputError
+from htp_export.huggingface import example_call, example_calls, load_model
 from tests.decoders import DECODERS, decoder, encoder_decoder, generated, greedy, prompt
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")

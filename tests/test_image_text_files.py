@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.capabilities.huggingface import example_calls, load_model
 from htp_export.errors import InputError
+from htp_export.huggingface import example_calls, load_model
 from tests.decoders import TEXT, next_tokens, nothing_past, past_of
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from htp_export.capabilities.huggingface import example_calls, example_inputs, load_model, load_processor
 from htp_export.capabilities.huggingface.processors import size_of_images
+from htp_export.huggingface import example_calls, example_inputs, load_model, load_processor
 
 BERT = {"model_type": "bert", "vocab_size": 400, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT |= {"intermediate_size": 16, "architectures": ["BertForMaskedLM"], "pad_token_id": 0}

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.huggingface import example_calls
 from htp_export.capabilities.huggingface.transformers_js import DTYPES, write_transformers_js
 from htp_export.errors import FileError, InputError
+from htp_export.huggingface import example_calls
 from tests.decoders import decoder, encoder_decoder, generated, generated_from, start_of
 from tests.nets import spread
 
