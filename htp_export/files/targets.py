@@ -17,6 +17,7 @@ from typing import Any
 
 from htp_export.errors import FileError
 from htp_export.files.filesystem import is_special, why_not_writable
+from htp_export.files.replacing import real_path
 from htp_export.process.user_code import is_read_by_user_code
 
 __all__ = ["Kind", "check_folder", "check_parent", "check_target", "files_named_in", "new_folder"]
@@ -82,13 +83,9 @@ def check_parent(target: Path) -> None:
         FileError: If it is such a file.
     """
     try:
-        if target.is_symlink():
-            target.resolve(strict=False)
-            target.stat()
-    except FileNotFoundError:
-        pass  # a link to a file that will be made
-    except (OSError, RuntimeError) as circle:  # Python 3.12 and earlier raise a RuntimeError for links in a circle
-        raise FileError(target, f"cannot be written: {getattr(circle, 'strerror', None) or circle}") from circle
+        real_path(target)
+    except OSError as cycle:
+        raise FileError(target, f"cannot be written: {cycle.strerror}") from cycle
     folder = target.parent if target.name else target.absolute().parent
     error = why_not_writable(folder)
     if isinstance(error, FileNotFoundError):

@@ -48,7 +48,7 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
         >>> try:
         ...     axes(ir.Model(graph, ir_version=10))
         ... except InputError as error:
-        ...     print("not a valid ONNX model" in str(error), "node name: turn" in str(error))
+        ...     print("not a valid ONNX model" in str(error), "Transpose 'turn'" in str(error))
         True True
     """
 

@@ -60,7 +60,7 @@ class Measurement:
         Neither can be much more than 1, unless something else kept the processor busy in one of them.
 
         Examples:
-            >>> Measurement((), profiled=[1.0, 1.0], plain=[30.0, 30.0]).apart
+            >>> Measurement((), profiled=[1.0, 1.0], plain=[30.3, 30.3]).apart
             30.0
         """
         overhead = _PROFILER_MS * sum(kernel.launches for kernel in self.kernels)

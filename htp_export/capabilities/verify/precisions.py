@@ -25,8 +25,8 @@ def half_precisions(tagged: TaggedModel) -> Mapping[str, str]:
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid()).eval()
         >>> program = htp_export.export(net, (torch.ones(2),), verbose=False)
-        >>> half_precisions(htp_export.load(htp_export.quantize(program, {"0": "fp16"}).model))
-        {}
+        >>> half_precisions(htp_export.load(htp_export.quantize(program, {"0": "fp16"}).model))["sigmoid"]
+        'float16'
     """
     if not _has_halves(tagged):
         return {}

@@ -20,6 +20,7 @@ def front_data(search: Search) -> dict[str, Any]:
         search: The search. With one objective, or without finite values, it has no picture.
 
     Examples:
+        >>> from htp_export.capabilities.search.search_results import Search, Trial
         >>> trial = Trial(3, {"fc": "int8"}, {"error": 0.01, "size": 100.0}, "front", {})
         >>> data = front_data(Search(("error", "size"), (trial,), 0, {"fc": ("int8",)}))
         >>> data["front"], data["trials"][0]["name"], data["trials"][0]["values"], data["trials"][0]["plan"]
