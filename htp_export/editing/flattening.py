@@ -203,7 +203,7 @@ class _Dissolver:
             value.type, value.shape = result.type, result.shape
             value.metadata_props.clear()
             value.metadata_props.update(result.metadata_props)
-            take_place(result, value)
+            take_place(result, value, rest=result.name)  # the results of inner calls are looked up by their names
         replace_inputs(call, {value: None for value in call.inputs if value is not None})
         graph.remove(call)
 
