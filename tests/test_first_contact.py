@@ -250,7 +250,7 @@ class TestLogs:
             ir_version=10,
         )
 
-        def tool(source, output, **settings):
+        def tool(source, output=None, **settings):
             onnxruntime.InferenceSession(noisy.SerializeToString(), providers=["CPUExecutionProvider"])
             return htp_export.carry(source, source, output)
 
