@@ -16,14 +16,14 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from types import ModuleType
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from htp_export.command.idle_options import check_options
+from htp_export.command.idle_options import Idle, check_options
 from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, reading
 from htp_export.discovery import capability_modules
 
@@ -36,27 +36,25 @@ def _all_names() -> dict[str, str]:
     return {name.replace("_", "-"): module for name, module in capability_modules("_command").items()}
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(_all_names()[name])
-
-
 def command_names() -> list[str]:
     """The names of all commands that can be imported, in the order of the help."""
     modules: dict[str, ModuleType] = {}
-    for name in _all_names():
+    for name, module in _all_names().items():
         with contextlib.suppress(ImportError):
-            modules[name] = _module(name)
+            modules[name] = importlib.import_module(module)
     return sorted(modules, key=lambda name: getattr(modules[name], "PLACE", _LAST))
 
 
 class _Command(TyperCommand):
-    """A command that refuses options without effect; its file may say in ``IDLE`` which these are."""
+    """A command that refuses options without effect; ``idle`` is what its file says of them in ``IDLE``."""
+
+    idle: Sequence[Idle] = ()
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         """Read what was typed."""
         _, _, typed = self.make_parser(context).parse_args(args=list(arguments))
         rest: list[str] = super().parse_args(context, arguments)
-        check_options(self.params, typed, context.params, getattr(_module(str(self.name)), "IDLE", ()))
+        check_options(self.params, typed, context.params, self.idle)
         return rest
 
 
@@ -72,11 +70,13 @@ class _Commands(MutableMapping[str, Any]):
             if name not in self._names:
                 raise KeyError(name)
             app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-            module = _module(name)
+            module = importlib.import_module(self._names[name])
             app.command(name, cls=_Command, epilog=f"Example: htp-export {name} {module.EXAMPLE}")(
                 flattened(getattr(module, f"{name.replace('-', '_')}_command"))
             )
-            self._made[name] = typer.main.get_command(app)
+            made = typer.main.get_command(app)
+            made.idle = getattr(module, "IDLE", ())  # type: ignore[attr-defined] # it is a _Command
+            self._made[name] = made
         return self._made[name]
 
     def __setitem__(self, name: str, command: Any) -> None:
