@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.test_lora import adapter, factors
+from tests.lora.test_lora import adapter, factors
 
 COMMANDS: dict[str, str] = {
     "tree": "FILE",

@@ -30,7 +30,7 @@ CHANGES = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.chmo
 FINISHED = 77
 
 # Each writes ``out.onnx`` (or ``stages``) in a folder where there is one, made of ``old.onnx``; ``in.onnx`` has other
-# weights. Both are exports of one net, which `tests.test_killed` makes.
+# weights. Both are exports of one net, which `tests.everywhere.test_killed` makes.
 OPERATIONS: dict[str, Callable[[Path], Any]] = {
     "save": lambda at: htp_export.load(at / "in.onnx").save(at / "out.onnx"),
     "save_named": lambda at: htp_export.load(at / "in.onnx").save(at / "out.onnx", "out.onnx.data"),
@@ -53,7 +53,7 @@ def _program() -> Callable[[Path], Any]:
     """The last step of an export, which torch takes itself."""
     import torch
 
-    from tests.test_killed import net
+    from tests.everywhere.test_killed import net
 
     program = htp_export.export(net(1), (torch.zeros(2, 64),), verbose=False)
     assert program is not None

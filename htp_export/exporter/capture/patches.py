@@ -3,7 +3,8 @@
 A wrapper calls what it wraps and tells the capture of the running export what happened. Some do more while an export
 of ours runs in this thread: `_slow_forward`, `_traced`, `_export_file` and `call_region` do the work themselves,
 `_listed`, `_blocks`, `_serialize` and `_add_functions` do the same work faster. In every other thread and task, all of
-them only call what they wrap. ``tests/test_torch_internals.py`` fails where one of the places named here has moved.
+them only call what they wrap. ``tests/exporter/test_torch_internals.py`` fails where one of the places named here has
+moved.
 """
 
 from __future__ import annotations

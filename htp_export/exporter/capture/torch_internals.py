@@ -1,7 +1,8 @@
 """Private parts of torch that are used, each behind a function that says what for: FX graphs, modules and their calls.
 
 Those of TorchScript are in ``torchscript_internals.py``, those of branches and loop bodies in ``body_internals.py``;
-the places that are patched stand in ``patches.py``. ``tests/test_torch_internals.py`` fails where a part has moved.
+the places that are patched stand in ``patches.py``. ``tests/exporter/test_torch_internals.py`` fails where a part
+has moved.
 """
 
 from __future__ import annotations

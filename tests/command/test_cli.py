@@ -1,0 +1,460 @@
+"""The command line, run in process: what it writes, what it shows, and its exit status."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import htp_export
+from htp_export.command.main import main
+from htp_export.exporter import rewriting, watched
+from tests import faults
+from tests.handmade import small_file
+
+SMALL = ["num_hidden_layers=1", "hidden_size=16", "num_attention_heads=2", "intermediate_size=32", "vocab_size=100"]
+BERT = ["export", "bert", "--random-weights", *(word for setting in SMALL for word in ("--set", setting))]
+FACTORY = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 3)
+
+    def forward(self, x, scale=None):
+        return torch.relu(self.fc(x if scale is None else x * scale))
+
+class Sized(torch.nn.Module):
+    def forward(self, x):
+        return torch.relu(x) if x.sum() > 0 else x
+
+CALLS = []
+
+class Unsteady(torch.nn.Module):
+    def forward(self, x):
+        CALLS.append(x)
+        return x * len(CALLS)
+
+def unsteady():
+    return Unsteady(), (torch.randn(2, 4),)
+
+class Dropping(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(x) * 2
+
+def training():
+    return Dropping().train(), (torch.randn(2, 4),)
+
+def positional():
+    return Net(), (torch.randn(2, 4), torch.randn(4))
+
+def named():
+    return Net().eval(), {"x": torch.randn(2, 4)}
+
+def dynamic_control_flow():
+    return Sized(), (torch.randn(2, 4),)
+
+def broken():
+    raise RuntimeError("no weights today")
+
+def shapeless():
+    return Net()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # Each test has a module of its own name, since Python keeps what it has imported.
+    (tmp_path / f"nets_{tmp_path.name}.py").write_text(FACTORY)
+    return tmp_path
+
+
+def owners(metadata) -> list[str]:
+    return [entry.value for entry in metadata if entry.key in ("htp.module", "htp.owners")]
+
+
+def entry(folder: Path, name: str) -> list[str]:
+    return ["export", "--entry", f"nets_{folder.name}:{name}"]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".py" and path.name != "__pycache__")
+
+
+class TestExport:
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    def test_writes_a_tagged_file_shows_the_tree_and_verifies(self, folder, capsys, exporter):
+        assert main([*BERT, exporter, "-o", "bert.onnx", "--verify"]) == 0
+        out = capsys.readouterr().out
+        assert "BertSelfAttention" in out
+        assert re.search(r"every module agrees with PyTorch: (\d+) of \1 \(worst ", out)
+        tagged = htp_export.load("bert.onnx")
+        assert {node.op_type for node in tagged["encoder.layer.0.attention.self.query"].nodes} >= {"MatMul", "Add"}
+        assert not tagged.untagged
+
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    def test_dynamic_axes_have_names(self, folder, exporter):
+        command = [*BERT, exporter, "--dynamic", "batch,sequence", "-o", "bert.onnx", "--verify", "--quiet"]
+        assert main(command) == 0
+        inputs = {value.name: value for value in onnx.load("bert.onnx").graph.input}
+        dims = [dim.dim_param for dim in inputs["input_ids"].type.tensor_type.shape.dim]
+        assert dims == ["batch", "sequence"]
+
+    def test_shapes_come_from_a_file(self, folder):
+        Path("shapes.json").write_text('{"input_ids": [2, 7]}')
+        assert main([*BERT, "--torchscript", "--inputs", "shapes.json", "-o", "bert.onnx", "--quiet"]) == 0
+        shape = onnx.load("bert.onnx").graph.input[0].type.tensor_type.shape
+        assert [dim.dim_value for dim in shape.dim] == [2, 7]
+
+    def test_opset_and_dtype_are_those_asked_for(self, folder):
+        assert main([*BERT, "--opset", "20", "--dtype", "float16", "-o", "bert.onnx", "--quiet", "--verify"]) == 0
+        model = onnx.load("bert.onnx")
+        assert model.opset_import[0].version == 20
+        assert model.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
+
+    def test_weights_go_beside_the_file_or_into_it(self, folder):
+        assert main([*BERT, "-o", "out.onnx", "--quiet"]) == 0
+        assert files(folder) == ["out.onnx", "out.onnx.data"]
+        Path("out.onnx.data").unlink()
+        assert main([*BERT, "-o", "out.onnx", "--no-external-data", "--quiet"]) == 0
+        assert files(folder) == ["out.onnx"]
+
+    def test_a_map_brings_the_tags_back_after_a_tool_that_wrote_over_the_file(self, folder, capsys):
+        assert main([*BERT, "--torchscript", "--embed-map", "-o", "bert.onnx", "--quiet"]) == 0
+        assert main(["run", "onnxruntime", "bert.onnx", "-o", "fast.onnx", "--set", "level=basic", "--embed-map"]) == 0
+        for file in ("bert.onnx", "fast.onnx"):
+            proto = onnx.load(file, load_external_data=False)
+            expected = [list(node.metadata_props) for node in proto.graph.node]
+            for node in proto.graph.node:
+                del node.metadata_props[:]
+            onnx.save(proto, file)
+            capsys.readouterr()
+            assert main(["carry", file, "-o", file, "--in-place", "--json"]) == 0
+            found = [node.metadata_props for node in onnx.load(file, load_external_data=False).graph.node]
+            assert [owners(entry) for entry in found] == [owners(entry) for entry in expected]
+
+    def test_quiet_shows_nothing(self, folder, capsys):
+        assert main([*BERT, "--torchscript", "-o", "bert.onnx", "--quiet", "--verify"]) == 0
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("", "")
+
+    def test_json_is_all_that_is_on_stdout(self, folder, capsys):
+        assert main([*BERT, "--torchscript", "-o", "bert.onnx", "--json", "--verify"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["file"] == "bert.onnx"
+        assert result["modules"]["pooler.dense"]["class_name"] == "torch.nn.modules.linear.Linear"
+        assert result["verify"]["ok"] is True
+
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    @pytest.mark.parametrize(("factory", "names"), [("positional", ["x", "scale"]), ("named", ["x"])])
+    def test_entry_gives_a_model_of_ones_own(self, folder, exporter, factory, names):
+        assert main([*entry(folder, factory), exporter, "-o", "net.onnx", "--verify", "--quiet"]) == 0
+        assert [value.name for value in onnx.load("net.onnx").graph.input] == names
+
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    def test_failed_verification_is_status_1_and_says_what_differs(self, folder, capsys, exporter):
+        assert main([*entry(folder, "unsteady"), exporter, "-o", "net.onnx", "--verify"]) == 1
+        captured = capsys.readouterr()
+        assert "every module agrees" not in captured.out
+        assert "htp-export: error: first wrong: (root): max " in captured.err
+
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    def test_model_of_ones_own_is_exported_as_it_infers(self, folder, exporter):
+        assert main([*entry(folder, "training"), exporter, "-o", "net.onnx", "--verify", "--quiet"]) == 0
+
+    def test_failed_export_is_status_1_and_leaves_what_was_there(self, folder, capsys):
+        before = small_file(Path("net.onnx"))
+        assert main([*entry(folder, "dynamic_control_flow"), "-o", "net.onnx"]) == 1
+        captured = capsys.readouterr()
+        assert "htp-export: error: the export failed" in captured.err
+        assert "Traceback" not in captured.err
+        assert files(folder) == ["net.onnx"]
+        assert Path("net.onnx").read_bytes() == before
+
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    def test_a_fault_of_the_capture_is_status_1_and_names_the_option_that_goes_on(
+        self, folder, capsys, monkeypatch, exporter
+    ):
+        for module in (rewriting, watched):
+            monkeypatch.setattr(module, "make_tags", None)
+        command = [*entry(folder, "named"), exporter, "-o", "net.onnx", "--quiet"]
+        assert main(command) == 1
+        captured = capsys.readouterr()
+        assert "htp-export: error: htp_export failed while finding the owners" in captured.err
+        assert "--allow-untagged" in captured.err
+        assert "Traceback" not in captured.err
+        assert files(folder) == []
+        assert main([*command, "--allow-untagged", "--embed-map"]) == 0
+        said = capsys.readouterr().err
+        assert said.startswith("htp-export: warning: the model is exported without module tags: htp_export failed")
+        model = onnx.load("net.onnx")
+        assert model.graph.node
+        assert not [entry.key for entry in model.metadata_props if entry.key.startswith("htp.")]
+
+    def test_json_says_why_there_are_no_tags(self, folder, capsys, monkeypatch):
+        for module in (rewriting, watched):
+            monkeypatch.setattr(module, "make_tags", None)
+        assert main([*entry(folder, "named"), "-o", "net.onnx", "--json", "--allow-untagged"]) == 0
+        assert "finding the owners" in json.loads(capsys.readouterr().out)["untagged"]
+
+    def test_where_tags_can_be_written_nothing_is_said_about_them(self, folder, capsys):
+        assert main([*entry(folder, "named"), "-o", "net.onnx", "--json", "--allow-untagged"]) == 0
+        captured = capsys.readouterr()
+        assert "untagged" not in json.loads(captured.out)
+        assert "warning" not in captured.err
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bert") / "bert.onnx"
+    options = ["--torchscript", "--no-external-data", "--dynamic", "batch,sequence"]
+    assert main([*BERT, "-o", str(path), "--quiet", *options]) == 0
+    return path
+
+
+class TestVerify:
+    """``htp-export verify`` makes the model anew, as ``export`` made it."""
+
+    @pytest.fixture
+    def wrong(self, exported, folder):
+        tagged = htp_export.load(exported)
+        faults.weight_changed(tagged, "encoder.layer.0.intermediate.dense")
+        tagged.save("wrong.onnx")
+        return "wrong.onnx"
+
+    @pytest.mark.parametrize("mode", [[], ["--isolated"]])
+    def test_a_file_that_agrees_is_status_0_and_one_line(self, exported, capsys, mode):
+        assert main(["verify", str(exported), *BERT[1:], *mode]) == 0
+        assert re.match(r"(\d+) of \1 modules agree \(worst \S+, \S+\)\n", capsys.readouterr().out)
+
+    def test_all_shows_every_module(self, exported, capsys):
+        assert main(["verify", str(exported), *BERT[1:], "--all"]) == 0
+        assert "encoder.layer.0.attention.self.query " in capsys.readouterr().out
+
+    @pytest.mark.parametrize("mode", [[], ["--isolated"]])
+    def test_a_wrong_module_is_status_1_and_named(self, wrong, capsys, mode):
+        assert main(["verify", wrong, *BERT[1:], *mode]) == 1
+        captured = capsys.readouterr()
+        assert "first wrong: encoder.layer.0.intermediate.dense: max " in captured.err
+        assert captured.out.splitlines()[1].startswith("encoder.layer.0.intermediate.dense")
+
+    def test_json_and_tolerances(self, wrong, capsys):
+        command = ["verify", wrong, *BERT[1:], "--json", "--select", "encoder.layer.*.intermediate.**"]
+        assert main(command) == 1
+        result = json.loads(capsys.readouterr().out)
+        assert (result["ok"], result["first_wrong"]) == (False, "encoder.layer.0.intermediate.dense")
+        assert main([*command, "--tolerance", "**=10,10"]) == 0
+
+    def test_open_sizes_are_those_of_dims_else_of_the_example_inputs(self, exported, folder, capsys):
+        verify = ["verify", str(exported), *BERT[1:]]
+        assert main([*verify, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["assumed"] == ["size 'batch' is 1", "size 'sequence' is 16"]
+        assert main([*verify, "--dims", "batch=3", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["assumed"] == ["size 'sequence' is 16"]
+        Path("shapes.json").write_text('{"input_ids": {"shape": [2, 7]}}')
+        assert main([*verify, "--dims", "batch=2", "--inputs", "shapes.json", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["assumed"] == ["size 'sequence' is 7"]
+
+    @pytest.mark.parametrize(
+        ("command", "message"),
+        [
+            ("verify {} bert --dims nosuch=3", "no open dimension 'nosuch' in this model, only 'batch', 'sequence'"),
+            ("verify {} bert --dims batch=3 --inputs s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("cost {} --dims batch=3 --inputs s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("profile {} --dims batch=3 --inputs s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("compare {0} {0} --dims batch=3 --inputs s.npz", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("verify {} --entry nets:made --dims batch=3", "--dims is for a SOURCE; with --entry, the factory decides"),
+        ],
+    )
+    def test_sizes_that_do_not_fit_are_refused_alike(self, exported, folder, capsys, command, message):
+        Path("s.json").write_text('{"input_ids": [2, 7], "attention_mask": [2, 7], "token_type_ids": [2, 7]}')
+        names = ("input_ids", "attention_mask", "token_type_ids")
+        np.savez("s.npz", **{name: np.ones((2, 7), np.int64) for name in names})
+        assert main(command.format(exported).split()) == 2
+        assert message in capsys.readouterr().err
+
+    def test_a_file_of_another_model_is_what_is_wrong_not_its_inputs(self, folder, capsys):
+        assert main([*entry(folder, "named"), "--torchscript", "-o", "net.onnx", "--quiet"]) == 0
+        assert main(["verify", "net.onnx", *BERT[1:]]) == 2
+        error = capsys.readouterr().err
+        assert error == "htp-export: error: net.onnx: was not exported from this BertModel: " + (
+            "its module '(root)' is a Net, not a BertModel\n"
+        )
+
+    def test_another_seed_is_another_model(self, exported, capsys):
+        assert main(["verify", str(exported), *BERT[1:], "--seed", "1"]) == 2
+        assert "it has other weights" in capsys.readouterr().err
+
+    def test_a_model_of_ones_own_has_the_weights_of_the_seed(self, folder):
+        assert main([*entry(folder, "named"), "-o", "net.onnx", "--seed", "3", "--quiet"]) == 0
+        named = ["--entry", f"nets_{folder.name}:named"]
+        assert main(["verify", "net.onnx", *named, "--seed", "3"]) == 0
+        assert main(["verify", "net.onnx", *named, "--seed", "4"]) in (1, 2)
+
+    def test_compare_takes_two_files_and_inputs(self, exported, wrong, capsys):
+        assert main(["compare", str(exported), str(exported), "--seed", "2"]) == 0
+        capsys.readouterr()
+        assert main(["compare", str(exported), wrong, "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["first_wrong"] == "encoder.layer.0.intermediate.dense"
+        shape = [1, 16]
+        np.savez("x.npz", input_ids=np.ones(shape, np.int64), attention_mask=np.ones(shape, np.int64))
+        assert main(["compare", str(exported), wrong, "--inputs", "x.npz"]) in (1, 2)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["export", "bert", "-o", "x.onnx"], "--random-weights"),
+            (["export", "-o", "x.onnx"], "give one model"),
+            (["export", "bert", "--entry", "a:b", "-o", "x.onnx"], "give one model"),
+            (["export", "bert", "--random-weights"], "--output"),
+            (["export", "bert", "--random-weights", "-o", "no/such/x.onnx"], "its folder does not exist"),
+            (["export", "bert", "--random-weights", "-o", "."], "is a folder"),
+            (["export", "bert", "--random-weights", "--set", "layers", "-o", "x.onnx"], "write key=value"),
+            (["export", "bert", "--random-weights", "--set", "num_layer=2", "-o", "x.onnx"], "no 'num_layer'"),
+            (["export", "bert", "--random-weights", "--dtype", "int8", "-o", "x.onnx"], "int8"),
+            (["export", "bert", "--random-weights", "--opset", "ten", "-o", "x.onnx"], "--opset"),
+            ([*BERT, "--dynamic", "length", "-o", "x.onnx"], "no dynamic axis 'length'"),
+            ([*BERT, "--inputs", "nowhere.json", "-o", "x.onnx"], "cannot be read"),
+            ([*BERT, "--inputs", "broken.json", "-o", "x.onnx"], "is not JSON"),
+            (["export", "--entry", "nowhere", "-o", "x.onnx"], "package.module:factory"),
+            (["export", "--entry", "nowhere:make", "-o", "x.onnx"], "No module named 'nowhere'"),
+            (["export", "--entry", "json:nothing", "-o", "x.onnx"], "no function 'nothing'"),
+            (["export", "--entry", "json:dumps", "--task", "fill-mask", "-o", "x.onnx"], "--task is for a SOURCE"),
+            (["verify", "nowhere.onnx", "bert", "--random-weights"], "nowhere.onnx"),
+            (["verify", "broken.json", "bert", "--random-weights"], "not an ONNX model"),
+            (["verify", "x.onnx"], "give one model"),
+            (["verify", "x.onnx", "bert", "--tolerance", "**=1"], "write SELECTOR=ABSOLUTE,RELATIVE"),
+            (["compare", "broken.json", "nowhere.onnx"], "not an ONNX model"),
+            (["compare", "x.onnx", "x.onnx", "--inputs", "broken.json"], "is not JSON"),
+            (["compare", "x.onnx", "x.onnx", "--dims", "batch"], "write name=size"),
+            (["tree", "nowhere.onnx"], "nowhere.onnx"),
+            (["tree", "broken.json"], "not an ONNX model"),
+            (["tree"], "name an ONNX file, a model, or --entry"),
+            (["treee"], "treee"),
+            (["tree", "x.onnx", "--nonsense"], "--nonsense"),
+        ],
+    )
+    def test_is_status_2_with_one_line_and_no_file(self, folder, capsys, arguments, message):
+        Path("broken.json").write_text("{")
+        assert main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("htp-export: error: ")
+        assert captured.err.count("\n") == 1
+        assert message in captured.err
+        assert files(folder) == ["broken.json"]
+
+    def test_error_in_a_factory_says_where_it_was_raised(self, folder, capsys):
+        assert main([*entry(folder, "broken"), "-o", "x.onnx"]) == 2
+        error = capsys.readouterr().err
+        assert "RuntimeError: no weights today" in error
+        assert "in broken" in error
+
+    def test_debug_shows_the_traceback(self, folder, capsys):
+        assert main(["--debug", *entry(folder, "broken"), "-o", "x.onnx"]) == 2
+        assert "Traceback" in capsys.readouterr().err
+
+    def test_factory_that_returns_no_inputs(self, folder, capsys):
+        assert main([*entry(folder, "shapeless"), "-o", "x.onnx"]) == 2
+        assert "must return (model, example inputs)" in capsys.readouterr().err
+
+
+class TestTree:
+    @pytest.fixture
+    def file(self, folder):
+        net = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.nn.Linear(4, 2))
+        net.eval()
+        htp_export.export(net, (torch.randn(2, 4),), "net.onnx", verbose=False)
+        return "net.onnx"
+
+    def test_shows_a_line_for_each_module(self, file, capsys):
+        assert main(["tree", file]) == 0
+        assert [line.split()[-4] for line in capsys.readouterr().out.splitlines()[1:-1]] == [
+            "Sequential",
+            "Sequential",
+            "Linear",
+            "ReLU",
+            "Linear",
+        ]
+
+    @pytest.mark.parametrize(
+        ("options", "paths"),
+        [
+            ([], ["", "0", "0.0", "0.1", "1"]),
+            (["--depth", "1"], ["", "0", "1"]),
+            (["--select", "class:Linear"], ["", "0", "0.0", "1"]),
+            (["--select", "0.*", "--select", "!class:ReLU"], ["", "0", "0.0"]),
+        ],
+    )
+    def test_json_has_the_modules_asked_for(self, file, capsys, options, paths):
+        assert main(["tree", file, "--json", *options]) == 0
+        assert list(json.loads(capsys.readouterr().out)["modules"]) == paths
+
+    def test_selector_that_matches_nothing_is_status_2(self, file, capsys):
+        assert main(["tree", file, "--select", "class:Linar"]) == 2
+        assert "nearest: 'Linear'" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"htp-export {htp_export.__version__}\n"
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    assert main([]) == 0
+    assert "tree" in capsys.readouterr().out
+
+
+def test_python_dash_m_is_the_command_line():
+    command = [sys.executable, "-m", "htp_export", "tree", "nowhere.onnx"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("htp-export: error: nowhere.onnx")
+
+
+def test_carry_and_run_write_tagged_files(tmp_path, capsys):
+    from tests.handmade import encoder
+
+    htp_export.load(encoder()).save(tmp_path / "before.onnx")
+    plain = encoder()
+    for node in plain.graph:
+        node.metadata_props.clear()
+    htp_export.load(plain).save(tmp_path / "after.onnx")
+    files = [str(tmp_path / "before.onnx"), str(tmp_path / "after.onnx")]
+    assert main(["carry", *files, "-o", str(tmp_path / "carried.onnx"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recovered"] == {"tensor": 7}
+    assert not htp_export.load(tmp_path / "carried.onnx").untagged
+    settings = ["--set", "level=basic"]
+    assert main(["run", "onnxruntime", files[0], "-o", str(tmp_path / "fast.onnx"), *settings]) == 0
+    assert "all with owners" in capsys.readouterr().out
+    assert main(["run", "nothing", files[0], "-o", str(tmp_path / "no.onnx")]) == 2
+    assert main(["run", "version_converter", files[0], "-o", str(tmp_path / "no.onnx"), "--set", "opset=9999"]) == 2
+    assert main(["carry", files[1], "-o", str(tmp_path / "no.onnx")]) == 2
+    assert not (tmp_path / "no.onnx").exists()
+
+
+def test_carry_runs_both_files_on_inputs(tmp_path, capsys):
+    from tests.carry.test_carry import chain, rewritten
+
+    htp_export.load(chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))).save(tmp_path / "a.onnx")
+    made = rewritten(("Exp", ["x"], "e"), ("Reciprocal", ["e"], "t"), ("Sqrt", ["t"], "r"), ("Max", ["r", "r"], "y"))
+    htp_export.load(made).save(tmp_path / "b.onnx")
+    np.savez(tmp_path / "run.npz", x=np.random.default_rng(0).uniform(0.5, 2, (2, 4)).astype(np.float32))
+    (tmp_path / "shapes.json").write_text('{"x": [2, 4]}')
+    command = ["carry", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx"), "-o", str(tmp_path / "c.onnx"), "--json"]
+    for inputs in ("run.npz", "shapes.json"):
+        assert main([*command, "--inputs", str(tmp_path / inputs)]) == 0
+        assert "values" in json.loads(capsys.readouterr().out)["recovered"]
+    assert main([*command, "--dims", "batch=2"]) == 2

@@ -1,0 +1,220 @@
+"""What is not valid ONNX is not written, whichever function made it, and the error names node and module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from safetensors.numpy import save_file
+from torch import nn
+
+import htp_export
+from htp_export import tools
+from htp_export.errors import InputError, ResultError, StepError, ToolError
+from htp_export.files import model_files
+from tests.extract.test_cutting import exported_to
+from tests.nets import spread, x
+
+PACKAGE = Path(htp_export.__file__).parent
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.act, self.head = nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.act(self.body(x)))
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The files that the functions work on."""
+    folder = tmp_path_factory.mktemp("given")
+    torch.manual_seed(0)
+    net = exported_to(folder / "net.onnx", spread(Net()).eval(), {"x": x(2, 3, 64)}, "dynamo")
+    htp_export.extract(net, "head", folder / "head.onnx")
+    htp_export.functions(net, ["body"], folder / "nested.onnx")
+    factors = {
+        "base_model.model.head.lora_A.weight": np.ones((2, 64), np.float32),
+        "base_model.model.head.lora_B.weight": np.ones((4, 2), np.float32),
+    }
+    (folder / "adapter").mkdir()
+    save_file(factors, folder / "adapter" / "adapter_model.safetensors")
+    (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+    plain = onnx.load(net)
+    for node in plain.graph.node:
+        del node.metadata_props[:]
+    onnx.save(plain, folder / "plain.onnx")
+    return {file.stem: file for file in folder.iterdir() if file.suffix != ".data"}
+
+
+def export_with(**options: Any) -> Callable[..., Any]:
+    def exported(given: dict[str, Path], out: Path) -> None:
+        htp_export.export(spread(Net()).eval(), (x(2, 3, 64),), out, verbose=False, dynamo=False, **options)
+
+    return exported
+
+
+WRITERS: dict[str, Callable[[dict[str, Path], Path], Any]] = {
+    "save": lambda given, out: htp_export.load(given["net"]).save(out),
+    "prune": lambda given, out: htp_export.prune(given["net"], {"body": 0.5}, out),
+    "prune channels": lambda given, out: htp_export.prune(given["net"], {"body": "channels:0.5"}, out),
+    "quantize fp16": lambda given, out: htp_export.quantize(given["net"], {"body": "fp16"}, output=out),
+    "quantize int8": lambda given, out: htp_export.quantize(given["net"], {"body": "int8-dynamic"}, output=out),
+    "quantize int4": lambda given, out: htp_export.quantize(given["net"], {"body": "int4"}, output=out),
+    "extract": lambda given, out: htp_export.extract(given["net"], "body", out),
+    "splice": lambda given, out: htp_export.splice(given["net"], "head", given["head"], out),
+    "functions": lambda given, out: htp_export.functions(given["net"], ["body"], out),
+    "inline": lambda given, out: htp_export.inline(given["nested"], out),
+    "partition": lambda given, out: htp_export.partition(given["net"], 2, out.with_suffix("")),
+    "optimize": lambda given, out: htp_export.optimize(given["net"], out),
+    "carry": lambda given, out: htp_export.carry(given["net"], given["plain"], out),
+    "embed_map": lambda given, out: htp_export.embed_map(given["net"], out),
+    "adopt": lambda given, out: htp_export.adopt(given["net"], given["plain"], out),
+    "names": lambda given, out: htp_export.names(given["net"], output=out),
+    "place": lambda given, out: htp_export.place(given["net"], {"body": "cpu"}, out),
+    "insert_lora": lambda given, out: htp_export.insert_lora(given["net"], "head", 2, output=out),
+    "fuse_lora": lambda given, out: htp_export.fuse_lora(given["net"], given["adapter"], out),
+    "pipeline": lambda given, out: htp_export.pipeline([{"prune": {"plan": {"body": 0.5}}}], given["net"], out),
+    "tool": lambda given, out: tools.quantize_dynamic(given["net"], out),
+    "export with names": export_with(names="path"),
+    "export with functions": export_with(export_modules_as_functions=True),
+}
+
+
+def a_wrong_attribute(graph: ir.Graph) -> str:
+    node = next(node for node in graph if not node.domain and node.op_type != "Constant")
+    node.attributes.add(ir.AttrInt64("planted", 1))
+    return "planted"
+
+
+def a_wrong_shape(graph: ir.Graph) -> str:
+    graph.outputs[0].shape = ir.Shape([7] * 9)
+    return "rank"
+
+
+@pytest.mark.parametrize("plant", [a_wrong_attribute, a_wrong_shape])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_fault_that_is_made_before_writing_is_refused_by_every_function(
+    writer: str,
+    plant: Callable[[ir.Graph], str],
+    given: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = model_files._write
+    said: list[str] = []
+
+    def planted(copy: ir.Model, file: Path, target: Path | None) -> None:
+        if target is not None:
+            graphs = [copy.graph, *(function.graph for function in copy.functions.values())]
+            standard = [graph for graph in graphs if any(not node.domain for node in graph)]
+            said.append(plant(standard[0] if plant is a_wrong_attribute else copy.graph))
+        write(copy, file, target)
+
+    before = {file.name: file.read_bytes() for file in given["net"].parent.iterdir() if file.is_file()}
+    monkeypatch.setattr(model_files, "_write", planted)
+    out = tmp_path / "out.onnx"
+    out.write_bytes(given["net"].read_bytes())
+    if writer == "partition":
+        out.unlink()
+    with pytest.raises((ResultError, StepError, ToolError), match=r"body|head|act") as raised:
+        WRITERS[writer](given, out)
+    assert said
+    assert said[0] in str(raised.value)
+    assert not isinstance(raised.value, InputError)
+    assert {file.name: file.read_bytes() for file in given["net"].parent.iterdir() if file.is_file()} == before
+    left = {path.name for path in tmp_path.iterdir()} - {"out.onnx.steps"}
+    assert left <= {"out.onnx"}
+    if writer != "partition":
+        assert out.read_bytes() == given["net"].read_bytes()
+
+
+def test_the_error_says_node_module_and_whose_fault_it_is(given: dict[str, Path], tmp_path: Path) -> None:
+    tagged = htp_export.load(given["net"])
+    node = tagged["act"].nodes[0]
+    node.attributes.add(ir.AttrInt64("alpha", 1))
+    with pytest.raises(ResultError) as raised:
+        tagged.save(tmp_path / "out.onnx")
+    assert (raised.value.node, raised.value.modules) == (node.name, ("act",))
+    assert f"Relu {node.name!r} of 'act': Unrecognized attribute: alpha for operator Relu" in str(raised.value)
+    assert "did not have this fault" in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("plant", [a_wrong_attribute, a_wrong_shape])
+def test_a_fault_that_a_model_had_before_is_no_reason_to_refuse_it(
+    plant: Callable[[ir.Graph], str], given: dict[str, Path], tmp_path: Path
+) -> None:
+    model = ir.from_proto(onnx.load(given["net"]))
+    plant(model.graph)
+    onnx.save(ir.to_proto(model), tmp_path / "faulty.onnx")
+    for made_of in (tmp_path / "faulty.onnx", model):
+        htp_export.prune(made_of, {"head": 0.5}, tmp_path / "out.onnx")
+        htp_export.names(made_of, output=tmp_path / "named.onnx")
+    htp_export.load(tmp_path / "faulty.onnx").save(tmp_path / "copy.onnx")
+    assert len(list(tmp_path.glob("*.onnx"))) == 4
+
+
+def own(*nodes: ir.Node, opset: int = 20, **imports: int) -> ir.Model:
+    graph = ir.Graph(
+        [nodes[0].inputs[0]], nodes[-1].outputs, nodes=nodes, opset_imports={"": opset, **imports}, name="g"
+    )
+    return ir.Model(graph, ir_version=99)
+
+
+def test_operators_and_versions_that_onnx_does_not_know_are_written(tmp_path: Path) -> None:
+    mystery = ir.node("Mystery", [ir.val("x", ir.DataType.FLOAT, ["n", 3])], domain="my.own")
+    after = ir.node("Relu", [mystery.outputs[0]])
+    after.outputs[0].dtype = ir.DataType.FLOAT  # an output without a shape
+    htp_export.load(own(mystery, after, opset=99, **{"my.own": 1})).save(tmp_path / "own.onnx")
+    assert onnx.load(tmp_path / "own.onnx").ir_version == 99
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_tensor_that_becomes_empty_is_refused(external: bool, given: dict[str, Path], tmp_path: Path) -> None:
+    tagged = htp_export.load(given["net"])
+    act = tagged["act"].nodes[0]
+    axes = [ir.val(name, const_value=ir.tensor(np.array([0]), name=name)) for name in ("none", "axis")]
+    for value in axes:
+        tagged.model.graph.register_initializer(value)
+    cut = ir.node("Slice", [act.outputs[0], axes[0], axes[0], axes[1]], name="cut", metadata_props=act.metadata_props)
+    tagged.model.graph.insert_after(act, cut)
+    act.outputs[0].replace_all_uses_with(cut.outputs[0])
+    cut.replace_input_with(0, act.outputs[0])
+    for node in (*tagged["head"].nodes,):
+        node.outputs[0].shape = None
+    with pytest.raises(ResultError, match=r"Slice 'cut' of 'act': .* has the shape \[0, 3, 64\], without elements"):
+        tagged.save(tmp_path / "out.onnx", "out.data" if external else None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_function_writes_a_model_without_the_check() -> None:
+    """Files that are written otherwise are those of torch, and those that only a tool or a runtime reads."""
+    writers = {"save", "save_model", "write_for_tool"}
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                called = node.func
+                name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                of_onnx = not isinstance(called, ast.Attribute) or getattr(called.value, "id", "") in ("onnx", "ir")
+                if name in writers and of_onnx:
+                    found.add(file.relative_to(PACKAGE).as_posix())
+    assert found == {
+        "files/model_files.py",
+        "files/external_writers.py",  # torch's file
+        "exporter/capture/late_saving.py",  # torch's file
+        "capabilities/carry/adapting.py",
+        "runtime/sessions.py",
+        "capabilities/profile/openvino_session.py",
+        "capabilities/quantize/integers.py",
+    }

@@ -1,0 +1,261 @@
+"""transformers.js generates what PyTorch does from the folder of an exported decoder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.capabilities.huggingface.transformers_js import DTYPES, write_transformers_js
+from htp_export.errors import FileError, InputError
+from htp_export.huggingface import example_calls
+from tests.decoders import decoder, encoder_decoder, generated, generated_from, start_of
+from tests.nets import spread
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "transformers_js.mjs"
+INSTALLED = "HTP_TRANSFORMERS_JS"
+"""The variable that names the folder in which npm installed the package."""
+
+
+def node() -> tuple[str, Path]:
+    """The program that runs JavaScript, and the folder with the package."""
+    program, folder = shutil.which("node"), os.environ.get(INSTALLED)
+    if program is None:
+        pytest.skip("node is not installed")
+    if folder is None or not (Path(folder) / "node_modules" / "@huggingface" / "transformers").is_dir():
+        pytest.skip(f"{INSTALLED} names no folder in which npm installed @huggingface/transformers")
+    return program, Path(folder)
+
+
+def words(folder: Path) -> Path:
+    """A tokenizer whose words are w0 to w63; the token of each is its number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    return folder
+
+
+def exported(calls: dict[str, Any], folder: Path) -> dict[str, Path]:
+    """The files of a model: name → file."""
+    files = {}
+    for name, call in calls.items():
+        with call.exporting():
+            made: Any = htp_export.export(call.model, verbose=False, **call.options)
+        call.name_dimensions(made.model.graph)
+        made.save(folder / f"{name}.onnx")
+        files[name] = folder / f"{name}.onnx"
+    return files
+
+
+def in_node(folder: Path, ids: list[int], dtype: str) -> list[int]:
+    """The tokens that transformers.js generates."""
+    program, package = node()
+    command = [program, str(SCRIPT), str(folder), " ".join(f"w{number}" for number in ids), dtype]
+    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found: list[int] = json.loads(done.stdout)["ids"]
+    return found
+
+
+@pytest.mark.slow
+def test_transformers_js_generates_the_tokens_of_pytorch(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    node()
+    model = decoder("llama")
+    files = exported(example_calls(model), tmp_path)
+    folder = write_transformers_js(files, tmp_path / "tiny", model, companions=words(tmp_path / "words"))
+    ids = [3, 14, 15, 9, 26]
+    assert in_node(folder, ids, "fp32") == [*ids, *generated(model, np.array([ids]), 20)[0]]
+    assert in_node(folder, ids, "q4")[:5] == ids
+    assert len(in_node(folder, ids, "q4")) == 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_transformers_js_generates_the_tokens_of_an_encoder_decoder(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    node()
+    model = encoder_decoder(name)
+    model.generation_config.update(decoder_start_token_id=start_of(model), eos_token_id=2, pad_token_id=0)
+    files = exported(example_calls(model, two_files=False), tmp_path)
+    folder = write_transformers_js(
+        files, tmp_path / "tiny", model, companions=words(tmp_path / "words"), dtypes=["fp32", "q8"]
+    )
+    ids = [3, 14, 15, 9, 26]
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
+    assert in_node(folder, ids, "fp32") == [start_of(model), *generated_from(model, inputs)[0]]
+    assert len(in_node(folder, ids, "q8")) == 21
+
+
+IMAGES = """
+import { createRequire } from "node:module";
+import path from "node:path";
+const [folder, ids, pixels] = process.argv.slice(2);
+const require = createRequire(path.join(process.cwd(), "package.json"));
+const { LlavaForConditionalGeneration, Tensor, env } = require("@huggingface/transformers");
+env.allowRemoteModels = false;
+env.localModelPath = path.dirname(folder) + path.sep;
+const model = await LlavaForConditionalGeneration.from_pretrained(path.basename(folder), { dtype: "fp32" });
+const tokens = JSON.parse(ids).map(BigInt), values = JSON.parse(pixels);
+const made = await model.generate({
+  input_ids: new Tensor("int64", BigInt64Array.from(tokens), [1, tokens.length]),
+  attention_mask: new Tensor("int64", BigInt64Array.from(tokens.map(() => 1n)), [1, tokens.length]),
+  pixel_values: new Tensor("float32", Float32Array.from(values), [values.length / 192, 3, 8, 8]),
+  do_sample: false, max_new_tokens: 20, min_new_tokens: 20,
+});
+console.log(JSON.stringify(made.tolist()[0].map(Number)));
+"""
+
+
+@pytest.mark.slow
+def test_transformers_js_generates_the_tokens_of_a_model_that_sees_images(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    from tests.export.test_image_text_files import TASK, llava, prompt
+
+    program, package = node()
+    model = llava()
+    model.generation_config.update(eos_token_id=2, pad_token_id=0)
+    files = exported(example_calls(model, task=TASK), tmp_path)
+    folder = write_transformers_js(files, tmp_path / "tiny", model, dtypes=["fp32"])
+    (tmp_path / "images.mjs").write_text(IMAGES)
+    ids, pixels = prompt(2)
+    words = [json.dumps(ids[0].tolist()), json.dumps(pixels.flatten().tolist())]
+    command = [program, str(tmp_path / "images.mjs"), str(folder), *words]
+    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    settings: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    with torch.no_grad():
+        right = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels, **settings)
+    assert json.loads(done.stdout) == right[0].tolist()
+
+
+# --- the folder -------------------------------------------------------------------------------------------
+
+
+class Config:
+    """What is asked of a config of transformers."""
+
+    def to_json_string(self) -> str:
+        return json.dumps({"model_type": "tiny", "vocab_size": 8})
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.config, self.generation_config = Config(), Config()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.second(self.first(x).relu())
+        return hidden
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> tuple[Net, Path]:
+    model = spread(Net()).eval()
+    htp_export.export(model, (torch.ones(2, 3, 64),), tmp_path / "net.onnx", verbose=False, dynamo=True)
+    return model, tmp_path / "net.onnx"  # type: ignore[return-value]
+
+
+def names(folder: Path) -> set[str]:
+    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_every_variant_is_a_model_that_runs_with_its_weights_beside_it_and_its_tags(
+    net: tuple[Net, Path], tmp_path: Path
+) -> None:
+    model, file = net
+    folder = write_transformers_js({"model": file}, tmp_path / "js", model, dtypes=DTYPES)
+    suffixes = ["", "_fp16", "_quantized", "_int8", "_uint8", "_q4"]
+    expected = {f"onnx/model{suffix}.onnx{end}" for suffix in suffixes for end in ("", "_data")}
+    assert names(folder) == {"config.json", "generation_config.json", *expected}
+    config = json.loads((folder / "config.json").read_text())
+    external = {f"model{suffix}.onnx": 1 for suffix in suffixes}
+    assert config == {
+        "model_type": "tiny",
+        "vocab_size": 8,
+        "architectures": ["Net"],
+        "transformers.js_config": {"use_external_data_format": external},
+    }
+    x = torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 64)
+    right = model(x).detach().numpy()
+    for suffix in suffixes:
+        made = folder / "onnx" / f"model{suffix}.onnx"
+        session = onnxruntime.InferenceSession(str(made))
+        [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        assert np.abs(found - right).max() < 0.15 * np.abs(right).max()
+        nodes = onnx.load(str(made), load_external_data=False).graph.node
+        assert {entry.value for node in nodes for entry in node.metadata_props if entry.key == "htp.module"} >= {
+            "first",
+            "second",
+        }
+
+
+def test_an_earlier_folder_is_replaced_and_another_one_refused(net: tuple[Net, Path], tmp_path: Path) -> None:
+    model, file = net
+    folder = tmp_path / "js"
+    write_transformers_js({"model": file}, folder, model)
+    write_transformers_js({"encoder_model": file}, folder, model, dtypes=["fp32"])
+    here = {"config.json", "generation_config.json", "onnx/encoder_model.onnx", "onnx/encoder_model.onnx_data"}
+    assert names(folder) == here
+    (folder / "thesis.doc").write_text("years of work")
+    with pytest.raises(FileError, match=r"holds 'thesis\.doc'"):
+        write_transformers_js({"model": file}, folder, model)
+    assert names(folder) == {*here, "thesis.doc"}
+
+
+def test_a_failure_leaves_what_was_there(net: tuple[Net, Path], tmp_path: Path) -> None:
+    model, file = net
+    companions = tmp_path / "companions"
+    companions.mkdir()
+    (companions / "tokenizer.json").write_text("{}")
+    write_transformers_js({"model": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"])
+    before = names(tmp_path / "js")
+    assert "tokenizer.json" in before
+    (companions / "vocab.txt").symlink_to("/etc/hostname")
+    with pytest.raises(FileError, match="link out of its folder"):
+        write_transformers_js({"other": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"])
+    assert names(tmp_path / "js") == before
+    assert not list(tmp_path.glob(".htp-*"))
+
+
+def test_config_of_the_exported_model_comes_before_the_one_of_its_folder(net: tuple[Net, Path], tmp_path: Path) -> None:
+    model, file = net
+    companions = tmp_path / "companions"
+    companions.mkdir()
+    (companions / "config.json").write_text('{"model_type": "older"}')
+    (companions / "model.safetensors.index.json").write_text("{}")
+    folder = write_transformers_js({"model": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"])
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "tiny"
+    assert "model.safetensors.index.json" not in names(folder)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "message"), [(["q3"], "has no type 'q3' here; there are fp32"), ([], "needs a type")]
+)
+def test_types_that_there_are_not_are_refused(dtypes: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        write_transformers_js({}, tmp_path / "js", None, dtypes=dtypes)
+
+
+def test_a_folder_that_cannot_be_made_is_named(net: tuple[Net, Path], tmp_path: Path) -> None:
+    model, file = net
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(FileError, match=r"taken.js: cannot be written: "):
+        write_transformers_js({"model": file}, tmp_path / "taken" / "js", model, dtypes=["fp32"])
+    assert (tmp_path / "taken").read_text() == "a file"

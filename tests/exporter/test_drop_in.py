@@ -1,0 +1,583 @@
+"""htp_export.export in place of torch.onnx.export: the same call, the same graph, and nothing else has changed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import io
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir
+import pytest
+import torch
+from torch import nn
+from torch.onnx import export as imported_before
+
+import htp_export
+from htp_export.exporter.capture import late_saving, patches
+from tests.exporter.test_exactness import bert
+from tests.exporting import SharedFiles, exported_net, metadata
+from tests.nets import EXPORTERS, NETS, x
+from tests.same_graph import assert_same_graph
+from tests.truth import inexact, nodes_of, owners_of, tree_of, untagged
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+
+
+# --- the same signature ---------------------------------------------------
+
+
+def test_the_signature_is_that_of_torch_and_names() -> None:
+    def shape(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
+        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+    torchs = [parameter for parameter in shape(torch.onnx.export) if parameter[0] != "fallback"]  # gone since 2.11
+    assert shape(htp_export.export) == [*torchs, ("names", inspect.Parameter.KEYWORD_ONLY, None)]
+
+
+# --- the same graph ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One export: a net and options; ``reason`` where it is known to differ."""
+
+    net: str
+    exporter: str
+    options: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.net, self.exporter, self.name)))
+
+
+TEN = (
+    "siblings", "conv_bn_relu", "mask_made_in_every_layer", "loop_of_three", "tied_weights", "odd_keys",
+    "dict_of_tuples", "lstm", "in_place", "two_parents", "scaled_dot_product_attention", "positions_from_shapes",
+)  # fmt: skip
+DYNAMIC = {"x": {0: torch.export.Dim.DYNAMIC}}
+CASES = [Case(net, exporter) for net in TEN for exporter in EXPORTERS]
+CASES += [
+    *(
+        Case(net, "dynamo")
+        for net in ("cond", "modules_in_branches", "graph_module_as_the_model", "changes_of_views", "picks_twice")
+    ),
+    Case("siblings", "dynamo", {"dynamic_shapes": DYNAMIC}, "dynamic_shapes"),
+    Case("siblings", "dynamo", {"input_names": ["in"], "output_names": ["out"]}, "names"),
+    Case("conv_bn_relu", "dynamo", {"optimize": False}, "not_optimised"),
+    Case("siblings", "dynamo", {"external_data": False}, "one_file"),
+    Case("siblings", "dynamo", {"keep_initializers_as_inputs": True}, "weights_as_inputs"),
+    Case("siblings", "dynamo", {"export_params": False}, "no_weights"),
+    Case("nested_sequentials", "dynamo", {"opset_version": 14}, "opset_14"),
+    Case("siblings", "torchscript", {"dynamic_axes": {"x": [0]}, "input_names": ["x"]}, "dynamic_axes"),
+    Case("siblings", "torchscript", {"input_names": ["in"], "output_names": ["out"]}, "names"),
+    Case("conv_bn_relu", "torchscript", {"do_constant_folding": False}, "not_folded"),
+    Case("siblings", "torchscript", {"keep_initializers_as_inputs": True}, "weights_as_inputs"),
+    Case("siblings", "torchscript", {"export_params": False}, "no_weights"),
+    Case("conv_bn_relu", "torchscript", {"opset_version": 11}, "opset_11"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_without_tags_the_file_is_the_one_that_torch_writes(
+    case: Case, shared_files: SharedFiles, tmp_path: Path
+) -> None:
+    model, kwargs = NETS[case.net].build()
+    options = {"verbose": False, **NETS[case.net].export_options(case.exporter), **case.options}
+    torch.onnx.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, dynamo=case.exporter == "dynamo", **options)
+    torchs = onnx.load(str(tmp_path / "model.onnx"))
+    if case.options:
+        ours = exported_net(case.net, case.exporter, tmp_path, **case.options)
+    else:
+        ours = shared_files.read(case.net, case.exporter)
+    assert_same_graph(ours, torchs)
+    assert untagged(ours) == []
+    for one, other in zip(nodes_of(ours), nodes_of(torchs), strict=True):
+        assert one.doc_string == other.doc_string
+
+
+def test_external_data_is_written_as_torch_writes_it(tmp_path: Path) -> None:
+    written = []
+    for name, export in (("torch", torch.onnx.export), ("htp", htp_export.export)):
+        (tmp_path / name).mkdir()
+        torch.manual_seed(0)
+        export(nn.Linear(64, 64).eval(), (x(1, 64),), tmp_path / name / "model.onnx", external_data=True, verbose=False)
+        written.append({path.name: path.read_bytes() for path in sorted((tmp_path / name).iterdir())})
+    assert list(written[0]) == list(written[1]) == ["model.onnx", "model.onnx.data"]
+    assert written[0]["model.onnx.data"] == written[1]["model.onnx.data"]
+    assert_same_graph(*(onnx.load_from_string(files["model.onnx"]) for files in written))
+
+
+class Stores(nn.Module):
+    """Reads large tensors of a type, stored in every way that torch has."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        numbers = (torch.arange(64 * 48) % 2).to(dtype)
+        self.register_buffer("whole", numbers.reshape(64, 48))
+        self.register_buffer("turned", numbers.reshape(48, 64).T)
+        self.register_buffer("spread", numbers[:48].expand(64, 48))
+        self.register_buffer("part", torch.cat([numbers, numbers]).reshape(64, 96)[:, 1::2])
+        self.register_buffer("scalar", numbers[1])
+        self.register_buffer("empty", numbers[:0].reshape(0, 48))
+        self.few = nn.Parameter(numbers[:48].reshape(1, 48), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tensors = (self.whole, self.turned, self.spread, self.part, self.scalar, self.few)
+        return x + sum(tensor.float() for tensor in tensors) + self.empty.float().sum()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "int8", "uint8", "bool"])
+def test_torchscript_writes_weights_of_every_type_and_layout_as_torch_does(dtype: str, tmp_path: Path) -> None:
+    written = []
+    for export in (torch.onnx.export, htp_export.export):
+        model = Stores(getattr(torch, dtype)).eval()
+        export(model, (x(64, 48),), tmp_path / "model.onnx", dynamo=False, do_constant_folding=False)
+        written.append(onnx.load(str(tmp_path / "model.onnx")))
+    assert_same_graph(written[1], written[0])
+    assert len(written[1].graph.initializer) == 7
+
+
+def test_torchscript_writes_into_an_open_buffer() -> None:
+    buffers = io.BytesIO(), io.BytesIO()
+    for buffer, export in zip(buffers, (htp_export.export, torch.onnx.export), strict=True):
+        torch.manual_seed(0)
+        export(nn.Linear(4, 3), (x(2, 4),), buffer, dynamo=False)  # type: ignore[operator]
+    ours, torchs = (onnx.load_from_string(buffer.getvalue()) for buffer in buffers)
+    assert_same_graph(ours, torchs)
+    assert [owners_of(node) for node in ours.graph.node] == [("",)]
+
+
+# --- the same return value ---------------------------------------------------
+
+
+def test_dynamo_gives_a_program_and_torchscript_gives_none(tmp_path: Path) -> None:
+    program = htp_export.export(nn.ReLU().eval(), (x(2),), tmp_path / "dynamo.onnx", verbose=False)
+    assert isinstance(program, torch.onnx.ONNXProgram)
+    assert htp_export.export(nn.ReLU(), (x(2),), tmp_path / "script.onnx", dynamo=False) is None
+    assert {path.name for path in tmp_path.glob("*.onnx")} == {"dynamo.onnx", "script.onnx"}
+
+
+def test_without_a_file_dynamo_gives_a_tagged_program_that_runs() -> None:
+    model, kwargs = NETS["siblings"].build()
+    program = htp_export.export(model, (kwargs["x"],), verbose=False)
+    assert program is not None
+    assert [node.metadata_props["htp.module"] for node in program.model.graph] == ["first", "second", "", ""]
+    torch.testing.assert_close(program(kwargs["x"])[0], model(kwargs["x"]))
+
+
+# --- models and arguments of every kind ---------------------------------------------------
+
+
+class Options(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        other: torch.Tensor | None = None,
+        *,
+        scale: torch.Tensor | None = None,
+        twice: bool = False,
+    ) -> torch.Tensor:
+        y = self.fc(x)
+        y = y if other is None else y - other
+        y = y if scale is None else y * scale
+        return y + y.tanh() if twice else y
+
+
+class TakesDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.fc(batch["x"]) - batch["y"]
+
+
+def op_types(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...]]]:
+    return [(node.op_type, owners_of(node)) for node in nodes_of(file)]
+
+
+def run(model: Any, args: Any, exporter: str, path: Path, **options: Any) -> onnx.ModelProto:
+    htp_export.export(model, args, path / "model.onnx", dynamo=exporter == "dynamo", verbose=False, **options)
+    return onnx.load(str(path / "model.onnx"))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [
+        ((x(2, 4),), None, []),
+        (x(2, 4), None, []),
+        ((x(2, 4), x(2, 4)), None, ["Sub"]),
+        ((x(2, 4), None), None, []),
+        ((x(2, 4),), {"scale": x(2, 4)}, ["Mul"]),
+        ((), {"x": x(2, 4), "scale": x(2, 4), "other": x(2, 4)}, ["Sub", "Mul"]),
+        ((x(2, 4),), {"twice": True}, ["Tanh", "Add"]),
+        ((x(2, 4), None), {"scale": x(2, 4), "twice": True}, ["Mul", "Tanh", "Add"]),
+    ],
+    ids=["tuple", "tensor", "two", "none", "keyword_only", "keywords", "flag", "all"],
+)
+def test_arguments_of_every_kind(
+    args: Any, kwargs: dict[str, Any] | None, expected: list[str], exporter: str, tmp_path: Path
+) -> None:
+    file = run(Options().eval(), args, exporter, tmp_path, kwargs=kwargs)
+    assert op_types(file) == [("Gemm", ("fc",)), *((op_type, ("",)) for op_type in expected)]
+
+
+@BOTH
+def test_a_dict_as_an_argument(exporter: str, tmp_path: Path) -> None:
+    batch = {"x": x(2, 4), "y": x(2, 4)}
+    args = (batch, {})  # torch: a dict that stands last holds keyword arguments
+    assert op_types(run(TakesDict().eval(), args, exporter, tmp_path)) == [("Gemm", ("fc",)), ("Sub", ("",))]
+
+
+def test_an_exported_program_keeps_the_hierarchy_of_its_graph(tmp_path: Path) -> None:
+    model, kwargs = NETS["nested_sequentials"].build()
+    program = torch.export.export(model, (kwargs["input"],))
+    file = run(program, (), "dynamo", tmp_path)
+    expected = [("Gemm", ("0.0.0.0",)), ("Tanh", ("0.0.0.1",)), ("Sigmoid", ("0.0.1",)), ("Gemm", ("1",))]
+    assert op_types(file) == expected
+    assert tree_of(file)["0.0.0.0"]["class"] == "torch.nn.modules.linear.Linear"
+
+
+def test_an_exported_program_lists_containers_and_has_owners_in_order_of_execution(tmp_path: Path) -> None:
+    model, kwargs = NETS["mask_made_in_every_layer"].build()
+    file = run(torch.export.export(model, (), kwargs), (), "dynamo", tmp_path)
+    layers = tuple(f"layers.{number}" for number in range(3))
+    shared = [node for node in nodes_of(file) if owners_of(node) == layers]
+    assert {metadata(node)["htp.module"] for node in shared} == {"layers"}
+    modules = tree_of(file)
+    assert list(modules) == ["", "layers", *(path for layer in layers for path in (layer, f"{layer}.fc"))]
+    assert (modules["layers"]["class"], modules["layers"]["calls"]) == ("", 0)
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.fc(x) if x.sum() > 100 else -self.fc(x)  # torch.export cannot decide it
+        return result
+
+
+@pytest.mark.skipif(not late_saving.is_late(), reason="torch has had no fallback since 2.11")
+@pytest.mark.filterwarnings("ignore")
+def test_where_torch_falls_back_to_torchscript_the_file_is_tagged(tmp_path: Path) -> None:
+    for model, expected in ((Untraceable(), ["fc", ""]), (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ["0", "1"])):
+        path = tmp_path / "model.onnx"
+        with htp_export.tagging():
+            torch.onnx.export(model.eval(), (x(2, 4),), path, input_names=["x"], fallback=True, verbose=False)
+        assert [metadata(node)["htp.module"] for node in onnx.load(str(path)).graph.node] == expected
+
+
+def exported_script(kind: str, export: Callable[..., Any], path: Path) -> onnx.ModelProto:
+    model, _ = NETS["nested_sequentials"].build()
+    script = torch.jit.script(model) if kind == "script" else torch.jit.trace(model, x(2, 4))
+    export(script, (x(2, 4),), path / "model.onnx", dynamo=False)
+    return onnx.load(str(path / "model.onnx"))
+
+
+SCRIPTS = pytest.mark.parametrize("kind", ["script", "trace"])
+NO_SIGNATURE = pytest.mark.filterwarnings("ignore:no signature found:UserWarning")
+
+
+@SCRIPTS
+@NO_SIGNATURE
+def test_a_script_module_exports_the_same_graph_as_under_torch(kind: str, tmp_path: Path) -> None:
+    exported_script(kind, torch.onnx.export, tmp_path)  # torch names the nodes of its first one in another way
+    torchs = exported_script(kind, torch.onnx.export, tmp_path)
+    ours = exported_script(kind, htp_export.export, tmp_path)
+    assert_same_graph(ours, torchs)
+    assert untagged(ours) == []
+
+
+@SCRIPTS
+@NO_SIGNATURE
+def test_the_nodes_of_a_script_module_belong_to_the_modules_of_their_parameters(kind: str, tmp_path: Path) -> None:
+    file = exported_script(kind, htp_export.export, tmp_path)
+    owners = [owners_of(node) for node in nodes_of(file) if node.op_type == "Gemm"]
+    assert owners == [("0.0.0.0",), ("1",)]
+
+
+@SCRIPTS
+@NO_SIGNATURE
+def test_the_root_of_a_script_module_is_computed(kind: str, tmp_path: Path) -> None:
+    root = tree_of(exported_script(kind, htp_export.export, tmp_path))[""]
+    assert (root["fate"], root["calls"]) == ("computed", 1)
+
+
+# --- what plain TorchScript refuses ---------------------------------------------------
+
+
+def gpt2_with_cache() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0, use_cache=True
+    )
+    ids = torch.tensor([[5, 3, 9, 1]])
+    return GPT2LMHeadModel(config).eval(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def tiny_bert() -> tuple[nn.Module, dict[str, Any]]:
+    model, kwargs = bert()
+    return model.eval(), kwargs
+
+
+@pytest.mark.parametrize(
+    ("make", "outputs"),
+    [
+        (tiny_bert, 2),
+        (gpt2_with_cache, 3),
+        (NETS["multihead_attention"].build, 1),
+        (NETS["transformer_encoder"].build, 1),
+    ],
+    ids=["bert", "gpt2_with_cache", "multihead_attention", "transformer_encoder"],
+)
+def test_torchscript_exports_what_torch_alone_refuses(
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]], outputs: int, tmp_path: Path
+) -> None:
+    model, kwargs = make()
+    with torch.no_grad():  # as people export; only so does attention take its fast path
+        with pytest.raises(Exception):  # noqa: B017, PT011 - each is refused with another error
+            torch.onnx.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, dynamo=False)
+        file = run(model, (), "torchscript", tmp_path, kwargs=kwargs)
+    assert (len(file.graph.output), untagged(file)) == (outputs, [])
+    assert len(file.graph.input) == len(kwargs)
+    assert file.graph.name == type(model).__name__
+    assert set(tree_of(file)) == {path for path, _ in model.named_modules()}
+
+
+# --- nothing has changed afterwards ---------------------------------------------------
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act, self.off = nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Refuses()), nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc(x))
+
+
+class Refuses(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no export for this one")
+
+
+def places() -> dict[str, Any]:
+    """What is now in every place that an export touches."""
+    found = {}
+    for patch in (patch for group in patches.EVERY for patch in group.patches):
+        owner, name, _ = patch.find()
+        found[f"{patch.module}.{patch.name}"] = vars(owner)[name]
+    found["torch.onnx.export"] = torch.onnx.export
+    found["core.export"] = importlib.import_module("torch.onnx._internal.exporter._core").export
+    found["script._export"] = importlib.import_module("torch.onnx._internal.torchscript_exporter.utils")._export
+    found["Module.__call__"] = nn.Module.__call__
+    found["Value.replace_all_uses_with"] = onnx_ir.Value.replace_all_uses_with
+    found["fast path"] = torch.backends.mha.get_fastpath_enabled()
+    found["trace modules"] = torch.jit._trace._trace_module_map
+    found["grad"] = torch.is_grad_enabled()
+    return found
+
+
+def state(model: nn.Module) -> list[Any]:
+    return [
+        (path, module.training, set(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for path, module in model.named_modules()
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode:UserWarning")
+@BOTH
+@pytest.mark.parametrize("fails", [False, True], ids=["well", "failing"])
+def test_an_export_leaves_the_model_and_torch_as_they_were(exporter: str, fails: bool, tmp_path: Path) -> None:
+    model = Fails()
+    if not fails:
+        model.act = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Dropout(), nn.Linear(4, 4)))
+    model.train()
+    model.act.eval()
+    model.act[1].train()
+    model.fc.register_forward_hook(lambda *_: None)
+    before, torch_before = state(model), places()
+    if fails:
+        with pytest.raises(Exception, match=r"no export|torch\.export"):
+            htp_export.export(model, (x(2, 4),), tmp_path / "m.onnx", dynamo=exporter == "dynamo", verbose=False)
+    else:
+        htp_export.export(model, (x(2, 4),), tmp_path / "m.onnx", dynamo=exporter == "dynamo", verbose=False)
+    assert state(model) == before
+    after = places()
+    assert {name: after[name] is value for name, value in torch_before.items()} == dict.fromkeys(torch_before, True)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_fast_path_of_attention_is_as_the_user_left_it(enabled: bool, tmp_path: Path) -> None:
+    model, kwargs = NETS["multihead_attention"].build()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        run(model, (), "torchscript", tmp_path, kwargs=kwargs)
+        assert torch.backends.mha.get_fastpath_enabled() is enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@BOTH
+def test_a_failed_export_raises_the_error_of_torch_and_names_the_module(exporter: str, tmp_path: Path) -> None:
+    errors = []
+    for export in (torch.onnx.export, htp_export.export):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever torch raises
+            export(Fails().eval(), (x(2, 4),), tmp_path / "m.onnx", dynamo=exporter == "dynamo", verbose=False)
+        errors.append(caught.value)
+    assert type(errors[0]) is type(errors[1])
+    assert str(errors[0]).splitlines()[0] == str(errors[1]).splitlines()[0]
+    assert [note for note in getattr(errors[1], "__notes__", []) if "'act.1'" in note]
+    assert list(tmp_path.iterdir()) == []
+
+
+@BOTH
+def test_a_failed_export_leaves_the_file_that_was_there(exporter: str, tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"what was there")
+    with pytest.raises(Exception, match=r"no export|torch\.export"):
+        htp_export.export(Fails().eval(), (x(2, 4),), tmp_path / "m.onnx", dynamo=exporter == "dynamo", verbose=False)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"m.onnx": b"what was there"}
+
+
+@BOTH
+def test_after_a_failed_export_the_same_model_can_be_exported(exporter: str, tmp_path: Path) -> None:
+    model = Fails().eval()
+    with pytest.raises(Exception, match=r"no export|torch\.export"):
+        run(model, (x(2, 4),), exporter, tmp_path)
+    model.act[1] = nn.Sigmoid()
+    assert op_types(run(model, (x(2, 4),), exporter, tmp_path)) == [
+        ("Gemm", ("fc",)), ("Tanh", ("act.0",)), ("Sigmoid", ("act.1",)),
+    ]  # fmt: skip
+
+
+# --- tagging() ---------------------------------------------------
+
+
+def tagged_nodes(export: Callable[..., Any], exporter: str, path: Path) -> int:
+    """How many of the two nodes of a small model have tags."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval()
+    export(model, (x(2, 4),), str(path), dynamo=exporter == "dynamo", verbose=False)
+    return sum("htp.module" in metadata(node) for node in onnx.load(str(path)).graph.node)
+
+
+@BOTH
+def test_tagging_reaches_an_export_that_was_imported_before(exporter: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    assert tagged_nodes(imported_before, exporter, path) == 0
+    with htp_export.tagging():
+        assert tagged_nodes(imported_before, exporter, path) == 2
+        assert tagged_nodes(torch.onnx.export, exporter, path) == 2
+    assert tagged_nodes(imported_before, exporter, path) == 0
+
+
+@BOTH
+def test_tagging_may_be_nested_and_the_inner_end_ends_nothing(exporter: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    before = places()
+    with htp_export.tagging():
+        with htp_export.tagging():
+            assert tagged_nodes(htp_export.export, exporter, path) == 2
+        assert tagged_nodes(torch.onnx.export, exporter, path) == 2
+    assert tagged_nodes(torch.onnx.export, exporter, path) == 0
+    assert {name: value is before[name] for name, value in places().items()} == dict.fromkeys(before, True)
+
+
+def test_tagging_writes_what_export_writes(tmp_path: Path) -> None:
+    files = []
+    for name, use in (("a", False), ("b", True)):
+        model, kwargs = NETS["mask_made_in_every_layer"].build()
+        if use:
+            with htp_export.tagging():
+                torch.onnx.export(model, (), str(tmp_path / name), kwargs=kwargs, dynamo=False)
+        else:
+            htp_export.export(model, (), str(tmp_path / name), kwargs=kwargs, dynamo=False)
+        files.append((tmp_path / name).read_bytes())
+    assert files[0] == files[1]
+
+
+def test_an_error_inside_tagging_ends_it(tmp_path: Path) -> None:
+    before = places()
+    with pytest.raises(KeyError), htp_export.tagging():
+        raise KeyError("mine")
+    assert tagged_nodes(torch.onnx.export, "torchscript", tmp_path / "model.onnx") == 0
+    assert {name: value is before[name] for name, value in places().items()} == dict.fromkeys(before, True)
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+@BOTH
+def test_tagging_in_one_thread_does_not_tag_the_exports_of_another(exporter: str, tmp_path: Path) -> None:
+    with htp_export.tagging():
+        assert in_thread(lambda: tagged_nodes(torch.onnx.export, exporter, tmp_path / "theirs.onnx")) == 0
+        assert tagged_nodes(torch.onnx.export, exporter, tmp_path / "ours.onnx") == 2
+
+
+def test_threads_that_enter_and_leave_in_any_order_leave_torch_as_it_was(tmp_path: Path) -> None:
+    before = places()
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with htp_export.tagging():
+            entered.set()
+            may_leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with htp_export.tagging():
+        thread.start()
+        entered.wait(60)
+    # The other thread still holds the patches, and this one no longer wants tags.
+    assert tagged_nodes(torch.onnx.export, "torchscript", tmp_path / "model.onnx") == 0
+    may_leave.set()
+    thread.join(60)
+    assert {name: value is before[name] for name, value in places().items()} == dict.fromkeys(before, True)
+
+
+def test_many_threads_at_once_leave_torch_as_it_was() -> None:
+    before = places()
+
+    def work() -> None:
+        for _ in range(200):
+            with htp_export.tagging(), htp_export.tagging():
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {name: value is before[name] for name, value in places().items()} == dict.fromkeys(before, True)
+
+
+def test_a_model_that_is_exported_twice_is_tagged_the_same_twice(tmp_path: Path) -> None:
+    model, kwargs = NETS["loop_of_three"].build()
+    files = [run(model, (), "torchscript", tmp_path, kwargs=kwargs) for _ in range(2)]
+    assert files[0] == files[1]
+    assert inexact(model, kwargs, files[1]) == []
+
+
+@pytest.fixture(autouse=True)
+def fast_path_on() -> Iterator[None]:
+    """Every test begins with torch's own default."""
+    assert torch.backends.mha.get_fastpath_enabled()
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)

@@ -1,0 +1,207 @@
+"""What is put in a module's place does its work, under the module's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.command.main import main
+from htp_export.errors import InputError, UnknownModuleError
+from tests import handmade
+from tests.extract.test_cutting import exported_to, run_file
+from tests.nets import EXPORTERS, NETS, spread, x
+from tests.truth import equal, inexact
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+
+
+def feeds_of(file: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [value.name for value in onnx.load(str(file), load_external_data=False).graph.input]
+    return {name: tensor.numpy() for name, tensor in zip(names, kwargs.values(), strict=True)}
+
+
+NAMES = ("siblings", "called_twice", "tied_weights", "mask_made_in_every_layer", "lstm", "transformer_encoder")
+
+
+@BOTH
+@pytest.mark.parametrize("name", NAMES)
+def test_a_module_put_back_in_its_own_place_changes_nothing_that_is_computed(
+    name: str, exporter: str, tmp_path: Path
+) -> None:
+    model, kwargs = NETS[name].build()
+    file = exported_to(tmp_path / "net.onnx", model, kwargs, exporter)
+    before, tagged = run_file(file, feeds_of(file, kwargs)), htp_export.load(file)
+    spliced = 0
+    for path in tagged:
+        if not path or tagged[path].fate != "computed":
+            continue
+        htp_export.extract(file, path, tmp_path / "part.onnx")
+        try:
+            htp_export.splice(file, path, tmp_path / "part.onnx", tmp_path / "whole.onnx")
+        except InputError:  # its result is another module's as well
+            continue
+        spliced += 1
+        after = run_file(tmp_path / "whole.onnx", feeds_of(file, kwargs))
+        assert all(map(np.array_equal, before, after)), path
+        onnx.checker.check_model(str(tmp_path / "whole.onnx"))
+        assert inexact(model, kwargs, tmp_path / "whole.onnx") == [], path
+    assert spliced > 0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc(x))
+
+
+class Rewritten(nn.Module):
+    """The same signature, other work, other modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(4, 4), nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(self.linear(x)) * x
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.first(x)) + 1
+
+
+class TwiceNet(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.block(self.first(x)) * 2) + 1
+
+
+@BOTH
+@pytest.mark.parametrize("net", [Net, TwiceNet])
+def test_a_module_of_another_class_that_was_exported_alone_takes_the_place(
+    net: type[Net], exporter: str, tmp_path: Path
+) -> None:
+    model, other = spread(net()).eval(), spread(Rewritten(), seed=5).eval()
+    file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 4)}, exporter)
+    part = exported_to(tmp_path / "part.onnx", other, {"x": x(2, 4)}, exporter)
+    result = htp_export.splice(file, "block", part, tmp_path / "whole.onnx")
+    model.block = other
+    (found,) = run_file(tmp_path / "whole.onnx", feeds_of(file, {"x": x(2, 4, seed=3)}))
+    whole = htp_export.load(tmp_path / "whole.onnx")
+    assert equal(found, model(x(2, 4, seed=3)).detach().numpy())
+    assert whole.paths == ["", "first", "block", "block.linear", "block.gate"]
+    assert inexact(model, {"x": x(2, 4)}, tmp_path / "whole.onnx") == []
+    assert len(result.calls) == (2 if net is TwiceNet else 1)
+    assert sum(value.name.endswith("linear.weight") for value in whole.model.graph.initializers.values()) == 1
+
+
+def test_one_call_alone_can_be_replaced(tmp_path: Path) -> None:
+    model, other = spread(TwiceNet()).eval(), spread(Rewritten(), seed=5).eval()
+    file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 4)}, "dynamo")
+    part = exported_to(tmp_path / "part.onnx", other, {"x": x(2, 4)}, "dynamo")
+    htp_export.splice(file, "block", part, tmp_path / "whole.onnx", call=1)
+    given = x(2, 4, seed=3)
+    (found,) = run_file(tmp_path / "whole.onnx", {"x": given.numpy()})
+    assert equal(found, (other(model.block(model.first(given)) * 2) + 1).detach().numpy())
+
+
+def untagged(ops: list[str], shape: list[int | str], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Model:
+    value = ir.val("in", dtype, shape)
+    nodes: list[ir.Node] = []
+    for op in ops:
+        nodes.append(ir.node(op, [nodes[-1].outputs[0] if nodes else value], outputs=[ir.val(f"fc0_{len(nodes)}")]))
+    nodes[-1].outputs[0].type, nodes[-1].outputs[0].shape = ir.TensorType(dtype), ir.Shape(shape)
+    return ir.Model(ir.Graph([value], nodes[-1].outputs, nodes=nodes, opset_imports={"": 20}, name="g"), ir_version=10)
+
+
+def test_untagged_nodes_belong_to_the_module() -> None:
+    result = htp_export.splice(handmade.called_twice(), "block.fc", untagged(["Abs", "Exp"], [2, 4]))
+    whole = htp_export.load(result.model)
+    nodes = whole["block.fc"].nodes
+    assert [(node.op_type, node.metadata_props["htp.reason"]) for node in nodes] == [
+        (op, "spliced") for _ in range(4) for op in ("Abs", "Exp")
+    ]
+    assert [node.metadata_props["htp.call"] for node in nodes] == list("00112233")
+    assert whole.untagged == []
+
+
+def test_names_that_are_taken_change() -> None:
+    other = untagged(["Abs", "Exp"], [2, 4])
+    other.graph.node(0).outputs[0].name, other.graph.node(0).name = "mask", "node_fc1"
+    result = htp_export.splice(handmade.encoder(), "layer.0.fc", other)
+    values = [value.name for node in result.model.graph for value in node.outputs]
+    nodes = [node.name for node in result.model.graph]
+    assert (len(set(values)), len(set(nodes))) == (len(values), len(nodes))
+    assert "fc0" in values
+    assert "layer.0.fc.weight" not in result.model.graph.initializers
+
+
+def test_both_models_stay_as_they_are() -> None:
+    whole, other = handmade.encoder(), untagged(["Abs"], [2, 4])
+    before = [ir.to_proto(each).SerializeToString() for each in (whole, other)]
+    htp_export.splice(whole, "layer.0.fc", other)
+    assert [ir.to_proto(each).SerializeToString() for each in (whole, other)] == before
+
+
+def opset(model: ir.Model, version: int) -> ir.Model:
+    model.graph.opset_imports[""] = version
+    return model
+
+
+@pytest.mark.parametrize(
+    ("path", "replacement", "message"),
+    [
+        ("layer.0.fc", untagged(["Abs"], [2, 5]), r"'in' of the replacement has shape \[2,5\], and the module \[2,4\]"),
+        ("layer.0.fc", untagged(["Abs"], [2, 4], ir.DataType.INT64), "type INT64, and the module FLOAT"),
+        ("layer.0.fc", handmade.branching(), "takes x, and the replacement x, condition"),
+        ("layer.0.fc", opset(untagged(["Abs"], [2, 4]), 17), "uses opset 17"),
+        ("dropout", untagged(["Abs"], [2, 4]), "gives back what it is given"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_written(
+    path: str, replacement: ir.Model, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        htp_export.splice(handmade.encoder(), path, replacement, tmp_path / "out.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_that_two_modules_share_is_not_replaced_for_one(tmp_path: Path) -> None:
+    model, kwargs = NETS["equal_siblings"].build()
+    file = exported_to(tmp_path / "net.onnx", model, kwargs, "dynamo")
+    with pytest.raises(InputError, match=r"'first' shares its result '\w+' with module 'second'; replace '\(root\)'"):
+        htp_export.splice(file, "first", htp_export.extract(file, "first").model)
+
+
+def test_an_unknown_module_names_the_nearest() -> None:
+    with pytest.raises(UnknownModuleError, match=r"layer\.0\.fc"):
+        htp_export.splice(handmade.encoder(), "layer.0.fcs", untagged(["Abs"], [2, 4]))
+
+
+def test_the_commands_do_the_same_and_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = spread(Net()).eval()
+    file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 4)}, "dynamo")
+    part, whole = str(tmp_path / "part.onnx"), str(tmp_path / "whole.onnx")
+    assert main(["extract", str(file), "block", "-o", part, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["inputs"] == {"x": "FLOAT[2,4]"}
+    assert main(["splice", str(file), "block", part, "-o", whole]) == 0
+    assert "block: replaced; 4 nodes before, 4 now" in capsys.readouterr().out
+    assert main(["extract", str(file), "blocks", "-o", str(tmp_path / "none.onnx")]) == 2
+    assert "nearest: 'block'" in capsys.readouterr().err
+    assert main(["splice", str(file), "first", whole, "-o", whole + "2"]) == 0
+    assert not (tmp_path / "none.onnx").exists()

@@ -1,0 +1,335 @@
+"""A model and its data file are a pair: replaced together, known when torn apart, and read as what was loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.errors import FileError
+from htp_export.files import data_notes, filesystem, replacing
+from htp_export.files.model_files import read_model, write_model
+from htp_export.format import tags
+from tests.files.test_data_files import WEIGHT, listing, save, values, weight_of
+
+USES: dict[str, Any] = {
+    "save": lambda tagged, out: tagged.save(out),
+    "save_named": lambda tagged, out: tagged.save(out, "named.data"),
+    "optimize": lambda tagged, out: htp_export.optimize(tagged, out),
+    "carry": lambda tagged, out: htp_export.carry(tagged, tagged, out),
+    "extract": lambda tagged, out: htp_export.extract(tagged, "layer", out),
+    "numpy": lambda tagged, out: weight_of(tagged.model).numpy(),
+    "tobytes": lambda tagged, out: weight_of(tagged.model).tobytes(),
+}
+
+
+class TestIdentity:
+    @pytest.mark.parametrize("read_before", [False, True])
+    @pytest.mark.parametrize("use", USES)
+    def test_weights_of_another_model_are_never_read(self, tmp_path: Path, use: str, read_before: bool) -> None:
+        tagged = htp_export.load(save(tmp_path / "a.onnx", seed=0))
+        if read_before:
+            weight_of(tagged.model).numpy()
+        time = (tmp_path / "a.onnx.data").stat().st_mtime_ns
+        save(tmp_path / "a.onnx", seed=1)
+        os.utime(tmp_path / "a.onnx.data", ns=(time, time))  # of one size, written in the same instant
+        with pytest.raises(
+            FileError, match=r"a\.onnx\.data: was changed after .*a\.onnx was read; load the model again"
+        ):
+            USES[use](tagged, tmp_path / "b.onnx")
+        assert listing(tmp_path) == ["a.onnx", "a.onnx.data"]
+
+    def test_a_file_that_was_removed_meanwhile_is_named(self, tmp_path: Path) -> None:
+        model = read_model(save(tmp_path / "a.onnx"))
+        (tmp_path / "a.onnx.data").unlink()
+        with pytest.raises(FileError, match=r"a\.onnx\.data: is missing: .*it was there when the model was read"):
+            weight_of(model).numpy()
+
+    def test_a_file_that_changes_while_it_is_copied_is_refused(self, tmp_path: Path) -> None:
+        model = read_model(save(tmp_path / "a.onnx"))
+
+        class Changing:
+            def write(self, part: bytes) -> None:
+                with (tmp_path / "a.onnx.data").open("r+b") as file:
+                    file.write(bytes(8))
+                os.utime(tmp_path / "a.onnx.data", (1, 1))
+
+        with pytest.raises(FileError, match="was changed after"):
+            weight_of(model).tofile(Changing())  # type: ignore[attr-defined]
+
+    def test_a_pipe_as_data_file_is_not_waited_for(self, tmp_path: Path) -> None:
+        file = save(tmp_path / "a.onnx")
+        (tmp_path / "a.onnx.data").unlink()
+        os.mkfifo(tmp_path / "a.onnx.data")
+        with pytest.raises(FileError, match=r"a\.onnx: its external data .a\.onnx\.data. is no plain file"):
+            weight_of(read_model(file)).numpy()
+
+
+class TestNames:
+    def test_a_data_file_gets_a_name_of_its_own_and_the_old_one_goes(self, tmp_path: Path) -> None:
+        other = save(tmp_path / "other" / "a.onnx", seed=1)
+        for seed in (0, 1):
+            write_model(read_model(save(tmp_path / f"from{seed}" / "a.onnx", seed=seed)), tmp_path / "b.onnx")
+        (data,) = (name for name in listing(tmp_path) if name.endswith(".data"))
+        assert data.startswith("b.onnx.")
+        assert data != "b.onnx.data"
+        np.testing.assert_array_equal(values(tmp_path / "b.onnx"), values(other))
+        write_model(read_model(other), tmp_path / "b.onnx")
+        assert [name for name in listing(tmp_path) if "b.onnx" in name] == ["b.onnx", "b.onnx.data"]
+
+    def test_a_data_file_of_that_name_which_is_not_the_models_own_stays(self, tmp_path: Path) -> None:
+        (tmp_path / "b.onnx.data").write_bytes(b"something else")
+        write_model(read_model(save(tmp_path / "a.onnx")), tmp_path / "b.onnx")
+        assert (tmp_path / "b.onnx.data").read_bytes() == b"something else"
+        np.testing.assert_array_equal(values(tmp_path / "b.onnx"), values(tmp_path / "a.onnx"))
+
+    def test_a_name_that_another_process_has_just_taken(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = read_model(save(tmp_path / "a.onnx"))
+        commit = replacing.WorkFolder.commit
+
+        def taken(self: Any, moves: Any, obsolete: Any = list) -> None:
+            if not (tmp_path / "b.onnx.data").exists():
+                (tmp_path / "b.onnx.data").write_bytes(b"theirs")
+            commit(self, moves, obsolete)
+
+        monkeypatch.setattr(replacing.WorkFolder, "commit", taken)
+        write_model(model, tmp_path / "b.onnx")
+        assert (tmp_path / "b.onnx.data").read_bytes() == b"theirs"
+        np.testing.assert_array_equal(values(tmp_path / "b.onnx"), values(tmp_path / "a.onnx"))
+
+    def test_an_export_has_the_names_that_torch_gives(self, tmp_path: Path) -> None:
+        for _ in range(2):
+            export(tmp_path / "a.onnx", 0)
+        assert listing(tmp_path) == ["a.onnx", "a.onnx.data"]
+
+    def test_an_export_takes_the_place_of_a_model_with_a_serial(self, tmp_path: Path) -> None:
+        for seed in (0, 1):
+            write_model(read_model(save(tmp_path / "x" / "a.onnx", seed=seed)), tmp_path / "a.onnx")
+        assert "a.onnx.data" not in listing(tmp_path)
+        export(tmp_path / "a.onnx", 0)
+        assert listing(tmp_path) == ["a.onnx", "a.onnx.data", "x"]
+
+
+def export(file: Path, seed: int, head: float = 0.0) -> None:
+    """A model whose last value in the data file can be another, and nothing else."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 512)).eval()
+    with torch.no_grad():
+        model[1].weight[300, 77] += head
+    program = htp_export.export(model, (torch.zeros(2, 256),), verbose=False)
+    assert program is not None
+    program.save(file, external_data=True)
+
+
+class TestTornPairs:
+    @pytest.mark.parametrize("kind", ["write_model", "export", "one_value"])
+    def test_a_model_with_the_data_that_was_there_before_is_refused(self, tmp_path: Path, kind: str) -> None:
+        """As a kill between the two renames leaves them."""
+        file, old = tmp_path / "a.onnx", tmp_path / "old.data"
+        for seed in (0, 1):
+            if kind == "write_model":
+                save(file, seed)
+            else:
+                export(file, seed if kind == "export" else 0, head=seed)
+            if seed == 0:
+                shutil.copyfile(tmp_path / "a.onnx.data", old)
+        read_model(file)
+        old.replace(tmp_path / "a.onnx.data")
+        with pytest.raises(
+            FileError, match=r"a\.onnx: does not fit its data file a\.onnx\.data: it has other contents"
+        ):
+            htp_export.load(file)
+
+    def test_a_model_of_another_tool_whose_data_was_replaced_is_not_left_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A model that says nothing of its data is replaced before its data is."""
+        torch.manual_seed(0)
+        torch.onnx.export(nn.Linear(64, 64).eval(), (torch.zeros(1, 64),), tmp_path / "a.onnx", verbose=False)
+        torch.manual_seed(1)
+        program = htp_export.export(nn.Linear(64, 64).eval(), (torch.zeros(1, 64),), verbose=False)
+        renames = stopped_after_first(monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            program.save(tmp_path / "a.onnx", external_data=True)  # type: ignore[union-attr]
+        assert renames == ["a.onnx"]
+        monkeypatch.undo()
+        with pytest.raises(FileError, match="does not fit its data file"):
+            htp_export.load(tmp_path / "a.onnx")
+
+    def test_what_was_interrupted_is_finished_by_the_next_write(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(tmp_path / "a.onnx", 0)
+        stopped_after_first(monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path / "a.onnx", 1)
+        monkeypatch.undo()
+        with pytest.raises(FileError, match="does not fit"):
+            read_model(tmp_path / "a.onnx")
+        save(tmp_path / "b.onnx", 2)
+        assert listing(tmp_path) == ["a.onnx", "a.onnx.data", "b.onnx", "b.onnx.data"]
+        np.testing.assert_array_equal(values(tmp_path / "a.onnx"), values(save(tmp_path / "c.onnx", 1)))
+
+    def test_what_was_interrupted_is_not_finished_over_newer_files(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(tmp_path / "a.onnx", 0)
+        stopped_after_first(monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path / "a.onnx", 1)
+        monkeypatch.undo()
+        (tmp_path / "a.onnx.data").write_bytes(b"mine")
+        save(tmp_path / "b.onnx", 2)
+        assert (tmp_path / "a.onnx.data").read_bytes() == b"mine"
+        assert not [name for name in listing(tmp_path) if name.startswith(".")]
+
+    def test_copies_of_both_files_are_read(self, tmp_path: Path) -> None:
+        file = save(tmp_path / "a.onnx")
+        (tmp_path / "copy").mkdir()
+        for name in ("a.onnx", "a.onnx.data"):
+            shutil.copyfile(tmp_path / name, tmp_path / "copy" / name)
+        np.testing.assert_array_equal(values(tmp_path / "copy" / "a.onnx"), values(file))
+
+    def test_files_that_another_tool_wrote_anew_are_read(self, tmp_path: Path) -> None:
+        model = onnx.load(save(tmp_path / "a.onnx"))
+        (tmp_path / "a.onnx.data").unlink()
+        del model.graph.initializer[0].metadata_props[:]
+        model.graph.initializer[0].raw_data = bytes(len(model.graph.initializer[0].raw_data))
+        model.graph.initializer.reverse()
+        onnx.save(model, tmp_path / "a.onnx", save_as_external_data=True, location="a.onnx.data", size_threshold=2000)
+        assert tags.DATA in {entry.key for entry in model.metadata_props}
+        values(tmp_path / "a.onnx")
+
+    def test_an_exported_model_says_it_once_and_is_torchs_own_without(self, tmp_path: Path) -> None:
+        export(tmp_path / "a.onnx", 0)
+        htp_export.embed_map(tmp_path / "a.onnx", tmp_path / "a.onnx")
+        proto = onnx.load(tmp_path / "a.onnx", load_external_data=False)
+        (said,) = (json.loads(entry.value) for entry in proto.metadata_props if entry.key == tags.DATA)
+        size = (tmp_path / "a.onnx.data").stat().st_size
+        assert said["a.onnx.data"].keys() == {"size", "serial", "tensors"}
+        assert said["a.onnx.data"]["size"] == size
+
+    @pytest.mark.parametrize(
+        "written", ["{", "[]", "7", '{"a.onnx.data": {"size": -1}}', '{"a.onnx.data": {"size": 1, "serial": 3}}']
+    )
+    def test_what_is_said_may_be_nonsense(self, tmp_path: Path, written: str) -> None:
+        proto = onnx.load(save(tmp_path / "a.onnx"), load_external_data=False)
+        for entry in proto.metadata_props:
+            entry.value = written if entry.key == tags.DATA else entry.value
+        onnx.save(proto, tmp_path / "a.onnx")
+        with pytest.raises(FileError, match=r"htp\.data is not what the file format says"):
+            read_model(tmp_path / "a.onnx")
+
+    def test_the_first_block_that_differs_is_sampled(self, tmp_path: Path) -> None:
+        size, at = 3 << 20, (1 << 20) + 12345
+        for name, value in (("old", 0), ("new", 1)):
+            content = bytearray(size)
+            content[at] = value
+            (tmp_path / name).write_bytes(content)
+        places = [(0, size)]
+        said = data_notes.describe_own(tmp_path / "new", places, tmp_path / "old")
+        assert said["differs"] == at // 4096 * 4096
+        assert "differs" not in data_notes.describe_own(tmp_path / "new", places)
+        assert said["serial"] != data_notes.describe_own(tmp_path / "old", places, tmp_path / "new")["serial"]
+        assert "differs" not in data_notes.describe_own(tmp_path / "new", places, tmp_path / "new")
+
+
+def stopped_after_first(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stop after the first rename as a kill does: nothing is put back."""
+    renames: list[str] = []
+    do = replacing._Step.do
+
+    def stopped(step: Any) -> None:
+        if renames:
+            raise KeyboardInterrupt
+        renames.append(step.target.name)
+        do(step)
+
+    monkeypatch.setattr(replacing._Step, "do", stopped)
+    monkeypatch.setattr(replacing, "_put_back", lambda *_: False)
+    unlink = Path.unlink
+    monkeypatch.setattr(
+        Path, "unlink", lambda self, missing_ok=False: None if self.name == "journal" else unlink(self, missing_ok)
+    )
+    return renames
+
+
+class TestFailures:
+    @pytest.mark.parametrize("failing", ["target.onnx", "target.onnx.data"])
+    def test_the_second_rename_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+        """What was there is there again, model and data."""
+        target = save(tmp_path / "target.onnx", 0)
+        old = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        replace, refused = os.replace, []
+
+        def refuses(source: Any, destination: Any) -> None:
+            if Path(destination).name == failing and not refused:
+                refused.append(failing)
+                raise PermissionError(13, "Permission denied", str(destination))
+            replace(source, destination)
+
+        monkeypatch.setattr(os, "replace", refuses)
+        with pytest.raises(FileError, match=r"target\.onnx: cannot be written: .*Permission denied"):
+            save(target, 1)
+        assert refused
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == old
+        assert values(target).shape == (16, 16)
+
+    @pytest.mark.parametrize("where", ["sync", "write", "journal"])
+    @pytest.mark.parametrize("data", [None, "target.onnx.data"])
+    def test_the_disk_is_full(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, data: str | None
+    ) -> None:
+        target = save(tmp_path / "target.onnx", 0)
+        model = read_model(save(tmp_path / "other" / "a.onnx", 1))
+        old = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        place = {
+            "sync": (filesystem, "sync_file"),
+            "write": (htp_export.files.data_files, "write_values"),
+            "journal": (replacing, "_write_json"),
+        }[where]
+        monkeypatch.setattr("fcntl.ioctl", lambda *_: (_ for _ in ()).throw(OSError(95, "not here")))
+        monkeypatch.setattr(*place, full)
+        with pytest.raises(FileError, match=r"target\.onnx: cannot be written: No space left on device$"):
+            write_model(model, target, data)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == old
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["other", *sorted(old)]
+
+    def test_new_files_are_on_the_disk_before_old_ones_are_replaced(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        done: list[str] = []
+        sync, folder, do = filesystem.sync_file, filesystem.sync_folder, replacing._Step.do
+        monkeypatch.setattr(filesystem, "sync_file", lambda path: (done.append(f"sync {path.name}"), sync(path)))
+        monkeypatch.setattr(filesystem, "sync_folder", lambda path: (done.append("sync folder"), folder(path)))
+        monkeypatch.setattr(replacing._Step, "do", lambda step: (done.append(f"rename {step.target.name}"), do(step)))
+        save(tmp_path / "a.onnx", 0)
+        assert done == ["rename a.onnx.data", "rename a.onnx"]  # nothing could be lost
+        done.clear()
+        save(tmp_path / "a.onnx", 1)
+        assert done == ["sync a.onnx", "sync a.onnx.data", "rename a.onnx", "rename a.onnx.data", "sync folder"]
+
+
+def test_a_model_that_is_written_over_is_still_read_from_memory(tmp_path: Path) -> None:
+    """`write_model` over the weights of a model lets the model read them where they are now."""
+    model = read_model(save(tmp_path / "a.onnx"))
+    before = weight_of(model).numpy().copy()
+    model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(np.zeros((16, 16), np.float32))
+    write_model(model, tmp_path / "a.onnx", True)
+    assert "a.onnx.data" not in listing(tmp_path)
+    np.testing.assert_array_equal(weight_of(model, WEIGHT).numpy(), before)
+    np.testing.assert_array_equal(values(tmp_path / "a.onnx"), before)

@@ -1,0 +1,181 @@
+"""What README and docs show runs from top to bottom as it stands, in one folder: tests/documents.py says how."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import htp_export
+from htp_export.command import main as program
+from tests import documents
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, *DOCS]
+EXAMPLE = """# A page
+
+    htp-export tree net.onnx            # a comment
+    pip install something
+    htp-export verify google-bert/bert
+
+Text, and what is shown:
+
+```console
+$ htp-export cost net.onnx
+module  total ms
+0       1.234 ms
+...
+```
+
+<!-- not run: no network -->
+
+```python
+import nowhere
+```
+
+```python
+1 + 1, "two"  # 2, 'two'
+print("seen")  # a word
+```
+
+```
+seen
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    page = tmp_path_factory.mktemp("page") / "page.md"
+    page.write_text(EXAMPLE)
+    return page
+
+
+class TestPagesAreRead:
+    def test_blocks_have_their_languages_and_say_whether_they_are_run(self, page):
+        found = [(block.language, block.line, block.run, block.follows) for block in documents.blocks(page)]
+        assert found == [
+            ("indented", 3, True, ""),
+            ("console", 10, True, ""),
+            ("python", 19, False, ""),
+            ("python", 23, True, "python"),
+            ("", 28, True, "python"),
+        ]
+
+    def test_commands_have_the_output_that_is_shown(self, page):
+        found = [(each.text.split()[:3], each.output) for each in documents.commands(page)]
+        assert found == [
+            (["htp-export", "tree", "net.onnx"], None),
+            (["htp-export", "verify", "google-bert/bert"], None),
+            (["htp-export", "cost", "net.onnx"], ["module  total ms", "0       1.234 ms", "..."]),
+        ]
+        assert [documents.can_run(each.text) for each in documents.commands(page)] == [True, False, True]
+        assert not documents.can_run("htp-export view net.onnx --serve     # a server")
+        assert documents.can_run("htp-export partition net.onnx 2 -o stages/ --serve ray")
+
+    @pytest.mark.parametrize(
+        ("printed", "same"),
+        [
+            ("module   total ms\n0  7.1 ms\n", True),
+            ("module   total ms\n0  7.1 ms\nmore\nand more\n", True),
+            ("module   total ms\n1  7.1 ms\n", False),
+            ("module   total ms\n", False),
+        ],
+    )
+    def test_output_is_compared_but_for_times_and_what_is_left_out(self, printed, same):
+        expected = ["module  total ms", "0       1.234 ms", "..."]
+        assert documents.same_output(expected, printed.splitlines()) is same
+
+    def test_values_beside_expressions_are_compared(self, page):
+        names = {"_hold": documents._hold}
+        exec(compile(documents.instrumented("1 + 1, 'two'  # 2, 'two'\n"), "page", "exec"), names)
+        with pytest.raises(AssertionError, match="2, where the page has 3"):
+            exec(compile(documents.instrumented("1 + 1  # 3\n"), "page", "exec"), names)
+
+    def test_a_page_runs_and_says_what_is_not_as_it_shows(self, page, tmp_path):
+        failed = list(documents.run(page, tmp_path))
+        assert [line.splitlines()[0] for line in failed] == [
+            "page.md:3: htp-export tree net.onnx            # a comment",
+            "page.md:10: htp-export cost net.onnx",
+        ]
+        assert "ends with 2: htp-export: error: net.onnx: cannot be read" in failed[0]
+
+
+def test_the_commands_of_the_readme_are_found():
+    assert len(documents.commands(README)) > 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_is_one_that_there_is(page):
+    group = typer.main.get_command(program.app)
+    for command in documents.commands(page):
+        if not command.text.startswith("htp-export "):
+            continue
+        _, name, *words = words_of(command.text)
+        assert name in group.commands, command
+        group.commands[name].make_context(name, words)  # raises where an option is unknown or an argument is missing
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command as a shell gives them to a program."""
+    import shlex
+
+    words = shlex.split(command, comments=True)
+    return words[: words.index(">")] if ">" in words else words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_snippets_of_a_page_are_python(page):
+    for block in documents.blocks(page):
+        if block.language == "python":
+            ast.parse(block.text)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder in which the commands of README ran, and what failed there."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder, run(README, folder)
+
+
+def run(page: Path, folder: Path) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.documents", str(page), str(folder)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert not ended.stderr.startswith("Traceback"), ended.stderr
+    return ended.stdout.strip()
+
+
+@pytest.mark.slow
+def test_readme_runs_as_it_stands(folder):
+    assert not folder[1], folder[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_a_page_runs_as_it_stands(page, folder):
+    failed = run(page, folder[0])
+    assert not failed, failed
+
+
+def test_the_snippets_of_the_readme_run_from_top_to_bottom(tmp_path):
+    snippets = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(snippets) >= 5
+    program = tmp_path / "snippets.py"
+    program.write_text("\n".join(snippets), encoding="utf-8")
+    run = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_every_public_name_stands_on_a_page_of_the_api():
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
+    named = re.findall(r"^::: htp_export\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    errors = {name for name in htp_export.__all__ if name.endswith("Error")}  # on one page, with their tree
+    assert sorted(named) == sorted({*htp_export.__all__, "errors"} - errors)

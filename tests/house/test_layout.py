@@ -1,0 +1,328 @@
+"""The package is layered: a module imports only from rows above its own."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import htp_export
+
+PACKAGE = Path(htp_export.__file__).parent
+
+# Top to bottom, by folder; a module imports from its own folder and from rows above. Within a row no folder imports
+# from another one.
+ROWS = [
+    ["errors"],
+    ["discovery", "process"],
+    ["format"],
+    ["files", "results", "shapes"],
+    ["model"],
+    ["weights", "editing", "runtime"],
+    ["plans"],
+    ["exporter"],
+    ["attention"],
+    ["drawing"],
+    ["command"],
+    ["capabilities"],
+]
+ROW = {name: number for number, names in enumerate(ROWS) for name in names}
+# What stands above all rows: the face of the package, which imports nothing until it is asked to, its program, and
+# the names under which users know parts of capabilities.
+FACES = {f"htp_export{name}" for name in ("", ".__main__", ".huggingface", ".passes", ".tools")}
+# The other capabilities that each may import, inside of functions. There is no circle.
+MAY_IMPORT: dict[str, set[str]] = {
+    "attention_report": {"cost"},
+    "diff": {"view"},
+    "export": {"carry", "cost", "huggingface", "verify"},
+    "export_plan": {"quantize"},
+    "fingerprint": {"forensics"},
+    "forensics": {"optimize"},
+    "huggingface": {"carry"},
+    "partition": {"cost", "huggingface"},
+    "pipeline": {"carry", "huggingface"},
+    "place": {"carry", "cost"},
+    "profile": {"carry", "cost", "verify"},
+    "prune": {"quantize"},
+    "quantize": {"carry", "cost"},
+    "rename": {"carry", "functions"},
+    "search": {"fingerprint", "prune", "quantize", "verify"},
+    "verify": {"huggingface", "optimize"},
+    "view": {"cost", "inspect", "search"},
+}
+
+
+def folder_of(module: str) -> str:
+    """The folder in the package that a module lies in, at any depth; of a module at the top, its name."""
+    return module.split(".")[1]
+
+
+def capability_of(module: str) -> str | None:
+    """The capability that a module belongs to; None outside of ``capabilities/``."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["capabilities"] and len(parts) > 2 else None
+
+
+def row_of(module: str) -> int | None:
+    return ROW.get(folder_of(module))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def running_code(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything that can run, in functions too; what only type checkers read is left out."""
+    yield node
+    for child in [*node.orelse] if is_type_checking(node) else ast.iter_child_nodes(node):
+        yield from running_code(child)
+
+
+def imports(source: str, code: Callable[[ast.AST], Iterator[ast.AST]] = running_code) -> set[str]:
+    """The modules of the package that a source imports, at its top or inside functions."""
+    found = set()
+    for node in code(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+    return {name for name in found if name.split(".")[0] == "htp_export"}
+
+
+GRAPH = {name: imports(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - FACES))
+def test_module_has_a_row_and_imports_only_from_rows_above(name):
+    row = row_of(name)
+    assert row is not None, f"{name} stands in no row of tests/house/test_layout.py"
+    others = {other for other in GRAPH[name] - {"htp_export"} if folder_of(other) != folder_of(name)}
+    assert not {other for other in others if row_of(other) >= row}, f"{name} imports from a folder that is not above"
+
+
+def test_the_folders_of_tests_are_those_of_the_package():
+    tests = Path(__file__).parents[1]
+    folders = {path.parent.name for path in tests.glob("*/test_*.py")}
+    rooms = {folder_of(name) for name in MODULES if "." in name} | {capability_of(name) for name in MODULES}
+    assert folders - rooms == {"everywhere", "house", "scripts"}
+    assert not list(tests.glob("test_*.py")), "a test lies in the folder of what it tests"
+    page = (tests / "README.md").read_text(encoding="utf-8")
+    shared = {path.name for path in tests.glob("*.py")} - {"conftest.py"}
+    assert shared == set(re.findall(r"`([a-z_]+\.py)`", page)) - {"conftest.py"}
+
+
+def test_nothing_but_the_command_line_imports_the_face_of_the_package():
+    importing = {name for name, imported in GRAPH.items() if "htp_export" in imported}
+    assert {name.split(".")[1] for name in importing - FACES} <= {"command"}
+
+
+def test_there_are_no_import_cycles_for_type_checkers_either():
+    graph = {name: imports(path.read_text(encoding="utf-8"), ast.walk) for name, path in MODULES.items()}
+    del graph["htp_export"]  # it names everything for type checkers
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " → ".join((*above[above.index(name) :], name))
+        if name in done:
+            return
+        for other in sorted(graph.get(name, set())):
+            visit(other, (*above, name))
+        done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+CAPABILITIES = sorted(path.name for path in (PACKAGE / "capabilities").iterdir() if (path / "__init__.py").is_file())
+
+
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_a_capability_imports_only_the_capabilities_that_are_listed_for_it(name):
+    mine = [module for module in MODULES if capability_of(module) == name]
+    others = {capability_of(other) for module in mine for other in GRAPH[module]} - {name, None}
+    assert others == MAY_IMPORT.get(name, set())
+
+
+def test_capabilities_import_one_another_without_a_circle():
+    order = graphlib.TopologicalSorter({name: MAY_IMPORT.get(name, set()) for name in CAPABILITIES})
+    assert sorted(order.static_order()) == CAPABILITIES
+
+
+def test_each_capability_can_be_left_out():
+    done = subprocess.run([sys.executable, "-c", LEFT_OUT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
+
+
+ONCE = {"htp_export.capabilities.view.model_explorer.main"}  # registers itself with Model Explorer, once a process
+
+# For each capability in turn: all modules of the others are imported again while its folder cannot be, and the help
+# lists their commands. What imports no capability stays imported.
+LEFT_OUT = f"""
+import importlib, sys, warnings
+warnings.simplefilter("ignore")
+from htp_export.discovery import capability_modules
+MODULES, CAPABILITIES = {sorted(name for name in set(MODULES) - ONCE if capability_of(name))!r}, {CAPABILITIES!r}
+OPTIONAL = {{"model_explorer", "optuna", "openvino", "nncf", "ray"}}
+for name in CAPABILITIES:
+    for module in [module for module in sys.modules if module.startswith("htp_export.capabilities")]:
+        del sys.modules[module]
+    gone = f"htp_export.capabilities.{{name}}"
+    sys.modules[gone] = None
+    for module in MODULES:
+        if module != gone and not module.startswith(gone + "."):
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] not in OPTIONAL:
+                    raise AssertionError(f"without {{name}}, {{module}} cannot be imported") from error
+    from htp_export.command.commands import command_names
+    listed = {{command.replace("-", "_") for command in command_names()}}
+    homes = capability_modules("_command")
+    assert listed == {{command for command, home in homes.items() if not home.startswith(gone + ".")}}, name
+"""
+
+
+def test_public_functions_stand_in_the_capability_of_their_name():
+    folders = {name: homes.split(".") for name, homes in htp_export._HOMES.items() if not name[0].isupper()}
+    found = {name: parts[1] for name, parts in folders.items() if parts[0] == "capabilities"}
+    assert {name: folder for name, folder in found.items() if name != folder} == IN_ANOTHER_FOLDER
+    assert {name for name, parts in folders.items() if parts[0] != "capabilities"} == {
+        *("contamination", "decomposed_attention", "export", "load", "tagging")
+    }
+
+
+IN_ANOTHER_FOLDER = {
+    "adopt": "carry",
+    "compare": "verify",
+    "embed_map": "carry",
+    "frozen_fake_quantize": "quantize",
+    "fuse_lora": "lora",
+    "inline": "functions",
+    "insert_lora": "lora",
+    "load_partition": "partition",
+    "lora_adapter": "lora",
+    "map": "nodes",
+    "module_filter": "quantize",
+    "names": "rename",
+    "placement": "place",
+    "sensitivity": "search",
+    "splice": "extract",
+}
+
+
+def test_plans_become_values_of_modules_in_one_place():
+    """A model of PyTorch alone has no calls: there, rules hold by path."""
+    below = re.compile(r"\b(select_below|chosen_and_excluded)\b")
+    reading = {
+        name.removeprefix("htp_export.") for name, path in MODULES.items() if below.search(path.read_text("utf-8"))
+    }
+    assert reading == {"format.selectors", "plans.rules", "capabilities.quantize.training"}
+
+
+# Concepts that stood in several places once: the one place of each, and what would betray a second definition.
+ONE_PLACE = {
+    "what became of a module": ("model.fates", r"def (find_fates|fate_of)\b"),
+    "boundaries of regions": ("model.boundaries", r"class Boundaries\b|OUTSIDE = "),
+    "shapes of tensors": ("shapes.symbolic", r"class Symbolic\b"),
+    "hashes of what a model says": ("model.content_hash", r"def \w*(array|body|constant|content|graph)_(hash|key)\b"),
+    "hashes of what regions compute": ("model.structural_hash", r"class \w*Hash(er|es)\b"),
+    "constants of parts, and tensors between them": ("model.parts", r"class (Constants|PartTensor)\b|def part_tensors"),
+    "the tensors between devices": ("capabilities.place.crossings", r"class \w*Crossing\b"),
+    "a chain of modules": ("capabilities.partition.chain", r"class \w*Chain\b"),
+    "cutting a part out": ("model.cutting", r"class Cutter\b"),
+    "libraries kept quiet": ("process.quiet", r".*(NullHandler\(|\w[lL]ogger\.disabled = )"),
+    "fresh names": ("model.tensor_names", r"class UsedNames\b"),
+    "the check of an output path": ("files.targets", r"def check_target\b"),
+    "rules of a plan become nodes": ("plans.rules", r"def assigned\b"),
+    "tables as text and CSV": ("results.columns", r"def (text_table|csv_text)\b"),
+}
+
+
+@pytest.mark.parametrize("concept", sorted(ONE_PLACE))
+def test_a_concept_stands_in_one_place(concept):
+    place, betraying = ONE_PLACE[concept]
+    pattern = re.compile(rf"^\s*(?:{betraying})", re.MULTILINE)
+    found = {name for name, path in MODULES.items() if pattern.search(path.read_text(encoding="utf-8"))}
+    assert found == {f"htp_export.{place}"}
+
+
+# Names of classes that stood for two or three things once.
+ONE_CLASS = {
+    *("Call", "Changes", "Choice", "Constants", "Crossing", "Difference", "Engine", "Evidence", "Hasher", "PartTensor"),
+    *("Step", "Tensor"),
+}
+
+
+def test_a_name_of_a_class_stands_for_one_thing():
+    homes: dict[str, list[str]] = {name: [] for name in ONE_CLASS}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name in homes:
+                homes[node.name].append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_lazy_imports_and_those_for_type_checkers_are_told_apart():
+    source = """
+import htp_export.format.tags
+if TYPE_CHECKING:
+    import htp_export.drawing
+else:
+    import htp_export.files.model_files
+def later():
+    from htp_export.errors import FileError
+    from htp_export.model import tagged
+"""
+    names = ("format.tags", "files.model_files", "errors", "model.tagged")
+    assert imports(source) == {"htp_export." + name for name in names}
+
+
+def test_the_drawing_in_the_documentation_is_that_of_the_code():
+    page = PACKAGE.parent / "docs" / "architecture.md"
+    text = page.read_text(encoding="utf-8")
+    assert text.partition("<!-- drawn -->\n")[2].partition("<!-- /drawn -->")[0] == drawing(), (
+        "python tests/house/test_layout.py"
+    )
+
+
+def drawing() -> str:
+    """The rows and the capabilities, each with the first line of its docstring."""
+    core = [f"{' · '.join(row):28}{said_of(row[-1]) if len(row) == 1 else ''}".rstrip() for row in ROWS[:-1]]
+    several = [f"    {name:24}{said_of(name)}" for row in ROWS[:-1] if len(row) > 1 for name in row]
+    listed = [
+        f"| `{name}` | {said_of('capabilities/' + name)} | {', '.join(f'`{other}`' for other in imported)} |"
+        for name in CAPABILITIES
+        for imported in [sorted(MAY_IMPORT.get(name, ()))]
+    ]
+    head = ["", "| capability | is | imports |", "|---|---|---|"]
+    return "\n".join(["```text", *core, "", *several, "```", *head, *listed, ""])
+
+
+def said_of(room: str) -> str:
+    """The first line of the docstring of a room."""
+    file = PACKAGE / room / "__init__.py"
+    source = (file if file.is_file() else PACKAGE / f"{room}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].rstrip(".").replace("``", "`")
+
+
+if __name__ == "__main__":
+    page = PACKAGE.parent / "docs" / "architecture.md"
+    before, mark, rest = page.read_text(encoding="utf-8").partition("<!-- drawn -->\n")
+    page.write_text(
+        before + mark + drawing() + "<!-- /drawn -->" + rest.partition("<!-- /drawn -->")[2], encoding="utf-8"
+    )

@@ -1,0 +1,209 @@
+"""What the package offers: fixed names, each documented, and an import that costs little."""
+
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import htp_export
+from htp_export.capabilities.carry import adapters
+from htp_export.results.result import Result
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = [
+    "Adopted",
+    "AdoptedModule",
+    "Block",
+    "Carried",
+    "Comparison",
+    "CompressedModule",
+    "Contamination",
+    "Cost",
+    "Crossing",
+    "DeviceUse",
+    "Extraction",
+    "Finding",
+    "Fingerprint",
+    "Forensics",
+    "FusedLora",
+    "Hierarchy",
+    "HtpExportError",
+    "Inlined",
+    "InputError",
+    "InsertedLora",
+    "Inspected",
+    "LoraAdapter",
+    "LoraLayer",
+    "Misplaced",
+    "ModelDifference",
+    "ModelMap",
+    "ModuleDifference",
+    "ModuleInfo",
+    "ModuleLatency",
+    "Named",
+    "Nested",
+    "Optimized",
+    "Partition",
+    "PipelineRun",
+    "Placed",
+    "PlacedModule",
+    "Placement",
+    "PlanFile",
+    "Precision",
+    "Profile",
+    "Pruned",
+    "PrunedModule",
+    "Quantized",
+    "QuantizedModule",
+    "Region",
+    "Search",
+    "Sensitivity",
+    "Splice",
+    "Stage",
+    "StepReport",
+    "TaggedModel",
+    "Verification",
+    "View",
+    "Work",
+    "adopt",
+    "attention_report",
+    "carry",
+    "compare",
+    "contamination",
+    "cost",
+    "decomposed_attention",
+    "diff",
+    "embed_map",
+    "export",
+    "export_plan",
+    "extract",
+    "fingerprint",
+    "forensics",
+    "frozen_fake_quantize",
+    "functions",
+    "fuse_lora",
+    "inline",
+    "insert_lora",
+    "inspect",
+    "load",
+    "load_partition",
+    "lora_adapter",
+    "map",
+    "module_filter",
+    "names",
+    "optimize",
+    "partition",
+    "pipeline",
+    "place",
+    "placement",
+    "profile",
+    "prune",
+    "quantize",
+    "search",
+    "sensitivity",
+    "splice",
+    "tagging",
+    "verify",
+    "view",
+]
+
+
+def test_public_names_are_these():
+    assert sorted(htp_export.__all__) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_is_there_and_documented(name):
+    assert getattr(htp_export, name).__doc__
+
+
+def public_functions():
+    functions = {name: getattr(htp_export, name) for name in PUBLIC if inspect.isfunction(getattr(htp_export, name))}
+    return functions | {f"tools.{name}": getattr(htp_export.tools, name) for name in adapters.__all__}
+
+
+@pytest.mark.parametrize("name", public_functions())
+def test_a_public_function_documents_arguments_result_and_errors_with_an_example(name):
+    function = public_functions()[name]
+    summary, *rest = inspect.getdoc(function).splitlines()
+    assert summary.endswith("."), name
+    assert not rest[0], name
+    sections = [line for line in rest if re.fullmatch(r"[A-Z]\w+:", line)]
+    assert sections == ["Args:", "Returns:", "Raises:", "Examples:"], name
+    arguments = "\n".join(rest).partition("Args:")[2].partition("Returns:")[0]
+    documented = re.findall(r"^    \*{0,2}(\w+): ", arguments, re.MULTILINE)
+    assert documented == list(inspect.signature(function).parameters), name
+
+
+@pytest.mark.parametrize("name", [name for name in public_functions() if not name.startswith("tools.")])
+def test_a_public_function_says_whether_it_is_thread_safe(name):
+    if name != "load_partition":  # makes an object of a folder
+        assert re.search(r"thread", inspect.getdoc(public_functions()[name]), re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in PUBLIC if isinstance(getattr(getattr(htp_export, name), "summary", None), property)]
+)
+def test_a_result_has_a_summary_which_is_a_line_and_notes_which_are_lines(name):
+    result = getattr(htp_export, name)
+    assert issubclass(result, Result)
+    assert result.__repr__ is Result.__repr__
+    assert result.summary is not Result.summary
+    assert result.summary.fget.__annotations__["return"] == "str"
+    notes = getattr(result, "notes", None)
+    assert not isinstance(notes, property) or notes.fget.__annotations__["return"] == "tuple[str, ...]"
+
+
+def test_the_onnx_model_is_the_parameter_model_of_every_public_function():
+    sources = {
+        name: [each.name for each in inspect.signature(function).parameters.values() if "ModelSource" in str(each)]
+        for name, function in public_functions().items()
+    }
+    others = {
+        "adopt": ["model", "foreign"],
+        "carry": ["before", "after"],
+        "compare": ["a", "b"],
+        "diff": ["a", "b"],
+        "splice": ["model", "replacement"],
+        "verify": ["onnx"],  # its model is the PyTorch model
+    }
+    assert {name: given for name, given in sources.items() if given and given != ["model"]} == others
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if inspect.isclass(getattr(htp_export, name))])
+def test_a_public_class_documents_its_attributes(name):
+    public = getattr(htp_export, name)
+    if dataclasses.is_dataclass(public):
+        documented = re.findall(r"^    (\w+): ", inspect.getdoc(public).partition("Attributes:")[2], re.MULTILINE)
+        own = [each for each in public.__annotations__ if not each.startswith("_")]
+        assert [each for each in documented if each in own] == own, name
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        htp_export.no_such_thing  # noqa: B018 - looking it up is the test
+
+
+def test_version_is_that_of_the_project():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r'^version = "(.*)"$', project, re.MULTILINE) == [htp_export.__version__]
+
+
+def imported(code: str, libraries: list[str]) -> list[str]:
+    """Which of these libraries are imported once a program has run."""
+    code = f"import sys, htp_export; {code}; print(*(set({libraries}) & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    return run.stdout.split()
+
+
+def test_importing_the_package_imports_no_library():
+    assert imported("htp_export", ["torch", "transformers", "onnxruntime", "typer", "rich"]) == []
+
+
+def test_exporting_needs_no_transformers_no_onnx_runtime_and_no_command_line():
+    libraries = ["torch", "transformers", "onnxruntime", "typer"]
+    assert imported("htp_export.export; htp_export.load", libraries) == ["torch"]

@@ -1,0 +1,83 @@
+"""The tables of docs/tools.md and docs/optimize.md hold what is measured: names always, numbers with -m slow."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+import htp_export
+from htp_export.capabilities.optimize.registry import LEVELS
+from tests.truth import nodes_of
+from tools import compare_models, tool_table
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXPORTERS = {"TorchScript": "torchscript", "dynamo": "dynamo"}
+NODES = "| | exported | exact | tolerant | best other | fused | ORT fusions |"
+KEPT = "| | fused | with `keep_exact` | inexact modules, before and after |"
+
+
+def table(page: str, header: str, title: str = "") -> dict[str, list[str]]:
+    """The table of a page under a header, and a title before it: first cell → the others."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    start = lines.index(header, lines.index(title) if title else 0)
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {first: rest for first, *rest in cells}
+
+
+def number(cell: str) -> int:
+    return int(cell.strip("*").split(",")[0])
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("model", tool_table.MODELS)
+def test_the_tables_of_tools_have_a_row_for_each(model: str, exporter: str) -> None:
+    rows = table("tools.md", tool_table.HEADER, tool_table.title(model, exporter))
+    assert list(rows) == list(tool_table.ROWS)
+    assert len({row[0].split(" → ")[0] for row in rows.values()}) == 1  # one file for all
+    assert {row.tool for row in tool_table.ROWS.values()} == set(htp_export.tools.__all__)
+
+
+def test_the_table_of_levels_has_a_row_for_each() -> None:
+    assert list(table("optimize.md", "| level | outputs | tolerance of `verify` |")) == [
+        f"`{level}`" for level in LEVELS
+    ]
+
+
+def test_the_table_of_nodes_has_a_row_for_each_model_and_marks_what_is_fewer() -> None:
+    rows = table("optimize.md", NODES)
+    assert list(rows) == [f"{model}, {exporter}" for model in compare_models.MODELS for exporter in EXPORTERS]
+    for name, (exported, *levels) in rows.items():
+        exact, tolerant, other, fused, fusions = map(number, levels)
+        assert number(exported) >= exact >= tolerant >= fused, name
+        assert (levels[1].startswith("**"), levels[3].startswith("**")) == (tolerant < other, fused < fusions), name
+
+
+# The numbers of the newest releases of the tools: another release may make others, which are then to be written down.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model", "exporter"), [("bert", "dynamo"), ("vit", "torchscript")])
+def test_the_tables_of_tools_have_the_numbers_that_are_measured(model: str, exporter: str, tmp_path: Path) -> None:
+    rows = table("tools.md", tool_table.HEADER, tool_table.title(model, exporter))
+    expected = [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    assert list(tool_table.lines(model, exporter, tool_table.ROWS, tmp_path)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("model", ["BERT-base", "Whisper-tiny encoder", "ResNet-50"])
+def test_the_table_of_nodes_has_the_numbers_that_are_measured(model: str, exporter: str, tmp_path: Path) -> None:
+    source = tmp_path / "model.onnx"
+    torch.manual_seed(0)
+    compare_models.export(model, EXPORTERS[exporter], "narrow", str(source))
+    found = [len(nodes_of(onnx.load(str(source))))]
+    for level in LEVELS:
+        htp_export.optimize(source, tmp_path / "out.onnx", level=level)
+        found.append(len(nodes_of(onnx.load(str(tmp_path / "out.onnx")))))
+    exported, exact, tolerant, _, fused, _ = map(number, table("optimize.md", NODES)[f"{model}, {exporter}"])
+    assert found == [exported, exact, tolerant, fused]

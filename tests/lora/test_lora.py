@@ -1,0 +1,499 @@
+"""LoRA adapters: inserted, switched at run time, converted from PEFT, fused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import htp_export
+from htp_export.capabilities.lora.adapters import read_adapter
+from htp_export.command.main import main
+from htp_export.errors import FileError, InputError
+from tests.extract.test_cutting import exported_to
+from tests.nets import EXPORTERS, spread, x
+from tests.truth import inexact, untagged
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+
+
+class Net(nn.Module):
+    """Products of two and three dimensions, with and without bias; one layer runs twice; one is followed by a ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.twice, self.down = nn.Linear(6, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.twice(torch.tanh(self.twice(self.up(x)))))
+        return self.head(self.down(hidden).mean(1))
+
+
+def feeds() -> dict[str, torch.Tensor]:
+    return {"x": x(2, 5, 6)}
+
+
+def made(exporter: str, folder: Path) -> tuple[nn.Module, Path]:
+    torch.manual_seed(0)
+    model = spread(Net()).eval()
+    return model, exported_to(folder / "net.onnx", model, feeds(), exporter)
+
+
+def factors(model: nn.Module, paths: list[str], rank: int, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    layers = {path: model.get_submodule(path) for path in paths}
+    return {
+        path: (x(rank, layer.in_features, seed=seed), x(layer.out_features, rank, seed=seed + 1))
+        for path, layer in layers.items()
+    }
+
+
+def adapter(folder: Path, name: str, layers: dict[str, Any], alpha: float, **config: Any) -> Path:
+    """A folder as PEFT writes it."""
+    made_at = folder / name
+    made_at.mkdir()
+    tensors = {}
+    for path, (a, b) in layers.items():
+        tensors[f"base_model.model.{path}.lora_A.weight"] = a
+        tensors[f"base_model.model.{path}.lora_B.weight"] = b
+    save_file(tensors, made_at / "adapter_model.safetensors")
+    written = {"peft_type": "LORA", "lora_alpha": alpha, "r": 4, **config}
+    (made_at / "adapter_config.json").write_text(json.dumps(written))
+    return made_at
+
+
+def merged(model: nn.Module, layers: dict[str, Any], scaling: float) -> nn.Module:
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for path, (a, b) in layers.items():
+            changed.get_submodule(path).weight += scaling * b @ a
+    return changed
+
+
+def run(file: Path, arrays: dict[str, Any] | None = None, adapter_file: Path | None = None) -> np.ndarray[Any, Any]:
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    run_options = ort.RunOptions()
+    if adapter_file is not None:
+        active = ort.LoraAdapter()
+        active.Load(str(adapter_file))
+        run_options.add_active_adapter(active)
+    name = session.get_inputs()[0].name
+    [result] = session.run(None, {name: feeds()["x"].numpy(), **(arrays or {})}, run_options)
+    return result
+
+
+def close(one: Any, other: Any) -> bool:
+    return np.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@BOTH
+def test_without_an_adapter_the_model_computes_what_it_did_before(exporter: str, tmp_path: Path) -> None:
+    model, file = made(exporter, tmp_path)
+    result = htp_export.insert_lora(file, "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
+    assert list(result.layers) == ["up", "twice", "down", "head"]
+    assert [(layer.inputs, layer.outputs, layer.calls) for layer in result.layers.values()] == [
+        (6, 8, 1), (8, 8, 2), (8, 4, 1), (4, 3, 1),
+    ]  # fmt: skip
+    assert np.array_equal(run(file), run(tmp_path / "lora.onnx"))
+    written = onnx.load(tmp_path / "lora.onnx")
+    onnx.checker.check_model(str(tmp_path / "lora.onnx"), full_check=True)
+    assert untagged(written) == []
+    assert [fault for fault in inexact(model, feeds(), written) if ".lora_" not in fault[0]] == []
+    assert [each.name for each in written.graph.input][1:3] == ["up.lora_A.weight", "up.lora_B.weight"]
+    assert htp_export.verify(model, tmp_path / "lora.onnx", (), feeds()).ok
+
+
+@BOTH
+def test_nodes_and_names_that_were_there_stay(exporter: str, tmp_path: Path) -> None:
+    _, file = made(exporter, tmp_path)
+    before, after = htp_export.load(file), htp_export.insert_lora(file, "down", 4, 8).tagged
+    kept = {node.name: node for node in after.nodes}
+    assert all(kept[node.name].op_type == node.op_type for node in before.nodes)
+    names = {node.name for node in before.nodes}
+    assert before.signatures["down"] == after.signatures["down"]
+    added = [node for node in after["down"].nodes if node.name not in names]
+    assert [node.op_type for node in added] == ["Transpose", "MatMul", "Transpose", "MatMul", "Mul", "Add"]
+    assert {node.metadata_props["htp.reason"] for node in added} == {"inserted"}
+    assert {path: len(after[path].nodes) for path in ("down.lora_A", "down.lora_B")} == {
+        "down.lora_A": 2,
+        "down.lora_B": 2,
+    }
+    assert after.paths == ["", "up", "twice", "down", "down.lora_A", "down.lora_B", "head"]
+    assert after.hierarchy["down.lora_A"].synthetic
+    [call] = after.signatures["down.lora_A"]
+    assert call.inputs["x"] in before.values
+    assert htp_export.cost(after).modules[""].flops > 0
+
+
+@BOTH
+def test_adapters_of_other_ranks_are_switched_at_run_time(exporter: str, tmp_path: Path) -> None:
+    model, file = made(exporter, tmp_path)
+    htp_export.insert_lora(file, "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
+    for name, rank, alpha, paths in (("a", 4, 8, ["up", "twice", "head"]), ("b", 2, 10, ["down", "twice"])):
+        layers = factors(model, paths, rank, seed=ord(name))
+        folder = adapter(tmp_path, name, layers, alpha)
+        converted = htp_export.lora_adapter(tmp_path / "lora.onnx", folder, tmp_path / f"{name}.onnx_adapter")
+        wanted = merged(model, layers, alpha / rank)(**feeds()).detach().numpy()
+        assert not close(wanted, run(file))
+        assert close(wanted, run(tmp_path / "lora.onnx", adapter_file=tmp_path / f"{name}.onnx_adapter"))
+        assert close(wanted, run(tmp_path / "lora.onnx", dict(converted.arrays)))
+        assert converted.ranks == dict.fromkeys(sorted(paths), rank)
+        again = read_adapter(tmp_path / f"{name}.onnx_adapter")
+        assert sorted(again.layers) == sorted(paths)
+    a = htp_export.lora_adapter(tmp_path / "lora.onnx", tmp_path / "a")
+    assert np.array_equal(a.arrays["up.lora_A.weight"], factors(model, ["up"], 4, ord("a"))["up"][0].numpy())
+
+
+@BOTH
+@pytest.mark.parametrize("inserted", [False, True])
+def test_a_fused_adapter_is_in_the_weights(inserted: bool, exporter: str, tmp_path: Path) -> None:
+    model, file = made(exporter, tmp_path)
+    layers = factors(model, ["up", "twice", "head"], 4, seed=3)
+    folder = adapter(tmp_path, "a", layers, 6)
+    source = tmp_path / "lora.onnx" if inserted else file
+    if inserted:
+        htp_export.insert_lora(file, "**", rank=4, alpha=8, output=source)
+        htp_export.lora_adapter(source, folder, tmp_path / "a.onnx_adapter")
+    result = htp_export.fuse_lora(source, folder, tmp_path / "fused.onnx")
+    wanted = merged(model, layers, 6 / 4)
+    assert close(run(tmp_path / "fused.onnx"), wanted(**feeds()).detach().numpy())
+    assert htp_export.verify(wanted, tmp_path / "fused.onnx", (), feeds()).ok
+    assert result.ranks == {"head": 4, "twice": 4, "up": 4}
+    before, after = htp_export.load(file), htp_export.load(tmp_path / "fused.onnx")
+    assert [node.name for node in after.nodes] == [node.name for node in before.nodes]
+    assert list(after.values) == list(before.values)
+    assert after.model.metadata_props.get("htp.lora") is None
+    assert after.paths == before.paths
+    assert after.signatures == before.signatures
+    if inserted:
+        fused = htp_export.fuse_lora(source, tmp_path / "a.onnx_adapter")
+        weight = "up.weight" if "up.weight" in fused.model.graph.initializers else None
+        if weight:
+            arrays = [m.graph.initializers[weight].const_value.numpy() for m in (fused.model, after.model)]
+            assert close(*arrays)
+
+
+def test_merged_projections_take_adapters_but_no_fusing(tmp_path: Path) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), -1) @ self.v(x)
+
+    torch.manual_seed(0)
+    model = spread(Attention()).eval()
+    file = exported_to(tmp_path / "net.onnx", model, feeds(), "dynamo")
+    htp_export.optimize(file, tmp_path / "merged.onnx", ["merge_parallel_projections"], "tolerant")
+    assert "Slice" in {node.op_type for node in htp_export.load(tmp_path / "merged.onnx").nodes}
+    htp_export.insert_lora(tmp_path / "merged.onnx", "q, v", 2, 4, tmp_path / "lora.onnx")
+    layers = factors(model, ["q", "v"], 2, seed=5)
+    folder = adapter(tmp_path, "a", layers, 4)
+    htp_export.lora_adapter(tmp_path / "lora.onnx", folder, tmp_path / "a.onnx_adapter")
+    wanted = merged(model, layers, 2)(**feeds()).detach().numpy()
+    assert close(wanted, run(tmp_path / "lora.onnx", adapter_file=tmp_path / "a.onnx_adapter"))
+    with pytest.raises(InputError, match=r"module 'q': its weight .* is also that of 'k', 'v'"):
+        htp_export.fuse_lora(tmp_path / "merged.onnx", folder)
+
+
+class Wide(nn.Module):
+    """Weights of several blocks of 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 64), nn.Linear(64, 96, bias=False), nn.Linear(96, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.down(torch.relu(self.up(x)))))
+
+
+def dequantized(tagged: htp_export.TaggedModel, path: str) -> torch.Tensor:
+    """The weight of a layer in blocks of four bits, (outputs, inputs)."""
+    [node] = [node for node in tagged[path].nodes if node.op_type == "MatMulNBits"]
+    outputs, inputs = (node.attributes.get_int(name) for name in ("N", "K"))
+    packed, scales, points = (value.const_value.numpy() for value in node.inputs[1:4])
+    halves = [np.stack([array & 15, array >> 4], -1) for array in (packed, points.reshape(outputs, -1))]
+    blocks = scales.size // outputs
+    numbers = halves[0].reshape(outputs, blocks, -1).astype(np.float32)
+    zero = halves[1].reshape(outputs, -1)[:, :blocks, None].astype(np.float32)
+    weight = (numbers - zero) * scales.reshape(outputs, blocks, 1)
+    return torch.from_numpy(weight.reshape(outputs, -1)[:, :inputs].copy())
+
+
+@BOTH
+def test_a_model_in_blocks_of_four_bits_takes_adapters_of_floats_and_no_fusing(exporter: str, tmp_path: Path) -> None:
+    """As QLoRA has it: the base quantized, the factors in floating point."""
+    torch.manual_seed(0)
+    model = spread(Wide()).eval()
+    file = exported_to(tmp_path / "net.onnx", model, feeds(), exporter)
+    quantized = htp_export.quantize(file, {"**": "int4", "head": "fp32"}, tmp_path / "int4.onnx").tagged
+    base = copy.deepcopy(model)
+    for path in ("up", "down"):
+        base.get_submodule(path).weight.data = dequantized(quantized, path)
+    result = htp_export.insert_lora(tmp_path / "int4.onnx", "**", 4, 8, tmp_path / "lora.onnx")
+    assert list(result.layers) == ["up", "down", "head"]
+    assert np.array_equal(run(tmp_path / "lora.onnx"), run(tmp_path / "int4.onnx"))
+    assert np.allclose(run(tmp_path / "int4.onnx"), base(**feeds()).detach().numpy(), rtol=1e-3, atol=1e-4)
+    layers = {path: (a / 4, b / 4) for path, (a, b) in factors(model, ["up", "down", "head"], 4, seed=3).items()}
+    folder = adapter(tmp_path, "a", layers, 8)
+    htp_export.lora_adapter(tmp_path / "lora.onnx", folder, tmp_path / "a.onnx_adapter")
+    adapted = run(tmp_path / "lora.onnx", adapter_file=tmp_path / "a.onnx_adapter")
+    assert np.allclose(adapted, merged(base, layers, 2)(**feeds()).detach().numpy(), rtol=1e-3, atol=1e-3)
+    assert not np.allclose(adapted, run(tmp_path / "int4.onnx"), rtol=1e-2, atol=1e-2)
+    sizes = {node.op_type for node in htp_export.load(tmp_path / "lora.onnx")["up"].nodes}
+    assert "MatMulNBits" in sizes
+    for source in ("lora.onnx", "int4.onnx"):
+        with pytest.raises(InputError, match=r"module 'down': its weight is quantized \(com.microsoft::MatMulNBits"):
+            htp_export.fuse_lora(tmp_path / source, folder, tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_weights_of_eight_bits_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    model, file = made("dynamo", tmp_path)
+    quantized = htp_export.quantize(file, {"up": "int8"}, data=[{"x": feeds()["x"].numpy()}]).tagged
+    folder = adapter(tmp_path, "a", factors(model, ["up"], 4, seed=3), 8)
+    with pytest.raises(InputError, match=r"module 'up': its weight is quantized .*; fuse the adapter before"):
+        htp_export.fuse_lora(quantized, folder)
+
+
+@pytest.mark.parametrize("config", [{"use_rslora": True}, {"alpha_pattern": {"up": 12.0}}])
+def test_the_scaling_is_that_of_the_config(config: dict[str, Any], tmp_path: Path) -> None:
+    model, _ = made("torchscript", tmp_path)
+    folder = adapter(tmp_path, "a", factors(model, ["up", "down"], 4, seed=3), 6, **config)
+    layers = read_adapter(folder).layers
+    scalings = {path: layer.scaling for path, layer in layers.items()}
+    assert scalings == ({"up": 3.0, "down": 3.0} if "use_rslora" in config else {"up": 3.0, "down": 1.5})
+
+
+def broken(folder: Path, model: nn.Module) -> dict[str, Path]:
+    layers = factors(model, ["up"], 4, seed=3)
+    made_of = {
+        "dora": adapter(folder, "dora", layers, 6, use_dora=True),
+        "other": adapter(folder, "other", layers, 6, peft_type="IA3"),
+        "elsewhere": adapter(folder, "elsewhere", {"nowhere": layers["up"]}, 6),
+        "large": adapter(folder, "large", {"down": layers["up"]}, 6),
+        "ranks": adapter(folder, "ranks", {"up": (layers["up"][0], x(8, 3))}, 6),
+        "bias": adapter(folder, "bias", layers, 6),
+        "pickle": adapter(folder, "pickle", layers, 6),
+        "cut": adapter(folder, "cut", layers, 6),
+        "alpha": adapter(folder, "alpha", layers, 6, lora_alpha=None),
+        "empty": folder / "empty",
+        "nan": adapter(folder, "nan", {"up": (layers["up"][0] * float("nan"), layers["up"][1])}, 6),
+        "infinite": adapter(folder, "infinite", {"up": (layers["up"][0], layers["up"][1] / 0)}, 6),
+    }
+    (folder / "empty").mkdir()
+    tensors = {"base_model.model.up.lora_A.weight": layers["up"][0], "base_model.model.up.bias": x(8)}
+    save_file(tensors, folder / "bias" / "adapter_model.safetensors")
+    (folder / "pickle" / "adapter_model.safetensors").rename(folder / "pickle" / "adapter_model.bin")
+    whole = (folder / "cut" / "adapter_model.safetensors").read_bytes()
+    (folder / "cut" / "adapter_model.safetensors").write_bytes(whole[:-8])
+    return made_of
+
+
+BROKEN = {
+    "dora": "is a DoRA adapter",
+    "other": "peft_type is not 'LORA'",
+    "elsewhere": "module 'nowhere' of the adapter is none of the",
+    "large": "module 'down' maps 6 numbers to 8, and that of the model 8 to 4",
+    "ranks": "has no two factors of one rank for module 'up'",
+    "bias": "has 'base_model.model.up.bias', which is no LoRA factor",
+    "pickle": "pickles are not read",
+    "cut": "cannot be read",
+    "alpha": "has no lora_alpha for module 'up'",
+    "empty": "adapter_config.json: cannot be read",
+    "nan": r"has values in 'base_model\.model\.up\.lora_A\.weight' that are not finite",
+    "infinite": r"has values in 'base_model\.model\.up\.lora_B\.weight' that are not finite",
+}
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model, file = made("torchscript", tmp_path)
+    htp_export.insert_lora(file, "**", output=tmp_path / "lora.onnx")
+    for name, folder in broken(tmp_path, model).items():
+        for function, source in ((htp_export.lora_adapter, "lora.onnx"), (htp_export.fuse_lora, "net.onnx")):
+            with pytest.raises(InputError, match=BROKEN[name]):
+                function(tmp_path / source, folder, tmp_path / "out.onnx")
+    with pytest.raises(FileError, match="is no adapter file of ONNX Runtime"):
+        htp_export.fuse_lora(file, file)
+    with pytest.raises(InputError, match="the model takes no adapters"):
+        htp_export.lora_adapter(file, tmp_path / "large")
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_paths_of_a_model_inside_another_are_found_by_their_end(tmp_path: Path) -> None:
+    model, file = made("torchscript", tmp_path)
+    layers = factors(model, ["up"], 4, seed=3)
+    folder = adapter(tmp_path, "a", {"encoder.up": layers["up"]}, 6)
+    assert htp_export.fuse_lora(file, folder).ranks == {"up": 4}
+
+
+def test_modules_that_cannot_take_adapters_are_refused(tmp_path: Path) -> None:
+    _, file = made("torchscript", tmp_path)
+    with pytest.raises(InputError, match=r"at or below the modules of 'up\.lora_A'"):
+        htp_export.insert_lora(htp_export.insert_lora(file, "up").tagged, "up.lora_A")
+    with pytest.raises(InputError, match="module 'up' takes adapters already"):
+        htp_export.insert_lora(htp_export.insert_lora(file, "up").tagged, "**")
+    for rank, alpha, message in (
+        (0, 1, "rank 0"),
+        (True, 1, "rank True"),
+        (4, 0, "alpha 0"),
+        (4, float("nan"), "alpha"),
+    ):
+        with pytest.raises(InputError, match=message):
+            htp_export.insert_lora(file, "up", rank, alpha)
+    net = nn.Sequential(nn.Embedding(4, 3), nn.ReLU()).eval()
+    exported = htp_export.export(net, (torch.tensor([[1, 2]]),), verbose=False)
+    with pytest.raises(InputError, match="there is no linear layer"):
+        htp_export.insert_lora(exported, "**")
+
+
+def test_layers_can_be_added_later(tmp_path: Path) -> None:
+    _, file = made("torchscript", tmp_path)
+    first = htp_export.insert_lora(file, "up", 4, 8)
+    both = htp_export.insert_lora(first.tagged, "down", 4, 4)
+    assert json.loads(both.model.metadata_props["htp.lora"]) == {"up": {"scaling": 2.0}, "down": {"scaling": 1.0}}
+    assert first.tagged.paths != both.tagged.paths
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 4)).half().eval()
+    file = exported_to(tmp_path / "net.onnx", model, {"input": x(2, 6).half()}, "dynamo")
+    result = htp_export.insert_lora(file, "0", 4, 8)
+    graph = result.model.graph
+    assert {str(value.dtype) for value in graph.inputs} == {"FLOAT16"}
+    folder = adapter(tmp_path, "a", {"0": (x(4, 6).bfloat16(), x(4, 4).bfloat16())}, 8)
+    assert htp_export.lora_adapter(result.tagged, folder).arrays["0.lora_A.weight"].dtype == np.float16
+
+
+@pytest.mark.parametrize("kind", ["linear", "gpt2"])
+@BOTH
+def test_outputs_are_those_of_peft(kind: str, exporter: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    if kind == "linear":
+        base, inputs, targets = spread(Net()).eval(), feeds(), ["up", "twice", "head"]
+    else:
+        from transformers import GPT2Config, GPT2Model
+
+        sizes = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=30, n_positions=16)
+        base = spread(GPT2Model(sizes)).eval()
+        ids = torch.tensor([[3, 7, 1, 9, 2]])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False, "return_dict": False}
+        targets = ["c_attn", "c_proj"]
+    file = tmp_path / "net.onnx"
+    htp_export.export(base, (), file, kwargs=dict(inputs), dynamo=exporter == "dynamo", verbose=False)
+    config = peft.LoraConfig(r=4, lora_alpha=10, target_modules=targets, bias="none", fan_in_fan_out=kind == "gpt2")
+    wrapped = peft.get_peft_model(copy.deepcopy(base), config).eval()
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data = x(*parameter.shape, seed=len(name)) * 0.2
+    wrapped.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        wanted = wrapped(**inputs)
+        plain = base(**inputs)
+    wanted, plain = (each if isinstance(each, torch.Tensor) else each[0] for each in (wanted, plain))
+    assert not close(wanted, plain)
+    htp_export.insert_lora(file, [f"**.{name}" for name in targets], 4, 10, tmp_path / "lora.onnx")
+    converted = htp_export.lora_adapter(tmp_path / "lora.onnx", tmp_path / "adapter", tmp_path / "a.onnx_adapter")
+    htp_export.fuse_lora(file, tmp_path / "adapter", tmp_path / "fused.onnx")
+    active, options = ort.LoraAdapter(), ort.RunOptions()
+    active.Load(str(tmp_path / "a.onnx_adapter"))
+    options.add_active_adapter(active)
+    for name, chosen in (("lora", options), ("fused", None)):
+        settings = ort.SessionOptions()
+        settings.log_severity_level = 3
+        session = ort.InferenceSession(str(tmp_path / f"{name}.onnx"), settings, providers=["CPUExecutionProvider"])
+        named = zip(session.get_inputs(), inputs.values(), strict=False)
+        arrays = {each.name: value.numpy() for each, value in named}
+        assert close(session.run(None, arrays, chosen)[0], wanted), name
+    saved = {name.removeprefix("base_model.model.") for name in converted.arrays}
+    assert saved == {
+        name.replace(".default", "").removeprefix("base_model.model.")
+        for name in wrapped.state_dict()
+        if "lora_" in name
+    }
+
+
+class TestCommands:
+    def test_insert_convert_fuse(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        model, _ = made("torchscript", tmp_path)
+        adapter(tmp_path, "tuned", factors(model, ["up"], 4, seed=3), 8)
+        monkeypatch.chdir(tmp_path)
+        insert = ["insert-lora", "net.onnx", "up,down", "--rank", "4", "--alpha", "8", "-o", "lora.onnx"]
+        assert main(insert) == 0
+        assert "wrote lora.onnx" in capsys.readouterr().out
+        assert main([*insert, "--json"]) == 0
+        written = json.loads(capsys.readouterr().out)
+        assert written["modules"]["up"]["names"] == ["up.lora_A.weight", "up.lora_B.weight"]
+        assert main(["lora-adapter", "lora.onnx", "tuned", "-o", "tuned.onnx_adapter"]) == 0
+        assert "1 linear layers, rank 4 -> tuned.onnx_adapter" in capsys.readouterr().out
+        assert main(["lora-adapter", "lora.onnx", "tuned", "-o", "tuned.onnx_adapter", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["ranks"] == {"up": 4}
+        assert main(["fuse-lora", "net.onnx", "tuned", "-o", "fused.onnx", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["ranks"] == {"up": 4}
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["insert-lora", "net.onnx", "up", "-o", "net.onnx"], "net.onnx: is read by this command"),
+            (["insert-lora", "net.onnx", "nowhere", "-o", "x.onnx"], "matches no module"),
+            (["lora-adapter", "net.onnx", "nowhere", "-o", "x"], "the model takes no adapters"),
+            (["lora-adapter", "net.onnx", "nowhere", "-o", "net.onnx"], "net.onnx: is read by this command"),
+            (["fuse-lora", "net.onnx", "nowhere", "-o", "x.onnx"], "nowhere: there is no such adapter"),
+        ],
+    )
+    def test_wrong_input_ends_with_status_2_and_leaves_files(
+        self,
+        arguments: list[str],
+        message: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        made("torchscript", tmp_path)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        monkeypatch.chdir(tmp_path)
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@BOTH
+@pytest.mark.parametrize("chosen", ["**", "class:Linear"])
+def test_the_result_of_a_layer_in_eight_bits_is_not_clipped_to_the_range_without_an_adapter(
+    chosen: str, exporter: str, tmp_path: Path
+) -> None:
+    model, file = made(exporter, tmp_path)
+    name = onnx.load(file).graph.input[0].name
+    quantized = tmp_path / "int8.onnx"
+    htp_export.quantize(file, {chosen: "int8"}, quantized, data={name: feeds()["x"].numpy()})
+    layers = {path: (0.8 * a, 0.8 * b) for path, (a, b) in factors(model, ["head"], 4, seed=5).items()}
+    arrays = {
+        f"{path}.lora_{factor}.weight": tensor.numpy()
+        for path, pair in layers.items()
+        for factor, tensor in zip("AB", pair, strict=True)
+    }
+    wanted = merged(model, layers, 1.0)(**feeds()).detach().numpy()
+    without = model(**feeds()).detach().numpy()
+    errors = {}
+    for each in (file, quantized):
+        htp_export.insert_lora(each, "head", 4, 4, tmp_path / "lora.onnx")
+        found = run(tmp_path / "lora.onnx", arrays)
+        errors[each.stem] = np.abs(found - wanted).max() / np.abs(wanted).max()
+    assert np.abs(without - wanted).max() / np.abs(wanted).max() > 0.5
+    assert errors["net"] < 1e-5
+    assert errors["int8"] < 0.05

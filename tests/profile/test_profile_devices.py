@@ -1,0 +1,253 @@
+"""Devices that queue kernels: which times a trace has, modules that run alone, and which of them a profile takes.
+
+No GPU is here: the traces are made by hand as ONNX Runtime's profiler of GPUs merges its events
+(``gpu_profiler_common.h``), and modules run alone on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.capabilities.profile import latency, module_times
+from htp_export.capabilities.profile.kernels import Kernel
+from htp_export.capabilities.profile.module_times import device_of
+from htp_export.command.main import main
+from htp_export.errors import InputError
+from htp_export.runtime import traces
+from htp_export.runtime.traces import Trace, read_trace
+from tests.handmade import branching, encoder
+from tests.nets import spread
+from tests.profile.test_latency import assert_adds_up
+
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+def node(name: str, start: int, duration: int, provider: str = CUDA, index: int = 0) -> dict[str, Any]:
+    arguments = {"op_name": name.partition("_")[0], "node_index": str(index), "provider": provider}
+    return {"cat": "Node", "name": f"{name}_kernel_time", "ts": start, "dur": duration, "tid": 1, "args": arguments}
+
+
+def on_device(name: str, start: int, duration: int, parent: str | None) -> dict[str, Any]:
+    """The event of a kernel on a device; without a parent where ONNX Runtime did not find it."""
+    arguments = {"stream": "7"} | ({"op_name": "x", "parent_name": f"{parent}_kernel_time"} if parent else {})
+    return {"cat": "Kernel", "name": name, "ts": start, "dur": duration, "tid": -1, "args": arguments}
+
+
+def session(name: str, start: int, duration: int) -> dict[str, Any]:
+    return {"cat": "Session", "name": name, "ts": start, "dur": duration, "tid": 1}
+
+
+def run_of(start: int, factor: int, *, device: bool) -> list[dict[str, Any]]:
+    """A run: two nodes on the GPU, the second of which launches two kernels, one on the CPU, and one view."""
+    events = [
+        node("MatMul_a", start + 1, 5),
+        on_device("gemm", start + 40, 20 * factor, "MatMul_a"),
+        node("Softmax_b", start + 10, 6, index=1),
+        on_device("reduce", start + 60, 7 * factor, "Softmax_b"),
+        on_device("scale", start + 70, 3 * factor, "Softmax_b"),
+        node("Reshape_c", start + 20, 2, index=2),
+        node("Shape_d", start + 25, 4, CPU, 3),
+        on_device("memcpy", start + 80, 9 * factor, None),
+        session("SequentialExecutor::Execute", start, 90),
+        session("model_run", start, 95),
+    ]
+    return events if device else [event for event in events if event["cat"] != "Kernel"]
+
+
+def read(folder, *runs: list[dict[str, Any]]) -> Trace:
+    path = folder / "trace.json"
+    path.write_text(json.dumps([event for events in runs for event in events]))
+    return read_trace(path, len(runs))
+
+
+class TestTraces:
+    def test_kernels_on_the_device_are_the_times_of_the_nodes_that_launched_them(self, tmp_path):
+        trace = read(tmp_path, run_of(0, 1, device=True), run_of(100, 2, device=True))
+        assert trace.timing == "kernels"
+        assert {key.label: list(times) for key, times in trace.times.items()} == {
+            "MatMul_a": [0.020, 0.040],
+            "Softmax_b": [0.010, 0.020],
+            "Reshape_c": [0, 0],
+            "Shape_d": [0.004, 0.004],
+            "memcpy": [0.009, 0.018],
+        }
+        assert {key.label: launches for key, launches in trace.launches.items()} == dict.fromkeys(
+            ("MatMul_a", "Softmax_b", "Reshape_c", "Shape_d", "memcpy"), 2
+        )
+
+    def test_without_them_the_times_are_those_of_launches_and_it_says_so(self, tmp_path):
+        trace = read(tmp_path, run_of(0, 1, device=False))
+        assert trace.timing == "launches"
+        assert {key.label: list(times) for key, times in trace.times.items()} == {
+            "MatMul_a": [0.005],
+            "Softmax_b": [0.006],
+            "Reshape_c": [0.002],
+            "Shape_d": [0.004],
+        }
+
+    def test_kernels_of_unknown_nodes_do_not_count_beside_launches(self, tmp_path):
+        events = [event for event in run_of(0, 1, device=True) if "parent_name" not in event.get("args", {})]
+        trace = read(tmp_path, events)
+        assert trace.timing == "launches"
+        assert {key.label for key in trace.times} == {"MatMul_a", "Softmax_b", "Reshape_c", "Shape_d"}
+
+    def test_a_node_in_a_loop_has_the_kernels_that_it_launched(self, tmp_path):
+        inner = [
+            node("MatMul_i", 12, 2),
+            on_device("gemm", 50, 8, "MatMul_i"),
+            session("SequentialExecutor::Execute", 11, 5),
+            node("MatMul_i", 17, 2),
+            on_device("gemm", 60, 16, "MatMul_i"),
+            session("SequentialExecutor::Execute", 16, 5),
+            node("Loop_l", 10, 15),
+            session("SequentialExecutor::Execute", 5, 90),
+            session("model_run", 0, 99),
+        ]
+        trace = read(tmp_path, inner)
+        times = {key.label: (list(each), [holder.label for holder in key.holders]) for key, each in trace.times.items()}
+        assert times == {"Loop_l": ([0], []), "MatMul_i": ([0.024], ["Loop_l"])}
+
+    def test_a_run_on_the_cpu_has_kernels(self, tmp_path):
+        events = [
+            {**event, "args": {**event["args"], "provider": CPU}} if "args" in event else event
+            for event in run_of(0, 1, device=False)
+        ]
+        assert read(tmp_path, events).timing == "kernels"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.wide, self.back, self.act = (
+            nn.Linear(64, 64),
+            nn.Linear(64, 4096),
+            nn.Linear(4096, 64),
+            nn.ReLU(),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(self.act(self.back(self.wide(self.small(x)))))
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    torch.manual_seed(0)
+    return htp_export.export(spread(Net()).eval(), (torch.randn(64, 64),), verbose=False)
+
+
+class TestModulesAlone:
+    def test_every_module_with_nodes_of_its_own_runs_alone_and_says_so(self, program):
+        report = htp_export.profile(program, runs=3, timing="modules")
+        assert report.timing == "modules"
+        assert {kernel.name: (kernel.op_type, kernel.owners, kernel.launches) for kernel in report.kernels} == {
+            "small": ("module", ("small",), 2),
+            "wide": ("module", ("wide",), 1),
+            "back": ("module", ("back",), 1),
+            "act": ("module", ("act",), 1),
+        }
+        assert_adds_up(report)
+        order = sorted((module for module in report.modules.values() if module.path), key=lambda each: -each.self_ms)
+        assert {module.path for module in order[:2]} == {"wide", "back"}
+        assert "each module ran alone, with its inputs on the device" in str(report)
+        assert "ms in modules alone" in report.summary
+
+    def test_a_module_gets_the_tensors_that_it_gets_in_a_run_of_the_model(self):
+        class Places(nn.Module):
+            """Fails on other indices than those that the first module computes."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.pick = nn.Linear(4, 4), Pick()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.pick(self.first(x).argmax(-1))
+
+        class Pick(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = nn.Parameter(torch.randn(4, 8))
+
+            def forward(self, index: torch.Tensor) -> torch.Tensor:
+                return self.table[index]
+
+        made = htp_export.export(spread(Places()).eval(), (torch.randn(3, 4),), verbose=False)
+        report = htp_export.profile(made, {"x": np.ones((3, 4), np.float32)}, runs=1, timing="modules")
+        assert {"first", "pick"} <= {kernel.name for kernel in report.kernels}
+
+    def test_the_own_time_of_a_module_is_its_time_without_those_below(self):
+        report = htp_export.profile(encoder(), runs=2, timing="modules")
+        assert_adds_up(report)
+        assert {"layer.0.fc", "layer.1.fc"} <= {kernel.name for kernel in report.kernels}
+
+    def test_own_times_are_differences_and_at_least_0(self, monkeypatch):
+        alone = {"layer.0": 5.0, "layer.0.fc": 2.0, "layer.1": 1.0, "layer.1.fc": 2.0, "": 9.0}
+        monkeypatch.setattr(module_times, "_time", lambda tagged, part, *rest: alone[part.path])
+        report = htp_export.profile(encoder(), runs=1, timing="modules")
+        own = {kernel.name: kernel.ms for kernel in report.kernels}
+        assert own == {"(root)": 2, "layer.0": 3, "layer.0.fc": 2, "layer.1": 0, "layer.1.fc": 2}
+        assert report.modules[""].total_ms == 9
+        assert_adds_up(report)
+
+    def test_modules_inside_branches_do_not_run_alone_and_are_listed(self):
+        feed = {"x": np.ones((2, 4), np.float32), "condition": np.asarray(True)}
+        report = htp_export.profile(branching(), feed, runs=1, timing="modules")
+        assert "gate.yes" not in {kernel.name for kernel in report.kernels}
+        assert any(line.startswith("gate.yes did not run alone: ") for line in report.notes)
+
+    def test_the_command_takes_it(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        htp_export.load(encoder()).save("net.onnx")
+        assert main(["profile", "net.onnx", "--runs", "1", "--timing", "modules", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["timing"] == "modules"
+
+    def test_an_unknown_way_is_refused(self):
+        with pytest.raises(InputError, match="no timing 'nvtx'; there are auto, kernels, modules"):
+            htp_export.profile(encoder(), timing="nvtx")
+
+
+class TestWhichTimesAProfileTakes:
+    """The CPU stands for a device that queues kernels."""
+
+    @pytest.fixture
+    def queued(self, monkeypatch):
+        monkeypatch.setattr(traces, "QUEUED", frozenset({CPU}))
+
+    @pytest.mark.usefixtures("queued")
+    def test_launches_that_explain_a_run_stay_and_are_said_to_be_launches(self, program, monkeypatch):
+        monkeypatch.setattr(latency, "_explain", lambda kernels, run_ms: True)
+        report = htp_export.profile(program, runs=2)
+        assert report.timing == "launches"
+        assert "this ONNX Runtime does not measure kernels on the device" in str(report)
+
+    @pytest.mark.usefixtures("queued")
+    def test_launches_that_do_not_give_way_to_modules_alone_unless_kernels_are_asked_for(self, program, monkeypatch):
+        monkeypatch.setattr(latency, "_explain", lambda kernels, run_ms: False)
+        assert htp_export.profile(program, runs=2).timing == "modules"
+        assert htp_export.profile(program, runs=2, timing="kernels").timing == "launches"
+
+    def test_they_explain_a_run_if_most_of_it_has_modules(self):
+        known, lost = Kernel("a", "A", CUDA, 4.0, 1, ("a",)), Kernel("b", "B", CUDA, 9.0, 1, ())
+        assert latency._explain([known, lost], 8.0)
+        assert not latency._explain([known, lost], 8.1)
+
+    def test_kernels_on_a_device_are_said_to_be_such(self, program):
+        report = htp_export.profile(program, runs=1)
+        assert "on the device" not in str(report)
+        kernels = tuple(replace(kernel, provider=CUDA) for kernel in report.kernels)
+        assert "times are those of kernels on the device" in replace(report, kernels=kernels).notes
+
+    def test_devices_of_providers(self):
+        assert [device_of([name]) for name in (CUDA, "DmlExecutionProvider", CPU, "XnnpackExecutionProvider")] == [
+            "cuda",
+            "dml",
+            "cpu",
+            "cpu",
+        ]

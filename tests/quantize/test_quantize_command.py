@@ -1,0 +1,153 @@
+"""``htp-export quantize``: plans from files and rules, data, what is written and printed, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import htp_export
+from htp_export.command.main import main
+from tests.handmade import small_file
+from tests.quantize.test_quantize import IDS, Net, written
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    file = tmp_path_factory.mktemp("net") / "net.onnx"
+    return written(Net(), (torch.from_numpy(IDS),), file, "dynamo", ["ids"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.yaml").write_text('first: int8\n"class:Embedding": {precision: int4, block_size: 16}\n')
+    np.savez(tmp_path / "ids.npz", ids=IDS)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_a_plan_file_then_rules_in_order(net: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["quantize", str(net), "plan.yaml", "--rule", "head=fp16", "--rule", "first=int8-weights", "-o", "q.onnx"]
+    assert main([*words, "--json"]) == 0
+    result = said(capsys)
+    assert (result["file"], result["dry_run"], result["notes"]) == ("q.onnx", False, [])
+    precisions = {path: module["precision"] for path, module in result["modules"].items()}
+    assert (precisions["first"], precisions["table"], precisions["head"]) == ("int8-weights", "int4", "fp16")
+    tagged = htp_export.load("q.onnx")
+    assert not tagged.untagged
+    assert result["modules"][""]["bytes_after"] == htp_export.cost(tagged).modules[""].weight_bytes
+
+
+def test_a_dry_run_draws_the_plan_and_writes_nothing(
+    net: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.iterdir())
+    assert main(["quantize", str(net), "plan.yaml", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "module class precision nodes changed bytes before bytes after ratio"
+    by_name = {line.split()[1]: line.split() for line in lines[2:8]}
+    assert by_name["first"][2:6] == ["Linear", "int8", "2", "2"]
+    assert by_name["head"][2:6] == ["Linear", "fp32", "1", "0"]
+    assert "predicted: weights 34.16 kB before, 14.74 kB after (43.2%)" in "\n".join(lines)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_the_same_bytes_are_predicted_and_written(net: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["quantize", str(net), "plan.yaml", "--csv"]
+    assert main([*words, "--dry-run"]) == 0
+    predicted = capsys.readouterr().out
+    assert main([*words, "-o", "q.onnx", "--data", "ids.npz"]) == 0
+    assert capsys.readouterr().out == predicted
+    rows = list(csv.DictReader(io.StringIO(predicted)))
+    assert [row["precision"] for row in rows if row["module"] == "first"] == ["int8"]
+
+
+def test_files_of_data_are_runs(net: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(folder / "few.npz", ids=IDS % 3)
+
+    def first_scale(*words: str) -> float:
+        assert main(["quantize", str(net), "--rule", "first=int8", "-o", "q.onnx", "--json", *words]) == 0
+        capsys.readouterr()
+        model = htp_export.load("q.onnx").model
+        node = next(node for node in model.graph if node.op_type == "QuantizeLinear")
+        return float(node.inputs[1].const_value.numpy())  # type: ignore[union-attr]
+
+    assert first_scale("--data", "few.npz") < first_scale("--data", "few.npz", "--data", "ids.npz")
+    (folder / "runs_of_data.py").write_text(
+        "import numpy as np\n\ndef make():\n    return [{'ids': np.arange(14).reshape(2, 7)}]\n"
+    )
+    assert first_scale("--entry", "runs_of_data:make") == first_scale("--data", "ids.npz")
+
+
+def test_random_inputs_are_warned_of(net: Path, folder: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "htp_export", "quantize", str(net), "int8", "-o", str(folder / "q.onnx")],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert ended.returncode == 0
+    assert ended.stderr.count("accuracy of this model means nothing") == 1
+    assert f"wrote {folder / 'q.onnx'}" in ended.stdout
+    assert "next: htp-export compare" in ended.stdout
+
+
+@pytest.mark.parametrize("preset", ["int8", "w4", "fp16"])
+def test_presets_are_for_the_whole_model(
+    net: Path, folder: Path, preset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(net), preset, "-o", "q.onnx", "--data", "ids.npz", "--json"]) == 0
+    assert said(capsys)["modules"][""]["precision"] == {"w4": "int4"}.get(preset, preset)
+    onnx.checker.check_model("q.onnx")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["plan.yaml"], "give the file to write with -o, or --dry-run"),
+        (["-o", "q.onnx"], "give a plan, a preset (int8, w4, fp16), or --rule"),
+        (["none.yaml", "-o", "q.onnx"], "none.yaml: cannot be read"),
+        (["--rule", "frist=int8", "-o", "q.onnx"], "selector 'frist': matches no module; nearest: 'first'"),
+        (["--rule", "first", "-o", "q.onnx"], "rule 'first': write SELECTOR=VALUE"),
+        (["--rule", "first=int5", "-o", "q.onnx"], "rule 'first': there is no precision 'int5'"),
+        (["--rule", "norm=int4", "-o", "q.onnx"], "no operator of module 'norm' takes int4"),
+        (["plan.yaml", "-o", "q.onnx", "--data", "none.npz"], "none.npz: cannot be read"),
+        (["plan.yaml", "-o", "q.onnx", "--data", "ids.npz", "--entry", "a:b"], "not from both"),
+        (["plan.yaml", "-o", "q.onnx", "--entry", "nowhere:make"], "nowhere:make: raised ModuleNotFoundError"),
+        (["plan.yaml", "-o", "none/q.onnx"], "folder does not exist"),
+        (["plan.yaml", "-o", "plan.yaml/q.onnx"], ""),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_plan_leaves_every_file_as_it_was(
+    words: list[str], problem: str, net: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_file(folder / "q.onnx")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert main(["quantize", str(net), *words]) == 2
+    assert problem in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_the_file_that_is_read_is_written_only_if_asked(
+    net: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / "own.onnx"
+    htp_export.load(net).save(file)
+    before = file.read_bytes()
+    assert main(["quantize", str(file), "w4", "-o", str(file)]) == 2
+    assert file.read_bytes() == before
+    assert main(["quantize", str(file), "w4", "-o", str(file), "--in-place"]) == 0
+    assert "MatMulNBits" in {node.op_type for node in htp_export.load(file).nodes}

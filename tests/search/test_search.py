@@ -1,0 +1,610 @@
+"""sensitivity and search: errors, exact fronts, shared studies, and plans that are better than one precision."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shlex
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.capabilities.quantize.precisions import PRECISIONS
+from htp_export.capabilities.search.fronts import Choice, additive_front, pareto
+from htp_export.capabilities.search.measuring import Measurer
+from htp_export.capabilities.search.output_errors import OutputErrors
+from htp_export.command.main import main
+from htp_export.errors import FileError, InputError, SelectorError
+from tests import documents
+from tests.nets import spread
+
+Array = np.ndarray[Any, Any]
+ROOT = Path(__file__).parents[2]
+
+
+class Blocks(nn.Module):
+    """Two equal blocks, one of which has weights that few bits represent badly, and a head.
+
+    Feature 0 is always 0. The weights that it is multiplied with in ``blocks.1.0`` are large: they change no output,
+    and make the steps of all weights in their blocks large.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def randoms(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def data() -> list[dict[str, Array]]:
+    keep = (torch.arange(32) > 0).float()
+    return [{"x": (randoms(4, 32, seed=seed) * keep).numpy()} for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = Blocks().eval()
+    with torch.no_grad():
+        model.blocks[0][2].weight[0] = 0
+        model.blocks[0][2].bias[0] = 0
+        model.blocks[1][0].weight[:, 0] = 3
+    path = tmp_path_factory.mktemp("search") / "net.onnx"
+    shapes = {"x": {0: torch.export.Dim("batch")}}
+    htp_export.export(model, (), path, kwargs={"x": randoms(4, 32, seed=9)}, dynamic_shapes=shapes, verbose=False)
+    return path
+
+
+class TestErrors:
+    def test_numbers_of_outputs(self) -> None:
+        errors = OutputErrors()
+        errors.add({"y": np.float32([[1, 2], [3, 4]])}, {"y": np.float32([[1, 2], [3, 5]])})
+        found = errors.result()
+        assert found.error == pytest.approx(1 / 30)
+        assert found.sqnr_db == pytest.approx(10 * math.log10(30))
+        assert found.cosine == pytest.approx(34 / math.sqrt(30 * 39))
+        first = np.exp([0, 1]) / np.exp([0, 1]).sum()
+        second = np.exp([0, 2]) / np.exp([0, 2]).sum()
+        assert found.kl == pytest.approx((first * np.log(first / second)).sum() / 2)
+
+    def test_probabilities_are_taken_as_they_are(self) -> None:
+        errors = OutputErrors()
+        errors.add({"p": np.float32([[0.25, 0.75]])}, {"p": np.float32([[0.5, 0.5]])})
+        assert errors.result().kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), rel=1e-5)
+
+    def test_sums_go_over_samples_and_the_mean_over_outputs(self) -> None:
+        errors = OutputErrors()
+        for _ in range(2):
+            errors.add(
+                {"a": np.float32([2.0]), "b": np.float32([10.0]), "i": np.int64([1])},
+                {"a": np.float32([1.0]), "b": np.float32([10.0]), "i": np.int64([2])},
+            )
+        assert errors.result().error == pytest.approx(0.25 / 2)
+        assert errors.result().kl is None
+
+    @pytest.mark.parametrize("found", [np.nan, np.inf])
+    def test_what_is_no_number_is_an_infinite_error(self, found: float) -> None:
+        errors = OutputErrors()
+        errors.add({"y": np.float32([1, 2])}, {"y": np.float32([1, found])})
+        assert errors.result().error == math.inf
+        assert errors.result().sqnr_db == -math.inf
+        json.dumps(errors.result().to_dict(), allow_nan=False)
+
+    def test_infinite_masks_in_both_are_equal(self) -> None:
+        errors = OutputErrors()
+        errors.add({"y": np.float32([1, -np.inf])}, {"y": np.float32([1, -np.inf])})
+        assert errors.result().error == 0
+        assert errors.result().cosine == 1
+
+    def test_integers_count_if_there_is_nothing_else(self) -> None:
+        errors = OutputErrors()
+        errors.add({"label": np.int64([1, 2, 3, 4])}, {"label": np.int64([1, 2, 3, 5])})
+        assert errors.result().error == 0.25
+
+
+class TestFronts:
+    def test_the_additive_front_is_that_of_all_combinations(self) -> None:
+        generator = np.random.default_rng(0)
+        for _ in range(20):
+            modules = {
+                f"m{k}": [
+                    Choice(str(c), float(generator.integers(1, 30)), float(generator.integers(0, 30))) for c in range(3)
+                ]
+                for k in range(5)
+            }
+            every = [
+                (sum(choice.size for choice in chosen), sum(choice.error for choice in chosen))
+                for chosen in itertools.product(*modules.values())
+            ]
+            expected = sorted({every[place] for place in pareto(every)})
+            front = additive_front(modules)
+            assert [(size, error) for size, error, _ in front.points] == expected
+            assert front.exact
+            for size, error, plan in front.points:
+                chosen = [
+                    next(choice for choice in modules[path] if choice.name == name) for path, name in plan.items()
+                ]
+                assert (size, error) == (sum(c.size for c in chosen), sum(c.error for c in chosen))
+
+    def test_a_hundred_modules_are_bounded_and_say_so(self) -> None:
+        generator = np.random.default_rng(1)
+        modules = {
+            f"m{k}": [Choice(str(c), float(generator.random()), float(generator.random())) for c in range(4)]
+            for k in range(100)
+        }
+        front = additive_front(modules, most=500)
+        assert not front.exact
+        assert len(front.points) <= 500
+        assert pareto([point[:2] for point in front.points]) == list(range(len(front.points)))
+
+
+class TestSensitivity:
+    def test_errors_are_those_of_the_quantized_models(self, file: Path, data: list[dict[str, Array]]) -> None:
+        found = htp_export.sensitivity(file, ["int4", "fp16"], data)
+        assert list(found.modules) == ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "head"]
+        measurer = Measurer(htp_export.load(file), htp_export_samples(file, data))
+        expected = measurer.expected
+        made = htp_export.quantize(file, {"blocks.1.0": "int4"}).tagged
+        outputs, _ = measurer._run(made, 0)
+        errors = OutputErrors()
+        for one, other in zip(expected, outputs, strict=True):
+            errors.add(one, other)
+        row = found.modules["blocks.1.0"]["int4"]
+        assert row.alone.error == pytest.approx(errors.result().error, rel=1e-6)
+        assert row.alone.error > 0
+        assert row.saved_bytes == found.original.bytes - row.alone.bytes
+        assert row.saved_bytes == pytest.approx(32 * 64 * (4 - 0.5 - 5 / 32), rel=0.03)  # a scale and a zero point
+
+    def test_the_ranking_begins_with_the_module_that_few_bits_represent_badly(
+        self, file: Path, data: list[dict[str, Array]]
+    ) -> None:
+        ranking = htp_export.sensitivity(file, ["int4"], data).ranking
+        assert ranking[0].path == "blocks.1.0"
+        errors = [row.alone.error for row in ranking]
+        assert errors == sorted(errors, reverse=True)
+
+    def test_estimates_rank_alike_and_run_nothing_quantized(self, file: Path, data: list[dict[str, Array]]) -> None:
+        estimated = htp_export.sensitivity(file, ["int4", "fp16"], data, estimate=True)
+        measured = htp_export.sensitivity(file, ["int4", "fp16"], data, all_but=False)
+        assert not estimated.measured
+        assert estimated.original is None
+        assert all(row.alone is None for row in estimated.ranking)
+        assert estimated.ranking[0].path == "blocks.1.0"
+        four = {row.path for row in estimated.ranking[:5]}
+        assert {row.precision for row in estimated.ranking[:5]} == {"int4"}
+        assert four == set(measured.modules)
+        alone = estimated.modules["head"]["int4"].estimate
+        assert measured.modules["head"]["int4"].alone.error == pytest.approx(alone, rel=0.5)
+
+    def test_all_but_one_module(self, file: Path, data: list[dict[str, Array]]) -> None:
+        found = htp_export.sensitivity(file, ["int4"], data)
+        every = found.modules["blocks.1.0"]["int4"].all_but
+        others = {path: rows["int4"].all_but.error for path, rows in found.modules.items()}
+        assert min(others, key=others.__getitem__) == "blocks.1.0"
+        assert every.bytes > found.modules["head"]["int4"].all_but.bytes
+
+    def test_blocks_have_mean_and_worst(self, file: Path, data: list[dict[str, Array]]) -> None:
+        found = htp_export.sensitivity(file, ["int4"], data, all_but=False)
+        [first, second] = found.blocks
+        assert (first.part, second.part) == ("0", "2")
+        assert first.modules == ("blocks.0.0", "blocks.1.0")
+        errors = [found.modules[path]["int4"].alone.error for path in first.modules]
+        assert (first.mean, first.worst) == (pytest.approx(sum(errors) / 2), max(errors))
+        assert first.worst_module == "blocks.1.0"
+
+    def test_depth_selectors_and_metric(self, file: Path, data: list[dict[str, Array]]) -> None:
+        seen: list[int] = []
+
+        def metric(outputs: Sequence[Mapping[str, Array]]) -> float:
+            seen.append(len(outputs))
+            return float(sum((output.values().__iter__().__next__()).sum() for output in outputs))
+
+        found = htp_export.sensitivity(file, ["int8-dynamic"], data, depth=1, metric=metric, all_but=False)
+        assert list(found.modules) == ["blocks.0", "blocks.1", "head"]
+        assert seen == [3] * 4
+        assert found.original.metric != found.modules["head"]["int8-dynamic"].alone.metric
+        assert list(htp_export.sensitivity(file, ["fp16"], data, select="blocks.0").modules) == ["blocks.0"]
+
+    def test_errors_by_module_begin_where_it_is_quantized(self, file: Path, data: list[dict[str, Array]]) -> None:
+        found = htp_export.sensitivity(file, ["int4"], data, select="blocks.1.0", by_module=True, all_but=False)
+        cosines = found.modules["blocks.1.0"]["int4"].by_module
+        assert cosines["blocks.0"] == pytest.approx(1, abs=1e-9)
+        assert cosines["blocks.1.0"] < 1 - 1e-4
+
+    def test_each_model_is_quantized_once_to_be_measured_and_compared(
+        self, file: Path, data: list[dict[str, Array]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[Any] = []
+        quantized = Measurer.quantized
+        monkeypatch.setattr(Measurer, "quantized", lambda self, plan: made.append(plan) or quantized(self, plan))
+        found = htp_export.sensitivity(file, ["int4", "fp16"], data, select="head", by_module=True, all_but=False)
+        assert len(made) == 2
+        assert found.modules["head"]["int4"].by_module["head"] < 1
+
+    def test_times_are_measured_if_asked_for(self, file: Path, data: list[dict[str, Array]]) -> None:
+        found = htp_export.sensitivity(file, ["fp16"], data, select="head", runs=3, all_but=False)
+        row = found.modules["head"]["fp16"]
+        assert found.original.latency_ms > 0
+        assert row.saved_ms == found.original.latency_ms - row.alone.latency_ms
+
+    def test_finished_runs_are_not_repeated(
+        self, file: Path, data: list[dict[str, Array]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        results = tmp_path / "runs.jsonl"
+        first = htp_export.sensitivity(file, ["int4"], data, results=results)
+        lines = results.read_text().splitlines()
+        assert len(lines) == 1 + 2 * 5
+        results.write_text("\n".join(lines[:4]) + '\n{"of": "kil')  # the process was killed while it wrote
+        made: list[Any] = []
+        quantized = Measurer.quantized
+        monkeypatch.setattr(
+            Measurer, "quantized", lambda self, plan, *of: made.append(plan) or quantized(self, plan, *of)
+        )
+        again = htp_export.sensitivity(file, ["int4"], data, results=results)
+        assert len(made) == 7
+        assert again.to_dict() == first.to_dict()
+        made.clear()
+        assert htp_export.sensitivity(file, ["int4"], data, results=results).to_dict() == first.to_dict()
+        assert not made
+        other = [{"x": 2 * feed["x"]} for feed in data]
+        htp_export.sensitivity(file, ["int4"], other, results=results, all_but=False)
+        assert len(made) == 5
+
+    def test_a_module_that_cannot_have_a_precision_is_said(self, tmp_path: Path) -> None:
+        model = spread(nn.Sequential(nn.Conv1d(32, 32, 3), nn.ReLU(), nn.Linear(14, 32))).eval()
+        htp_export.export(model, (randoms(2, 32, 16, seed=1),), tmp_path / "c.onnx", verbose=False)
+        found = htp_export.sensitivity(tmp_path / "c.onnx", ["int4"], seed=3)
+        assert [row.path for row in found.ranking] == ["2"]
+        assert found.modules["0"]["int4"].problem
+        assert any(note.startswith("0 in int4: ") for note in found.notes)
+        assert any("random" in note for note in found.notes)
+
+    def test_the_command(self, file: Path, data: list[dict[str, Array]], tmp_path: Path, capsys: Any) -> None:
+        np.savez(tmp_path / "x.npz", **data[0])
+        command = ["sensitivity", str(file), "--precision", "int4,fp16", "--data", str(tmp_path / "x.npz")]
+        assert main([*command, "--depth", "1"]) == 0
+        out = capsys.readouterr().out
+        assert out.splitlines()[0].split()[:3] == ["module", "class", "precision"]
+        assert main([*command, "--json", "--results", str(tmp_path / "runs.jsonl")]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        expected = htp_export.sensitivity(file, ["int4", "fp16"], data[0], results=tmp_path / "runs.jsonl")
+        assert printed == {"schema_version": 1, **json.loads(json.dumps(expected.to_dict()))}
+
+    @pytest.mark.parametrize(
+        ("words", "problem"),
+        [
+            (["--precision", "int9"], "there is no precision 'int9'"),
+            (["--precision", "fp32"], "changes nothing"),
+            (["--select", "nothing"], "matches no module"),
+            (["--select", "head", "--depth", "1"], "not both"),
+            (["--results", "none/runs.jsonl"], "its folder does not exist"),
+            (["--results", "net.onnx"], "holds no results"),
+            (["--metric", "nowhere:accuracy"], "nowhere:accuracy"),
+        ],
+    )
+    def test_bad_input_ends_with_status_2(
+        self,
+        file: Path,
+        data: list[dict[str, Array]],
+        tmp_path: Path,
+        capsys: Any,
+        monkeypatch: Any,
+        words: list[str],
+        problem: str,
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        for each in file.parent.iterdir():
+            shutil.copy(each, tmp_path)
+        np.savez("x.npz", **data[0])
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        assert main(["sensitivity", "net.onnx", *words]) == 2
+        error = capsys.readouterr().err
+        assert problem in error
+        assert error.count("\n") == 1
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def htp_export_samples(file: Path, data: list[dict[str, Array]]) -> Any:
+    from htp_export.capabilities.quantize.calibration_data import samples_of
+
+    return samples_of(data, htp_export.load(file).model)
+
+
+class Digits(nn.Module):
+    """A small classifier of images of 8 by 8 pixels, whose first layers matter more than the large one behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.wide = nn.Linear(64, 64), nn.Linear(64, 512)
+        self.narrow, self.head = nn.Linear(512, 64), nn.Linear(64, 10)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(pixels))
+        x = torch.relu(self.narrow(torch.relu(self.wide(x))))
+        return self.head(x)
+
+
+class Texts(nn.Module):
+    """A classifier of sequences of tokens: a table, an encoder with attention, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(200, 64)
+        self.encoder = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.table(tokens)).mean(1))
+
+
+def trained(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps: int) -> nn.Module:
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def digits() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    datasets = pytest.importorskip("sklearn.datasets")
+    found = datasets.load_digits()
+    images, labels = torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
+    torch.manual_seed(0)
+    model = trained(Digits(), images[:1200], labels[:1200], 60)
+    with torch.no_grad():  # weights without effect, that make the steps of the others large: their pixel is always 0
+        assert not images[:, [0, 32]].any()
+        model.stem.weight[:, [0, 32]] = 6
+    return model, images[1200:], labels[1200:]
+
+
+def texts() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 196, (900, 12), generator=generator)
+    labels = torch.randint(0, 4, (900,), generator=generator)
+    tokens[torch.arange(900), torch.randint(0, 12, (900,), generator=generator)] = 196 + labels  # one word tells
+    torch.manual_seed(0)
+    model = trained(Texts(), tokens[:600], labels[:600], 40)
+    with torch.no_grad():
+        for feature in (0, 32):  # one in each block of weights
+            model.encoder.norm2.weight[feature] = model.encoder.norm2.bias[feature] = 0
+            model.head.weight[:, feature] = 15  # it is multiplied with 0
+    return model, tokens[600:], labels[600:]
+
+
+NETS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]]] = {"digits": digits, "texts": texts}
+
+
+@pytest.fixture(scope="module", params=list(NETS))
+def bars(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any, Any]:
+    pytest.importorskip("optuna")
+    name = request.param
+    model, inputs, labels = NETS[name]()
+    file = tmp_path_factory.mktemp(name) / "net.onnx"
+    [argument] = ("pixels",) if name == "digits" else ("tokens",)
+    shapes = {argument: {0: torch.export.Dim("batch")}}
+    htp_export.export(model, (), file, kwargs={argument: inputs}, dynamic_shapes=shapes, verbose=False)
+    data = {argument: inputs.numpy()}
+
+    def accuracy(outputs: Sequence[Mapping[str, Array]]) -> float:
+        [output] = outputs[0].values()
+        return float((output.argmax(-1) == labels.numpy()).mean())
+
+    space = ["int8", "int8-weights", "int4", "fp16", "fp32"]
+    result = htp_export.search(file, space, ["error", "size", "metric"], data, metric=accuracy, trials=40)
+    return file, data, accuracy, result
+
+
+@pytest.mark.slow
+class TestBars:
+    def test_the_front_is_never_above_one_precision_for_all(self, bars: tuple[Path, Any, Any, Any]) -> None:
+        file, data, _, result = bars
+        tagged = htp_export.load(file)
+        measurer = Measurer(tagged, htp_export_samples(file, [data]))
+        for name in ("int8", "int4", "fp16"):
+            uniform = measurer.measure({".": PRECISIONS[name]})
+            best = min(t.values["error"] for t in result.pareto if t.values["size"] <= uniform.bytes)
+            assert best <= uniform.error * (1 + 1e-6), name
+
+    def test_a_plan_keeps_the_accuracy_at_two_fifths_of_the_bytes_where_int4_does_not(
+        self, bars: tuple[Path, Any, Any, Any]
+    ) -> None:
+        file, data, accuracy, result = bars
+        measurer = Measurer(htp_export.load(file), htp_export_samples(file, [data]), accuracy)
+        original, four = measurer.original, measurer.measure({".": PRECISIONS["int4"]})
+        assert original.metric > 0.9
+        assert four.metric < original.metric - 0.01
+        good = [t for t in result.pareto if t.values["metric"] >= original.metric - 0.01]
+        smallest = min(good, key=lambda trial: trial.values["size"])
+        assert smallest.values["size"] <= 0.4 * original.bytes
+        made = htp_export.quantize(file, smallest.plan, data=[data])  # the plan gives the same again
+        again = Measurer(htp_export.load(file), htp_export_samples(file, [data]), accuracy)
+        outputs, _ = again._run(made.tagged, 0)
+        assert accuracy(outputs) == smallest.values["metric"]
+
+
+def brief(file: Path, data: Any, **options: Any) -> Any:
+    given = {"trials": 14, "first": 4} | options
+    return htp_export.search(file, ["int4", "fp16", "fp32"], ["error", "size"], data, **given)
+
+
+class TestSearch:
+    @pytest.fixture(autouse=True)
+    def _optuna(self) -> None:
+        pytest.importorskip("optuna")
+
+    def test_trials_and_front(self, file: Path, data: list[dict[str, Array]]) -> None:
+        found = brief(file, data)
+        assert len({json.dumps(dict(trial.plan)) for trial in found.trials}) == len(found.trials)
+        assert found.exact
+        assert found.failed == 0
+        points = [(trial.values["error"], trial.values["size"]) for trial in found.trials]
+        best = [(trial.values["error"], trial.values["size"]) for trial in found.pareto]
+        assert sorted(best) == sorted(points[place] for place in pareto(points))
+        assert [size for _, size in best] == sorted(size for _, size in best)
+        assert min(points)[0] == 0  # fp32
+        assert {trial.origin for trial in found.trials} <= {"front", "uniform", "sampler"}
+        made = htp_export.quantize(file, found.pareto[0].plan).tagged
+        measurer = Measurer(htp_export.load(file), htp_export_samples(file, data))
+        assert measurer._measured(made).error == pytest.approx(found.pareto[0].values["error"], rel=1e-6)
+
+    def test_the_module_with_outliers_stays_wide_longest(self, file: Path, data: list[dict[str, Array]]) -> None:
+        found = htp_export.search(file, ["int4", "fp32"], data=data, trials=14, first=10)
+        one = [t for t in found.pareto if sum(name != "int4" for name in t.plan.values()) == 1 and len(t.plan) > 1]
+        best = min(one, key=lambda trial: trial.values["error"])
+        assert best.plan["blocks.1.0"] != "int4"
+
+    @pytest.mark.parametrize("sampler", ["nsga2", "random", "grid"])
+    def test_samplers(self, file: Path, data: list[dict[str, Array]], sampler: str) -> None:
+        found = brief(file, data, sampler=sampler, depth=1)
+        assert len(found.trials) >= 10
+        assert list(found.modules) == ["blocks.0", "blocks.1", "head"]
+
+    def test_all_combinations_end_the_search(self, file: Path, data: list[dict[str, Array]]) -> None:
+        found = htp_export.search(file, {"head": ["int4", "fp32"]}, ["size"], data, trials=50)
+        assert len([trial for trial in found.trials if trial.number is not None]) == 2
+        assert [trial.values["size"] for trial in found.pareto] == [min(t.values["size"] for t in found.trials)]
+
+    def test_a_space_by_selector_and_fields_of_a_precision(self, file: Path, data: list[dict[str, Array]]) -> None:
+        small = htp_export.Precision("small blocks", "weights", weight="int4", block_size=16)
+        space = {"blocks.**": ["int4", "fp32"], "blocks.1.0": [small, "fp16"]}
+        found = htp_export.search(file, space, ["error", "size"], data, trials=30)
+        assert found.modules["blocks.1.0"] == ("small blocks", "fp16")
+        assert found.modules["blocks.0.0"] == ("int4", "fp32")
+        assert "head" not in found.modules
+        plan = next(t.plan for t in found.trials if isinstance(t.plan.get("blocks.1.0"), dict))
+        assert htp_export.quantize(file, plan).modules["blocks.1.0"].bytes_after < 32 * 64
+
+    def test_latency_is_an_objective(self, file: Path, data: list[dict[str, Array]]) -> None:
+        found = htp_export.search(file, {"head": ["int4", "fp32"]}, ["error", "latency"], data, trials=2, runs=2)
+        assert all(trial.values["latency"] > 0 for trial in found.trials)
+
+    @pytest.mark.parametrize("kind", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
+    def test_a_stored_study_goes_on_and_is_not_measured_again(
+        self, file: Path, data: list[dict[str, Array]], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage = tmp_path / "study.log" if kind == "journal" else f"sqlite:///{tmp_path}/study.db"
+        first = brief(file, data, storage=storage, trials=8)
+        made: list[Any] = []
+        quantized = Measurer.quantized
+        monkeypatch.setattr(
+            Measurer, "quantized", lambda self, plan, *of: made.append(plan) or quantized(self, plan, *of)
+        )
+        assert brief(file, data, storage=storage, trials=8).to_dict() == first.to_dict()
+        assert not made
+        more = brief(file, data, storage=storage, trials=12)
+        assert [trial.to_dict() for trial in more.trials[:5]] == [trial.to_dict() for trial in first.trials[:5]]
+        assert len(made) <= 4
+        with pytest.raises(InputError, match="is of another search: its model and data differs"):
+            brief(file, [{"x": 2 * data[0]["x"]}], storage=storage)
+        with pytest.raises(InputError, match="its choices differs"):
+            htp_export.search(file, ["int4"], ["error", "size"], data, storage=storage)
+        assert brief(file, data[:1], storage=storage, study="another", trials=5).trials
+
+    def test_the_page_runs_as_it_stands(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+        monkeypatch.chdir(tmp_path)
+        page, names = ROOT / "docs" / "search.md", dict[str, Any]()
+        for block in documents.blocks(page):
+            if block.language == "python":
+                exec(compile(block.text, "search.md", "exec"), names)
+        assert (tmp_path / "found.onnx").exists()
+        shutil.copy("wide.onnx", "net.onnx")
+        texts = [each.text.partition(" #")[0] for each in documents.commands(page)]
+        for text in texts:
+            if text.startswith("echo "):
+                subprocess.run(text, shell=True, check=True)
+            else:
+                assert main(shlex.split(text)[1:]) == 0
+        named = [text.split()[1] for text in texts if not text.startswith("echo ")]
+        assert named == ["sensitivity", "search", "search", "pipeline"]
+
+    def test_the_command_writes_plans_that_quantize_reads(
+        self, file: Path, data: list[dict[str, Array]], tmp_path: Path, capsys: Any
+    ) -> None:
+        np.savez(tmp_path / "x.npz", **data[0])
+        out = tmp_path / "found"
+        command = ["search", str(file), "--choices", "int4,fp32", "--data", str(tmp_path / "x.npz"), "--trials", "6"]
+        assert main([*command, "--select", "blocks.1", "-o", str(out)]) == 0
+        assert "wrote" in capsys.readouterr().out
+        assert {path.name for path in out.iterdir()} > {"front.json", "front.svg", "plan0.json", "plan1.json"}
+        assert ET.parse(out / "front.svg").getroot().tag.endswith("svg")
+        front = json.loads((out / "front.json").read_text())
+        assert json.loads((out / "plan0.json").read_text()) == front["pareto"][0]["plan"]
+        assert main(["quantize", str(file), str(out / "plan0.json"), "-o", str(tmp_path / "q.onnx")]) == 0
+        capsys.readouterr()
+        assert main([*command, "--select", "blocks.1", "-o", str(out), "--json"]) == 0
+        assert set(json.loads(capsys.readouterr().out)) == {"schema_version", *front}
+        (tmp_path / "space.yaml").write_text("head: [int4, fp32]\n")
+        assert main(["search", str(file), str(tmp_path / "space.yaml"), "--trials", "2", "-o", str(out)]) == 0
+        assert "random" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("words", "problem"),
+        [
+            ([], "--choices"),
+            (["--choices", "int4", "space.yaml"], "--choices"),
+            (["--choices", "int9"], "there is no precision 'int9'"),
+            (["--choices", "int4", "--objective", "speed"], "objectives are some of error, size, latency, metric"),
+            (["--choices", "int4", "--objective", "metric"], "go together"),
+            (["--choices", "int4", "--sampler", "best"], "there is no sampler 'best'"),
+            (["--choices", "int4", "--storage", "none/study.log"], "its folder does not exist"),
+            (["--choices", "int4", "--storage", "net.onnx"], "net.onnx"),
+            (["--choices", "int4", "--storage", "nosql://x"], "cannot be opened"),
+            (["--choices", "int4", "-o", "."], "which is not of a search"),
+            (["--choices", "int4", "-o", "net.onnx"], "is a file"),
+            (["nested.yaml"], "lies in"),
+            (["space.yaml"], "there is no precision"),
+        ],
+    )
+    def test_bad_input_ends_with_status_2_and_files_stay(
+        self, file: Path, tmp_path: Path, capsys: Any, monkeypatch: Any, words: list[str], problem: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        for each in file.parent.iterdir():
+            shutil.copy(each, tmp_path)
+        (tmp_path / "space.yaml").write_text("head: [int4, int9]\n")
+        (tmp_path / "nested.yaml").write_text("blocks.1: [int4]\nblocks.1.0: [int8]\n")
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        assert main(["search", "net.onnx", *words, "--trials", "2"]) == 2
+        error = capsys.readouterr().err
+        assert problem in error
+        assert error.count("\n") == 1
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+    def test_errors_in_python(self, file: Path, tmp_path: Path) -> None:
+        with pytest.raises(SelectorError):
+            htp_export.search(file, {"nothing": ["int4"]})
+        with pytest.raises(InputError, match="the space is empty"):
+            htp_export.search(file, {})
+        with pytest.raises(InputError, match="two precisions are named"):
+            htp_export.search(file, [{"precision": "int4", "block_size": 16}, {"precision": "int4", "block_size": 64}])
+        (tmp_path / "broken.log").write_text("{nothing\n{}\n")
+        with pytest.raises(FileError, match="is no journal"):
+            htp_export.search(file, ["int4"], storage=tmp_path / "broken.log")
+
+
+def test_without_optuna_the_error_says_what_to_install(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(InputError, match="pip install"):
+        htp_export.search(file, ["int4"])

@@ -1,0 +1,204 @@
+"""A study in every kind of storage: two processes share it, one is killed, and the other one does what it had begun."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.capabilities.search.storages import open_storage
+from htp_export.command.main import main
+from htp_export.errors import InputError
+
+optuna = pytest.importorskip("optuna")
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def journal(folder: Path) -> Iterator[str]:
+    yield str(folder / "study.log")
+
+
+@contextlib.contextmanager
+def sqlite(folder: Path) -> Iterator[str]:
+    yield f"sqlite:///{folder}/study.db"
+
+
+@contextlib.contextmanager
+def postgresql(folder: Path) -> Iterator[str]:
+    """A server of its own, in a folder that it may write; as another user, since PostgreSQL does not run as root."""
+    places = [os.environ.get("PATH", ""), *glob.glob("/usr/lib/postgresql/*/bin")]  # noqa: PTH207 - not in PATH on Debian
+    programs = [shutil.which(name, path=os.pathsep.join(places)) for name in ("initdb", "pg_ctl")]
+    driver = next((name for name in ("psycopg", "psycopg2") if importlib.util.find_spec(name)), None)
+    if None in programs or driver is None:
+        pytest.skip("needs the server of PostgreSQL (initdb, pg_ctl) and psycopg or psycopg2")
+    as_user: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "check": True}
+    with tempfile.TemporaryDirectory(prefix="htp_pg_") as place:
+        if os.getuid() == 0:
+            names = {entry.pw_name for entry in pwd.getpwall()}
+            user = next((name for name in ("postgres", "nobody") if name in names), None)
+            if user is None:
+                pytest.skip("PostgreSQL does not run as root, and there is no other user")
+            as_user |= {"user": user, "group": pwd.getpwnam(user).pw_gid, "cwd": place}
+            shutil.chown(place, user)
+        base, port = str(Path(place) / "data"), free_port()
+        initdb, pg_ctl = map(str, programs)
+        subprocess.run([initdb, "-D", base, "-A", "trust", "-U", "htp", "--no-sync"], **as_user)
+        options = f"-c listen_addresses=127.0.0.1 -c unix_socket_directories='' -p {port}"
+        subprocess.run([pg_ctl, "-D", base, "-o", options, "-l", f"{place}/log", "-w", "start"], **as_user)
+        try:
+            yield f"postgresql+{driver}://htp@127.0.0.1:{port}/postgres"
+        finally:
+            subprocess.run([pg_ctl, "-D", base, "-m", "immediate", "stop"], **as_user)
+
+
+@contextlib.contextmanager
+def grpc(folder: Path) -> Iterator[str]:
+    """A proxy in a process of its own, in front of a database."""
+    if importlib.util.find_spec("grpc") is None:
+        pytest.skip("needs grpcio")
+    port = free_port()
+    serve = f"optuna.storages.run_grpc_proxy_server(storage, host='127.0.0.1', port={port})"
+    code = f"import optuna; storage = optuna.storages.RDBStorage('sqlite:///{folder}/proxied.db'); {serve}"
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(300):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                time.sleep(0.1)
+            yield f"grpc://127.0.0.1:{port}"
+        finally:
+            server.kill()
+
+
+KINDS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {
+    "journal": journal,
+    "sqlite": sqlite,
+    "postgresql": postgresql,
+    "grpc": grpc,
+}
+
+
+@pytest.fixture(
+    params=["journal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sqlite", "postgresql", "grpc"))]
+)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    with KINDS[request.param](tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("storages") / "net.onnx"
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(48, 48), nn.Tanh()))).eval()
+    htp_export.export(model, (torch.randn(4, 48),), path, verbose=False)
+    return path
+
+
+WORKER = """
+import sys, time
+import htp_export
+from htp_export.capabilities.search.heartbeats import Heartbeat
+from htp_export.capabilities.search.measuring import Measurer
+
+word, file, storage = sys.argv[1:]
+if word == "hangs":  # in its second trial
+    measure, begun = Measurer.measure, []
+    def hanging(self, plan, pruning):
+        changed = {path for path, precision in plan.items() if precision.name != "fp32"}
+        if len({*changed, *pruning}) > 1 and not self.known(plan, pruning):
+            begun.append(plan)
+            if len(begun) == 2:
+                print("hangs", flush=True)
+                time.sleep(600)
+        return measure(self, plan, pruning)
+    Measurer.measure = hanging
+found = htp_export.search(file, ["int4", "0.5", "rank:25%+fp16", "fp32"], ["error", "size"], trials=12, first=4,
+    storage=storage, heartbeat=Heartbeat(0.2, 2.0))
+print(len(found.trials), found.failed, flush=True)
+"""
+
+
+def start(word: str, file: Path, storage: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(WORKER), word, str(file), storage]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+
+def test_two_processes_share_a_study_and_take_up_what_a_killed_one_had(storage: str, file: Path) -> None:
+    with start("hangs", file, storage) as hanging:
+        assert hanging.stdout is not None
+        assert hanging.stdout.readline() == "hangs\n"
+        with start("works", file, storage) as working:
+            time.sleep(0.5)
+            os.kill(hanging.pid, signal.SIGKILL)
+            hanging.wait()
+            out, _ = working.communicate(timeout=180)
+    assert working.returncode == 0
+    assert out.split()[1] == "0"
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.load_study(study_name="htp_export", storage=open_storage(storage))
+    states = [trial.state.name for trial in study.trials]
+    assert states.count("FAIL") == 1
+    assert states.count("COMPLETE") >= 12
+    assert "RUNNING" not in states
+    [dead] = [trial for trial in study.trials if trial.state.name == "FAIL"]
+    again = [trial for trial in study.trials if trial.params == dead.params and trial.state.name == "COMPLETE"]
+    assert again
+    assert again[0].user_attrs["taken up again"] == 1
+
+
+def test_a_later_command_joins_the_study(storage: str, file: Path, capsys: Any) -> None:
+    command = ["search", str(file), "--choices", "int4,2:4+fp16", "--trials", "5", "--storage", storage, "--json"]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    assert main(command) == 0
+    assert capsys.readouterr().out == first
+    assert main(["search", str(file), "--choices", "int4", "--storage", storage]) == 2
+    assert "its choices differs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("named", "problem"),
+    [
+        ("grpc://127.0.0.1:{port}", "cannot be opened: .*[Cc]onnect"),
+        ("grpc://127.0.0.1:x", "cannot be opened"),
+        ("postgresql+nothing://127.0.0.1:{port}/x", "cannot be opened"),
+        ("sqlite:////no/such/folder/study.db", "cannot be opened"),
+    ],
+)
+def test_a_storage_that_is_not_there_is_said(named: str, problem: str, file: Path) -> None:
+    if named.startswith("grpc") and importlib.util.find_spec("grpc") is None:
+        pytest.skip("needs grpcio")
+    storage = named.format(port=free_port())
+    with pytest.raises(InputError, match=problem) as raised:
+        htp_export.search(file, ["int4"], storage=storage, trials=2)
+    assert storage in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,142 @@
+"""Several graphs in one page, of which one is shown."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+
+import pytest
+
+from htp_export.capabilities.view.shown_graph import ShownGraph, shown_graph
+from htp_export.capabilities.view.viewing import page_of
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.tagged import load
+from tests import handmade
+from tests.chromium import Page, needs_chromium
+from tests.view.test_view import page_data_of
+
+HOSTILE = "</script><img src=x onerror=\"document.title='ran'\">"
+SIZES = [(1400, 850), (390, 844)]
+
+
+def net(*operators: str) -> ShownGraph:
+    """Modules ``a`` with the first operator, and ``b`` with the others."""
+    value = first = handmade.value("x")
+    nodes = []
+    for k, operator in enumerate(operators):
+        nodes.append(handmade.tagged_node(operator, [value], "b" if k else "a", f"v{k}"))
+        value = nodes[-1].outputs[0]
+    modules = [ModuleInfo(path, f"net.{path.upper() or 'Net'}", 1, "computed") for path in ("", "a", "b")]
+    return shown_graph(load(handmade.model([first], nodes, [], modules)))
+
+
+def graphs() -> list[ShownGraph]:
+    large, small = net("Neg", "Abs", "Exp"), net("Tanh", "Log")
+    return [
+        ShownGraph(large.inventory, large.measures, "graph 1 of 2", "Dynamo's graph up to a break in b."),
+        ShownGraph(small.inventory, small.measures, HOSTILE, HOSTILE),
+    ]
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("several") / "several.html"
+    file.write_text(page_of(graphs())[0], encoding="utf-8")
+    return file
+
+
+def opened(page: Page) -> None:
+    page.wait("document.documentElement.dataset.ready")
+
+
+def operators(page: Page) -> list[str]:
+    return list(page.run("htp.nodes.map((node) => node.op)"))
+
+
+def choose(page: Page, number: int) -> None:
+    page.run(
+        f"window.before = true, choice = document.querySelector('#choice select'), choice.value = {number}, "
+        "choice.dispatchEvent(new Event('change')), 0"
+    )
+    page.wait("!window.before && document.documentElement?.dataset.ready")
+
+
+def test_a_page_of_several_graphs_holds_each_with_its_title_and_note():
+    page, missing = page_of(graphs(), interactive=False)
+    assert missing
+    assert [node["op"] for node in page_data_of(page)["nodes"]] == ["Neg", "Abs", "Exp"]
+    assert [node["op"] for node in page_data_of(page, "data-1")["nodes"]] == ["Tanh", "Log"]
+    first, second = page_data_of(page, "graphs")
+    assert first == {"title": "graph 1 of 2", "note": "Dynamo's graph up to a break in b."}
+    assert second == {"title": HOSTILE, "note": HOSTILE}
+
+
+@needs_chromium
+@pytest.mark.parametrize("size", SIZES)
+def test_the_graph_that_is_chosen_is_shown_in_every_part_of_the_page(page, several, size):
+    page.size(*size)
+    page.open(several, "#module=b")
+    opened(page)
+    assert operators(page) == ["Neg", "Abs", "Exp"]
+    assert page.run("document.getElementById('note').innerText") == "Dynamo's graph up to a break in b."
+    labels = "[...document.querySelectorAll('#choice option')].map((option) => option.textContent)"
+    assert page.run(labels) == ["graph 1 of 2", HOSTILE]
+    choose(page, 1)
+    assert operators(page) == ["Tanh", "Log"]
+    assert page.run("[htp.selected.path, htp.selected.nodes]") == ["b", 1]
+    assert page.run("document.querySelector('#choice select').value") == "1"
+    assert page.run("document.getElementById('note').innerText") == HOSTILE
+    assert page.run("location.hash") == "#module=b&graph=1"
+    page.run("document.getElementById('tab-graph').click()")
+    page.wait("document.getElementById('graph').dataset.ready")
+    text = "document.querySelector('#graph iframe').contentDocument.body.innerText"
+    page.wait(f"{text}.includes('GRAPH INFO') || innerWidth < 700")
+    page.run("document.getElementById('tab-flow').click()")
+    drawn = "htp.flow.state.order.map(({ item }) => item.op ?? item.path ?? item.word)"
+    assert page.run(drawn) == ["", "in", "a", "Tanh", "b", "Log", "out"]
+    page.run("document.getElementById('tab-graph').click()")
+    choose(page, 0)
+    assert operators(page) == ["Neg", "Abs", "Exp"]
+    assert page.run("htp.selected.path") == "b"
+    assert page.run("document.getElementById('tab-graph').getAttribute('aria-selected')") == "true"
+    assert page.run("document.title") == "Net"
+    assert page.run("document.querySelectorAll('img').length") == 0
+    assert page.said == []
+    assert page.asked == []
+
+
+@needs_chromium
+def test_a_link_shows_a_graph_and_one_that_does_not_exist_is_the_first(page, several):
+    for fragment, shown in {"#graph=1": "Tanh", "#graph=7": "Neg", "#graph=constructor": "Neg", "#b": "Neg"}.items():
+        page.open(several, fragment)
+        opened(page)
+        assert operators(page)[0] == shown
+    page.run("window.before = true, location.hash = '#graph=1&module=a', 0")
+    page.wait("!window.before && document.documentElement?.dataset.ready")
+    assert [operators(page)[0], page.run("htp.selected.path")] == ["Tanh", "a"]
+    assert page.said == []
+
+
+@needs_chromium
+def test_a_graph_can_be_chosen_in_a_notebook(page, tmp_path):
+    inside = page_of(graphs(), interactive=False)[0]
+    file = tmp_path / "notebook.html"
+    file.write_text(f'<iframe srcdoc="{html.escape(inside, quote=True)}"></iframe>', encoding="utf-8")
+    page.open(file)
+    frame = "document.querySelector('iframe').contentWindow"
+    page.wait(f"{frame}.document.documentElement?.dataset.ready")
+    select = f"{frame}.document.querySelector('#choice select')"
+    page.run(f"choice = {select}, choice.value = 1, choice.dispatchEvent(new Event('change')), 0")
+    page.wait(f"{frame}.htp?.nodes[0].op === 'Tanh' && {frame}.document.documentElement?.dataset.ready")
+    assert page.run(f"{select}.value") == "1"
+    assert page.said == []
+
+
+@needs_chromium
+def test_a_page_of_one_graph_has_no_choice(page, tmp_path):
+    file = tmp_path / "one.html"
+    file.write_text(page_of(graphs()[:1], interactive=False)[0], encoding="utf-8")
+    page.open(file)
+    opened(page)
+    assert page.run("document.getElementById('choice').offsetParent") is None
+    assert page.said == []

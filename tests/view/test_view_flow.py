@@ -1,0 +1,508 @@
+"""The flow of a page: the graph by module, its table and overview, and trivial nodes that are merged."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+
+import htp_export
+from htp_export.format import tags
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.tagged import load
+from tests import handmade
+from tests.chromium import Page, needs_chromium
+from tests.view.test_view_page import chain, start
+
+pytestmark = needs_chromium
+
+HOSTILE = "<img src=x onerror=\"document.title='ran'\">"
+SIZES = [(1400, 850), (390, 844)]
+COSTS = ("flops", "activation_bytes")
+
+PART = "(it) => [it.scrollTop / it.scrollHeight, it.clientHeight / it.scrollHeight]"
+IN_SIGHT = """
+(() => {
+  const [pane, table] = ['flow-graph', 'flow-table'].map((id) => document.getElementById(id));
+  const rows = (it, place, height) => htp.flow.state.order
+    .filter((box) => place(box) > it.scrollTop - height && place(box) < it.scrollTop + it.clientHeight)
+    .map((box) => box.row);
+  return [rows(table, (box) => 28 * box.row, 28), rows(pane, (box) => box.top, 44)];
+})()
+"""
+NUMBERS = """
+[...document.querySelectorAll('#flow-canvas .card')].map((card) => {
+  const numbers = [...card.querySelectorAll(':scope > .face .numbers span')];
+  return [card.title, Object.fromEntries(numbers.map((it) => [it.dataset.key, it.textContent + '|' + it.title]))];
+})
+"""
+OTHER_NODE = """
+(() => {
+  const room = document.getElementById('PANE').getBoundingClientRect();
+  return [...document.querySelectorAll('#PANE .node:not(.selected) .chip')].find((chip) => {
+    const box = chip.getBoundingClientRect();
+    return box.top > room.top + 40 && box.bottom < room.bottom - 5 && box.left > room.left && box.right < room.right;
+  });
+})()
+"""
+COLOURS_OF_OVERVIEW = """
+(() => {
+  const paper = document.querySelector('#flow-overview canvas');
+  const { data } = paper.getContext('2d').getImageData(0, 0, paper.width, paper.height);
+  return new Set(new Uint32Array(data.buffer)).size;
+})()
+"""
+
+
+class Heads(torch.nn.Module):
+    """Attention with two heads: its reshapes and transposes compute nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.out = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).reshape(2, 6, 2, 4).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        scores = torch.softmax(q @ k.transpose(2, 3) * 0.5, dim=-1)
+        return self.out((scores @ v).transpose(1, 2).reshape(2, 6, 8))
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.ModuleList([Heads(), Heads()])
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layer:
+            x = x + layer(x)
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, htp_export.Cost, Any]:
+    folder = tmp_path_factory.mktemp("flow")
+    torch.manual_seed(0)
+    htp_export.export(Net().eval(), (torch.randn(2, 6, 8),), folder / "net.onnx", verbose=False)
+    times = {"modules": {"": {"total_ms": 9.0}, "layer.1": {"total_ms": 6.0}, "layer.0": {"total_ms": 3.0}}}
+    htp_export.view(folder / "net.onnx", folder / "net.html", results=[times])
+    return folder / "net.html", htp_export.cost(folder / "net.onnx"), load(folder / "net.onnx")
+
+
+def flow(page: Page, file: Path, size: tuple[int, int] = SIZES[0], table: bool = True) -> None:
+    page.size(*size)
+    start(page, file)
+    page.run("document.getElementById('tab-flow').click()")
+    if table != page.run("document.getElementById('flow-list').checked"):
+        page.run("document.getElementById('flow-list').click()")
+
+
+def box(page: Page, element: str) -> list[float]:
+    """The left, top, width and height of an element."""
+    return list(page.run(f"(({{ x, y, width, height }}) => [x, y, width, height])({element}.getBoundingClientRect())"))
+
+
+def click(page: Page, element: str) -> None:
+    """A click of the mouse in the middle of an element."""
+    x, y, width, height = box(page, element)
+    page.click(x + width / 2, y + height / 2)
+
+
+def choose_colour(page: Page, number: int) -> None:
+    page.run(
+        f"it = document.getElementById('flow-colour'), it.selectedIndex = ({number} + it.length) % it.length, "
+        "it.dispatchEvent(new Event('change'))"
+    )
+
+
+def press_switch(page: Page, name: str) -> None:
+    click(page, f"document.getElementById('{name}')")
+
+
+def scroll(page: Page, element: str, top: str) -> None:
+    page.run(
+        f"(async () => {{ const it = document.getElementById('{element}'); it.scrollTop = {top};"
+        "await new Promise((done) => requestAnimationFrame(() => setTimeout(done, 50))); })()"
+    )
+
+
+def order(page: Page) -> list[str]:
+    """Paths of modules, names of nodes and of inputs and outputs, as they are drawn."""
+    return list(page.run("htp.flow.state.order.map(({ item }) => item.path ?? item.name)"))
+
+
+def cards(page: Page) -> dict[str, dict[str, str]]:
+    """Everything that is drawn: path or name → key of a number → what is written, and its exact value."""
+    found: dict[str, dict[str, str]] = {}
+    height = page.run("document.getElementById('flow-canvas').offsetHeight")
+    for top in range(0, height + 400, 400):
+        scroll(page, "flow-graph", str(top))
+        found |= dict(page.run(NUMBERS))
+    return found
+
+
+def exact(numbers: dict[str, str], key: str) -> int:
+    """The exact value of a number on a card, which leaves out zeros."""
+    return int(numbers[key].split("|")[1].split(" ")[1].replace(",", "")) if key in numbers else 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_numbers_on_modules_and_nodes_are_those_of_cost(page, net, size):
+    file, costs, tagged = net
+    flow(page, file, size)
+    press_switch(page, "flow-unfold")
+    found = cards(page)
+    modules = [path for path, module in costs.modules.items() if path and module.nodes and module.calls]
+    assert len(modules) == 11
+    for path in modules:
+        numbers, module = found[path], costs.modules[path]
+        assert {key: exact(numbers, key) for key in COSTS} == {key: getattr(module, key) for key in COSTS}
+        assert exact(numbers, "parameters") == module.parameters
+    for node in costs.nodes:
+        assert {key: exact(found[node.name], key) for key in COSTS} == {key: getattr(node, key) for key in COSTS}
+    weights = {node.name: exact(found[node.name], "parameters") for node in tagged.nodes}
+    assert sum(weights.values()) == costs.modules[""].parameters
+    of_query = [node.name for node in tagged["layer.0.query"].nodes if node.op_type == "MatMul"]
+    assert found[of_query[0]]["flops"] == "1.54k FLOPs|FLOPs 1,536"  # 2 x 12 x 8 x 8
+    assert page.said == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_table_has_the_numbers_of_the_graph(page, net, size):
+    file, costs, _ = net
+    flow(page, file, size)
+    press_switch(page, "flow-fold")
+    heads = page.run("[...document.querySelectorAll('#flow-head > div')].map((cell) => cell.textContent)")
+    assert heads == ["module or node", "parameters", "FLOPs", "activations", "time ms", "output"]
+    rows = page.run(
+        "[...document.querySelectorAll('#flow-rows .row')].map((row) => [...row.children].slice(0, 5)"
+        ".map((cell) => cell.title || cell.querySelector?.('.label')?.textContent || ''))"
+    )
+    drawn = {name: numbers for name, *numbers in rows}
+    assert list(drawn)[:3] == ["(root)", "in x", "layer.0"]
+    for label, path in {"(root)": "", "layer.0": "layer.0", "head": "head"}.items():
+        module = costs.modules[path]
+        numbers = [f"{module.parameters:,}", f"{module.flops:,}", f"{module.activation_bytes:,} B"]
+        assert drawn[label][:3] == numbers
+    assert [drawn[label][3] for label in ("(root)", "layer.0", "head")] == ["9 ms", "3 ms", ""]
+    assert page.said == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_trivial_nodes_are_merged_into_a_neighbour_of_their_module_and_shown_again(page, net, size):
+    file, costs, tagged = net
+    flow(page, file, size)
+    press_switch(page, "flow-unfold")
+    before = order(page)
+    press_switch(page, "flow-merge")
+    trivial = [node.name for node in costs.nodes if node.op_type in ("Reshape", "Transpose")]
+    assert len(trivial) == 16  # three reshapes and transposes in, one each out, and one of the keys, in two layers
+    assert page.run("document.getElementById('flow-merged').textContent") == f"{len(trivial)} merged"
+    assert sorted(set(before) - set(order(page))) == sorted(trivial)
+    owner = {node.name: node.metadata_props["htp.module"] for node in tagged.nodes}
+    groups = page.run("[...htp.flow.state.groups.values()].map((group) => group.map((node) => node.name))")
+    assert all(len({owner[name] for name in group}) == 1 for group in groups)
+    by_name = {node.name: node for node in costs.nodes}
+    found = cards(page)
+    for head, *others in groups:
+        summed = {key: sum(getattr(by_name[name], key) for name in (head, *others)) for key in COSTS}
+        assert {key: exact(found[head], key) for key in COSTS} == summed
+    head, *others = groups[0]
+    page.run(f"htp.select(htp.nodes.find((node) => node.name === {json.dumps(head)}))")
+    button = "document.querySelector('#flow-canvas .card.selected .times')"
+    assert page.run(f"{button}.textContent") == f"+{len(others)}"
+    assert "Transpose" in page.run(f"{button}.title")
+    click(page, button)
+    assert set(order(page)) == set(before) - set(trivial) | set(others)
+    assert page.run(f"{button}.textContent") == f"−{len(others)}"  # noqa: RUF001 - "minus"
+    page.run("document.getElementById('flow-graph').focus()")
+    page.press("m")
+    assert set(order(page)) == set(before) - set(trivial)
+    # What is merged is found where it is drawn.
+    page.run(f"htp.select(htp.nodes.find((node) => node.name === {json.dumps(others[0])}))")
+    assert page.run("document.querySelector('#flow-canvas .card.selected').title") == head
+    press_switch(page, "flow-merge")
+    assert order(page) == before
+    assert page.said == []
+
+
+def test_a_page_without_costs_of_its_nodes_merges_nothing(page, tmp_path):
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
+    htp_export.view(
+        handmade.model([x], [handmade.tagged_node("Identity", [x], "", "y")], [], []), tmp_path / "bare.html"
+    )
+    flow(page, tmp_path / "bare.html")
+    assert page.run("document.getElementById('flow-merge').disabled")
+    assert page.run("document.querySelectorAll('#flow-canvas .card').length") == 4  # root, input, node, output
+    assert page.said == []
+
+
+def tangle(seed: int) -> ir.Model:
+    """Nodes that read one or two of those before, half of them trivial, in modules that have no order."""
+    draw = random.Random(seed)
+    first = handmade.value("x")
+    values, nodes = [first], []
+    for k in range(200):
+        trivial = draw.random() < 0.5
+        inputs = [values[-1 - min(int(draw.expovariate(0.4)), len(values) - 1)] for _ in range(1 if trivial else 2)]
+        owner = draw.choice(("a", "a.b", "c"))
+        nodes.append(handmade.tagged_node("Identity" if trivial else "Add", inputs, owner, f"v{k}"))
+        values.append(nodes[-1].outputs[0])
+    modules = [ModuleInfo(path, "net.Part", 1, "computed") for path in ("", "a", "a.b", "c")]
+    return handmade.model([first], nodes, [], modules)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_merging_leaves_a_graph_without_cycles_whose_nodes_are_connected(page, tmp_path, seed):
+    model = tangle(seed)
+    htp_export.view(model, tmp_path / "tangle.html", graph=False)
+    flow(page, tmp_path / "tangle.html")
+    head = page.run("htp.layers.merged().map((node) => node.id)")
+    nodes = list(model.graph)
+    place = {node: k for k, node in enumerate(nodes)}
+    links = [(place[value.producer()], k) for k, node in enumerate(nodes) for value in node.inputs if value.producer()]
+    groups: dict[int, set[int]] = {}
+    for k, group in enumerate(head):
+        groups.setdefault(group, set()).add(k)
+    assert sum(len(group) - 1 for group in groups.values()) > 30
+    for first, group in groups.items():
+        assert all(nodes[k].op_type == "Identity" for k in group - {first})
+        assert len({nodes[k].metadata_props["htp.module"] for k in group}) == 1
+        reached = {first}
+        while found := {k for link in links for k in link if {*link} <= group and {*link} & reached} - reached:
+            reached |= found
+        assert reached == group
+    merged_links = {(head[a], head[b]) for a, b in links if head[a] != head[b]}
+    waiting = set(groups)
+    while free := {group for group in waiting if not any(b == group and a in waiting for a, b in merged_links)}:
+        waiting -= free
+    assert not waiting
+    # Whatever could be merged is: a trivial node that is left has several producers, or none in its module, and so on.
+    for group in groups:
+        if nodes[group].op_type == "Identity":
+            owner = nodes[group].metadata_props["htp.module"]
+            for neighbours in ({a for a, b in merged_links if b == group}, {b for a, b in merged_links if a == group}):
+                assert len(neighbours) != 1 or nodes[neighbours.pop()].metadata_props["htp.module"] != owner
+
+
+def test_edges_of_each_module_are_those_of_what_it_holds(page, net):
+    file, _, tagged = net
+    flow(page, file)
+    drawn = page.run(
+        "Object.fromEntries([...htp.flow.state.found].map(([module, { next }]) => [module.path, [...next].flatMap("
+        "([from, readers]) => [...readers].map((to) => [from.path ?? from.name, to.path ?? to.name]))]))"
+    )
+    names = {node: node.name for node in tagged.nodes}
+    expected: dict[str, set[tuple[str, str]]] = {path: set() for path in drawn}
+    shown = set(drawn)
+
+    def chain_of(owner: str, name: str) -> list[str]:
+        return [*(path for path in reversed(list(tags.ancestors(owner))) if path in shown), name]
+
+    for node in tagged.nodes:
+        ends = [(value.name, "") for value in node.inputs if value.is_graph_input()]
+        ends += [
+            (names[maker], maker.metadata_props["htp.module"]) for value in node.inputs if (maker := value.producer())
+        ]
+        for name, owner in ends:
+            one, other = chain_of(owner, name), chain_of(node.metadata_props["htp.module"], node.name)
+            at = next(k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+            expected[one[at - 1]].add((one[at], other[at]))
+        if any(value.is_graph_output() for value in node.outputs):
+            expected[""].add((chain_of(node.metadata_props["htp.module"], node.name)[1], node.outputs[0].name))
+    assert {path: {tuple(pair) for pair in pairs} for path, pairs in drawn.items()} == expected
+    assert all(expected[path] for path in ("", "layer.0", "layer.1"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_table_follows_the_graph_and_the_graph_the_table(page, net, size):
+    file, _, _ = net
+    flow(page, file, size)
+    press_switch(page, "flow-unfold")
+    tops = (
+        "['flow-graph', 'flow-table'].map((id) => document.getElementById(id))"
+        ".map((it) => it.scrollTop / (it.scrollHeight - it.clientHeight))"
+    )
+    for mover in ("flow-graph", "flow-table"):
+        scroll(page, mover, "1e9")
+        assert page.run(tops) == pytest.approx([1, 1], abs=0.01)
+        for part in (0.25, 0.5, 0.75):
+            scroll(page, mover, f"{part} * (it.scrollHeight - it.clientHeight)")
+            end = page.run(f"((it) => it.scrollHeight - it.clientHeight)(document.getElementById('{mover}'))")
+            scrolled = page.run(f"document.getElementById('{mover}').scrollTop")
+            assert scrolled == pytest.approx(part * end, abs=1)  # the other one does not move it
+            rows, drawn = page.run(IN_SIGHT)
+            assert {*rows} & {*drawn}, (mover, part)
+            assert all(0 < top < 1 for top in page.run(tops))
+        scroll(page, mover, "0")
+        assert page.run(tops) == pytest.approx([0, 0], abs=0.01)
+    assert page.said == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_overview_follows_the_scroll_position_and_moves_it(page, net, size):
+    file, _, _ = net
+    flow(page, file, size, table=False)
+    press_switch(page, "flow-unfold")
+    sight = (
+        "(([outer, inner]) => [(inner.top - outer.top) / outer.height, inner.height / outer.height])"
+        "(['flow-overview', 'flow-sight'].map((id) => document.getElementById(id).getBoundingClientRect()))"
+    )
+    seen = f"({PART})(document.getElementById('flow-graph'))"
+    for part in (0, 0.3, 1):
+        scroll(page, "flow-graph", f"{part} * (it.scrollHeight - it.clientHeight)")
+        assert page.run(sight) == pytest.approx(page.run(seen), abs=0.03)
+        assert page.run("document.getElementById('flow-overview').ariaValueNow") == str(round(100 * part))
+    click(page, "document.getElementById('flow-overview')")
+    scroll(page, "flow-graph", "it.scrollTop")
+    top, height = page.run(seen)
+    assert top + height / 2 == pytest.approx(0.5, abs=0.03)
+    page.run("document.getElementById('flow-overview').focus()")
+    page.press("Home")
+    assert page.run(seen)[0] == 0
+    assert page.run(COLOURS_OF_OVERVIEW) > 5
+    assert page.said == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_click_on_a_card_or_a_row_selects_it_everywhere(page, net, size):
+    file, _, _ = net
+    flow(page, file, size)
+    press_switch(page, "flow-unfold")
+    scroll(page, "flow-graph", "0")
+    page.run("htp.select(htp.byPath.get('layer.1.out'))")
+    assert page.run("document.querySelector('#flow-canvas .card.selected').title") == "layer.1.out"
+    assert page.run("document.querySelector('#flow-rows .row.selected .label').textContent") == "out"
+    assert page.run("document.querySelectorAll('#flow-canvas .lit').length") == 2  # from the reshape, and to the sum
+    for pane in ("flow-graph", "flow-table"):
+        before = page.run("htp.selected.name ?? ''")
+        click(page, OTHER_NODE.replace("PANE", pane))
+        node = page.run("htp.selected.name")
+        assert node != before
+        assert page.run("document.querySelector('#flow-rows .row.selected .label').textContent") == node
+        assert page.run("document.querySelector('#flow-canvas .card.selected').title") == node
+        assert node in page.run("document.getElementById('detail').innerText")
+    page.run("document.getElementById('tab-modules').click()")
+    page.wait("document.querySelector('#rows .row.selected .label')")  # drawn after the table has scrolled to it
+    assert page.run("document.querySelector('#rows .row.selected .label').textContent") == page.run("htp.selected.name")
+    assert page.said == []
+
+
+@pytest.mark.parametrize("pane", ["flow-graph", "flow-table"])
+def test_the_keyboard_opens_modules_and_walks_through_them(page, net, pane):
+    file, _, _ = net
+    flow(page, file)
+    press_switch(page, "flow-fold")
+    page.run(f"document.getElementById('{pane}').focus()")
+    page.press("Home", "ArrowDown")
+    assert page.run("htp.selected.path") == "layer.0"  # past the input, which is not a part of the model
+    page.press("ArrowRight", "ArrowDown")
+    assert page.run("htp.selected.above.path") == "layer.0"
+    assert page.run("htp.flow.state.open.size") == 2
+    said = page.run("document.getElementById('flow-said').textContent")
+    assert said.startswith(page.run("htp.selected.path"))
+    assert "FLOPs 1.54k" in said
+    page.press("ArrowLeft")
+    assert page.run("htp.selected.path") == "layer.0"
+    page.press("ArrowLeft")
+    assert page.run("htp.flow.state.open.size") == 1
+    page.press("Enter")
+    assert page.run("document.querySelector('#flow-rows .row.selected').getAttribute('aria-expanded')") == "true"
+    page.press("End")
+    assert page.run("htp.selected.path") == "head"
+    active = page.run("document.getElementById('flow-table').getAttribute('aria-activedescendant')")
+    assert page.run(f"document.getElementById('{active}').getAttribute('aria-selected')") == "true"
+    assert page.said == []
+
+
+def test_cards_are_coloured_by_any_measure_in_both_themes(page, net):
+    file, _, _ = net
+    grounds = {}
+    for theme in ("light", "dark"):
+        page.theme(theme)
+        flow(page, file)
+        press_switch(page, "flow-fold")
+        choices = page.run("[...document.querySelectorAll('#flow-colour option')].map((option) => option.value)")
+        assert choices[:3] == ["class", "total_ms", "flops"]
+        choose_colour(page, 1)
+        face = "(path) => document.querySelector(`#flow-canvas .card[title='${path}'] .face`)"
+        colours = page.run(f"['layer.0', 'layer.1', 'head'].map({face}).map((it) => it.style.background)")
+        assert len(set(colours)) == 3
+        grounds[theme] = colours
+        shown = page.run(f"[...({face})('layer.1').querySelectorAll('.numbers span')].map((it) => it.textContent)")
+        assert shown[0] == "6.00 ms"
+    assert not set(grounds["light"]) & set(grounds["dark"])
+    page.theme("light")
+    assert page.said == []
+
+
+def test_a_node_of_several_modules_is_drawn_once_in_the_module_above_them(page, tmp_path):
+    htp_export.view(handmade.encoder(), tmp_path / "encoder.html", graph=False)
+    flow(page, tmp_path / "encoder.html")
+    press_switch(page, "flow-unfold")
+    names = order(page)
+    assert len(names) == len(set(names))
+    mask = page.run("htp.layers.home.get(htp.nodes.find((node) => node.name === 'node_mask')).path")
+    assert mask == ""
+    assert page.said == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_names_in_the_flow_are_text(page, tmp_path, size):
+    x = handmade.value(HOSTILE)
+    nodes = [handmade.tagged_node("Neg", [x], HOSTILE, HOSTILE + "1")]
+    nodes.append(handmade.tagged_node("Identity", nodes[0].outputs, HOSTILE, HOSTILE + "2"))
+    nodes[0].op_type, nodes[0].domain = HOSTILE, "some.domain"
+    modules = [ModuleInfo(path, HOSTILE, 1, "computed") for path in ("", HOSTILE)]
+    model = handmade.model([x], nodes, [], modules)
+    model.graph.opset_imports["some.domain"] = 1
+    htp_export.view(model, tmp_path / "hostile.html", graph=False, results=[{"modules": {HOSTILE: {HOSTILE: 1.0}}}])
+    flow(page, tmp_path / "hostile.html", size)
+    press_switch(page, "flow-merge")
+    for item in ("htp.modules[1]", "htp.nodes[0]", "htp.nodes[1]", "htp.root"):
+        page.run(f"htp.select({item})")
+    choose_colour(page, -1)
+    drawn = page.run("document.getElementById('flow-canvas').textContent")
+    assert drawn.count(HOSTILE) == 4  # the input, two nodes, the output; of the module's path, its last part
+    assert HOSTILE in page.run("document.getElementById('flow-rows').textContent")
+    assert page.run("document.querySelectorAll('img').length") == 0
+    assert page.run("document.title") == "Net"
+    assert page.said == []
+    assert page.asked == []
+
+
+def test_a_flow_of_20000_nodes_draws_no_more_than_can_be_seen(page, tmp_path):
+    htp_export.view(chain(20_000), tmp_path / "large.html", graph=False)
+    flow(page, tmp_path / "large.html")
+    press_switch(page, "flow-unfold")
+    assert page.run("htp.flow.state.order.length") > 20_000
+    drawn: Any = page.run(
+        "(async () => { const graph = document.getElementById('flow-graph'); let drawn = 0;"
+        "new MutationObserver((records) => records.forEach((record) => record.addedNodes.forEach((node) => {"
+        "drawn += 1; }))).observe(document.getElementById('flow'), { childList: true, subtree: true });"
+        "for (let k = 0; k < 20; k++) { graph.scrollTop += graph.scrollHeight / 25;"
+        "await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); } return drawn; })()"
+    )
+    assert 20 * 20 < drawn < 20 * 3 * 200
+    assert page.run("document.querySelectorAll('#flow *').length") < 3000
+    page.run("htp.select(htp.nodes[19_990])")
+    assert page.run("document.querySelector('#flow-canvas .card.selected').title") == "node_v19990"
+    assert page.run("document.querySelector('#flow-rows .row.selected .label').textContent") == "node_v19990"
+    assert page.said == []
+
+
+def test_many_nodes_beside_each_other_stand_in_several_lines(page, tmp_path):
+    x = handmade.value("x")
+    nodes = [handmade.tagged_node("Neg", [x], "", f"v{k}") for k in range(100)]
+    htp_export.view(handmade.model([x], nodes, [], []), tmp_path / "wide.html", graph=False)
+    flow(page, tmp_path / "wide.html")
+    tops = page.run("htp.flow.state.order.filter(({ item }) => item.kind === 'node').map((box) => box.top)")
+    assert max(map(tops.count, tops)) == 8
+    assert len(set(tops)) == 13
+    assert page.said == []

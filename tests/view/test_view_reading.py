@@ -1,0 +1,326 @@
+"""What can be read off the page, at any size, with a mouse, a keyboard or a screen reader, and sent on as a link."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import htp_export
+from htp_export.format.hierarchy import ModuleInfo
+from tests import handmade, screens
+from tests.chromium import Page, needs_chromium
+from tests.view.test_view_page import chain, shown, start
+
+pytestmark = needs_chromium
+
+
+@pytest.fixture(autouse=True)
+def wide(page: Page) -> None:
+    page.size(1400, 850)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("encoder") / "encoder.html"
+    screens.write_page(file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def constants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A node with an attribute and a small constant, and numbers that say what one of two nodes takes."""
+    x = handmade.value("x")
+    shape = ir.Value(name="shape", const_value=ir.tensor(np.array([1, -1], np.int64), name="shape"))
+    reshape = handmade.tagged_node("Reshape", [x, shape], "fc", "flat")
+    reshape.attributes["allowzero"] = ir.AttrInt64("allowzero", 1)
+    last = handmade.tagged_node("Neg", [reshape.outputs[0]], "fc", "last")
+    modules = [ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo("fc", "net.Fc", 1, "computed")]
+    measured = {
+        "modules": {"": {"total_ms": 3.0}, "fc": {"total_ms": 3.0, "self_ms": 3.0}},
+        "kernels": [{"name": "node_flat", "ms": 2.0}],
+    }
+    file = tmp_path_factory.mktemp("constants") / "constants.html"
+    htp_export.view(handmade.model([x], [reshape, last], [shape], modules), file, results=[measured], graph=False)
+    return file
+
+
+def detail(page: Page) -> str:
+    return str(page.run("document.getElementById('detail').innerText"))
+
+
+def at(page: Page) -> str:
+    return str(page.run("decodeURIComponent(location.hash)"))
+
+
+def go(page: Page, file: Path, fragment: str) -> None:
+    page.open(file, fragment)
+    page.wait("document.documentElement.dataset.ready")
+
+
+def test_bars_of_modules_that_are_drawn_as_one_are_named_by_their_layer(page, encoder):
+    go(page, encoder, "#modules=layers.0.mlp")
+    assert page.run("htp.selected.kind") == "fold"
+    names = "[...document.querySelectorAll('#detail .ops a')].map((link) => link.textContent)"
+    assert page.run(names) == [f"layers.{k}" for k in range(screens.LAYERS)]
+    two = "[{ path: 'a.0.fc.3.x' }, { path: 'a.1.fc.4.x' }]"
+    assert page.run(f"htp.labels({two})") == ["a.0.fc.3", "a.1.fc.4"]
+
+
+def test_nodes_have_their_time_and_say_which_is_an_equal_part(page, constants):
+    start(page, constants)
+    page.run("document.getElementById('unfold').click(), htp.select(htp.nodes[1]), htp.select(htp.nodes[0])")
+    cells = "[...document.querySelectorAll('.row.node')].map((row) => row.querySelector('.number').innerText)"
+    assert page.run(cells) == ["2.00", "≈ 1.00"]
+    assert "2.00 ms" in detail(page)
+
+
+def test_nodes_have_flops_and_are_sorted_by_them(page, encoder):
+    start(page, encoder)
+    page.run("htp.select(htp.nodes.find((node) => node.name === 'node_layers.0.scores'))")
+    cells = "[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"
+    assert page.run(cells) == ["0.283", "16.4k", "", ""]
+    page.run("document.querySelectorAll('#head > div')[2].click()")
+    own = [name for name in shown(page) if name.startswith(("MatMul node_layers.0.", "Add node_layers.0.m"))]
+    assert own == ["MatMul node_layers.0.context", "MatMul node_layers.0.scores", "Add node_layers.0.masked"]
+
+
+def test_a_node_shows_its_attributes_and_the_values_of_small_constants(page, constants):
+    start(page, constants)
+    page.run("htp.select(htp.nodes[0])")
+    said = detail(page)
+    assert "allowzero" in said
+    assert "int64[2]\n[1, -1]" in said
+
+
+def test_statistics_of_weights_are_shown_where_they_were_read(page, encoder, constants):
+    start(page, encoder)
+    page.run("htp.select(htp.byPath.get('embeddings.words'))")
+    assert "float32[400, 32]" in detail(page)
+    assert "std 0.0199" in detail(page)
+    assert "0 % zeros" in detail(page)
+    start(page, constants)
+    page.run("htp.select(htp.nodes[0])")
+    assert "% zeros" not in detail(page)
+
+
+def test_a_tied_weight_is_marked_once_and_says_with_what(page, encoder):
+    start(page, encoder)
+    page.run("document.getElementById('repeats').click(), document.getElementById('unfold').click()")
+    page.run("document.getElementById('flat').click(), document.getElementById('search').value = 'head'")
+    page.run("document.getElementById('search').dispatchEvent(new Event('input'))")
+    tied = "[...document.querySelectorAll('.row')].filter((row) => row.innerText.includes('tied'))"
+    assert page.run(f"{tied}.map((row) => row.querySelector('.name').innerText.trim())") == ["head.decoder"]
+    page.run("htp.select(htp.byPath.get('head.decoder'))")
+    assert "head.decoder.weight is weight of embeddings.words, and counts once" in detail(page)
+    page.run("htp.select(htp.byPath.get('embeddings.words'))")
+    assert "also read by head.decoder" in detail(page).replace("\n", " ")
+
+
+def test_counts_of_nodes_and_modules_agree_between_the_panes(page, encoder):
+    start(page, encoder)
+    facts = page.run("document.getElementById('facts').innerText")
+    page.run("document.getElementById('repeats').click(), document.getElementById('flat').click()")
+    modules = page.run("htp.table.state.rows.length")
+    nodes = page.run("htp.root.nodes")
+    assert f"{nodes} nodes · {modules} modules" in facts
+    go(page, encoder, "#tab=graph")
+    page.wait("document.getElementById('graph').dataset.ready")
+    text = "document.querySelector('#graph iframe').contentDocument.body.innerText"
+    page.wait(f"{text}.includes('op node count')")
+    said = page.run(text).replace("\n", " ").replace("\t", " ")
+    assert f"{nodes}, and 3 inputs and outputs" in said
+    assert f"{modules}; those with nodes are layers" in said
+    assert str(nodes + 3) in said
+
+
+def test_the_address_says_what_is_shown(page, encoder):
+    start(page, encoder)
+    page.run("htp.select(htp.byPath.get('layers.3'))")
+    assert at(page) == "#module=layers.3"
+    page.run("htp.tab('map'), htp.select(htp.nodes[0])")
+    assert at(page) == "#tab=map&node=node_found"
+    page.run("htp.tab('modules'), htp.select(htp.byPath.get('layers.0').run.fold)")
+    assert at(page) == "#modules=layers.0"
+    page.run(
+        "search = document.getElementById('search'), search.value = 'op:Gelu', search.dispatchEvent(new Event('input'))"
+    )
+    assert at(page) == "#modules=layers.0&search=op:Gelu"
+
+
+@pytest.mark.parametrize("fragment", ["#module=layers.3", "#layers.3", "#tab=map&module=layers.3"])
+def test_a_link_shows_a_layer(page, encoder, fragment):
+    go(page, encoder, fragment)
+    assert page.run("htp.selected.path") == "layers.3"
+    assert "layers.3" in detail(page)
+    if "map" not in fragment:
+        assert page.run("document.querySelector('.row.selected .label').innerText") == "layers.3"
+    assert page.run("document.getElementById('pane-map').hidden") == ("map" not in fragment)
+    page.run("location.hash = '#node=node_found&search=Gather'")
+    page.wait("htp.selected.op === 'Gather'")
+    assert shown(page) == ["(root)", "embeddings", "words", "Gather node_found"]
+
+
+def test_a_link_to_what_is_not_there_shows_the_whole(page, encoder):
+    for fragment in ("#module=nowhere", "#tab=%E0%A4%A", "#node=%23999&tab=<b>"):
+        go(page, encoder, fragment)
+        assert page.run("htp.selected === htp.root")
+        assert page.said == []
+
+
+def test_colours_of_the_map_are_scaled_over_what_is_drawn_and_explained(page, encoder):
+    go(page, encoder, "#tab=map")
+    colour = "document.getElementById('map-colour').value"
+    legend = "document.getElementById('legend').innerText"
+    assert "Linear" in page.run(legend)
+    page.run(f"{colour} = 'total_ms', htp.map.draw()")
+    leaves = "htp.map.boxes().filter((box) => box.leaf).map((box) => htp.columns[0].of(box.module))"
+    whole = page.run(f"Math.max(...{leaves})")
+    assert f"{whole:.2f} ms, the largest drawn" in page.run(legend)
+    assert whole < page.run("htp.columns[0].of(htp.byPath.get('layers.0'))")
+    page.run("htp.map.zoom(htp.byPath.get('layers.0.attention'))")
+    part = page.run(f"Math.max(...{leaves})")
+    assert part < whole
+    most = max(part, page.run("htp.columns[0].ownOf(htp.byPath.get('layers.0.attention'))"))
+    assert f"{most:.3f} ms, the largest drawn" in page.run(legend)
+
+
+def test_the_flame_fills_its_room(page, encoder):
+    go(page, encoder, "#tab=map")
+    page.run("document.getElementById('map-shape').value = 'flame', htp.map.draw()")
+    bottom = page.run("Math.max(...htp.map.boxes().map((box) => box.y + box.height))")
+    assert bottom == pytest.approx(page.run("document.getElementById('map').clientHeight") - 4)
+
+
+def test_the_map_is_walked_by_keyboard_and_says_where(page, encoder):
+    go(page, encoder, "#tab=map")
+    page.run("document.querySelector('#map canvas').focus()")
+    page.press("ArrowDown")
+    assert page.run("htp.selected.path") == "layers.2"  # the one that takes longest
+    page.press("ArrowRight")
+    assert page.run("htp.selected.path") == "layers.4"
+    assert page.run("document.getElementById('map-said').textContent").startswith(
+        "layers.4, Layer, 2 of 8; time 6.27 ms"
+    )
+    page.press("Enter", "ArrowDown")
+    assert page.run("htp.map.boxes()[0].module.path") == "layers.4"
+    assert page.run("htp.selected.path") == "layers.4.attention"
+    page.press("ArrowUp", "Escape")
+    assert page.run("htp.selected.path") == "layers.4"
+    assert page.run("htp.map.boxes()[0].module.path") == ""
+
+
+def test_rows_and_columns_are_counted_for_screen_readers(page, encoder):
+    start(page, encoder)
+    table = "document.getElementById('table')"
+    rows = page.run("htp.table.state.rows.length")
+    assert page.run(f"{table}.getAttribute('aria-rowcount')") == str(rows + 1)
+    assert page.run(f"{table}.getAttribute('aria-colcount')") == "7"
+    indices = "[...document.querySelectorAll('#table [role=row]')].map((row) => row.getAttribute('aria-rowindex'))"
+    assert list(map(int, page.run(indices))) == list(range(1, rows + 2))
+    cells = "[...document.querySelectorAll('.row')][1].querySelectorAll('[role=gridcell]')"
+    assert page.run(f"[...{cells}].map((cell) => cell.getAttribute('aria-colindex'))") == [str(k) for k in range(1, 8)]
+    page.run("document.getElementById('fold').click()")
+    assert page.run(f"{table}.getAttribute('aria-rowcount')") == str(len(shown(page)) + 1)
+
+
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_the_facts_are_readable_in_full(page, tmp_path, width):
+    inputs = [handmade.value(f"past_key_values.{k}.key_with_a_long_name") for k in range(30)]
+    node = handmade.tagged_node("Sum", inputs, "", "total")
+    model = handmade.model(inputs, [node], [], [ModuleInfo("", "net.Net", 1, "computed")])
+    model.graph.name = "a_name_" * 20
+    htp_export.view(model, tmp_path / "many.html", graph=False)
+    page.size(width, 800)
+    start(page, tmp_path / "many.html")
+    for each in ("name", "facts", "ends"):
+        box = f"document.getElementById('{each}')"
+        assert page.run(
+            f"{box}.scrollWidth <= {box}.clientWidth && getComputedStyle({box}).textOverflow !== 'ellipsis'"
+        )
+    assert page.run("document.documentElement.scrollWidth") <= width
+    assert "and 26 more inputs and outputs" in page.run("document.getElementById('ends').innerText")
+    page.run("document.querySelector('#ends details').open = true")
+    assert "past_key_values.29.key_with_a_long_name" in page.run("document.getElementById('ends').innerText")
+
+
+def test_on_a_phone_the_numbers_stand_beside_the_names(page, encoder):
+    page.size(390, 844)
+    start(page, encoder)
+    number = "document.querySelectorAll('.row')[1].querySelectorAll('.number')[1].getBoundingClientRect()"
+    assert page.run(f"{number}.right") < 390
+    page.run("document.getElementById('table').scrollLeft = 300")
+    name = "document.querySelectorAll('.row')[1].querySelector('.name').getBoundingClientRect()"
+    assert page.run(f"{name}.left") == 0
+    assert page.run("document.getElementById('table').clientHeight") > 300
+
+
+def test_on_a_phone_the_graph_has_the_whole_width(page, encoder):
+    page.size(390, 844)
+    go(page, encoder, "#tab=graph&module=layers.2")
+    page.wait("document.getElementById('graph').dataset.ready")
+    frame = "document.querySelector('#graph iframe').contentDocument"
+    page.wait(f"{frame}.querySelector('webgl-renderer canvas')?.clientWidth > 380")
+    assert page.run(f"{frame}.querySelector('info-panel')?.offsetParent") is None
+    assert "layers.2" in detail(page)
+
+
+def test_arrows_go_through_the_graph(page, encoder):
+    go(page, encoder, "#tab=graph&module=layers.2")
+    page.wait("document.getElementById('graph').dataset.ready")
+    frame = "document.querySelector('#graph iframe')"
+    text = f"{frame}.contentDocument.body.innerText"
+    page.wait(f"{text}.includes('LAYER ATTRIBUTES')")
+    key = f"(key) => {frame}.contentDocument.body.dispatchEvent(new KeyboardEvent('keydown', {{ key, bubbles: true }}))"
+    page.run(f"({key})('ArrowDown')")
+    assert page.run("htp.selected.path") == "layers.2.attention"
+    page.wait(f"{text}.includes('encoder.SelfAttention')")
+    page.run(f"({key})('ArrowUp'), ({key})('ArrowRight')")
+    assert page.run("htp.selected.path") == "layers.3"
+    page.wait(f"{text}.includes('layers.3') && {text}.includes('encoder.Layer')")
+    assert at(page) == "#tab=graph&module=layers.3"
+    assert page.said == []
+
+
+def test_opening_all_of_a_large_graph_is_asked_about_and_levels_open_step_by_step(page, tmp_path):
+    htp_export.view(chain(4000), tmp_path / "large.html")
+    go(page, tmp_path / "large.html", "#tab=graph")
+    page.wait("document.getElementById('graph').dataset.ready")
+    frame = "document.querySelector('#graph iframe').contentDocument"
+    page.wait(f"{frame}.querySelector('.expand-all')")
+    page.run(f"{frame}.querySelector('.expand-all').click()")
+    assert "4,000 nodes" in page.run("document.querySelector('#graph .ask').innerText")
+    page.run("document.querySelector('#graph .ask button').click()")
+    assert page.run("document.querySelector('#graph .ask')") is None
+    levels = "[...document.querySelectorAll('#graph-bar button')]"
+    assert page.run(f"{levels}.map((level) => level.textContent)") == ["0", "1", "2", "3", "4, all"]
+    assert page.run(f"{levels}.map((level) => level.className)") == ["", "", "", "", "many"]
+    page.run(f"{levels}[4].click()")
+    assert "This lays out" in page.run("document.querySelector('#graph .ask').innerText")
+    page.run(f"document.querySelector('#graph .ask button').click(), {levels}[1].click()")
+    page.wait("document.getElementById('graph').dataset.ready")
+    assert page.said == []
+
+
+def test_names_stay_text_in_addresses_searches_and_statistics(page, tmp_path):
+    hostile = "<img src=x onerror=\"document.title='ran'\">"
+    x = handmade.value(hostile)
+    weight = ir.Value(name=hostile + "w", const_value=ir.tensor(np.ones((4, 4), np.float32), name=hostile + "w"))
+    nodes = [handmade.tagged_node("MatMul", [x, weight], hostile, hostile + "y")]
+    modules = [ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo(hostile, hostile, 1, "computed")]
+    htp_export.view(handmade.model([x], nodes, [weight], modules), tmp_path / "hostile.html", graph=False, weights=True)
+    start(page, tmp_path / "hostile.html")
+    title = page.run("document.title")
+    page.run(f"htp.select(htp.byPath.get({json.dumps(hostile)}))")
+    page.run(f"document.getElementById('search').value = {json.dumps(hostile)}")
+    page.run("document.getElementById('search').dispatchEvent(new Event('input')), htp.tab('map')")
+    go(page, tmp_path / "hostile.html", page.run("location.hash"))
+    assert page.run("htp.selected.path") == hostile
+    time.sleep(0.2)
+    assert page.run("document.title") == title
+    assert page.run("document.querySelectorAll('img').length") == 0
+    assert page.said == []
