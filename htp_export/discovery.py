@@ -1,18 +1,21 @@
 """What is known by its file: commands, formulas, adapters of tools and passes are found in their folders, not listed.
 
-Names are read from the folder, without importing anything: a module is imported when it is used.
+Names are read from the folder, without importing anything: a module is imported when it is used. What other packages add,
+and what ``htp_export_plugins`` does, is found by entry points.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = ["capability_modules", "exported_in", "names_in", "provider"]
+__all__ = ["capability_modules", "exported_in", "names_in", "plug_in", "plug_ins", "provider"]
 
 
 def names_in(package: str, suffix: str = "") -> list[str]:
@@ -63,6 +66,37 @@ def provider(name: str) -> ModuleType:
         return importlib.import_module(home)
     except ImportError as error:
         raise InputError(f"{home} provides {name.replace('_', ' ')}, and cannot be imported: {error}") from error
+
+
+def plug_ins(capability: str) -> dict[str, EntryPoint]:
+    """What installed packages add to a capability: the entry points of the group ``htp_export.CAPABILITY`` by name.
+
+    Args:
+        capability: The capability, such as ``"profile"``, whose engines they are.
+    """
+    return {entry.name: entry for entry in entry_points(group=f"htp_export.{capability}")}
+
+
+def plug_in(capability: str, name: str) -> Any:
+    """What an installed package adds to a capability under a name, imported.
+
+    Args:
+        capability: The capability.
+        name: The name of the entry point.
+
+    Raises:
+        InputError: If there is none, or if it cannot be imported; the message says what is installed.
+    """
+    known = plug_ins(capability)
+    if name not in known:
+        there = f"there are: {', '.join(sorted(known))}" if known else "none is installed"
+        raise InputError(f"{capability}: no plug-in {name!r}; {there}")
+    try:
+        return known[name].load()
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"{capability}: the plug-in {name!r} ({known[name].value}) cannot be loaded: {error}"
+        ) from error
 
 
 def exported_in(package: str) -> dict[str, str]:

@@ -22,15 +22,15 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-PACKAGE = "htp_export/"
+PACKAGES = ("htp_export/", "htp_export_plugins/")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HEADLESS = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom")
 
 
 def wheel_files(wheel: Path) -> dict[str, bytes]:
-    """The package's files in a wheel, by their paths."""
+    """The files of the packages in a wheel, by their paths."""
     with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist() if name.startswith(PACKAGE)}
+        return {name: archive.read(name) for name in archive.namelist() if name.startswith(PACKAGES)}
 
 
 def sdist_files(sdist: Path) -> dict[str, bytes]:
@@ -48,7 +48,7 @@ def differences(wheel: dict[str, bytes], sdist: dict[str, bytes], tracked: set[s
         sdist: All files of the source distribution.
         tracked: The files that git tracks, if the release was built in a clone.
     """
-    package = {name: content for name, content in sdist.items() if name.startswith(PACKAGE)}
+    package = {name: content for name, content in sdist.items() if name.startswith(PACKAGES)}
     wrong = [f"{name}: only in one of wheel and sdist" for name in sorted(wheel.keys() ^ package.keys())]
     wrong += [
         f"{name}: not the same in wheel and sdist"

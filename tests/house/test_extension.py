@@ -1,4 +1,4 @@
-"""A new pass, adapter, formula or command is one new file: it is dropped into a copy of the package, and works."""
+"""A new pass, adapter, formula or command is one new file, dropped into a copy of the package; an engine, an entry point."""
 
 from __future__ import annotations
 
@@ -148,3 +148,26 @@ print(names.index("note_nothing") - names.index("eliminate_dead_nodes"))
     assert [line.split()[:2] for line in listed.splitlines() if "Changes nothing." in line] == [
         ["note_nothing", "exact"]
     ]
+
+
+def test_an_engine_of_another_package_is_an_entry_point(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def engine():\n    return 7\n")
+    info = tmp_path / "mine-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[htp_export.profile]\nmine = mine:engine\ngone = no_such_module\n")
+    code = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+from htp_export.discovery import plug_in
+from htp_export.errors import InputError
+print(plug_in("profile", "mine")())
+for name in ("gone", "other"):
+    try:
+        plug_in("profile", name)
+    except InputError as error:
+        print(error)
+"""
+    first, gone, other = run(Path(htp_export.__file__).parent, "-c", code).splitlines()
+    assert first == "7"
+    assert gone == "profile: the plug-in 'gone' (no_such_module) cannot be loaded: No module named 'no_such_module'"
+    assert other.startswith("profile: no plug-in 'other'; there are: gone, mine")
