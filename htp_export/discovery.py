@@ -1,7 +1,7 @@
 """What is known by its file: commands, formulas, adapters of tools and passes are found in their folders, not listed.
 
-Names are read from the folder, without importing anything: a module is imported when it is used. What other packages add,
-and what ``htp_export_plugins`` does, is found by entry points.
+Names are read from the folder, without importing anything: a module is imported when it is used. What
+other packages add, and what ``htp_export_plugins`` does, is found by entry points.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A new pass, adapter, formula or command is one new file, dropped into a copy of the package; an engine, an entry point."""
+"""A new pass, adapter, formula or command is one new file in a copy of the package; an engine is an entry point."""
 
 from __future__ import annotations
 
