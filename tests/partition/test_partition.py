@@ -484,8 +484,8 @@ def test_no_stage_begins_inside_a_module_that_runs_again_later() -> None:
         (2, {"balance": {"layer.0": "much"}}, InputError, "'layer.0' has 'much'"),
         (2, {"balance": {"layer.0": 0.0}}, InputError, "all zero"),
         (2, {"balance": 7}, InputError, "not by int"),
-        (2, {"serve": "triton"}, InputError, "name an output folder"),
-        (2, {"serve": "torchserve", "output": "out"}, InputError, "by 'triton', 'ray' or 'genai', not 'torchserve'"),
+        (2, {"serve": "ray"}, InputError, "name an output folder"),
+        (2, {"serve": "torchserve", "output": "out"}, InputError, "partition: no plug-in 'torchserve'; there are: ray"),
     ],
 )
 def test_what_cannot_be_done_is_said(stages: Any, options: Any, kind: type[Exception], message: str) -> None:

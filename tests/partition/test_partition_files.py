@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from torch import nn
 
 import htp_export
+from htp_export import discovery
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from tests import handmade
@@ -86,9 +88,21 @@ def test_external_weights_go_beside_the_stage_that_reads_them(tmp_path: Path) ->
     assert np.allclose(result, net(x(2, 64)).detach().numpy(), atol=1e-5)
 
 
-def test_a_new_partition_takes_the_place_of_an_old_one(folder: Path) -> None:
-    htp_export.partition(handmade.encoder(), 1, folder, serve="ray")
-    assert contents(folder).keys() == {"manifest.json", "stage0.onnx", "serve_app.py", "serve.yaml"}
+def plug_in(monkeypatch: pytest.MonkeyPatch, write_stages: Any) -> None:
+    """Make a plug-in ``engine``."""
+    entry = SimpleNamespace(name="engine", value="engine", load=lambda: SimpleNamespace(write_stages=write_stages))
+    monkeypatch.setattr(discovery, "entry_points", lambda group: [entry] if group == "htp_export.partition" else [])
+
+
+def test_a_new_partition_takes_the_place_of_an_old_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_stages(partition: htp_export.Partition, new: Path) -> htp_export.Partition:
+        assert all((new / stage.files[0]).is_file() for stage in partition.stages), "the stages are there already"
+        (new / "engine.yaml").write_text("engine")
+        return partition
+
+    plug_in(monkeypatch, write_stages)
+    htp_export.partition(handmade.encoder(), 1, folder, serve="engine")
+    assert contents(folder).keys() == {"manifest.json", "stage0.onnx", "engine.yaml"}
     htp_export.partition(handmade.encoder(), 1, folder)
     assert contents(folder).keys() == {"manifest.json", "stage0.onnx"}
     assert [each.name for each in folder.parent.iterdir()] == ["stages"]
@@ -120,12 +134,14 @@ def test_a_file_in_the_folders_place_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "stages").read_text() == "mine"
 
 
-def test_a_failure_leaves_what_was_there_and_nothing_else(folder: Path) -> None:
+def test_a_failure_leaves_what_was_there_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_stages(partition: htp_export.Partition, new: Path) -> htp_export.Partition:
+        raise InputError("the engine cannot run it")
+
+    plug_in(monkeypatch, write_stages)
     before = contents(folder)
-    model = handmade.encoder()
-    model.graph.inputs[0].shape = None  # which Triton cannot be told
-    with pytest.raises(InputError, match="Triton needs"):
-        htp_export.partition(model, 1, folder, serve="triton")
+    with pytest.raises(InputError, match="the engine cannot run it"):
+        htp_export.partition(handmade.encoder(), 1, folder, serve="engine")
     assert contents(folder) == before
     assert [each.name for each in folder.parent.iterdir()] == ["stages"]
 

@@ -157,14 +157,10 @@ def test_a_temporary_folder_is_gone_afterwards() -> None:
 
 
 def test_onnxruntime_loads_models_in_one_place() -> None:
-    """One place makes sessions to run.
-
-    `ray_application` is a file of its own, which users deploy without this package.
-    """
     package = Path(htp_export.__file__).parent
     makers = {
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
         if ".InferenceSession(" in path.read_text(encoding="utf-8")
     }
-    assert makers == {"runtime/sessions.py", "capabilities/partition/ray_application.py"}
+    assert makers == {"runtime/sessions.py"}

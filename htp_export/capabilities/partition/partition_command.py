@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -33,7 +33,7 @@ def partition_command(
         float, typer.Option(min=0, help="How much heavier than need be the heaviest stage may be, for better borders.")
     ] = 0.05,
     serve: Annotated[
-        Literal["triton", "ray", "genai"] | None, "Write the configuration of an engine that runs the stages, too."
+        str | None, "Write the configuration of an engine, too: genai; or a plug-in, such as triton or ray."
     ] = None,
     genai_config: Annotated[
         Path | None, "The genai_config.json of the model, for --serve genai; by default the one beside it."

@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from htp_export.capabilities.partition.balancing import Balance, balanced_cuts, weigh
 from htp_export.capabilities.partition.chain import Border, Chain
@@ -14,6 +14,7 @@ from htp_export.capabilities.partition.partitions import Partition
 from htp_export.capabilities.partition.stage_cuts import StageCut, stage_cuts, stage_model
 from htp_export.capabilities.partition.stage_folder import check_folder, write_folder
 from htp_export.capabilities.partition.stages import Stage, StageTensor
+from htp_export.discovery import plug_in
 from htp_export.errors import InputError, UnknownModuleError
 from htp_export.model.cutting import Cutter
 from htp_export.model.model_faults import names_model_faults
@@ -29,8 +30,6 @@ _CROSSING = 0.01
 _CUT_MODULE = 0.02
 """What a module costs that a border cuts, in the same units: borders are between layers unless others are better."""
 
-Serving: TypeAlias = Literal["triton", "ray", "genai"]
-
 
 @names_model_faults("model")
 def partition(
@@ -40,7 +39,7 @@ def partition(
     *,
     balance: Balance = "parameters",
     slack: float = 0.05,
-    serve: Serving | None = None,
+    serve: str | None = None,
     genai_config: str | os.PathLike[str] | None = None,
 ) -> Partition:
     """Cut a model into stages that run one after another, each with whole modules that follow each other.
@@ -62,9 +61,9 @@ def partition(
         balance: ``"parameters"``: bytes of weights; ``"flops"``, for a model without open dimensions; or a number for
             each module including all below it: a mapping, or a result of ``profile`` or ``cost``.
         slack: How much heavier the heaviest stage may be, as a fraction of the smallest possible weight.
-        serve: Also write the configuration of an engine: ``"triton"``, a model repository with an ensemble in
-            ``triton/``; ``"ray"``, a Ray Serve application, ``serve_app.py`` and ``serve.yaml``; ``"genai"``, the
-            ``genai_config.json`` of a pipeline for ONNX Runtime GenAI, and the tokenizer.
+        serve: Also write the configuration of an engine: ``"genai"``, the ``genai_config.json`` of a pipeline for ONNX
+            Runtime GenAI, and the tokenizer; or a plug-in: ``"triton"``, a model repository with an ensemble in
+            ``triton/``; ``"ray"``, a Ray Serve application, ``serve_app.py`` and ``serve.yaml``.
         genai_config: The ``genai_config.json`` of the model, for ``serve="genai"``; the one beside its file by default.
 
     Returns:
@@ -108,25 +107,19 @@ def partition(
 def _extras(
     serve: str | None, model: ModelSource, genai_config: str | os.PathLike[str] | None
 ) -> Callable[[Partition, Path], Partition]:
-    """What writes the configuration of an engine."""
-    from htp_export.capabilities.partition import ray_files, triton
+    """What writes the configuration of an engine: a function of written stages and their folder."""
+    if serve is None:
+        return lambda partition, folder: partition
+    if serve != "genai":
+        written: Callable[[Partition, Path], Partition] = plug_in("partition", serve).write_stages
+        return written
+    from htp_export.capabilities.partition.genai_pipeline import GenaiPipeline
 
-    if serve == "genai":
-        from htp_export.capabilities.partition.genai_pipeline import GenaiPipeline
-
-        if genai_config is None and isinstance(model, str | os.PathLike):
-            genai_config = Path(model).with_name("genai_config.json")
-        if genai_config is None:
-            raise InputError("a model that is no file has no genai_config.json beside it; give genai_config")
-        return GenaiPipeline(genai_config)
-    writers: dict[str | None, Callable[[Partition, Path], Partition]] = {
-        None: lambda partition, folder: partition,
-        "triton": triton.write_repository,
-        "ray": ray_files.write_application,
-    }
-    if serve not in writers:
-        raise InputError(f"stages are served by 'triton', 'ray' or 'genai', not {serve!r}")
-    return writers[serve]
+    if genai_config is None and isinstance(model, str | os.PathLike):
+        genai_config = Path(model).with_name("genai_config.json")
+    if genai_config is None:
+        raise InputError("a model that is no file has no genai_config.json beside it; give genai_config")
+    return GenaiPipeline(genai_config)
 
 
 # --- where stages begin -----------------------------------------------------------------------------------

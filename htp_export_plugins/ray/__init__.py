@@ -1,4 +1,4 @@
-"""Stages as a Ray Serve application: its program and its configuration."""
+"""Stages as a Ray Serve application: its program, ``application.py``, and its configuration."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import json
 from pathlib import Path
 
 from htp_export.capabilities.partition.partitions import Partition
-from htp_export.capabilities.partition.ray_application import deployments
 from htp_export.errors import InputError
+from htp_export_plugins.ray.application import deployments
 
-__all__ = ["write_application"]
+__all__ = ["write_stages"]
 
 _WHOLE_NUMBERS = ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
 _TYPES = frozenset(("FLOAT", "FLOAT16", "DOUBLE", "BOOL", "STRING", *_WHOLE_NUMBERS))
 """What ONNX Runtime gives as numpy arrays, which Ray sends."""
 
 
-def write_application(partition: Partition, folder: Path) -> Partition:
-    """Write ``serve_app.py`` and ``serve.yaml`` into the folder of the stages.
+def write_stages(partition: Partition, folder: Path) -> Partition:
+    """Write ``serve_app.py`` and ``serve.yaml`` into the folder of written stages.
 
     The program is the same for every model: it reads the manifest. The configuration has a deployment for each stage,
     to say how many replicas it has, what each needs, and how often it is checked.
-
-    Args:
-        partition: The stages, written.
-        folder: Their folder.
 
     Returns:
         The stages as they are.
@@ -36,7 +32,7 @@ def write_application(partition: Partition, folder: Path) -> Partition:
         for name, tensor in (*stage.inputs.items(), *stage.outputs.items()):
             if tensor.type is not None and tensor.type not in _TYPES:
                 raise InputError(f"stage {number}: tensor {name!r} is {tensor}, which numpy arrays cannot carry")
-    program = Path(__file__).with_name("ray_application.py").read_text(encoding="utf-8")
+    program = Path(__file__).with_name("application.py").read_text(encoding="utf-8")
     (folder / "serve_app.py").write_text(program, encoding="utf-8")
     (folder / "serve.yaml").write_text(_configuration(len(partition.stages)), encoding="utf-8")
     return partition

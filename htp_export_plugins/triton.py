@@ -19,7 +19,7 @@ from htp_export.capabilities.partition.stages import Stage, StageTensor
 from htp_export.errors import InputError
 from htp_export.files.model_files import read_model, write_model
 
-__all__ = ["write_repository"]
+__all__ = ["write_stages"]
 
 REPOSITORY = "triton"
 
@@ -34,17 +34,13 @@ _TYPES = {
 }
 
 
-def write_repository(partition: Partition, folder: Path) -> Partition:
-    """Write a model repository, ``triton/``, into the folder of the stages.
+def write_stages(partition: Partition, folder: Path) -> Partition:
+    """Write a model repository, ``triton/``, into the folder of written stages.
 
     A stage's data file moves there, and the stage refers to it: it is there once, and not under two names, as onnx
     reads no data from a file with several hard links. An ONNX file alone is linked.
 
     Shapes are whole, ``max_batch_size`` is 0, and sizes that are not fixed are -1.
-
-    Args:
-        partition: The stages, written.
-        folder: Their folder.
 
     Returns:
         The stages with the names that their files have now.
