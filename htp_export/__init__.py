@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from htp_export.capabilities.nodes.mapping import map
     from htp_export.capabilities.optimize.optimizing import optimize
     from htp_export.capabilities.optimize.results import Optimized
-    from htp_export.capabilities.partition.manifest import load_partition
-    from htp_export.capabilities.partition.partitions import Partition
-    from htp_export.capabilities.partition.stages import Stage
+    from htp_export.capabilities.partition.partitions import Partition, Stage
+    from htp_export.capabilities.partition.stage_folder import load_partition
     from htp_export.capabilities.partition.staging import partition
     from htp_export.capabilities.pipeline.pipeline_results import PipelineRun, StepReport
     from htp_export.capabilities.pipeline.running import pipeline
@@ -223,7 +222,7 @@ _HOMES = {
     "Search": "capabilities.search.search_results",
     "Sensitivity": "capabilities.search.sensitivity_results",
     "Splice": "capabilities.extract.splicing",
-    "Stage": "capabilities.partition.stages",
+    "Stage": "capabilities.partition.partitions",
     "StepReport": "capabilities.pipeline.pipeline_results",
     "TaggedModel": "model.tagged",
     "Verification": "capabilities.verify.results",
@@ -250,7 +249,7 @@ _HOMES = {
     "insert_lora": "capabilities.lora.lora_inputs",
     "inspect": "capabilities.inspect.inspecting",
     "load": "model.tagged",
-    "load_partition": "capabilities.partition.manifest",
+    "load_partition": "capabilities.partition.stage_folder",
     "lora_adapter": "capabilities.lora.lora_files",
     "map": "capabilities.nodes.mapping",
     "module_filter": "capabilities.quantize.training",

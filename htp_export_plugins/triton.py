@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from htp_export.capabilities.partition.partitions import Partition
-from htp_export.capabilities.partition.stages import Stage, StageTensor
+from htp_export.capabilities.partition.partitions import Partition, Stage, StageTensor
 from htp_export.errors import InputError
 from htp_export.files.model_files import read_model, write_model
 

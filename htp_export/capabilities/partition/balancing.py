@@ -10,7 +10,6 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -39,12 +38,11 @@ Balance: TypeAlias = str | Mapping[str, float] | _ByModule
 """Everything that stages can be balanced by."""
 
 
-def weigh(tagged: TaggedModel, chain: Chain, balance: Balance) -> list[float]:
+def weigh(chain: Chain, balance: Balance) -> list[float]:
     """The weight of every unit of a chain.
 
     Args:
-        tagged: The model.
-        chain: Its chain.
+        chain: The chain.
         balance: ``"parameters"``, bytes of weights, each where it is read first; ``"flops"``; or module path → the
             number of the module with all below it; or a result with these. Where only some modules are told, the
             number of the nearest one above is spread over the nodes that it is left for.
@@ -56,9 +54,12 @@ def weigh(tagged: TaggedModel, chain: Chain, balance: Balance) -> list[float]:
     from htp_export.capabilities.cost.costing import cost
 
     if balance == "parameters":
-        return _bytes_of_parameters(chain)
+        weights = [0.0] * chain.units
+        for value, place in chain.weight_places.items():
+            weights[place] += weight_bytes([value])
+        return weights
     if balance == "flops":
-        balance = counted = cost(tagged)
+        balance = counted = cost(chain.tagged)
         if counted.assumed:
             raise InputError(
                 "the FLOPs of a model with open dimensions depend on their sizes; balance its stages by 'parameters', "
@@ -66,37 +67,26 @@ def weigh(tagged: TaggedModel, chain: Chain, balance: Balance) -> list[float]:
             )
     if isinstance(balance, str):
         raise InputError(f"stages are balanced by 'parameters', 'flops' or numbers for modules, not {balance!r}")
-    return _spread(tagged, chain, _numbers(tagged, balance))
+    return _spread(chain, _numbers(chain.tagged, balance))
 
 
-def read_weights(path: str | os.PathLike[str]) -> dict[str, float]:
+def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Numbers by module from a JSON file: a plain object, or what ``htp-export profile --json`` writes.
 
     Raises:
         FileError: If it cannot be read, or is neither.
     """
-    path = Path(path)
     data = read_json(path)
     listed = data.get("modules", data) if isinstance(data, dict) else None
     if not isinstance(listed, dict):
         raise FileError(path, "holds no JSON object of module path → number")
-    found = {}
     for module, entry in listed.items():
-        number = next((entry[field] for field in _FIELDS if field in entry), None) if isinstance(entry, dict) else entry
-        if not isinstance(number, int | float) or isinstance(number, bool):
+        if not _is_number(_number_of(entry)):
             raise FileError(path, f"module {module!r} has no number, and none as {' or '.join(_FIELDS)}")
-        found[module] = float(number)
-    return found
+    return listed
 
 
-def _bytes_of_parameters(chain: Chain) -> list[float]:
-    weights = [0.0] * len(chain.units)
-    for value, place in chain.weight_places.items():
-        weights[place] += weight_bytes([value])
-    return weights
-
-
-def _numbers(tagged: TaggedModel, balance: Mapping[str, float] | _ByModule) -> dict[str, float]:
+def _numbers(tagged: TaggedModel, balance: Mapping[str, Any] | _ByModule) -> dict[str, float]:
     """Module path → number, checked."""
     entries = balance if isinstance(balance, Mapping) else getattr(balance, "modules", None)
     if not isinstance(entries, Mapping):
@@ -105,8 +95,8 @@ def _numbers(tagged: TaggedModel, balance: Mapping[str, float] | _ByModule) -> d
     for path, entry in entries.items():
         if path not in tagged:
             raise InputError(f"the numbers to balance by name module {path!r}, which is not in the model")
-        number = next((getattr(entry, field) for field in _FIELDS if hasattr(entry, field)), entry)
-        if not isinstance(number, int | float) or not math.isfinite(number) or number < 0:
+        number = _number_of(entry)
+        if not _is_number(number) or not math.isfinite(number) or number < 0:
             raise InputError(f"the number to balance by is no weight: module {path!r} has {number!r}")
         found[path] = float(number)
     if not any(found.values()):
@@ -114,7 +104,19 @@ def _numbers(tagged: TaggedModel, balance: Mapping[str, float] | _ByModule) -> d
     return found
 
 
-def _spread(tagged: TaggedModel, chain: Chain, numbers: Mapping[str, float]) -> list[float]:
+def _number_of(entry: Any) -> Any:
+    """What is said of a module: a number, or one of the fields of a row of a result, also as JSON has it."""
+    fields = (
+        entry if isinstance(entry, dict) else {name: getattr(entry, name) for name in _FIELDS if hasattr(entry, name)}
+    )
+    return next((fields[name] for name in _FIELDS if name in fields), entry)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _spread(chain: Chain, numbers: Mapping[str, float]) -> list[float]:
     """Give every module's number, less what the modules below it have, to its nodes in equal shares."""
     told = {path: number for path, number in numbers.items() if path in chain.spans}
     left = dict(told)
@@ -124,11 +126,10 @@ def _spread(tagged: TaggedModel, chain: Chain, numbers: Mapping[str, float]) -> 
             left[above] -= number
     units: dict[str, list[int]] = {path: [] for path in told}
     for node, place in chain.places.items():
-        owner = next(iter(tagged.owners_of(node)), "")
-        nearest = next((up for up in chain.lineage(owner) if up in told), None)
+        nearest = next((up for up in chain.lineage(chain.owner(node)) if up in told), None)
         if nearest is not None:
             units[nearest].append(place)
-    weights = [0.0] * len(chain.units)
+    weights = [0.0] * chain.units
     for path, found in units.items():
         low, high = chain.spans[path]
         places = found or range(low, high + 1)
@@ -156,9 +157,6 @@ def balanced_cuts(
         charges: For each place, what cutting there costs.
         count: How many parts; at most one more than there are places.
         slack: How much heavier the heaviest part may be than it could be, as a fraction.
-
-    Returns:
-        The chosen places, in order.
 
     Examples:
         >>> balanced_cuts([5, 1, 1, 1, 5], [1, 2, 3, 4], [0.0, 0.0, 0.0, 0.0], 3, 0.0)

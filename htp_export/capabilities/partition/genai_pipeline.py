@@ -8,8 +8,7 @@ https://github.com/microsoft/onnxruntime-genai.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +16,32 @@ from htp_export.capabilities.partition.partitions import Partition
 from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json, write_json
 
-__all__ = ["GenaiPipeline"]
-
-_TENSORS = ("inputs", "outputs")
+__all__ = ["genai_pipeline"]
 
 
-class GenaiPipeline:
-    """Writes the configuration of a pipeline into the folder of its stages.
+def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
+    """What writes the configuration of a pipeline into the folder of its stages.
 
     Token ids, sizes and the way to choose tokens are those of the whole model's ``genai_config.json``. Only numbers and
     the names of tensors are taken from it, no paths; the tokenizer beside it is copied.
 
-    Args:
-        file: The ``genai_config.json`` of the whole model.
-
     Raises:
-        FileError: If it is missing, or is no configuration of a decoder.
+        FileError: If the file is missing, or is no configuration of a decoder.
     """
+    if not file.is_file():
+        raise FileError(file, "is missing; export the model with --genai, or give its genai_config.json")
+    whole = read_json(file)
+    model = whole.get("model") if isinstance(whole, dict) else None
+    decoder = model.get("decoder") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(decoder, dict):
+        raise FileError(file, "is no configuration of a decoder for ONNX Runtime GenAI")
+    tensors = {key: decoder.get(key) for key in ("inputs", "outputs")}
+    if not all(isinstance(named, dict) and {*map(type, named.values())} <= {str} for named in tensors.values()):
+        raise FileError(file, "does not name the inputs and outputs of a decoder")
+    model_settings = {"type": "decoder-pipeline", **_numbers(model)}
+    decoder_settings, search = {**_numbers(decoder), **tensors}, _numbers(whole.get("search"))
 
-    def __init__(self, file: str | os.PathLike[str]) -> None:
-        self._file = Path(file)
-        if not self._file.is_file():
-            problem = "is missing; export the model with --genai, or give its genai_config.json"
-            raise FileError(self._file, problem)
-        data = read_json(self._file)
-        model = data.get("model") if isinstance(data, dict) else None
-        decoder = model.get("decoder") if isinstance(model, dict) else None
-        if not isinstance(model, dict) or not isinstance(decoder, dict):
-            raise FileError(self._file, "is no configuration of a decoder for ONNX Runtime GenAI")
-        if not all(_is_names(decoder.get(key)) for key in _TENSORS):
-            raise FileError(self._file, "does not name the inputs and outputs of a decoder")
-        search = data.get("search")
-        self._model, self._decoder = _numbers(model), _numbers(decoder) | {key: decoder[key] for key in _TENSORS}
-        self._search = _numbers(search) if isinstance(search, dict) else {}
-
-    def __call__(self, partition: Partition, folder: Path) -> Partition:
-        """Write ``genai_config.json`` and the files of the tokenizer.
-
-        Args:
-            partition: The stages, written.
-            folder: Their folder.
-
-        Returns:
-            The stages as they are.
-
-        Raises:
-            InputError: If an output of the model has another name in its stage.
-        """
+    def write(partition: Partition, folder: Path) -> Partition:
         from htp_export.capabilities.huggingface.companions import copy_companions
         from htp_export.capabilities.huggingface.genai import GENAI_CONFIG
 
@@ -78,25 +56,21 @@ class GenaiPipeline:
         options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": list[Any]()}
         for stage in partition.stages:
             options |= stage.session_config
-        decoder = {**self._decoder, "session_options": options, "pipeline": stages}
-        config = {"model": {"type": "decoder-pipeline", **self._model, "decoder": decoder}, "search": self._search}
-        write_json(folder / GENAI_CONFIG, config)
-        copy_companions(self._file.parent, folder)
+        pipeline = {**decoder_settings, "session_options": options, "pipeline": stages}
+        write_json(folder / GENAI_CONFIG, {"model": {**model_settings, "decoder": pipeline}, "search": search})
+        copy_companions(file.parent, folder)
         return partition
 
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(name, str) for name in value.values())
+    return write
 
 
-def _numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(settings: Any) -> dict[str, Any]:
     """The settings that are finite numbers, flags, or lists of these."""
     return {
         name: value
-        for name, value in settings.items()
-        if all(isinstance(each, int | float) and math.isfinite(each) for each in _listed(value))
+        for name, value in (settings.items() if isinstance(settings, dict) else ())
+        if all(
+            isinstance(number, int | float) and math.isfinite(number)
+            for number in (value if isinstance(value, list) else [value])
+        )
     }
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

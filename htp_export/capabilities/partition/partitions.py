@@ -1,21 +1,97 @@
-"""A model in stages: what ``partition`` gives, and what its manifest says."""
+"""A model in stages: what ``partition`` gives, what its manifest says, and how ONNX Runtime runs it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from htp_export.capabilities.partition.stage_runner import StageRunner
-from htp_export.capabilities.partition.stages import Stage, StageTensor
-from htp_export.results.columns import Column
-from htp_export.results.result import Result, Table
+import onnx_ir as ir
 
-__all__ = ["FORMAT", "VERSION", "Partition", "PassedTensor"]
+from htp_export.errors import InputError
+from htp_export.results.columns import Column
+from htp_export.results.result import PlainData, Result, Table
+from htp_export.runtime.arrays import from_ort, to_ort
+from htp_export.runtime.declared_inputs import Input
+from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
+
+__all__ = ["FORMAT", "VERSION", "Partition", "PassedTensor", "Stage", "StageRunner", "StageTensor"]
 
 FORMAT = "htp.partition"
 VERSION = "1"
+
+
+@dataclass(frozen=True)
+class StageTensor:
+    """What is known of a tensor.
+
+    Attributes:
+        type: Its element type, by ONNX's name: ``"FLOAT"``; None where it is not known, or no tensor.
+        shape: Sizes, names of sizes, or None for sizes without a name; None where even their number is not known.
+    """
+
+    type: str | None
+    shape: tuple[int | str | None, ...] | None
+
+    @classmethod
+    def of(cls, value: ir.Value) -> StageTensor:
+        """What a graph says of a value."""
+        known = Input.of(value)
+        return cls(None if known.type is None else known.type.name, known.shape)
+
+    def __str__(self) -> str:
+        sizes = (
+            "" if self.shape is None else f"[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
+        )
+        return f"{self.type or 'unknown type'}{sizes}"
+
+
+@dataclass(frozen=True)
+class Stage(PlainData):
+    """One stage of a model: whole modules that follow each other.
+
+    Attributes:
+        modules: The outermost modules that are completely in the stage, in order of execution. A module that is cut is
+            in none.
+        inputs: Input → its type and shape.
+        outputs: Output → its type and shape.
+        sources: Input → number of the stage that computes it, from 0; None for an input of the model.
+        nodes: Number of nodes.
+        parameter_bytes: Bytes of its initializers, without constants that earlier stages have, too.
+        file: The file that was written; None if there is none.
+        model: The model; None if it was written.
+        files: All its files, ``file`` first, by their paths in the folder of ``file``.
+        session_config: Session configuration entries that ONNX Runtime needs in order to load it.
+    """
+
+    optional = ("session_config",)
+
+    modules: tuple[str, ...]
+    inputs: Mapping[str, StageTensor]
+    outputs: Mapping[str, StageTensor]
+    sources: Mapping[str, int | None]
+    nodes: int
+    parameter_bytes: int
+    file: Path | None = None
+    model: ir.Model | None = field(default=None, repr=False, compare=False)
+    files: tuple[str, ...] = ()
+    session_config: Mapping[str, str] = field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """What the manifest has of it; paths are relative to its folder."""
+        return {
+            "file": self.file and self.file.name,
+            "files": self.files,
+            "modules": self.modules,
+            "nodes": self.nodes,
+            "parameter_bytes": self.parameter_bytes,
+            "inputs": [{**_tensor(name, tensor), "stage": self.sources[name]} for name, tensor in self.inputs.items()],
+            "outputs": [_tensor(name, tensor) for name, tensor in self.outputs.items()],
+            "session_config": self.session_config,
+        }
 
 
 @dataclass(frozen=True)
@@ -112,14 +188,7 @@ class Partition(Result):
             session_options: As for ``run``.
             keep_loaded: Keep every stage loaded once it ran.
         """
-        return StageRunner(
-            self.stages,
-            self.inputs,
-            self.outputs,
-            providers=providers,
-            session_options=session_options,
-            keep_loaded=keep_loaded,
-        )
+        return StageRunner(self, SessionSettings(tuple(providers), session_options), keep_loaded)
 
     def data(self) -> dict[str, Any]:
         """The manifest; paths are relative to the folder."""
@@ -132,7 +201,7 @@ class Partition(Result):
                 {**_tensor(name, self.stages[stage].outputs[made]), "stage": stage, "tensor": made}
                 for name, (stage, made) in self.outputs.items()
             ],
-            "stages": [_stage(stage) for stage in self.stages],
+            "stages": self.stages,
             "crossing": [
                 {**_tensor(each.name, each.tensor), "from": each.made_by, "to": each.read_by} for each in self.crossing
             ],
@@ -174,18 +243,86 @@ def _shortened(paths: Sequence[str]) -> str:
     return ", ".join(named) if len(named) < 4 else f"{named[0]} ... {named[-1]} ({len(named)})"
 
 
-def _stage(stage: Stage) -> dict[str, Any]:
-    return {
-        "file": stage.file.name if stage.file is not None else None,
-        "files": stage.files,
-        "modules": stage.modules,
-        "nodes": stage.nodes,
-        "parameter_bytes": stage.parameter_bytes,
-        "inputs": [{**_tensor(name, tensor), "stage": stage.sources[name]} for name, tensor in stage.inputs.items()],
-        "outputs": [_tensor(name, tensor) for name, tensor in stage.outputs.items()],
-        **({"session_config": stage.session_config} if stage.session_config else {}),
-    }
-
-
 def _tensor(name: str, tensor: StageTensor) -> dict[str, Any]:
     return {"name": name, "type": tensor.type, "shape": tensor.shape}
+
+
+class StageRunner:
+    """Runs stages; a context manager, which lets go of the loaded stages at its end.
+
+    Tensors go from stage to stage as ONNX Runtime's own values, and are let go after the last stage that reads them.
+
+    Args:
+        partition: The stages.
+        settings: Those of every session.
+        keep_loaded: Keep every stage loaded once it ran.
+
+    Raises:
+        InputError: If ONNX Runtime does not have one of the providers.
+    """
+
+    def __init__(self, partition: Partition, settings: SessionSettings, keep_loaded: bool) -> None:
+        settings.check()
+        self._partition, self._settings, self._keep = partition, settings, keep_loaded
+        self._sessions: dict[int, Session] = {}
+        self._closing = contextlib.ExitStack()
+
+    def __enter__(self) -> StageRunner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the loaded stages."""
+        self._sessions.clear()
+        self._closing.close()
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run all stages.
+
+        Args:
+            inputs: Input name → numpy array, torch tensor, or nested lists of numbers.
+
+        Returns:
+            Output name → array.
+
+        Raises:
+            InputError: If the inputs are not those of the model, or ONNX Runtime cannot load or run a stage.
+        """
+        stages, outputs = self._partition.stages, self._partition.outputs
+        feed = Inputs(_input(name, tensor) for name, tensor in self._partition.inputs.items()).feed(inputs)
+        values: dict[tuple[int | None, str], Any] = {
+            (None, name): to_ort(array, feed.types.get(name)) for name, array in feed.arrays.items()
+        }
+        last_use: dict[tuple[int | None, str], int] = {
+            (source, name): number for number, stage in enumerate(stages) for name, source in stage.sources.items()
+        }
+        last_use.update(dict.fromkeys(outputs.values(), len(stages)))
+        for number, stage in enumerate(stages):
+            given = {name: values[source, name] for name, source in stage.sources.items()}
+            results = self._session(number, stage).run_values(given, list(stage.outputs))
+            values.update({(number, name): value for name, value in zip(stage.outputs, results, strict=True)})
+            for key in [key for key in values if last_use.get(key, -1) <= number]:
+                del values[key]
+        return {name: from_ort(values[source]) for name, source in outputs.items()}
+
+    def _session(self, number: int, stage: Stage) -> Session:
+        """A stage, loaded; a model in memory that stays loaded keeps the folder of its file."""
+        if number in self._sessions:
+            return self._sessions[number]
+        if stage.file is not None:
+            session = Session(RunnableModel(stage.file, str(stage.file)), self._settings)
+        elif stage.model is None:
+            raise InputError(f"stage {number} has neither a file nor a model")
+        else:
+            with contextlib.ExitStack() as here:
+                folder = (self._closing if self._keep else here).enter_context(temporary_folder())
+                session = Session(RunnableModel.of(stage.model, f"stage {number}", folder), self._settings)
+        if self._keep:
+            self._sessions[number] = session
+        return session
+
+
+def _input(name: str, tensor: StageTensor) -> Input:
+    return Input(name, None if tensor.type is None else ir.DataType[tensor.type], tensor.shape)

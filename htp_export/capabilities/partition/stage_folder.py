@@ -1,22 +1,26 @@
-"""A folder of stages, written whole: it appears with all that is in it, or what was there before stays."""
+"""The folder of a partition: written whole, or what was there before stays; and read, wherever it comes from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
-from htp_export.capabilities.partition.manifest import MANIFEST, load_partition
-from htp_export.capabilities.partition.partitions import Partition
-from htp_export.capabilities.partition.stages import Stage
+import onnx_ir as ir
+
+from htp_export.capabilities.partition.partitions import FORMAT, VERSION, Partition, Stage, StageTensor
 from htp_export.errors import FileError, HtpExportError
 from htp_export.files import targets
-from htp_export.files.json_file import write_json
+from htp_export.files.json_file import read_json, write_json
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.replacing import Move, work_folder
 from htp_export.process.progress import counted
 
-__all__ = ["check_folder", "write_folder"]
+__all__ = ["check_folder", "load_partition", "write_folder"]
+
+_MANIFEST = "manifest.json"
 
 
 def check_folder(folder: Path) -> None:
@@ -26,7 +30,7 @@ def check_folder(folder: Path) -> None:
         FileError: If it does, or is no folder; it names what is in the way.
     """
     try:
-        known = {MANIFEST, *load_partition(folder).files}
+        known = {_MANIFEST, *load_partition(folder).files}
     except FileError:  # no earlier partition
         known = set()
     targets.check_folder(folder, "a partition", known.__contains__)
@@ -38,11 +42,8 @@ def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition
     Args:
         partition: The stages, with their models.
         folder: Where to; an earlier partition there is replaced.
-        extras: Writes what else goes there, into the folder as it is given; the stages are there already. Gives the
+        extras: Writes what else goes there, into the folder as it is given; the stages are there already. Returns the
             stages with the files that they have then.
-
-    Returns:
-        The same stages, with their files in place of their models.
 
     Raises:
         FileError: If it cannot be written; what was there before is untouched.
@@ -58,7 +59,7 @@ def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition
             written = replace(partition, stages=stages, folder=new)
             written = extras(written, new)
             written = replace(written, files=tuple(sorted(_files(new))))
-            write_json(new / MANIFEST, written.to_dict())
+            write_json(new / _MANIFEST, written.to_dict())
             work.commit([Move(new, folder)])
     except HtpExportError:
         raise
@@ -80,3 +81,118 @@ def _write_stage(stage: Stage, number: int, folder: Path) -> Stage:
 
 def _files(folder: Path) -> Iterator[str]:
     return (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+def load_partition(folder: str | os.PathLike[str]) -> Partition:
+    """Open the stages that ``partition`` wrote into a folder.
+
+    The files of the stages are not read. Files that the manifest names must be in its folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        The stages, which can be run.
+
+    Raises:
+        FileError: The manifest is missing or invalid, or a file that it names is missing or outside of the folder.
+
+    Examples:
+        >>> import tempfile, torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = htp_export.partition(program, 2, folder)
+        ...     [stage.modules for stage in load_partition(folder).stages]
+        [('0',), ('1',)]
+    """
+    file = Path(folder) / _MANIFEST
+    try:
+        return _read(read_json(file), Path(folder))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise FileError(file, f"not the manifest of a partition: {problem}") from error
+
+
+def _read(data: Any, folder: Path) -> Partition:
+    """A manifest that may come from anywhere; every problem is a ValueError, or one of Python's own."""
+    if not isinstance(data, dict) or data.get(FORMAT) != VERSION:
+        raise ValueError(f"{FORMAT!r} is not {VERSION!r}")
+    inputs = _tensors(data["inputs"])
+    stages: list[Stage] = []
+    for entry in data["stages"]:
+        known = [inputs, *(stage.outputs for stage in stages)]
+        sources: dict[str, int | None] = {}
+        for given in entry["inputs"]:
+            name = _text(given["name"])
+            sources[name] = source = None if given["stage"] is None else _count(given["stage"])
+            if source is not None and source >= len(stages):
+                raise ValueError(f"stage {len(stages)} is said to read {name!r} of a stage that is not before it")
+            if name not in known[0 if source is None else source + 1]:
+                raise ValueError(f"stage {len(stages)} is said to read {name!r}, which nothing gives")
+        stage = Stage(
+            tuple(map(_text, entry["modules"])),
+            _tensors(entry["inputs"]),
+            _tensors(entry["outputs"]),
+            sources,
+            _count(entry["nodes"]),
+            _count(entry["parameter_bytes"]),
+            folder / _inside(folder, entry["file"]),
+            files=tuple(_inside(folder, name) for name in entry["files"]),
+            session_config={_text(key): _text(said) for key, said in entry.get("session_config", {}).items()},
+        )
+        stages.append(stage)
+    if not stages:
+        raise ValueError("it has no stages")
+    outputs: dict[str, tuple[int, str]] = {}
+    for entry in data["outputs"]:
+        number, made = _count(entry["stage"]), _text(entry["tensor"])
+        if number >= len(stages) or made not in stages[number].outputs:
+            raise ValueError(f"output {entry['name']!r} is said to come from a stage that does not give it")
+        outputs[_text(entry["name"])] = number, made
+    files = tuple(_inside(folder, name) for name in data["files"])
+    return Partition(_text(data["name"]), tuple(stages), inputs, outputs, dict(data["versions"]), folder, files)
+
+
+def _inside(folder: Path, name: Any) -> str:
+    """The path of a file that really lies in a folder; it is read as this system and as the others read it."""
+    pure = PurePosixPath(_text(name))
+    outside = pure.is_absolute() or ".." in pure.parts or not pure.parts
+    if outside or PureWindowsPath(name).anchor or "\\" in name or "\0" in name:
+        raise ValueError(f"file {name!r} does not lie in its folder; it will not be read")
+    if not (folder / pure).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"file {name!r} is a link out of its folder; it will not be read")
+    if not (folder / pure).is_file():
+        raise ValueError(f"file {name!r} is missing")
+    return pure.as_posix()
+
+
+def _tensors(listed: Sequence[Any]) -> dict[str, StageTensor]:
+    found: dict[str, StageTensor] = {}
+    for entry in listed:
+        name, kind, shape = _text(entry["name"]), entry["type"], entry["shape"]
+        if name in found:
+            raise ValueError("a tensor is listed twice")
+        if kind is not None and kind not in ir.DataType.__members__:
+            raise ValueError(f"tensor {name!r} is of no ONNX type: {kind!r}")
+        if shape is not None and not isinstance(shape, list):
+            raise ValueError(f"tensor {name!r} has no shape: {shape!r}")
+        if not all(size is None or isinstance(size, int | str) for size in shape or ()):
+            raise ValueError(f"tensor {name!r} has no shape: {shape!r}")
+        found[name] = StageTensor(kind, None if shape is None else tuple(shape))
+    return found
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")  # noqa: TRY004 - it is a bad value
+    return value
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is no number of something")
+    return value

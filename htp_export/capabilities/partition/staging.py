@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from htp_export.capabilities.partition.balancing import Balance, balanced_cuts, weigh
 from htp_export.capabilities.partition.chain import Border, Chain
+from htp_export.capabilities.partition.genai_pipeline import genai_pipeline
 from htp_export.capabilities.partition.partitions import Partition
-from htp_export.capabilities.partition.stage_cuts import StageCut, stage_cuts, stage_model
+from htp_export.capabilities.partition.stage_cuts import stages_of
 from htp_export.capabilities.partition.stage_folder import check_folder, write_folder
-from htp_export.capabilities.partition.stages import Stage, StageTensor
 from htp_export.discovery import plug_in
 from htp_export.errors import InputError, UnknownModuleError
-from htp_export.model.cutting import Cutter
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.parts import Constants
-from htp_export.model.tagged import ModelSource, TaggedModel, load
-from htp_export.runtime.crashes import safe_entries
+from htp_export.model.tagged import ModelSource, load
 
 __all__ = ["partition"]
 
@@ -86,22 +81,20 @@ def partition(
         >>> list(found.run({"input": torch.zeros(2, 4)}))
         ['linear_1']
     """
-    extras = _extras(serve, model, genai_config)
+    write_extras = _extras(serve, model, genai_config)
     if serve is not None and output is None:
         raise InputError(f"serve={serve!r} writes files; name an output folder")
     if output is not None:
         check_folder(Path(output))
     tagged = load(model)
     tagged.select("**")  # there are tags
-    cutter = Cutter(tagged)
-    constants = Constants(tagged, cutter)
-    chain = Chain(tagged, cutter, constants)
+    chain = Chain(tagged)
     if isinstance(stages, int):
-        starts = _balanced(chain, weigh(tagged, chain, balance), stages, slack)
+        starts = _balanced(chain, weigh(chain, balance), stages, slack)
     else:
-        starts = _named(tagged, chain, stages)
-    made = _partition(tagged, stage_cuts(tagged, cutter, constants, chain, starts))
-    return made if output is None else write_folder(made, Path(output), extras)
+        starts = _named(chain, stages)
+    made = stages_of(chain, starts)
+    return made if output is None else write_folder(made, Path(output), write_extras)
 
 
 def _extras(
@@ -113,16 +106,11 @@ def _extras(
     if serve != "genai":
         written: Callable[[Partition, Path], Partition] = plug_in("partition", serve).write_stages
         return written
-    from htp_export.capabilities.partition.genai_pipeline import GenaiPipeline
-
     if genai_config is None and isinstance(model, str | os.PathLike):
         genai_config = Path(model).with_name("genai_config.json")
     if genai_config is None:
         raise InputError("a model that is no file has no genai_config.json beside it; give genai_config")
-    return GenaiPipeline(genai_config)
-
-
-# --- where stages begin -----------------------------------------------------------------------------------
+    return genai_pipeline(Path(genai_config))
 
 
 def _balanced(chain: Chain, weights: Sequence[float], count: int, slack: float) -> list[int]:
@@ -144,23 +132,23 @@ def _balanced(chain: Chain, weights: Sequence[float], count: int, slack: float) 
     return balanced_cuts(weights, [border.place for border in borders], charges, count, slack)
 
 
-def _named(tagged: TaggedModel, chain: Chain, modules: Sequence[str]) -> list[int]:
+def _named(chain: Chain, modules: Sequence[str]) -> list[int]:
     """The borders at which modules begin."""
     if isinstance(modules, str):
         raise InputError(f"stages begin at a list of modules, not at one text: [{modules!r}]")
     begins: dict[int, str] = {}
     for path in modules:
-        if path not in tagged:
-            raise UnknownModuleError(path, tagged)
+        if path not in chain.tagged:
+            raise UnknownModuleError(path, chain.tagged)
         if path not in chain.spans:
             raise InputError(f"no stage can begin at module {path!r}: it has no nodes of its own in the graph")
         place = chain.spans[path][0]
         if place in begins:
             raise InputError(f"modules {begins[place]!r} and {path!r} begin at the same place; name one of them")
         begins[place] = path
-    places = [border.place for border in chain.borders]
+    places = {border.place for border in chain.borders}
     for place, path in begins.items():
-        if place and places[bisect_left(places, place) : bisect_left(places, place) + 1] != [place]:
+        if place and place not in places:
             raise InputError(
                 f"no stage can begin at module {path!r}: module {chain.astride(place)!r} runs before it and "
                 f"after it; {_possible(chain.borders)}"
@@ -172,40 +160,3 @@ def _possible(borders: Sequence[Border]) -> str:
     if not borders:
         return "there is no border at which it could be cut"
     return f"there are {len(borders)} borders: before {', '.join(repr(border.module) for border in borders)}"
-
-
-# --- what is told of them ---------------------------------------------------------------------------------
-
-
-def _partition(tagged: TaggedModel, cuts: Sequence[StageCut]) -> Partition:
-    graph = tagged.model.graph
-    made = tuple(_stage(tagged, each) for each in cuts)
-    homes = {id(value): (number, name) for number, each in enumerate(cuts) for name, value in each.part.outputs.items()}
-    inputs = {str(value.name): StageTensor.of(value) for value in graph.inputs if not value.is_initializer()}
-    outputs = {str(value.name): homes[id(value)] for value in graph.outputs}
-    name = tagged.hierarchy.root.simple_class or graph.name or "model"
-    return Partition(name, made, inputs, outputs, _versions(tagged))
-
-
-def _stage(tagged: TaggedModel, stage: StageCut) -> Stage:
-    model = stage_model(tagged, stage)
-    return Stage(
-        stage.modules,
-        {str(value.name): StageTensor.of(value) for value in model.graph.inputs},
-        {str(value.name): StageTensor.of(value) for value in model.graph.outputs},
-        stage.sources,
-        sum(1 for _ in model.graph.all_nodes()),
-        stage.parameter_bytes,
-        model=model,
-        session_config=safe_entries(model),
-    )
-
-
-def _versions(tagged: TaggedModel) -> dict[str, Any]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        ours = version("htp-export")
-    except PackageNotFoundError:  # run from its sources
-        ours = "unknown"
-    return {"htp_export": ours, "ir_version": tagged.model.ir_version, "opset": dict(tagged.model.opset_imports)}
