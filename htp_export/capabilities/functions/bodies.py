@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.capabilities.functions.formals import Formals
 from htp_export.capabilities.functions.levels import Group, Item
 from htp_export.editing.function_records import DOMAIN, Instance
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
 from htp_export.model.content_hash import body_hash, constant_hash
-from htp_export.model.regions import subgraphs
+from htp_export.model.regions import GraphIndex, subgraphs
 from htp_export.model.rewiring import replace_inputs
+from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames
 
 __all__ = ["Bodies", "Occurrence", "copy_value", "differing_constants"]
 
-"""How the owner of a call is known: the function holds the nodes of that module."""
+_LONGEST = 64
+"""Characters of a name of several parts: every function around a deep module names its weights anew."""
+
+_LONGEST_PART = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,43 +46,40 @@ class Occurrence:
         return zip(self.function.graph.all_nodes(), self.body.all_nodes(), strict=True)
 
 
-@dataclass
 class Bodies:
-    """Makes functions of groups, in one model.
+    """Makes functions of groups, in one model, whose graphs are changed.
 
     Attributes:
-        model: The model; its graphs are changed.
+        model: The model.
         hierarchy: Its modules.
-        formals: Orders and names the inputs of functions.
         occurrences: Call → what it calls, innermost first, also in bodies that were thrown away for an equal one.
     """
 
-    model: ir.Model
-    hierarchy: Hierarchy
-    formals: Formals
-    occurrences: dict[ir.Node, Occurrence] = field(default_factory=dict)
-    _known: dict[Hashable, ir.Function] = field(default_factory=dict)
-    _names: UsedNames = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, work: TaggedModel, index: GraphIndex) -> None:
+        self.model, self.hierarchy = work.model, work.hierarchy
+        self.occurrences: dict[ir.Node, Occurrence] = {}
+        # Now: what the index does not know yet, it would read from graphs that are changed.
+        self._signatures, self._constant, self._owners = work.signatures, index.constant, index.owners
+        self._known: dict[Hashable, ir.Function] = {}
         self._names = UsedNames(name for domain, name, _ in self.model.functions if domain == DOMAIN)
 
     def build(self, graph: ir.Graph, items: Iterable[Item]) -> None:
         """Make functions of the groups of a graph; its nodes are then in the order of ``items``."""
-        nodes = [self._node_of(item, graph) for item in items]
+        nodes = self._nodes_of(items, graph)
         graph.remove(nodes)
         graph.extend(nodes)
 
-    def _node_of(self, item: Item, graph: ir.Graph) -> ir.Node:
-        return self._call_of(item, graph) if isinstance(item, Group) else item
+    def _nodes_of(self, items: Iterable[Item], graph: ir.Graph) -> list[ir.Node]:
+        return [self._call_of(item, graph) if isinstance(item, Group) else item for item in items]
 
     def _call_of(self, group: Group, graph: ir.Graph) -> ir.Node:
         """Move a group into a function, and put a call of it at the end of the graph."""
-        instance, nodes = group.instance, [self._node_of(item, graph) for item in group.items]
+        instance, nodes = group.instance, self._nodes_of(group.items, graph)
         every = [held for node in nodes for held in _with_held(node)]
         inside, graphs = set(every), {body for node in every for body in subgraphs(node)}
         read = dict.fromkeys(value for node in every for value in node.inputs if value is not None)
-        entering = self.formals.order(value for value in read if _enters(value, inside, graphs))
+        # Tensors first, then weights, as in torch.nn.functional; each kind as it came.
+        entering = sorted((value for value in read if _enters(value, inside, graphs)), key=self._is_weight)
         leaving = [value for node in nodes for value in node.outputs if _leaves(value, inside)]
         results = [copy_value(value) for value in leaving]
         for value, result in zip(leaving, results, strict=True):
@@ -101,7 +101,6 @@ class Bodies:
         )
         graph.append(call)
         self.occurrences[call] = Occurrence(instance, function, body)
-        self.formals.called(call, instance, formals)
         return call
 
     def _inputs_for(
@@ -114,10 +113,10 @@ class Bodies:
         used = UsedNames(value.name or "" for value in (*kept, *given))
         for value in leaving:
             value.name = used.unused("output")
-        names = self.formals.name(entering, nodes, instance, used)
+        names = self._names_of(entering, nodes, instance, used)
         formals = {
             # Weights have their types in the graph. A function around a deep module would write them all again.
-            value: ir.Value(name=name) if self.formals.is_weight(value) else copy_value(value, name)
+            value: ir.Value(name=name) if self._is_weight(value) else copy_value(value, name)
             for value, name in zip(entering, names, strict=True)
         }
         for node in nodes:
@@ -143,6 +142,63 @@ class Bodies:
     def _tags(self, instance: Instance) -> dict[str, str]:
         call = str(instance.call) if self.hierarchy[instance.path].calls > 1 else ""
         return tags.node_tags((instance.path,), Reason.FUNCTION, self.hierarchy.called, call)
+
+    # --- names of inputs ----------------------------------------------------------------------------------
+
+    def _names_of(
+        self, values: Sequence[ir.Value], nodes: Iterable[ir.Node], instance: Instance, used: UsedNames
+    ) -> list[str]:
+        """A name for each input of a function.
+
+        Arguments have the names of ``forward``'s parameters, and weights those that they have in the module,
+        ``query.weight``. What has no such name in the file (exporters transpose weights and fold constants) has the
+        name of the module that reads it in front, and the model's own inputs keep theirs. Of a name that is too long,
+        the last parts are used.
+        """
+        readers: dict[ir.Value, tuple[ir.Node, int]] = {}
+        for node in nodes:
+            for position, value in enumerate(node.inputs):
+                if value is not None:
+                    readers.setdefault(value, (node, position))
+        arguments = self._arguments(instance)
+        return [
+            used.unused(arguments.get(value.name or "") or self._wanted(value, readers[value], instance.path))
+            for value in values
+        ]
+
+    def _arguments(self, instance: Instance) -> dict[str, str]:
+        """Tensor of the model → the argument that it is of a module call."""
+        calls = self._signatures.get(instance.path, ())
+        given = calls[instance.call].inputs if instance.call < len(calls) else {}
+        return {tensor: argument for argument, tensor in reversed(list(given.items())) if tensor is not None}
+
+    def _is_weight(self, value: ir.Value) -> bool:
+        """Whether a value is an initializer, or computed from initializers and constants alone."""
+        return value.is_initializer() or value in self._constant
+
+    def _wanted(self, value: ir.Value, reader: tuple[ir.Node, int], path: str) -> str:
+        name = value.name or ""
+        if not self._is_weight(value):
+            return name if value.is_graph_input() and name else "input"
+        if value.is_initializer() and name.startswith(path + "."):
+            return _last_parts(name[len(path) + 1 :])
+        node, position = reader
+        if node in self.occurrences:  # it is handed on: its name is that which it has there
+            inner = self.occurrences[node]
+            return _relative(inner.instance.path, path, inner.body.inputs[position].name or "input")
+        is_weight = value.dtype is not None and value.dtype.is_floating_point() and bool(value.shape)
+        inside = [owner for owner in self._owners.get(node, ()) if tags.is_under(owner, path)]
+        return _relative(inside[0] if inside else path, path, "weight" if is_weight else "constant")
+
+
+def _relative(path: str, above: str, name: str) -> str:
+    below = path[len(above) + 1 :] if above and tags.is_under(path, above) else path if not above else ""
+    return _last_parts(f"{below}.{name}" if below else name)
+
+
+def _last_parts(name: str) -> str:
+    """The name, or the name of the parameter in its own module, if the name is long."""
+    return name if len(name) <= _LONGEST else ".".join(name.rsplit(".", 2)[-2:])[-_LONGEST_PART:]
 
 
 def differing_constants(occurrences: Iterable[Occurrence], hierarchy: Hierarchy) -> dict[ir.Node, set[Instance]]:

@@ -7,12 +7,12 @@ one layer computes for all) and calls that cross (a hook) make exceptions.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import networkx as nx
 import onnx_ir as ir
 
 from htp_export.capabilities.functions.placing import Placement
@@ -141,6 +141,10 @@ class Levels:
         )
 
 
+_BETWEEN = "between"
+"""A node that stands for all that lies between the nodes of a group."""
+
+
 class _Level:
     """The graph of one level: groups, and nodes that are in none.
 
@@ -157,112 +161,43 @@ class _Level:
             self.members.setdefault(keys[node], []).append(node)
         self._rank = {key: rank for rank, key in enumerate(self.members)}
         self._place = {node: place for place, node in enumerate(nodes)}
-        self._after: dict[_Key, dict[_Key, None]] = {key: {} for key in self.members}
-        self._before: dict[_Key, dict[_Key, None]] = {key: {} for key in self.members}
-        for node in nodes:
-            for source in sources[node]:
-                if source in keys and keys[source] != keys[node]:
-                    self._after[keys[source]][keys[node]] = None
-                    self._before[keys[node]][keys[source]] = None
+        self._graph = nx.DiGraph()
+        self._graph.add_nodes_from(self.members)
+        self._graph.add_edges_from(
+            (keys[source], keys[node])
+            for node in nodes
+            for source in sources[node]
+            if source in keys and keys[source] != keys[node]
+        )
 
     def tangles(self) -> list[list[_Key]]:
-        """What lies on cycles, together where on the same ones, in graph order; empty if the level can run.
-
-        These are the strongly connected components of more than one, found by two searches (Kosaraju).
-        """
-        stuck = self._stuck()
-        finished: list[_Key] = []
-        seen: set[_Key] = set()
-        for start in stuck:
-            waiting: list[tuple[_Key, bool]] = [(start, False)]
-            while waiting:
-                key, done = waiting.pop()
-                if done:
-                    finished.append(key)
-                elif key not in seen:
-                    seen.add(key)
-                    waiting.append((key, True))
-                    waiting += [(other, False) for other in self._after[key] if other in stuck]
-        found: list[list[_Key]] = []
-        for start in reversed(finished):
-            if start in seen:
-                seen.discard(start)
-                component = [start]
-                for key in component:  # it grows
-                    others = [other for other in self._before[key] if other in seen]
-                    seen.difference_update(others)
-                    component += others
-                if len(component) > 1:
-                    found.append(sorted(component, key=self._rank.__getitem__))
-        return sorted(found, key=lambda component: self._rank[component[0]])
+        """What lies on cycles, together where on the same ones, in graph order; empty if the level can run."""
+        components = [group for group in nx.strongly_connected_components(self._graph) if len(group) > 1]
+        ordered = [sorted(group, key=self._rank.__getitem__) for group in components]
+        return sorted(ordered, key=lambda group: self._rank[group[0]])
 
     def nodes_of(self, tangle: Collection[_Key]) -> list[ir.Node]:
         """The nodes of a tangle, in graph order."""
         return sorted((node for key in tangle for node in self.members[key]), key=self._place.__getitem__)
 
-    def _stuck(self) -> dict[_Key, None]:
-        """What lies on a cycle, or on a way between two, in graph order."""
-        left = set(self.members)
-        for after, before in ((self._after, self._before), (self._before, self._after)):
-            waiting = {key: sum(other in left for other in before[key]) for key in left}
-            ready = [key for key, count in waiting.items() if not count]
-            while ready:
-                key = ready.pop()
-                left.discard(key)
-                for other in after[key]:
-                    if other in left:
-                        waiting[other] -= 1
-                        if not waiting[other]:
-                            ready.append(other)
-        return dict.fromkeys(sorted(left, key=self._rank.__getitem__))
-
     def order(self) -> list[_Key]:
         """Everything in an order in which it can run, as near as can be to that of the graph."""
-        waiting = {key: len(before) for key, before in self._before.items()}
-        keys = list(self.members)
-        ready = [self._rank[key] for key, count in waiting.items() if not count]
-        heapq.heapify(ready)
-        ordered = []
-        while ready:
-            key = keys[heapq.heappop(ready)]
-            ordered.append(key)
-            for other in self._after[key]:
-                waiting[other] -= 1
-                if not waiting[other]:
-                    heapq.heappush(ready, self._rank[other])
-        return ordered
+        return list(nx.lexicographical_topological_sort(self._graph, key=self._rank.__getitem__))
 
     def cut(self, group: Instance, tangle: Collection[_Key]) -> list[ir.Node]:
         """The nodes of a group without which it holds together: all before the others of its tangle, or all after."""
         inside = set(self.members[group])
         between = {key for key in tangle if key != group}  # each reads from the group and is read by it
-        readers: defaultdict[ir.Node, list[ir.Node]] = defaultdict(list)
-        late: list[ir.Node] = []
-        early: list[ir.Node] = []
-        for key in (group, *between):
-            for node in self.members[key]:
-                for source in self._sources[node]:
-                    if source in inside and node in inside:
-                        readers[source].append(node)
-                    elif source in inside:
-                        early.append(source)
-                    elif node in inside and self._keys.get(source) in between:
-                        late.append(node)
-        before = _closure(early, lambda node: [source for source in self._sources[node] if source in inside])
-        after = _closure(late, lambda node: readers[node])
+        within = nx.DiGraph((source, node) for node in inside for source in self._sources[node] if source in inside)
+        read = {source for key in between for node in self.members[key] for source in self._sources[node]}
+        within.add_edges_from((node, _BETWEEN) for node in read & inside)
+        before = nx.ancestors(within, _BETWEEN)
+        within.remove_node(_BETWEEN)
+        reading = (node for node in inside if any(self._keys.get(source) in between for source in self._sources[node]))
+        within.add_edges_from((_BETWEEN, node) for node in reading)
+        after = nx.descendants(within, _BETWEEN)
         smaller = before if len(before) <= len(after) else after
         return [node for node in self.members[group] if node in smaller]
-
-
-def _closure(start: Iterable[ir.Node], following: Callable[[ir.Node], Iterable[ir.Node]]) -> set[ir.Node]:
-    found: set[ir.Node] = set()
-    left = list(start)
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left.extend(following(node))
-    return found
 
 
 def _sources(placement: Placement) -> dict[ir.Node, dict[ir.Node, None]]:

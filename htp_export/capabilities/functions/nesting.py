@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from htp_export.capabilities.functions.bodies import Bodies, differing_constants
-from htp_export.capabilities.functions.formals import Formals
 from htp_export.capabilities.functions.levels import Levels
 from htp_export.capabilities.functions.originals import flat_order, share_bodies
 from htp_export.capabilities.functions.placing import Placement
@@ -141,8 +140,8 @@ def functions(
     selected = tagged.select(select)
     tagged.require_exact_tags()
     wanted = [path for path in selected if path and tagged.hierarchy[path].fate == "computed"]
-    built = _built(_flat(tagged), wanted)
-    model, index, placement, bodies = built.work.model, built.index, built.placement, built.bodies
+    sources, index, placement, bodies = _built(_flat(tagged), wanted)
+    model = bodies.model
     made = _functions_of(bodies)
     hierarchy = tagged.hierarchy
     skipped = {path: _why_flat(hierarchy[path], index, placement) for path in selected if path not in made}
@@ -150,8 +149,10 @@ def functions(
         listed = "; ".join(f"{path or '(root)'}: {reason}" for path, reason in list(skipped.items())[:5])
         more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
         raise InputError(f"no selected module can be a function: {listed}{more}")
-    records = share_bodies(bodies.occurrences, built.sources, hierarchy, built.work.calls)
-    _finish(model, Records(records, flat_order(bodies, built.sources)))
+    records = Records(share_bodies(bodies, sources, tagged.calls), flat_order(bodies, sources))
+    model.opset_imports[DOMAIN] = 1
+    if records.calls or records.order:
+        model.metadata_props[tags.FUNCTIONS] = records.to_json()
     if output is not None:
         write_model(model, output, share_weights=share_weights)
     ordered = {path: made[path] for path in selected if path in made}
@@ -167,29 +168,15 @@ def _flat(tagged: TaggedModel) -> TaggedModel:
     return load(model)
 
 
-@dataclass(frozen=True)
-class _Built:
-    """A copy of a model with functions.
-
-    Attributes:
-        sources: Node of the copy → node of the model.
-        work: The copy.
-        index: What was known of it before there were functions.
-        placement: The instances that its nodes are in.
-        bodies: The functions.
-    """
-
-    sources: Mapping[ir.Node, ir.Node]
-    work: TaggedModel
-    index: GraphIndex
-    placement: Placement
-    bodies: Bodies
-
-
-def _built(source: TaggedModel, wanted: Collection[str]) -> _Built:
+def _built(
+    source: TaggedModel, wanted: Collection[str]
+) -> tuple[Mapping[ir.Node, ir.Node], GraphIndex, Placement, Bodies]:
     """Make functions of a copy of a model; constants in which functions differ become inputs, so that one is left.
 
     A constant that is left outside of a module is in the one around it, whose functions may then differ in it.
+
+    Returns:
+        Node of the copy → node of the model; what was known of the copy before; where its nodes are; the functions.
     """
     outside: dict[ir.Node, set[Instance]] = {}
     while True:
@@ -199,12 +186,12 @@ def _built(source: TaggedModel, wanted: Collection[str]) -> _Built:
         index, placement = GraphIndex(model, work.work_of), Placement(work, wanted)
         for node in list(placement.chains) if outside else ():
             placement.without(node, outside.get(sources[node], ()))
-        built = _Built(sources, work, index, placement, _make(work, index, placement))
+        bodies = _make(work, index, placement)
         known = sum(map(len, outside.values()))
-        for node, instances in differing_constants(built.bodies.occurrences.values(), source.hierarchy).items():
+        for node, instances in differing_constants(bodies.occurrences.values(), source.hierarchy).items():
             outside.setdefault(sources[node], set()).update(instances)
         if sum(map(len, outside.values())) == known:
-            return built
+            return sources, index, placement, bodies
 
 
 def _make(work: TaggedModel, index: GraphIndex, placement: Placement) -> Bodies:
@@ -212,7 +199,7 @@ def _make(work: TaggedModel, index: GraphIndex, placement: Placement) -> Bodies:
     levels = Levels(placement, index.works)
     graphs = list(dict.fromkeys([work.model.graph, *(node.graph for node in placement.scopes if node.graph)]))
     arranged = {graph: levels.arrange_graph(graph) for graph in graphs}  # those outside first: they take nodes along
-    bodies = Bodies(work.model, work.hierarchy, Formals(index.constant, index.owners, work.signatures))
+    bodies = Bodies(work, index)
     for graph in reversed(graphs):
         bodies.build(graph, arranged[graph])
     outer = list(work.model.graph.all_nodes())
@@ -221,12 +208,6 @@ def _make(work: TaggedModel, index: GraphIndex, placement: Placement) -> Bodies:
         if node in bodies.occurrences:
             node.name = used.unused(str(node.name))
     return bodies
-
-
-def _finish(model: ir.Model, records: Records) -> None:
-    model.opset_imports[DOMAIN] = 1
-    if records.calls or records.order:
-        model.metadata_props[tags.FUNCTIONS] = records.to_json()
 
 
 def _functions_of(bodies: Bodies) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -20,47 +19,23 @@ from htp_export.model.regions import subgraphs
 __all__ = ["flat_order", "share_bodies"]
 
 
-@dataclass(frozen=True)
-class _Original:
-    """A node as it was.
-
-    Attributes:
-        name: Its name.
-        metadata: Its metadata.
-        outputs: What it makes.
-        graphs: The names of its subgraphs, and of their inputs and initializers.
-    """
-
-    name: str
-    metadata: Mapping[str, str]
-    outputs: Sequence[ir.Value]
-    graphs: list[list[str]]
-
-
-def share_bodies(
-    occurrences: Mapping[ir.Node, Occurrence],
-    sources: Mapping[ir.Node, ir.Node],
-    hierarchy: Hierarchy,
-    calls: CallTree,
-) -> dict[str, Record]:
+def share_bodies(bodies: Bodies, sources: Mapping[ir.Node, ir.Node], calls: CallTree) -> dict[str, Record]:
     """Make the bodies of functions true for all their calls, and note what every call loses by it.
 
     Args:
-        occurrences: Call → what it calls, for every instance.
+        bodies: The functions that were made.
         sources: Node → the node of the untouched model that it was, for all but the calls.
-        hierarchy: The modules.
-        calls: Which of their calls ran in which.
+        calls: Which calls of modules ran in which.
 
     Returns:
         Name of each call outside of functions → what its nodes were; calls that lose nothing are left out.
     """
-    originals: dict[ir.Node, _Original] = {}
-    alike: defaultdict[ir.Node, list[_Original]] = defaultdict(list)
+    occurrences, hierarchy = bodies.occurrences, bodies.hierarchy
+    originals: dict[ir.Node, ir.Node] = {}
+    alike: defaultdict[ir.Node, list[ir.Node]] = defaultdict(list)
     for occurrence in occurrences.values():
         for shared, own in occurrence.pairs():
-            source = sources.get(own, own)
-            outputs = source.outputs if source is not own else [copy_value(value) for value in own.outputs]
-            originals[own] = _Original(source.name or "", dict(source.metadata_props), outputs, _graph_names(source))
+            originals[own] = sources[own] if own in sources else _snapshot(own)
             alike[shared].append(originals[own])
     for shared, found in alike.items():
         _share(shared, found, hierarchy)
@@ -88,12 +63,7 @@ def share_bodies(
 
 
 def flat_order(bodies: Bodies, sources: Mapping[ir.Node, ir.Node]) -> list[int]:
-    """The order of ``Records``.
-
-    Args:
-        bodies: The functions that were made.
-        sources: Node → the node of the untouched model that it was, for all but the calls.
-    """
+    """The order of ``Records``; arguments as those of `share_bodies`."""
 
     def flat(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
         for node in nodes:
@@ -108,20 +78,28 @@ def flat_order(bodies: Bodies, sources: Mapping[ir.Node, ir.Node]) -> list[int]:
     return [] if order == sorted(order) else order
 
 
-def _share(shared: ir.Node, found: Sequence[_Original], hierarchy: Hierarchy) -> None:
+def _snapshot(call: ir.Node) -> ir.Node:
+    """What a call says now: it will say it of all calls that share its place in a function."""
+    outputs = [copy_value(value) for value in call.outputs]
+    return ir.Node(
+        call.domain, call.op_type, [], outputs=outputs, name=call.name, metadata_props=dict(call.metadata_props)
+    )
+
+
+def _share(shared: ir.Node, found: Sequence[ir.Node], hierarchy: Hierarchy) -> None:
     """Make a node of a body true for all that it stands for."""
     if len(found) == 1:
         return
-    owners = list(dict.fromkeys(owner for one in found for owner in tags.owners_of(one.metadata)))
+    owners = list(dict.fromkeys(owner for one in found for owner in tags.owners_of(one.metadata_props)))
     if owners:
-        reasons = {one.metadata.get(tags.REASON, "") for one in found}
-        calls = {tags.encoded_calls(one.metadata) for one in found}
+        reasons = {one.metadata_props.get(tags.REASON, "") for one in found}
+        calls = {tags.encoded_calls(one.metadata_props) for one in found}
         one_call = next(iter(calls)) if len(calls) == 1 and len(owners) == 1 else ""
         reason = next(iter(reasons)) if len(reasons) == 1 else Reason.SHARED
         if len(owners) > 1 and reason == Reason.SCOPE:
             reason = Reason.SHARED
         tags.tag_node(shared.metadata_props, tags.node_tags(owners, reason, hierarchy.called, one_call))
-        if all(tags.NAMESPACE not in one.metadata for one in found):
+        if all(tags.NAMESPACE not in one.metadata_props for one in found):
             del shared.metadata_props[tags.NAMESPACE]
     for position, value in enumerate(shared.outputs):
         others = [one.outputs[position] for one in found]
@@ -132,13 +110,13 @@ def _share(shared: ir.Node, found: Sequence[_Original], hierarchy: Hierarchy) ->
 
 
 def _difference(
-    shared: ir.Node, original: _Original, metadata: Mapping[str, str], returned: Collection[ir.Value]
+    shared: ir.Node, original: ir.Node, metadata: Mapping[str, str], returned: Collection[ir.Value]
 ) -> Record:
     """What ``restore`` needs; what a function returns is named and typed by its call."""
     entry: Record = {}
-    if shared.name != original.name:
-        entry["name"] = original.name
-    changes = _changes(metadata, original.metadata)
+    if shared.name != (original.name or ""):
+        entry["name"] = original.name or ""
+    changes = _changes(metadata, original.metadata_props)
     if changes:
         entry["metadata"] = changes
     outputs: Record = {}
@@ -157,8 +135,8 @@ def _difference(
             outputs[str(position)] = written
     if outputs:
         entry["outputs"] = outputs
-    if _graph_names(shared) != original.graphs:
-        entry["graphs"] = original.graphs
+    if _graph_names(shared) != _graph_names(original):
+        entry["graphs"] = _graph_names(original)
     return entry
 
 
