@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -44,6 +44,11 @@ class Item:
     weights: Mapping[object, int]
     peak: int
     work: int
+
+    @property
+    def memory(self) -> int:
+        """The bytes that it needs by itself."""
+        return self.peak + sum(self.weights.values())
 
 
 class _Choice(NamedTuple):
@@ -81,24 +86,29 @@ def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slac
         >>> fill(items, chain, 25), fill(items, chain, 14)
         ([0, 1], [])
     """
-    nets = _merged(tensors)
+    # Tensors between the same items are counted together.
+    nets = Counter((tensor.producer, tensor.consumers - {tensor.producer}) for tensor in tensors)
     limits = _limits(items, memory)
-    most = {limit: max(choice.work for choice in _Program(items, (), limit, memory - limit).run(0)) for limit in limits}
+    most = {limit: max(choice.work for choice in _Program(items, {}, limit, memory - limit).run(0)) for limit in limits}
     if not most:
         return []
     least = max(1, round(max(most.values()) * (1 - slack)))
-    best: _Choice | None = None
+    best: list[_Choice] = []
     for limit in sorted((limit for limit in limits if most[limit] >= least), key=lambda limit: (-most[limit], limit)):
         program = _Program(items, nets, limit, memory - limit)
-        found = program.run(least, most_crossings=math.inf if best is None else best.crossings)
-        best = min((choice for choice in (best, *found) if choice is not None), key=_order)
-    assert best is not None
-    return _chosen(best)
+        found = program.run(least, most_crossings=best[0].crossings if best else math.inf)
+        best = [min(best + found, key=lambda choice: (choice.crossings, -choice.work, choice.used))]
+    taken: list[bool] = []
+    choice = best[0]
+    while choice.before is not None:
+        taken.append(choice.on_device)
+        choice = choice.before
+    return [number for number, on_device in enumerate(reversed(taken)) if on_device]
 
 
 def _limits(items: Sequence[Item], memory: int) -> set[int]:
     """The values that the highest peak may have; where they are many, those at the steps of the memory."""
-    limits = {item.peak for item in items if item.peak + sum(item.weights.values()) <= memory}
+    limits = {item.peak for item in items if item.memory <= memory}
     if len(limits) <= _MOST_LIMITS:
         return limits
     highest: dict[int, int] = {}
@@ -108,36 +118,6 @@ def _limits(items: Sequence[Item], memory: int) -> set[int]:
     return set(highest.values())
 
 
-def _order(choice: _Choice) -> tuple[int, int, int]:
-    return choice.crossings, -choice.work, choice.used
-
-
-def _chosen(last: _Choice) -> list[int]:
-    taken: list[bool] = []
-    choice: _Choice | None = last
-    while choice is not None and choice.before is not None:
-        taken.append(choice.on_device)
-        choice = choice.before
-    return [number for number, on_device in enumerate(reversed(taken)) if on_device]
-
-
-class _Net(NamedTuple):
-    """Tensors between the same items."""
-
-    producer: int
-    consumers: frozenset[int]
-    tensors: int
-
-    @property
-    def items(self) -> frozenset[int]:
-        return (self.consumers | {self.producer}) - {OUTSIDE}
-
-
-def _merged(tensors: Iterable[PartTensor]) -> list[_Net]:
-    count = Counter((tensor.producer, tensor.consumers - {tensor.producer}) for tensor in tensors)
-    return [_Net(*key, count[key]) for key in count if key[1]]
-
-
 class _Program:
     """The dynamic program for one limit on the peak.
 
@@ -145,39 +125,41 @@ class _Program:
     the device was seen before the producer, ``o`` one that is not, ``ro`` both. Of a shared weight: ``""`` or ``f``.
     """
 
-    def __init__(self, items: Sequence[Item], nets: Sequence[_Net], limit: int, memory: int) -> None:
+    def __init__(
+        self, items: Sequence[Item], nets: Mapping[tuple[int, frozenset[int]], int], limit: int, memory: int
+    ) -> None:
         self._items, self._memory = items, memory
         self._allowed = [item.peak <= limit for item in items]
-        self._nets = [net for net in nets if net.items]
         self._touching: defaultdict[int, list[int]] = defaultdict(list)
         self._last: list[int] = []
-        for number, net in enumerate(self._nets):
-            for place in net.items:
-                self._touching[place].append(number)
-            self._last.append(max(net.items))
+        self._nets: list[tuple[int, frozenset[int], int]] = []  # producer, consumers, how many tensors
+        for (producer, consumers), tensors in nets.items():
+            inside = (consumers | {producer}) - {OUTSIDE}
+            if consumers and inside:
+                self._touch(inside)
+                self._nets.append((producer, consumers, tensors))
         self._own = [0] * len(items)
         self._shared: dict[int, int] = {}  # number, after those of the nets → bytes
-        self._weigh()
-
-    def _weigh(self) -> None:
         readers: defaultdict[object, list[int]] = defaultdict(list)
-        sizes: dict[object, int] = {}
-        for number, item in enumerate(self._items):
-            for weight, size in item.weights.items():
+        for number, item in enumerate(items):
+            for weight in item.weights:
                 readers[weight].append(number)
-                sizes[weight] = size
         alike: defaultdict[tuple[int, ...], int] = defaultdict(int)
         for weight, numbers in readers.items():
-            alike[tuple(numbers)] += sizes[weight]
+            alike[tuple(numbers)] += items[numbers[-1]].weights[weight]
         for places, size in alike.items():
             if len(places) == 1:
                 self._own[places[0]] += size
-                continue
-            group = len(self._nets) + len(self._shared)
-            self._shared[group] = size
-            self._last.append(places[-1])
-            for place in places:
-                self._touching[place].append(group)
+            else:
+                self._shared[self._touch(places)] = size
+
+    def _touch(self, places: Collection[int]) -> int:
+        """Note which items a net or a shared weight belongs to; its number."""
+        number = len(self._last)
+        self._last.append(max(places))
+        for place in places:
+            self._touching[place].append(number)
+        return number
 
     def run(self, least: int, most_crossings: float = math.inf) -> list[_Choice]:
         """The choices that no other one beats, with the least work or more and so many crossings or fewer."""
@@ -189,20 +171,20 @@ class _Program:
             after: defaultdict[_Sides, list[_Choice]] = defaultdict(list)
             for sides, choices in states.items():
                 for on_device in (False, True) if self._allowed[number] else (False,):
-                    key, step = self._step(number, dict(sides), on_device)
+                    key, used, crossings = self._step(number, dict(sides), on_device)
+                    work = item.work if on_device else 0
                     after[key] += [
-                        made
-                        for choice in choices
-                        if (made := _added(choice, step)).used <= self._memory
-                        and made.work + left >= least
-                        and made.crossings <= most_crossings
+                        _Choice(before.used + used, before.crossings + crossings, before.work + work, before, on_device)
+                        for before in choices
+                        if before.used + used <= self._memory
+                        and before.work + work + left >= least
+                        and before.crossings + crossings <= most_crossings
                     ]
             states = {key: _unbeaten(choices, self._memory) for key, choices in after.items()}
         return [choice for choices in states.values() for choice in choices]
 
-    def _step(self, number: int, sides: dict[int, str], on_device: bool) -> tuple[_Sides, _Choice]:
-        """The sides after an item, and what it adds."""
-        item = self._items[number]
+    def _step(self, number: int, sides: dict[int, str], on_device: bool) -> tuple[_Sides, int, int]:
+        """The sides after an item, and the memory and the crossings that it adds."""
         used, crossings = (self._own[number] if on_device else 0), 0
         for net in self._touching[number]:
             before = sides.get(net, "")
@@ -210,41 +192,29 @@ class _Program:
                 if on_device and not before:
                     used, sides[net] = used + self._shared[net], "f"
             else:
-                known, crosses = _seen(self._nets[net], number, before, on_device)
-                sides[net] = known
-                if crosses:
-                    crossings += self._nets[net].tensors
+                producer, consumers, tensors = self._nets[net]
+                sides[net], crosses = _seen(producer, consumers, number, before, on_device)
+                crossings += tensors if crosses else 0
             if self._last[net] <= number:
                 sides.pop(net, None)
-        step = _Choice(used, crossings, item.work if on_device else 0, None, on_device)
-        return tuple(sorted((net, known) for net, known in sides.items() if known)), step
+        return tuple(sorted((net, known) for net, known in sides.items() if known)), used, crossings
 
 
 _CROSSED = "x"
 
 
-def _seen(net: _Net, number: int, before: str, on_device: bool) -> tuple[str, bool]:
+def _seen(producer: int, consumers: frozenset[int], number: int, before: str, on_device: bool) -> tuple[str, bool]:
     """What is known of a net after an item, and whether it is known only now that it crosses."""
     if before == _CROSSED:
         return before, False
-    if number == net.producer:
-        inside, outside = "r" in before, "o" in before or OUTSIDE in net.consumers
+    if number == producer:
+        inside, outside = "r" in before, "o" in before or OUTSIDE in consumers
         crosses, known = (outside, "f") if on_device else (inside, "s")
     else:
-        side = "s" if net.producer == OUTSIDE else before if before in ("f", "s") else ""
+        side = "s" if producer == OUTSIDE else before if before in ("f", "s") else ""
         known = side or "".join(sorted({*before, "r" if on_device else "o"}, reverse=True))
         crosses = bool(side) and (side == "f") != on_device
     return (_CROSSED, True) if crosses else (known, False)
-
-
-def _added(choice: _Choice, step: _Choice) -> _Choice:
-    return _Choice(
-        choice.used + step.used,
-        choice.crossings + step.crossings,
-        choice.work + step.work,
-        choice,
-        step.on_device,
-    )
 
 
 def _unbeaten(choices: list[_Choice], memory: int) -> list[_Choice]:

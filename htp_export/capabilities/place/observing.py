@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.place.crossings import crossings
 from htp_export.capabilities.place.devices import ANNOTATION, SETTINGS, entry_of, session_options_with
-from htp_export.capabilities.place.parts import known_sizes, tensor_sizes
+from htp_export.capabilities.place.parts import Needs, needs_of
 from htp_export.capabilities.place.placed import Misplaced, Placement, placed_modules
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError, OnnxRuntimeError
@@ -101,7 +101,7 @@ def placement(
             if entries and _BORDER_FAULT in error.problem:
                 raise OnnxRuntimeError(error.model, error.action, f"{_BORDER}: {error.problem}") from error
             raise
-    return _result(named, assignment, entries, remarks, _sizes(assignment.graph, inputs, dims, shapes))
+    return _result(named, assignment, entries, remarks, needs_of(load(assignment.graph), inputs, dims, shapes))
 
 
 def _entries(tagged: TaggedModel, options: Any) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -130,32 +130,18 @@ def _name_all(model: ir.Model) -> bool:
     return changed
 
 
-def _sizes(
-    graph: ir.Model,
-    inputs: Mapping[str, Any] | None,
-    dims: Mapping[str, int] | None,
-    shapes: Mapping[str, Sequence[int]] | None,
-) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Name of each tensor → bytes; and what was assumed."""
-    from htp_export.capabilities.cost.shapes import run_by_shapes
-
-    bindings = known_sizes(graph, inputs, dims, shapes)
-    if bindings is None:
-        return {}, ()
-    return tensor_sizes(run_by_shapes(load(graph), bindings)), bindings.notes
-
-
 def _result(
     tagged: TaggedModel,
     assignment: Assignment,
     entries: Mapping[str, str],
     remarks: tuple[str, ...],
-    sizes: tuple[Mapping[str, int], tuple[str, ...]],
+    needs: Needs | None,
 ) -> Placement:
     from htp_export.capabilities.carry.optimized import optimized_works
 
     works = optimized_works(tagged, assignment.graph)
-    found = crossings(assignment.graph, assignment.provider_of.get, lambda node: works[node].owners, sizes[0], HOST)
+    sizes = {} if needs is None else needs.sizes
+    found = crossings(assignment.graph, assignment.provider_of.get, lambda node: works[node].owners, sizes, HOST)
     copied = assignment.copied
     if copied is not None:
         found = tuple(replace(crossing, copied=crossing.tensor in copied) for crossing in found)
@@ -172,7 +158,7 @@ def _result(
         misplaced=tuple(_misplaced(tagged, assignment)) if entries else (),
         options=dict(entries),
         remarks=remarks,
-        assumed=sizes[1],
+        assumed=() if needs is None else needs.notes,
         tags=tagged.tag_facts,
     )
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.place.crossings import crossings
 from htp_export.capabilities.place.devices import ANNOTATION, SETTINGS, assignment_settings, device_named
-from htp_export.capabilities.place.parts import Needs, known_sizes, nodes_that_fit
+from htp_export.capabilities.place.parts import Needs, needs_of, nodes_that_fit
 from htp_export.capabilities.place.placed import DeviceUse, Placed, placed_modules
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
@@ -99,17 +99,23 @@ def place(
     source = load(model)
     original = read_flat(source)
     devices = _devices(original, rules)
-    needs, assumed = _needs(original, inputs, dims, shapes, required=bool(limits))
+    needs = needs_of(original, inputs, dims, shapes, required=bool(limits))
     for device, memory in limits.items():
-        _keep_what_fits(original, devices, needs, device, memory, slack)
+        assert needs is not None
+        _keep_what_fits(devices, needs, device, memory, slack)
     placed = original.clone()
     twin = twins_of(original.model, placed.model)
-    _annotate(placed.model, {twin[node]: device for node, device in devices.items()})
+    for node in all_nodes(placed.model):
+        node.metadata_props.pop(ANNOTATION, None)
+    for node, device in devices.items():
+        twin[node].metadata_props[ANNOTATION] = device
     options = {SETTINGS: assignment_settings(dict.fromkeys(devices.values()))}
     write_placement(placed.model.metadata_props, options)
     if output is not None:
         write_model(placed.model, output, external_data, share_weights=share_weights)
-    return _result(original, placed.model, devices, needs, limits, options, _remarks(source, assumed))
+    flat = ["its functions were inlined: their nodes may go to different devices"] if source.model.functions else []
+    remarks = (*flat, *(needs.notes if needs is not None else ()))
+    return _result(original, placed.model, devices, needs, limits, options, remarks)
 
 
 def bytes_of(size: int | str) -> int:
@@ -157,48 +163,12 @@ def _devices(tagged: TaggedModel, plan: Mapping[str, str]) -> dict[ir.Node, str]
     return {node: devices[node] for node in tagged.nodes if node in devices}
 
 
-def _needs(
-    tagged: TaggedModel,
-    inputs: Mapping[str, Any] | None,
-    dims: Mapping[str, int] | None,
-    shapes: Mapping[str, Sequence[int]] | None,
-    *,
-    required: bool,
-) -> tuple[Needs | None, tuple[str, ...]]:
-    """What nodes need, and what was assumed of sizes; None if sizes are unknown and not required."""
-    from htp_export.capabilities.cost.shapes import run_by_shapes
-
-    bindings = known_sizes(tagged.model, inputs, dims, shapes, required=required)
-    if bindings is None:
-        return None, ()
-    return Needs(tagged, run_by_shapes(tagged, bindings)), bindings.notes
-
-
-def _keep_what_fits(
-    tagged: TaggedModel, devices: dict[ir.Node, str], needs: Needs | None, device: str, memory: int, slack: float
-) -> None:
+def _keep_what_fits(devices: dict[ir.Node, str], needs: Needs, device: str, memory: int, slack: float) -> None:
     """Leave a device to the nodes that fit; nodes of subgraphs go with the node around them."""
-    assert needs is not None
-    holders = {node: [*tagged.index.scopes(node)][-1] for node, wanted in devices.items() if wanted == device}
-    fitting = nodes_that_fit(
-        needs, {holder for holder in holders.values() if devices.get(holder) == device}, device, memory, slack
-    )
-    for node, holder in holders.items():
-        if holder not in fitting:
-            devices[node] = _REST
-
-
-def _annotate(model: ir.Model, devices: Mapping[ir.Node, str]) -> None:
-    for node in all_nodes(model):
-        node.metadata_props.pop(ANNOTATION, None)
-        if node in devices:
-            node.metadata_props[ANNOTATION] = devices[node]
-
-
-def _remarks(source: TaggedModel, assumed: Sequence[str]) -> tuple[str, ...]:
-    functions = source.model.functions
-    flat = ["its functions were inlined: their nodes may go to different devices"] if functions else []
-    return (*flat, *assumed)
+    holders = {node: [*needs.tagged.index.scopes(node)][-1] for node, wanted in devices.items() if wanted == device}
+    candidates = {holder for holder in holders.values() if devices.get(holder) == device}
+    fitting = nodes_that_fit(needs, candidates, device, memory, slack)
+    devices.update({node: _REST for node, holder in holders.items() if holder not in fitting})
 
 
 def _result(
@@ -222,14 +192,10 @@ def _result(
     nodes = {node: devices.get(node) for node in original.nodes}
     uses = {}
     for device in dict.fromkeys(devices.values()):
-        listed = [node for node, found in devices.items() if found == device]
+        listed = [node for node, chosen in devices.items() if chosen == device]
         item = None if needs is None else needs.item(listed)
-        uses[device] = DeviceUse(
-            len(listed),
-            None if item is None else sum(item.weights.values()),
-            None if item is None else item.peak,
-            limits.get(device),
-        )
+        weights, peak = (None, None) if item is None else (item.memory - item.peak, item.peak)
+        uses[device] = DeviceUse(len(listed), weights, peak, limits.get(device))
     return Placed(
         modules=placed_modules(original, nodes, original.index.works.__getitem__, crossing),
         devices=uses,
