@@ -13,7 +13,6 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
-from htp_export.format.signatures import Signature
 from htp_export.model.regions import twins_of
 from htp_export.model.tagged import TaggedModel, all_nodes
 from htp_export.model.tensor_names import UsedNames, rename
@@ -22,19 +21,12 @@ __all__ = ["Graft", "placed_paths", "weight_key"]
 
 
 class Graft:
-    """A copy of a model that fits into another.
+    """A copy of a replacement that fits into a host, in the place of a call of a module.
 
-    Args:
-        host: The model that it goes into.
-        replacement: The model that is copied; it is not changed.
-        path: The module whose place it takes.
-        call: Which call of it.
-        calls: The calls of the host's modules with the copies in it.
-        weights: The host's, by ``weight_key``; those of the copy are added when it is inserted.
+    ``weights`` are the host's, by ``weight_key``; those of the copy are added when it is inserted.
 
     Attributes:
         inputs: The copy's inputs that are no initializers.
-        outputs: The copy's outputs.
 
     Raises:
         InputError: If it needs another version of an operator set than the host has.
@@ -57,9 +49,7 @@ class Graft:
         self._names: dict[str, str] = {}  # tensor of the main graph → its name in the host
         self._take_free_names()
         self._place_tags()
-        graph = self._model.graph
-        self.inputs: Sequence[ir.Value] = [value for value in graph.inputs if not value.is_initializer()]
-        self.outputs: Sequence[ir.Value] = list(graph.outputs)
+        self.inputs = [value for value in self._model.graph.inputs if not value.is_initializer()]
 
     # --- fitting in ---------------------------------------------------------------------------------------
 
@@ -121,15 +111,9 @@ class Graft:
     # --- going in -----------------------------------------------------------------------------------------
 
     def insert(self, inputs: Mapping[ir.Value, ir.Value], stand_ins: Sequence[ir.Value | None]) -> list[ir.Value]:
-        """Put the copy into the host.
+        """Put the copy into the host, with the host's tensors for its inputs; its results.
 
-        Args:
-            inputs: The copy's input → the host's tensor that it stands for.
-            stand_ins: What stands for the results in the host, in order; the results get their names. None
-                for a result that nothing reads.
-
-        Returns:
-            The results.
+        These get the names of what stands for them in the host; None stands for a result that nothing reads.
         """
         graph, host = self._model.graph, self._host.graph
         results = [value if value.producer() is not None else self._own(value) for value in graph.outputs]
@@ -171,21 +155,14 @@ class Graft:
 
     def describe(self, host: TaggedModel) -> None:
         """Write what lies below the module now into the host's module tree, calls and signatures."""
-        props, signatures = self._host.metadata_props, dict[str, Sequence[Signature]]()
-        if host.signatures:
-            fresh = self._signatures(max(host.hierarchy[self._path].calls, 1))
-            signatures = {**self._calls.signatures(), **fresh}
+        props, signatures = self._host.metadata_props, self._calls.signatures() if host.signatures else {}
+        if host.signatures and host.hierarchy[self._path].calls <= 1:
+            for path, known in self._replacement.signatures.items():
+                if self._paths.get(path, self._path) != self._path:
+                    renamed = [call.renamed(lambda name: self._names.get(name, name)) for call in known]
+                    signatures[self._paths[path]] = renamed
         calls = self._calls.tree if tags.CALLERS in props else None
         write_model_metadata(props, self._calls.hierarchy, calls=calls, signatures=signatures)
-
-    def _signatures(self, calls: int) -> dict[str, list[Signature]]:
-        if calls > 1:
-            return {}
-        return {
-            self._paths[path]: [call.renamed(lambda name: self._names.get(name, name)) for call in signatures]
-            for path, signatures in self._replacement.signatures.items()
-            if path in self._paths and self._paths[path] != self._path
-        }
 
 
 def placed_paths(replacement: TaggedModel, path: str) -> dict[str, str]:

@@ -18,26 +18,16 @@ __all__ = ["SplicedCalls"]
 
 
 class _Source(NamedTuple):
-    """Where a call comes from.
+    """Where a call comes from."""
 
-    Attributes:
-        copy: The call of the module that the replacement stands for; -1 for a call that was there before.
-        call: The call, in the model that it comes from.
-    """
-
-    copy: int
-    call: Instance
+    copy: int  # the call of the module that the replacement stands for; -1 for a call that was there before
+    call: Instance  # in the model that it comes from
 
 
 class SplicedCalls:
-    """What ran in which call, once a model has taken the place of some calls of a module.
+    """What ran in which call, once a model has taken the place of some calls (``numbers``) of a module (``path``).
 
-    Args:
-        host: The model as it was.
-        replacement: The replacement.
-        paths: Path in the replacement → path in the host.
-        path: The module.
-        numbers: Which of its calls are replaced.
+    ``paths``: path in the replacement → path in the host.
 
     Attributes:
         hierarchy: The host's modules, with what lies below the module now.
@@ -73,13 +63,7 @@ class SplicedCalls:
         }
 
     def encode_calls(self, node: ir.Node, owners: tuple[str, ...], copy: int | None = None) -> str:
-        """What a node says of its calls now.
-
-        Args:
-            node: The node, of the host, or of the replacement.
-            owners: Its owners in the host.
-            copy: The call of the module for which the replacement was copied; None for a node of the host.
-        """
+        """What a node of the host says of its calls now; or one of the replacement, copied for a call of the module."""
         if copy is None:
             host = self._host
             calls = renumbered(host.calls, host.work_of(node), lambda call: self._now.get(_Source(-1, call)))

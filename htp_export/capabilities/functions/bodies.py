@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from htp_export.capabilities.functions.levels import Group, Item
-from htp_export.editing.function_records import DOMAIN, Instance
+from htp_export.capabilities.functions.placing import with_held
+from htp_export.editing.function_records import DOMAIN, Instance, given_values
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
@@ -18,6 +19,7 @@ from htp_export.model.regions import GraphIndex, subgraphs
 from htp_export.model.rewiring import replace_inputs
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames
+from htp_export.shapes.operator_kinds import is_standard
 
 __all__ = ["Bodies", "Occurrence", "copy_value", "differing_constants"]
 
@@ -29,11 +31,9 @@ _LONGEST_PART = 128
 
 @dataclass(frozen=True, eq=False)
 class Occurrence:
-    """One instance that became a call.
+    """One instance that became a call of a function.
 
     Attributes:
-        instance: The module call.
-        function: The function.
         body: The nodes of this instance, in the order of the function's; the function's own for the first instance.
     """
 
@@ -75,7 +75,7 @@ class Bodies:
     def _call_of(self, group: Group, graph: ir.Graph) -> ir.Node:
         """Move a group into a function, and put a call of it at the end of the graph."""
         instance, nodes = group.instance, self._nodes_of(group.items, graph)
-        every = [held for node in nodes for held in _with_held(node)]
+        every = [held for node in nodes for held in with_held(node)]
         inside, graphs = set(every), {body for node in every for body in subgraphs(node)}
         read = dict.fromkeys(value for node in every for value in node.inputs if value is not None)
         # Tensors first, then weights, as in torch.nn.functional; each kind as it came.
@@ -91,13 +91,14 @@ class Bodies:
         graph.remove(nodes)
         body = ir.Graph(formals, leaving, nodes=nodes, opset_imports=self._opsets(every))
         function = self._shared(body, instance)
+        number = str(instance.call) if self.hierarchy[instance.path].calls > 1 else ""
         call = ir.node(
             function.name,
             entering,
             domain=DOMAIN,
             outputs=results,
             name=_relative_name(instance, ""),
-            metadata_props=self._tags(instance),
+            metadata_props=tags.node_tags((instance.path,), Reason.FUNCTION, self.hierarchy.called, number),
         )
         graph.append(call)
         self.occurrences[call] = Occurrence(instance, function, body)
@@ -109,7 +110,7 @@ class Bodies:
         """Inputs of a function, read by its nodes in place of the values outside; the outputs get names as well."""
         outputs = set(leaving)
         kept = [value for node in nodes for value in node.outputs if value not in outputs]
-        given = [value for node in nodes for body in subgraphs(node) for value in _own_values(body)]
+        given = [value for node in nodes for body in subgraphs(node) for value in given_values(body)]
         used = UsedNames(value.name or "" for value in (*kept, *given))
         for value in leaving:
             value.name = used.unused("output")
@@ -138,10 +139,6 @@ class Bodies:
     def _opsets(self, nodes: Iterable[ir.Node]) -> dict[str, int]:
         known = {**self.model.opset_imports, DOMAIN: 1}
         return {domain: known.get(domain, 1) for domain in ("", *sorted({node.domain for node in nodes} - {""}))}
-
-    def _tags(self, instance: Instance) -> dict[str, str]:
-        call = str(instance.call) if self.hierarchy[instance.path].calls > 1 else ""
-        return tags.node_tags((instance.path,), Reason.FUNCTION, self.hierarchy.called, call)
 
     # --- names of inputs ----------------------------------------------------------------------------------
 
@@ -216,19 +213,18 @@ def differing_constants(occurrences: Iterable[Occurrence], hierarchy: Hierarchy)
     found: dict[ir.Node, set[Instance]] = {}
     for group in alike.values():
         functions = list(dict.fromkeys(one.function for one in group))
-        if len(functions) == 1 or all(map(_is_constant, functions[0].graph)):
+        if len(functions) == 1 or all(is_standard(node, "Constant") for node in functions[0].graph):
             continue
-        values = [[constant_hash(node) if _is_constant(node) else None for node in each.graph] for each in functions]
+        values = [
+            [constant_hash(node) if is_standard(node, "Constant") else None for node in function.graph]
+            for function in functions
+        ]
         differ = [len(set(column)) > 1 for column in zip(*values, strict=True)]
         for one in group:
             for node, other in zip(one.body, differ, strict=True):
                 if other:
                     found.setdefault(node, set()).add(one.instance)
     return found
-
-
-def _is_constant(node: ir.Node) -> bool:
-    return node.op_identifier()[:2] == ("", "Constant")
 
 
 def copy_value(value: ir.Value, name: str | None = None) -> ir.Value:
@@ -243,18 +239,6 @@ def copy_value(value: ir.Value, name: str | None = None) -> ir.Value:
         copied.metadata_props.update(value.metadata_props)
         copied.meta.update(value.meta)
     return copied
-
-
-def _with_held(node: ir.Node) -> Iterator[ir.Node]:
-    """A node, and what its subgraphs hold."""
-    yield node
-    for body in subgraphs(node):
-        yield from body.all_nodes()
-
-
-def _own_values(graph: ir.Graph) -> Iterator[ir.Value]:
-    yield from graph.inputs
-    yield from graph.initializers.values()
 
 
 def _enters(value: ir.Value, inside: Collection[ir.Node], graphs: Collection[ir.Graph]) -> bool:

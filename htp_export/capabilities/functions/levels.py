@@ -45,10 +45,6 @@ class Levels:
     Where the groups of one level are in each other's way, a node that belongs to nobody else joins the group around
     it; else the nodes are left out that come before (or after) what lies between, whichever are fewer; and a group
     that would lose half of its nodes is none at all.
-
-    Args:
-        placement: The chain that each node should have.
-        works: Node → whose work it does.
     """
 
     def __init__(self, placement: Placement, works: Mapping[ir.Node, NodeCalls]) -> None:
@@ -73,12 +69,7 @@ class Levels:
         return self.arrange(graph)
 
     def arrange(self, nodes: Iterable[ir.Node], depth: int = 0) -> tuple[Item, ...]:
-        """Nodes of one graph, in the groups of a level and those below it.
-
-        Args:
-            nodes: Nodes that have the first ``depth`` instances of their chains in common, in graph order.
-            depth: How many instances these are.
-        """
+        """Nodes of one graph that have the first ``depth`` instances in common, in groups of that level and below."""
         listed = list(nodes)
         level = self._level(listed, depth)
         while tangles := level.tangles():

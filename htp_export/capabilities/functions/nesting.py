@@ -183,7 +183,8 @@ def _built(
         model = source.model.clone()
         sources = twins_of(model, source.model)
         work = TaggedModel(model, source.hierarchy)
-        index, placement = GraphIndex(model, work.work_of), Placement(work, wanted)
+        index = GraphIndex(model, work.work_of)
+        placement = Placement(work, index, wanted)
         for node in list(placement.chains) if outside else ():
             placement.without(node, outside.get(sources[node], ()))
         bodies = _make(work, index, placement)
@@ -250,11 +251,9 @@ def _why_flat(module: ModuleInfo, index: GraphIndex, placement: Placement) -> st
     """Why a selected module is no function."""
     if not module.path:
         return "it is the graph itself"
-    if module.fate == "uncalled":
-        return "it never ran; select what it holds"
-    if module.fate == "fused":
-        return f"it is merged with {', '.join(map(repr, module.fused_with)) or 'its neighbours'}"
     reasons = {
+        "uncalled": "it never ran; select what it holds",
+        "fused": f"it is merged with {', '.join(map(repr, module.fused_with)) or 'its neighbours'}",
         "identity": "it gives back what it is given",
         "constant": "it was folded into constants",
         "dead": "nothing that the model returns needs it",

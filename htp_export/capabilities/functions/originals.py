@@ -22,10 +22,7 @@ __all__ = ["flat_order", "share_bodies"]
 def share_bodies(bodies: Bodies, sources: Mapping[ir.Node, ir.Node], calls: CallTree) -> dict[str, Record]:
     """Make the bodies of functions true for all their calls, and note what every call loses by it.
 
-    Args:
-        bodies: The functions that were made.
-        sources: Node → the node of the untouched model that it was, for all but the calls.
-        calls: Which calls of modules ran in which.
+    ``sources`` are the nodes of the untouched model that all nodes but the calls were.
 
     Returns:
         Name of each call outside of functions → what its nodes were; calls that lose nothing are left out.
@@ -63,7 +60,7 @@ def share_bodies(bodies: Bodies, sources: Mapping[ir.Node, ir.Node], calls: Call
 
 
 def flat_order(bodies: Bodies, sources: Mapping[ir.Node, ir.Node]) -> list[int]:
-    """The order of ``Records``; arguments as those of `share_bodies`."""
+    """The order of ``Records``."""
 
     def flat(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
         for node in nodes:

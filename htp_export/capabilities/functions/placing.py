@@ -8,12 +8,13 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
+from htp_export.editing.function_records import given_values
 from htp_export.format.call_tree import Instance, NodeCalls
-from htp_export.model.regions import subgraphs
+from htp_export.model.regions import GraphIndex, subgraphs
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = ["MOST_NESTED", "Chain", "Placement"]
+__all__ = ["MOST_NESTED", "Chain", "Placement", "with_held"]
 
 MOST_NESTED = 100
 """As many functions may call one another: https://github.com/onnx/onnx refuses more when it checks a model."""
@@ -28,31 +29,28 @@ class Placement:
     A node of several modules lies in those that hold all of them, and one whose call is not known lies in none that
     ran several times. Instances that could not become one call of a function are in no chain.
 
-    Args:
-        tagged: The model.
-        selected: The modules that are wanted as functions.
-
     Attributes:
         chains: Node → its chain.
+        scopes: Node → the nodes whose subgraphs it lies in, outermost first.
         flat: Path of a selected module → why some instance of it is in no chain.
     """
 
-    def __init__(self, tagged: TaggedModel, selected: Collection[str]) -> None:
+    def __init__(self, tagged: TaggedModel, index: GraphIndex, selected: Collection[str]) -> None:
         self._calls = tagged.calls
         self._selected = frozenset(selected)
         self._most = MOST_NESTED - _nested(tagged.model)
         self._around: dict[Instance, Chain] = {}
         self.flat: dict[str, str] = {}
-        self.scopes = dict(_scopes(tagged.model.graph, ()))
-        self.chains = {node: self._chain_of(node, tagged.work_of(node)) for node in self.scopes}
+        self.scopes = {node: [*index.scopes(node)][:0:-1] for node in tagged.model.graph.all_nodes()}
+        self.chains = {node: self._chain_of(node, index.works[node]) for node in self.scopes}
         for path in self._selected:
             self._calls.warn(path)
-        self._drop(self._in_several_graphs())
+        self._drop_those_in_several_graphs()
 
     def without(self, node: ir.Node, instances: Iterable[Instance]) -> None:
         """Take a node, with all that its subgraphs hold, out of some instances."""
         gone = frozenset(instances)
-        for held in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
+        for held in with_held(node):
             self.chains[held] = tuple(instance for instance in self.chains[held] if instance not in gone)
 
     def _chain_of(self, node: ir.Node, work: NodeCalls) -> Chain:
@@ -76,23 +74,18 @@ class Placement:
             self._around[running] = around
         return around
 
-    def _in_several_graphs(self) -> dict[Instance, str]:
-        """Instances that have nodes in several graphs, and no node of theirs that holds them all."""
+    def _drop_those_in_several_graphs(self) -> None:
+        """Leave out instances that have nodes in several graphs, and no node of theirs that holds them all."""
         homes: defaultdict[Instance, set[ir.Graph | None]] = defaultdict(set)
         for node, chain in self.chains.items():
             held = {instance for scope in self.scopes[node] for instance in self.chains[scope]}
             for instance in chain:
                 if instance not in held:
                     homes[instance].add(node.graph)
-        reason = "its nodes lie in several branches or loop bodies"
-        return {instance: reason for instance, graphs in homes.items() if len(graphs) > 1}
-
-    def _drop(self, instances: dict[Instance, str]) -> None:
-        if not instances:
-            return
-        self.flat.update({instance.path: reason for instance, reason in instances.items()})
-        for node, chain in self.chains.items():
-            self.chains[node] = tuple(instance for instance in chain if instance not in instances)
+        gone = {instance for instance, graphs in homes.items() if len(graphs) > 1}
+        self.flat.update({instance.path: "its nodes lie in several branches or loop bodies" for instance in gone})
+        for node, chain in self.chains.items() if gone else ():
+            self.chains[node] = tuple(instance for instance in chain if instance not in gone)
 
 
 def _nested(model: ir.Model) -> int:
@@ -108,12 +101,11 @@ def _nested(model: ir.Model) -> int:
     return levels
 
 
-def _scopes(graph: ir.Graph, above: tuple[ir.Node, ...]) -> Iterator[tuple[ir.Node, tuple[ir.Node, ...]]]:
-    """Every node, with the nodes whose subgraphs it lies in."""
-    for node in graph:
-        yield node, above
-        for body in subgraphs(node):
-            yield from _scopes(body, (*above, node))
+def with_held(node: ir.Node) -> Iterator[ir.Node]:
+    """A node, and what its subgraphs hold."""
+    yield node
+    for body in subgraphs(node):
+        yield from body.all_nodes()
 
 
 def _common_start(chains: Sequence[Chain]) -> Chain:
@@ -129,10 +121,5 @@ def _common_start(chains: Sequence[Chain]) -> Chain:
 
 def _gives_back_from_outside(graph: ir.Graph) -> bool:
     """Whether a subgraph returns a value that it does not make; ONNX Runtime refuses that too."""
-    inside = {*graph.inputs, *graph.initializers.values()}
-    return any(value not in inside and _maker_graph(value) is not graph for value in graph.outputs)
-
-
-def _maker_graph(value: ir.Value) -> ir.Graph | None:
-    producer = value.producer()
-    return None if producer is None else producer.graph
+    inside = {*given_values(graph), *(value for node in graph for value in node.outputs)}
+    return not inside.issuperset(graph.outputs)

@@ -19,7 +19,7 @@ from htp_export.capabilities.functions.nesting import Nested, functions
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.exporter.after_export import ModulesAsFunctions
 from htp_export.format import selectors
-from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.tagged import ModelSource, load
 
 __all__ = ["ModuleFunctions"]
@@ -31,11 +31,7 @@ _MOST_SAID = 5
 
 
 class ModuleFunctions:
-    """The modules that are to be functions.
-
-    Args:
-        wanted: The modules.
-        model: The model; if its modules are known, the names of the wanted ones are checked.
+    """The modules that are to be functions; their names are checked if the modules of the model are known.
 
     Raises:
         InputError: If no module has one of the classes, or if ``wanted`` is none of what it may be.
@@ -60,10 +56,7 @@ class ModuleFunctions:
     ) -> Nested | None:
         """Make the functions; None if the graph stays as it is, because every module was wanted and none can be one.
 
-        Args:
-            model: The tagged model.
-            output: The file to write, if there are functions.
-            strict: Whether a model without tags is an error; else it stays as it is.
+        A model without tags stays as it is, too, unless ``strict``.
 
         Raises:
             InputError: None of the modules can be a function; the message has the reason.
@@ -80,11 +73,11 @@ class ModuleFunctions:
                 raise
             _log.warning("%s", error)
             return None
-        listed = {path: reason for path, reason in nested.skipped.items() if _is_missed(tagged.hierarchy[path])}
+        # One expects a function of these; that a Dropout is none surprises nobody.
+        expected = {path for path, info in tagged.hierarchy.items() if path and info.fate in ("computed", "fused")}
+        listed = [f"{path!r} is no function: {why}" for path, why in nested.skipped.items() if path in expected]
         if listed:
-            first = "; ".join(
-                f"{path!r} is no function: {reason}" for path, reason in list(listed.items())[:_MOST_SAID]
-            )
+            first = "; ".join(listed[:_MOST_SAID])
             more = f"; nor are {len(listed) - _MOST_SAID} more modules" if len(listed) > _MOST_SAID else ""
             _log.warning("%s%s", first, more)
         return nested
@@ -92,11 +85,6 @@ class ModuleFunctions:
     def _selector(self, classes: Mapping[str, str]) -> list[str]:
         """The wanted modules as a selector for modules of these classes."""
         return [each if isinstance(each, str) else f"class:{_class_among(each, classes)}" for each in self._wanted]
-
-
-def _is_missed(module: ModuleInfo) -> bool:
-    """Whether one expects a function of a module; that a Dropout is none surprises nobody."""
-    return bool(module.path) and module.fate in ("computed", "fused")
 
 
 def _no_modules(value: Any) -> InputError:

@@ -252,11 +252,6 @@ class StageRunner:
 
     Tensors go from stage to stage as ONNX Runtime's own values, and are let go after the last stage that reads them.
 
-    Args:
-        partition: The stages.
-        settings: Those of every session.
-        keep_loaded: Keep every stage loaded once it ran.
-
     Raises:
         InputError: If ONNX Runtime does not have one of the providers.
     """

@@ -37,13 +37,10 @@ def check_folder(folder: Path) -> None:
 
 
 def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition, Path], Partition]) -> Partition:
-    """Write stages and their manifest.
+    """Write stages and their manifest; an earlier partition in the folder is replaced.
 
-    Args:
-        partition: The stages, with their models.
-        folder: Where to; an earlier partition there is replaced.
-        extras: Writes what else goes there, into the folder as it is given; the stages are there already. Returns the
-            stages with the files that they have then.
+    ``extras`` writes what else goes there, into the folder that it is given, which has the stages already, and returns
+    them with the files that they have then.
 
     Raises:
         FileError: If it cannot be written; what was there before is untouched.

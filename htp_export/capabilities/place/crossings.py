@@ -83,15 +83,10 @@ def crossings(
     host: str,
     counts: Callable[[ir.Value], bool] = lambda value: True,
 ) -> tuple[Crossing, ...]:
-    """The tensors between devices, in the order in which they are first read.
+    """The tensors between devices of a model without functions, in the order in which they are first read.
 
-    Args:
-        model: The model, without functions.
-        device_of: The device of a node; None if it is unknown: then nothing is said of its tensors.
-        owners_of: The modules that a node computes.
-        sizes: Name of a tensor → bytes.
-        host: The device that has the inputs and takes the outputs of the model.
-        counts: Whether a tensor counts.
+    Where the device of a node is unknown, nothing is said of its tensors. ``host`` has the inputs and takes the outputs
+    of the model; ``sizes`` are bytes by name; tensors that do not ``counts`` are left out.
     """
     found: dict[tuple[ir.Value, str, str], tuple[ir.Node | None, dict[str, None]]] = {}
     for value, maker, reader in _edges(model):

@@ -13,19 +13,18 @@ from htp_export.results.columns import MODULE, csv_text, sorted_by
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["drawn", "placement_csv", "render_placement"]
+    from htp_export.command.file_options import TableOptions
+    from htp_export.model.tagged import TaggedModel
+
+__all__ = ["drawn", "report"]
 
 
-def render_placement(
+def _render(
     result: Placed | Placement, modules: Sequence[PlacedModule], *, fold: bool = True, sort: str | None = None
 ) -> RenderableType:
     """A tree with the device of each module, then the tensors that cross and what else is known, in words.
 
-    Args:
-        result: The result.
-        modules: The modules of it to draw. Of those below a module that is on one device, only this one is drawn.
-        fold: Draw siblings that are alike and follow each other once.
-        sort: A column: a list in place of the tree, the largest first.
+    Of the modules below one that is on one device, only this one is drawn; ``sort`` makes a list of the tree.
 
     Raises:
         InputError: If there is no such column.
@@ -44,15 +43,18 @@ def render_placement(
     return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
 
 
-def placement_csv(result: Placed | Placement, modules: Sequence[PlacedModule], sort: str | None = None) -> str:
-    """The modules as CSV, a line for each.
-
-    Raises:
-        InputError: If there is no such column.
-    """
-    return csv_text([MODULE, *result.columns], sorted_by(modules, result.columns, sort))
-
-
 def drawn(result: Placed | Placement) -> RenderableType:
     """The result as a notebook shows it."""
-    return render_placement(result, list(result.modules.values()))
+    return _render(result, list(result.modules.values()))
+
+
+def report(result: Placed | Placement, tagged: TaggedModel, table: TableOptions, **more: str) -> None:
+    """Print a result as the options of a command say; JSON has ``more`` in front."""
+    from htp_export.capabilities.cost.module_tree import visible
+
+    shown = [result.modules[path] for path in visible(tagged, table.depth, table.select or None)]
+    table.report(
+        {**more, **result.to_dict()},
+        lambda: csv_text([MODULE, *result.columns], sorted_by(shown, result.columns, table.sort)),
+        lambda: _render(result, shown, fold=table.fold, sort=table.sort),
+    )

@@ -49,8 +49,7 @@ def place_command(
     share_weights: ShareOption = False,
 ) -> None:
     """Give modules devices, for ONNX Runtime 1.25 and later."""
-    from htp_export.capabilities.cost.module_tree import visible
-    from htp_export.capabilities.place.drawing import placement_csv, render_placement
+    from htp_export.capabilities.place.drawing import report
     from htp_export.capabilities.place.placing import place
     from htp_export.model.tagged import load
     from htp_export.plans.rules import rules_of
@@ -70,12 +69,7 @@ def place_command(
             shapes=sizes.shapes,
             share_weights=share_weights,
         )
-    shown = [result.modules[path] for path in visible(tagged, table.depth, table.select or None)]
-    table.report(
-        {"file": str(output), **result.to_dict()},
-        lambda: placement_csv(result, shown, table.sort),
-        lambda: render_placement(result, shown, fold=table.fold, sort=table.sort),
-    )
+    report(result, tagged, table, file=str(output))
     if not table.as_json and not table.as_csv:
         show_written(written_files(output))
         show_next("htp-export", "placement", output, "--providers", "cuda,cpu")

@@ -60,16 +60,13 @@ class DeviceUse:
     budget: int | None = None
 
     def __str__(self) -> str:
-        known = self.weight_bytes is not None and self.peak_bytes is not None
-        text = (
-            f", {si(self.weight_bytes or 0, 'B')} weights, {si(self.peak_bytes or 0, 'B')} activations" if known else ""
-        )
+        text = ""
+        if self.weight_bytes is not None and self.peak_bytes is not None:
+            text = f", {si(self.weight_bytes, 'B')} weights, {si(self.peak_bytes, 'B')} activations"
         limit = "" if self.budget is None else f", of {si(self.budget, 'B')}"
         return f"{self.nodes} node{'s' * (self.nodes != 1)}{text}{limit}"
 
 
-_DEVICE: Column[PlacedModule] = Column("device", "device", right=False, keep=5)
-_PROVIDER: Column[PlacedModule] = Column("device", "provider", right=False, keep=5)
 _REST: tuple[Column[PlacedModule], ...] = (
     Column("nodes", "nodes", keep=2),
     Column("weight_bytes", "weights", unit="B", keep=3),
@@ -121,7 +118,7 @@ class Placed(_ByDevice, HoldsModel):
         given: The model.
     """
 
-    columns = (CLASS_NAME, _DEVICE, *_REST)
+    columns = (CLASS_NAME, Column("device", "device", right=False, keep=5), *_REST)
 
     modules: Mapping[str, PlacedModule]
     devices: Mapping[str, DeviceUse]
@@ -197,7 +194,7 @@ class Placement(_ByDevice):
         tags: The tags of the model.
     """
 
-    columns = (CLASS_NAME, _PROVIDER, *_REST)
+    columns = (CLASS_NAME, Column("device", "provider", right=False, keep=5), *_REST)
 
     modules: Mapping[str, PlacedModule]
     providers: Mapping[str, int]
@@ -232,14 +229,7 @@ def placed_modules(
     work_of: Callable[[ir.Node], NodeCalls],
     crossings: Sequence[Crossing],
 ) -> dict[str, PlacedModule]:
-    """The rows of a result.
-
-    Args:
-        tagged: The model, whose modules they are.
-        nodes: Node → its device, of the model or of a graph made of it; None if it has none.
-        work_of: Whose work a node does.
-        crossings: The tensors between devices.
-    """
+    """The rows of a result, from the device of each node of the model, or of a graph made of it."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     alone: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for node, device in nodes.items():

@@ -27,24 +27,13 @@ def placement_command(
     dims: FeedDimsOption = None,
 ) -> None:
     """Show which execution provider runs each module."""
-    from htp_export.capabilities.cost.module_tree import visible
-    from htp_export.capabilities.place.drawing import placement_csv, render_placement
+    from htp_export.capabilities.place.drawing import report
     from htp_export.capabilities.place.observing import placement
     from htp_export.model.tagged import load
 
     sizes = read_sizes(inputs, dims)
     with Steps(quiet=table.as_json or table.as_csv).step(f"loading {file.name} into ONNX Runtime"):
         result = placement(
-            file,
-            read_providers(provider),
-            inputs=sizes.inputs or None,
-            dims=sizes.dims,
-            shapes=sizes.shapes,
+            file, read_providers(provider), inputs=sizes.inputs or None, dims=sizes.dims, shapes=sizes.shapes
         )
-    paths = visible(load(file), table.depth, table.select or None)
-    shown = [result.modules[path] for path in paths if path in result.modules]
-    table.report(
-        result.to_dict(),
-        lambda: placement_csv(result, shown, table.sort),
-        lambda: render_placement(result, shown, fold=table.fold, sort=table.sort),
-    )
+    report(result, load(file), table)
