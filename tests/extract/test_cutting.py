@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
-from htp_export.model.cutting import cut
 from tests import handmade
 from tests.exporting import SharedFiles
 from tests.nets import EXPORTERS, NETS, spread, x
@@ -41,19 +39,18 @@ def run_file(path: Path, feeds: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
 
 # Modules that are held against PyTorch elsewhere: hooks and numbers are in no signature.
 OTHERWISE = ("calls_itself", "passes_numbers")
+# Nets and architectures that every run tries, one for each difficulty of a cut; the others are tried with -m slow.
+QUICK = (
+    "called_twice", "cells", "lstm", "mask_made_in_every_layer", "nested_inputs", "outside_and_in_a_branch",
+    "positions_from_shapes", "reshapes_that_meet", "returned_parts", "tied_weights",
+)  # fmt: skip
 CASES = [
-    pytest.param(name, exporter, id=f"{name}-{exporter}")
+    pytest.param(name, exporter, id=f"{name}-{exporter}", marks=() if name in QUICK else pytest.mark.slow)
     for name, net in NETS.items()
     for exporter in EXPORTERS
     if exporter not in net.skip and "hook" not in name and name not in OTHERWISE
 ]
 
-# Architectures that every run tries; the others are tried with -m slow.
-QUICK = ("CLIP",)  # of two towers
-ARCHITECTURES = [
-    pytest.param(name, exporter, id=f"{name}-{exporter}", marks=() if name in QUICK else pytest.mark.slow)
-    for name, exporter in itertools.product(MODELS, EXPORTERS)
-]
 # Models whose modules are given sizes, or masks that only a trace makes.
 WITH_SIZES = ("CLIP", "DETR", "SegFormer-B0", "Swin-T", "Wav2Vec2-base", "YOLOS-tiny")
 
@@ -102,7 +99,9 @@ def test_every_computed_module_gives_alone_what_pytorch_gives(
     assert wrong_parts(*NETS[name].build(), file, tmp_path / "part.onnx") == []
 
 
-@pytest.mark.parametrize(("name", "exporter"), ARCHITECTURES)
+@pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize("name", MODELS)
 def test_so_does_every_computed_module_of_real_architectures(name: str, exporter: str, tmp_path: Path) -> None:
     model, kwargs = build(name, "small")
     file = exported_to(tmp_path / "model.onnx", model, kwargs, exporter)
@@ -148,9 +147,10 @@ def test_sizes_are_read_from_the_modules_own_arguments_and_stay_dynamic(exporter
 
 
 @BOTH
-def test_a_part_keeps_its_tags_its_tree_and_only_its_weights(exporter: str, tmp_path: Path) -> None:
-    model, kwargs = NETS["transformer_encoder"].build()
-    whole = htp_export.load(exported_to(tmp_path / "net.onnx", model, kwargs, exporter))
+def test_a_part_keeps_its_tags_its_tree_and_only_its_weights(
+    exporter: str, shared_files: SharedFiles, tmp_path: Path
+) -> None:
+    whole = htp_export.load(shared_files.net("transformer_encoder", exporter))
     path = next(path for path in whole if path.endswith(".1"))
     htp_export.extract(whole, path, tmp_path / "part.onnx")
     part = htp_export.load(tmp_path / "part.onnx")
@@ -206,17 +206,12 @@ def test_functions_come_along() -> None:
     assert [name for _, name, _ in result.model.functions] == ["Block"]
 
 
-def test_the_model_that_is_cut_stays_as_it_is() -> None:
-    whole = handmade.encoder()
-    before = ir.to_proto(whole).SerializeToString()
-    htp_export.extract(whole, "layer.0")
-    assert ir.to_proto(whole).SerializeToString() == before
-
-
 def test_an_inner_tensor_that_has_an_arguments_name_gets_another() -> None:
     whole = handmade.encoder()
     whole.metadata_props["htp.signatures"] = '{"layer.0":[[{"fc0":"x"},["layer0"]]]}'
+    before = ir.to_proto(whole).SerializeToString()
     result = htp_export.extract(whole, "layer.0")
+    assert ir.to_proto(whole).SerializeToString() == before
     names = [value.name for node in result.model.graph for value in node.outputs]
     assert list(result.inputs) == ["fc0"]
     assert "fc0" not in names
@@ -224,9 +219,8 @@ def test_an_inner_tensor_that_has_an_arguments_name_gets_another() -> None:
     onnx.checker.check_model(ir.to_proto(result.model))
 
 
-def test_a_fused_module_says_which_to_take_instead(tmp_path: Path) -> None:
-    model, kwargs = NETS["conv_bn_relu"].build()
-    file = exported_to(tmp_path / "net.onnx", model, kwargs, "dynamo")
+def test_a_fused_module_says_which_to_take_instead(shared_files: SharedFiles, tmp_path: Path) -> None:
+    file = shared_files.net("conv_bn_relu", "dynamo")
     fused = next(path for path, info in htp_export.load(file).hierarchy.items() if info.fate == "fused")
     with pytest.raises(InputError, match=rf"{fused}.* was fused with .* instead") as error:
         htp_export.extract(file, fused, tmp_path / "part.onnx")
@@ -236,22 +230,18 @@ def test_a_fused_module_says_which_to_take_instead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "call", "kind", "message"),
+    ("model", "path", "call", "kind", "message"),
     [
-        ("layer.7", 0, UnknownModuleError, "nearest: 'layer"),
-        ("layer.0", 3, InputError, "has no call 3"),
-        ("layer.0", -1, InputError, "has no call -1"),
-        ("dropout", 0, InputError, "gives back what it is given"),
+        (handmade.encoder, "layer.7", 0, UnknownModuleError, "nearest: 'layer"),
+        (handmade.encoder, "layer.0", 3, InputError, "has no call 3"),
+        (handmade.encoder, "layer.0", -1, InputError, "has no call -1"),
+        (handmade.encoder, "dropout", 0, InputError, "gives back what it is given"),
+        (handmade.branching, "gate.yes", 0, InputError, "inside a branch.*'gate' instead"),
     ],
 )
-def test_what_cannot_be_cut_is_said(path: str, call: int, kind: type[Exception], message: str) -> None:
+def test_what_cannot_be_cut_is_said(model: Any, path: str, call: int, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        cut(htp_export.load(handmade.encoder()), path, call)
-
-
-def test_a_module_inside_a_branch_names_the_module_around_it() -> None:
-    with pytest.raises(InputError, match=r"inside a branch.*'gate' instead"):
-        cut(htp_export.load(handmade.branching()), "gate.yes")
+        htp_export.extract(model(), path, call=call)
 
 
 def test_a_model_without_tags_and_a_missing_file_are_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError, UnknownModuleError
 from tests import handmade
+from tests.exporting import SharedFiles
 from tests.extract.test_cutting import exported_to, run_file
 from tests.nets import EXPORTERS, NETS, spread, x
 from tests.truth import equal, inexact
@@ -29,16 +30,17 @@ def feeds_of(file: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor.numpy() for name, tensor in zip(names, kwargs.values(), strict=True)}
 
 
-NAMES = ("siblings", "called_twice", "tied_weights", "mask_made_in_every_layer", "lstm", "transformer_encoder")
+NAMES = ("called_twice", "mask_made_in_every_layer", "lstm")
+MORE = ("siblings", "tied_weights", "transformer_encoder")
 
 
 @BOTH
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_a_module_put_back_in_its_own_place_changes_nothing_that_is_computed(
-    name: str, exporter: str, tmp_path: Path
+    name: str, exporter: str, shared_files: SharedFiles, tmp_path: Path
 ) -> None:
     model, kwargs = NETS[name].build()
-    file = exported_to(tmp_path / "net.onnx", model, kwargs, exporter)
+    file = shared_files.net(name, exporter)
     before, tagged = run_file(file, feeds_of(file, kwargs)), htp_export.load(file)
     spliced = 0
     for path in tagged:

@@ -100,8 +100,15 @@ class Exported:
         return [self._path.format(number) for number in range(3)]
 
 
-@pytest.fixture(scope="module", params=[(make, exporter) for make in (llama, bert) for exporter in EXPORTERS],
-                ids=lambda given: f"{given[0].__name__}-{given[1]}")  # fmt: skip
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((make, exporter), id=f"{make.__name__}-{exporter}", marks=() if quick else pytest.mark.slow)
+        for make, exporter, quick in (
+            (llama, "dynamo", True), (llama, "torchscript", False), (bert, "dynamo", False), (bert, "torchscript", True)
+        )
+    ],
+)  # fmt: skip
 def decoder(request, tmp_path_factory):
     make, exporter = request.param
     return Exported(make, exporter, tmp_path_factory.mktemp(f"{make.__name__}-{exporter}"))

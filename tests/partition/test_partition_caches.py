@@ -58,23 +58,14 @@ def exported(model: Decoder, folder: Path) -> Path:
     batch, length, past = (torch.export.Dim(name) for name in ("batch", "length", "past"))
     shapes = {"hidden": {0: batch, 1: length}, **{name: {0: batch, 1: past} for name in NAMES}}
     path = folder / "decoder.onnx"
-    outputs = ["out", "present_0", "present_1", "present_2"]
-    htp_export.export(
-        spread(model).eval(),
-        (),
-        path,
-        kwargs=inputs,
-        dynamic_shapes=shapes,
-        output_names=outputs,
-        verbose=False,
-        dynamo=True,
-    )
+    options = {"output_names": ["out", "present_0", "present_1", "present_2"], "dynamic_shapes": shapes}
+    htp_export.export(spread(model).eval(), (), path, kwargs=inputs, verbose=False, dynamo=True, **options)
     return path
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return exported(Decoder(), tmp_path)
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported(Decoder(), tmp_path_factory.mktemp("decoder"))
 
 
 def test_each_stage_has_the_caches_of_its_own_layers(file: Path) -> None:
