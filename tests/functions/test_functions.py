@@ -54,6 +54,12 @@ def same_file(one, other):
     return protos[0] == protos[1] and types[0] == types[1]
 
 
+def assert_same(nested, flat, feeds):
+    """The functions compute what the flat model does, which comes back to the last bit."""
+    assert equal(run(nested.model, feeds), run(flat, feeds))
+    assert same_file(htp_export.inline(nested).model, flat)
+
+
 def function(model, name):
     return model.functions["htp", name, ""]
 
@@ -134,7 +140,7 @@ def test_weights_that_torchscript_joined_are_inputs_of_one_function(tmp_path):
     assert same_file(htp_export.inline(nested.model).model, htp_export.load(file).model)
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])
 def test_functions_of_a_deep_model_without_repeats_take_less_than_the_model(exporter, tmp_path):
     class Deep(torch.nn.Module):
         def __init__(self, depth):
@@ -245,8 +251,7 @@ def test_constants_that_differ_are_inputs_of_one_function():
     assert set(nested.modules.values()) == {"htp::Scale"}
     assert op_types(nested.model.graph) == ["Constant", "Scale", "Constant", "Scale", "Constant", "Scale"]
     assert dict(nested.outside) == {"scale0": 1, "scale1": 1, "scale2": 1}
-    assert equal(run(nested.model, [X]), run(model, [X]))
-    assert same_file(htp_export.inline(nested).model, model)
+    assert_same(nested, model, [X])
 
 
 def test_constants_that_differ_between_functions_in_functions_are_inputs_of_all_around_them():
@@ -254,29 +259,20 @@ def test_constants_that_differ_between_functions_in_functions_are_inputs_of_all_
     nested = htp_export.functions(model, "**")
     assert op_types(nested.model.graph) == ["Constant", "Layer"] * 3
     assert [(row.calls, row.nodes) for row in nested.functions.values()] == [(3, 1), (3, 2)]
-    assert equal(run(nested.model, [X]), run(model, [X]))
-    assert same_file(htp_export.inline(nested).model, model)
+    assert_same(nested, model, [X])
 
 
 def test_layers_that_scale_by_their_number_share_a_function(tmp_path):
     from transformers import GPT2Config, GPT2Model
 
-    size = {
-        "n_embd": 16,
-        "n_layer": 3,
-        "n_head": 2,
-        "vocab_size": 50,
-        "use_cache": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    size = {"n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": 50}
+    size |= {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
     model = spread(GPT2Model(GPT2Config(**size, scale_attn_by_inverse_layer_idx=True))).eval()
     kwargs = {"input_ids": torch.randint(0, 50, (1, 6)), "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}
     flat = exported(model, kwargs, "torchscript", tmp_path)
     nested = htp_export.functions(flat, ["class:GPT2Block", "class:GPT2Attention"])
     assert [row.calls for row in nested.functions.values()] == [3, 3]
-    assert equal(run(nested.model, arrays(kwargs)), run(flat, arrays(kwargs)))
-    assert same_file(htp_export.inline(nested).model, flat)
+    assert_same(nested, flat, arrays(kwargs))
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
@@ -339,8 +335,7 @@ def test_nodes_before_what_lies_between_are_left_outside():
     assert op_types(nested.model.graph) == ["Neg", "Neg", "Any"]
     assert op_types(function(nested.model, "Any")) == ["Neg", "Neg", "Neg"]
     assert dict(nested.outside) == {"a": 1}
-    assert equal(run(nested.model, [X]), run(model, [X]))
-    assert same_file(htp_export.inline(nested).model, model)
+    assert_same(nested, model, [X])
 
 
 def test_module_in_two_halves_stays_flat_and_what_lies_between_is_named():
@@ -426,8 +421,7 @@ def test_nets_compute_the_same_and_come_back(name, exporter, shared_files):
     flat = shared_files.read(name, exporter)
     feeds = arrays(NETS[name].build()[1])
     nested = htp_export.functions(flat, "**")
-    assert equal(run(nested.model, feeds), run(flat, feeds))
-    assert same_file(htp_export.inline(nested).model, flat)
+    assert_same(nested, flat, feeds)
 
 
 def test_functions_of_an_earlier_call_are_dissolved_first(bert):
