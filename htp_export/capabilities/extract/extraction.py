@@ -97,21 +97,16 @@ def extract(
     tagged = read_flat(model, others=False)
     part = cut(tagged, path, call)
     extracted = cut_model(tagged, part)
+    ends = (extracted.graph.inputs, extracted.graph.outputs)
+    inputs, outputs = ({str(value.name): _type_and_shape(value) for value in values} for values in ends)
     signature = tagged.signature(path, call)
     arguments = signature.inputs if signature is not None else ()
     outside = tuple(name for name in part.inputs if name not in arguments) if path else ()
     if output is not None:
         write_model(extracted, output, True if has_external_data(extracted) else None)
-    return Extraction(
-        extracted,
-        path,
-        call,
-        {str(value.name): _type_and_shape(value) for value in extracted.graph.inputs},
-        {str(value.name): _type_and_shape(value) for value in extracted.graph.outputs},
-        sum(1 for _ in extracted.graph.all_nodes()),
-        outside,
-        None if output is None else Path(output),
-    )
+    nodes = sum(1 for _ in extracted.graph.all_nodes())
+    file = None if output is None else Path(output)
+    return Extraction(extracted, path, call, inputs, outputs, nodes, outside, file)
 
 
 def _type_and_shape(value: ir.Value) -> str:

@@ -144,7 +144,9 @@ class Graft:
 
     def _own(self, value: ir.Value) -> ir.Value:
         """A tensor of a node of its own, for an output that is an input or an initializer."""
-        entry = tags.node_tags((self._path,), Reason.SPLICED, {self._path}, self._calls.said_by_own(self._call))
+        entry = tags.node_tags(
+            (self._path,), Reason.SPLICED, {self._path}, self._calls.encode_calls(None, (self._path,), self._call)
+        )
         node = ir.node("Identity", [value], metadata_props=entry)
         new = node.outputs[0]
         new.name, new.type, new.shape = f"{value.name}.returned", value.type, value.shape

@@ -62,20 +62,17 @@ class SplicedCalls:
             if all(source.copy < 0 for source in sources)
         }
 
-    def encode_calls(self, node: ir.Node, owners: tuple[str, ...], copy: int | None = None) -> str:
-        """What a node of the host says of its calls now; or one of the replacement, copied for a call of the module."""
-        if copy is None:
-            host = self._host
-            calls = renumbered(host.calls, host.work_of(node), lambda call: self._now.get(_Source(-1, call)))
-        else:
-            work = self._replacement.work_of(node)
-            calls = renumbered(self._replacement.calls, work, lambda call: self._now.get(_Source(copy, call)))
-            calls = calls or [self._now[_Source(copy, Instance(self._top))]]
-        return self.tree.encode_calls(owners, calls)
+    def encode_calls(self, node: ir.Node | None, owners: tuple[str, ...], copy: int = -1) -> str:
+        """What a node of the host says of its calls now; or one of the replacement, copied for a call of the module.
 
-    def said_by_own(self, copy: int) -> str:
-        """The same of a node of the module itself in one call."""
-        return self.tree.encode_calls((self._path,), [self._now[_Source(copy, Instance(self._top))]])
+        None stands for a node that the module itself has in that call.
+        """
+        source, calls = (self._host if copy < 0 else self._replacement), list[Instance]()
+        if node is not None:
+            calls = renumbered(source.calls, source.work_of(node), lambda call: self._now.get(_Source(copy, call)))
+        if copy >= 0 and not calls:
+            calls = [self._now[_Source(copy, Instance(self._top))]]
+        return self.tree.encode_calls(owners, calls)
 
     def signatures(self) -> dict[str, Sequence[Signature]]:
         """Those of the host's modules all of whose calls were there before, and of the module itself."""

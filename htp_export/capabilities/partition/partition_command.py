@@ -49,15 +49,7 @@ def partition_command(
     weights: Any = balance if balance in ("parameters", "flops") else read_weights(balance)
     wanted = int(stages[0]) if _is_count(stages) else stages
     with Steps(quiet=as_json).step(f"cutting {file}"):
-        result = partition(
-            file,
-            wanted,
-            output,
-            balance=weights,
-            slack=slack,
-            serve=serve,
-            genai_config=genai_config,
-        )
+        result = partition(file, wanted, output, balance=weights, slack=slack, serve=serve, genai_config=genai_config)
     if as_json:
         print_json(result.to_dict())
     else:
