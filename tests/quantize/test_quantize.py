@@ -19,7 +19,7 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.quantize.calibration_data import samples_of
-from htp_export.capabilities.quantize.casting import narrowed
+from htp_export.capabilities.quantize.methods.cast import narrowed
 from htp_export.errors import FileError, InputError, SelectorError, ToolError, UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.selectors import select_below

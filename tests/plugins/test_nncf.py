@@ -474,3 +474,17 @@ def test_fields_that_do_not_go_together_are_refused(rule: dict[str, Any], proble
     with pytest.raises(InputError) as caught:
         htp_export.quantize("no.onnx", {"second": rule})
     assert problem in str(caught.value)
+
+
+def test_a_fault_of_our_own_that_nncf_calls_back_is_not_one_of_nncf() -> None:
+    from htp_export.capabilities.quantize.precisions import precisions_of
+    from htp_export.process.bounds import check_whole
+    from htp_export_plugins.nncf import _calling_nncf
+
+    called: dict[str, Any] = {}
+    exec(compile("def quantize(work):\n    return work()", "/packages/nncf/quantization.py", "exec"), called)
+    precision = precisions_of({"0": "int8"})["0"]
+    with pytest.raises(ToolError, match="nncf failed on the modules of 'int8': Zero"), _calling_nncf(precision):
+        called["quantize"](lambda: 1 / 0)
+    with pytest.raises(TypeError, match="not supported between"), _calling_nncf(precision):
+        called["quantize"](lambda: check_whole("seed", 1, None, 2))  # type: ignore[arg-type]
