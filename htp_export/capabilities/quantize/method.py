@@ -225,7 +225,8 @@ class Precision:
     def check(self, what: str, value: Any, allowed: Iterable[Any]) -> None:
         """Refuse a value of a field that is none of the allowed ones."""
         if value not in (listed := list(allowed)):
-            raise self.fault(f"{what} is {value!r}, and can be {', '.join(map(str, listed))}")
+            engine = "" if self.engine == ENGINE or what == "engine" else f"with the engine {self.engine!r}, "
+            raise self.fault(f"{engine}{what} is {value!r}, and can be {', '.join(map(str, listed))}")
 
     def _nearest(self, word: str) -> str:
         known = [*FIELDS, *self.how.options]
