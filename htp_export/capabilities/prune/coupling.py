@@ -15,12 +15,11 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, groups_of
+from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, groups_of, slice_start
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import RESHAPING
 from htp_export.shapes.sizes import Dim, Size, product
-from htp_export.shapes.symbolic import Symbolic
 
 __all__ = ["Coupling", "StopError", "couple"]
 
@@ -318,20 +317,6 @@ def _periods(sizes: Iterable[Dim]) -> list[int] | None:
 def _holds_graphs(node: ir.Node) -> Iterator[bool]:
     graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     return (attribute.type in graphs for attribute in node.attributes.values())
-
-
-def slice_start(node: ir.Node, axis: int, shapes: Symbolic, size: int) -> int | None:
-    """The first index of a slice with steps of 1 along an axis; None if it is computed or has other steps."""
-    changed = changed_axes(node, shapes)
-    starts = node.attributes.get_ints("starts") or (shapes.constant(node.inputs[1]) if len(node.inputs) > 1 else None)
-    steps = shapes.constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else None
-    if changed is None or starts is None or (len(node.inputs) > 4 and node.inputs[4] is not None and steps is None):
-        return None
-    place = changed.index(axis)
-    if steps is not None and steps[place] != 1:
-        return None
-    start = starts[place]
-    return min(max(start + size if start < 0 else start, 0), size)
 
 
 def blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[list[int], list[int]]]:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes
-from htp_export.capabilities.prune.coupling import slice_start
+from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, slice_start
 from htp_export.editing.editing import add_constant
 from htp_export.errors import InputError
 from htp_export.model.module_facts import stored_tensor
