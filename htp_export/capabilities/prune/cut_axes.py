@@ -25,11 +25,7 @@ _SIZES = {"Reshape": 1, "Expand": 1, "Resize": 3, "ConstantOfShape": 0}
 
 
 def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
-    """Leave only some indices of axes, in place.
-
-    Args:
-        tagged: The model.
-        kept: Axis → whether each index stays; of all tensors that have the channels, see ``coupling``.
+    """Leave only some indices of axes, in place: of all tensors that have the channels, see ``coupling``.
 
     Raises:
         InputError: If a node would not get the sizes that it has to have; the model is not usable then.
@@ -37,14 +33,10 @@ def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
     shapes = tagged.inferred
     graph = tagged.model.graph
     before = {value: shapes.shape(value) for value in tagged.values.values()}
-    nodes = dict.fromkeys(
-        node
-        for value, _ in kept
-        for node in (value.producer(), *(use.node for use in value.uses()))
-        if node is not None
-    )
-    for node in nodes:
-        _refit(graph, node, kept, shapes)
+    around = (node for value, _ in kept for node in (value.producer(), *(use.node for use in value.uses())))
+    for node in dict.fromkeys(around):
+        if node is not None:
+            _refit(graph, node, kept, shapes)
     by_value: dict[ir.Value, dict[int, Array]] = {}
     for (value, axis), stays in kept.items():
         by_value.setdefault(value, {})[axis] = stays

@@ -40,14 +40,8 @@ class Factors:
 def factors_of(matrix: Array, rank: int) -> tuple[Array, Array]:
     """The two matrices of a rank whose product is nearest to a matrix (Eckart and Young, 1936).
 
-    The singular values are divided evenly between both, so that both can be quantized equally well.
-
-    Args:
-        matrix: Of the shape (m, n).
-        rank: At most the smaller one of m and n.
-
-    Returns:
-        Matrices of the shapes (m, rank) and (rank, n), of the type of the matrix.
+    The singular values are divided evenly between both, so that both can be quantized equally well. They have the
+    shapes (m, rank) and (rank, n) for a matrix of the shape (m, n), and its type.
 
     Examples:
         >>> first, second = factors_of(np.outer([1.0, 2.0, 3.0], [4.0, 5.0]), 1)
@@ -62,16 +56,9 @@ def factors_of(matrix: Array, rank: int) -> tuple[Array, Array]:
 def factorise(
     tagged: TaggedModel, values: Mapping[Weight, Sparsity]
 ) -> tuple[dict[Weight, Factors], dict[Weight, str]]:
-    """Replace weights by products of two smaller matrices, in place.
+    """Replace weights by products of two smaller matrices, in place; and say why others were not replaced.
 
     Each product with such a weight becomes two, both with the tags that it had; a bias stays at the second one.
-
-    Args:
-        tagged: The model.
-        values: Weight → its rank.
-
-    Returns:
-        The weights that were replaced, and why the others were not.
     """
     reasons = {weight: reason for weight, value in values.items() if (reason := why_not(tagged, weight, value))}
     names = Names(tagged.model)

@@ -124,10 +124,6 @@ def _is_identity(node: ir.Node | None) -> bool:
 def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> PrecisionChoice:
     """Find out what a plan does to a model. No weights are read.
 
-    Args:
-        tagged: The model.
-        rules: Selector → precision, in order.
-
     Raises:
         InputError: If a rule matches no module, or none of its operators takes the precision.
     """

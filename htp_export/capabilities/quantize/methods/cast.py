@@ -71,7 +71,7 @@ class Cast(Method):
         """
         if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain):
             return None
-        known = _type_names(node.op_type, facts.opset) if not node.domain else _other_names(node.domain, node.op_type)
+        known = _type_names(node.domain, node.op_type, facts.opset)
         if known is None:
             return None
         wanted = f"tensor({self.precision.activation})"
@@ -98,52 +98,34 @@ METHOD = Cast
 class _TypeNames:
     """The formal types of an operator: of its inputs and outputs, and the types that a variable allows."""
 
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    allowed: Mapping[str, frozenset[str]]
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    allowed: Mapping[str, Sequence[str]]
 
 
 @functools.cache
-def _type_names(op_type: str, opset: int) -> _TypeNames | None:
-    try:
-        schema = onnx.defs.get_schema(op_type, opset, "")
-    except onnx.defs.SchemaError:
-        return None
-    return _TypeNames(
-        tuple(formal.type_str for formal in schema.inputs),
-        tuple(formal.type_str for formal in schema.outputs),
-        {constraint.type_param_str: frozenset(constraint.allowed_type_strs) for constraint in schema.type_constraints},
-    )
+def _type_names(domain: str, op_type: str, opset: int) -> _TypeNames | None:
+    """Those of ONNX's definition; for an operator of ONNX Runtime's own, of its newest version."""
+    if not domain:
+        if not onnx.defs.has(op_type, opset):
+            return None
+        schema = onnx.defs.get_schema(op_type, opset)
+        formals = [[formal.type_str for formal in listed] for listed in (schema.inputs, schema.outputs)]
+    else:
+        from onnxruntime.capi import onnxruntime_pybind11_state
 
-
-@functools.cache
-def _other_names(domain: str, op_type: str) -> _TypeNames | None:
-    """The same of an operator of ONNX Runtime's own, of its newest version."""
-    from onnxruntime.capi import onnxruntime_pybind11_state
-
-    schemas = [
-        schema
-        for schema in onnxruntime_pybind11_state.get_all_operator_schema()
-        if (schema.domain, schema.name) == (domain, op_type)
-    ]
-    if not schemas:
-        return None
-    schema = max(schemas, key=lambda schema: schema.since_version)
-    return _TypeNames(
-        tuple(formal.typeStr for formal in schema.inputs),
-        tuple(formal.typeStr for formal in schema.outputs),
-        {constraint.type_param_str: frozenset(constraint.allowed_type_strs) for constraint in schema.type_constraints},
-    )
+        listed = onnxruntime_pybind11_state.get_all_operator_schema()
+        known = [schema for schema in listed if (schema.domain, schema.name) == (domain, op_type)]
+        if not known:
+            return None
+        schema = max(known, key=lambda schema: schema.since_version)
+        formals = [[formal.typeStr for formal in listed] for listed in (schema.inputs, schema.outputs)]
+    allowed = {constraint.type_param_str: constraint.allowed_type_strs for constraint in schema.type_constraints}
+    return _TypeNames(formals[0], formals[1], allowed)
 
 
 class _Casting:
-    """Nodes of a model get another float type, in place.
-
-    Args:
-        chosen: The nodes, in order, with what they can read and make in the type.
-        precision: Their precision.
-        work: The model.
-    """
+    """Nodes of a model get another float type, in place; they come with what they can read and make in the type."""
 
     def __init__(self, chosen: Mapping[ir.Node, _Ports], precision: Precision, work: Work) -> None:
         self._chosen, self._precision, self._work, self._names = chosen, precision, work, work.names
@@ -186,14 +168,15 @@ class _Casting:
         return self._cast[value, graph]
 
     def _narrow_weight(self, value: ir.Value, tensor: ir.TensorProtocol) -> ir.Value:
-        """A weight in the type: under its own name if nothing reads it as it was any more."""
-        narrow = _narrow_tensor(tensor, self._type)
+        """A weight in the type, read when it is written: under its own name if nothing reads it as it was any more."""
+        to, shape = self._type, ir.Shape(tensor.shape.numpy())
+        narrow = ir.LazyTensor(lambda: ir.Tensor(narrowed(tensor.numpy(), to), dtype=to), to, shape, name=tensor.name)
         alone = value.is_initializer() and not value.is_graph_output()
         if alone and all(self._reads_narrow(use.node, use.idx) for use in value.uses()):
-            value.const_value, value.type = narrow, ir.TensorType(self._type)
+            value.const_value, value.type = narrow, ir.TensorType(to)
             return value
-        new = ir.Value(name=self._names.tensors.unused(f"{value.name}_{self._suffix}"), type=ir.TensorType(self._type))
-        new.shape, new.const_value = ir.Shape(narrow.shape.numpy()), narrow
+        name = self._names.tensors.unused(f"{value.name}_{self._suffix}")
+        new = ir.Value(name=name, type=ir.TensorType(to), shape=shape, const_value=narrow)
         new.metadata_props.update(value.metadata_props)
         self._work.model.graph.register_initializer(new)
         return new
@@ -248,13 +231,6 @@ def _convert_attributes(node: ir.Node, to: ir.DataType) -> None:
 
 def _hold(node: ir.Node, array: Array, to: ir.DataType) -> None:
     node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(narrowed(array, to), dtype=to))
-
-
-def _narrow_tensor(tensor: ir.TensorProtocol, to: ir.DataType) -> ir.TensorProtocol:
-    """A tensor in a narrower type; it is read when it is written, one at a time."""
-    return ir.LazyTensor(
-        lambda: ir.Tensor(narrowed(tensor.numpy(), to), dtype=to), to, ir.Shape(tensor.shape.numpy()), name=tensor.name
-    )
 
 
 def narrowed(array: Array, to: ir.DataType) -> Array:
