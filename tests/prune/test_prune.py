@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,10 +59,21 @@ def words() -> dict[str, torch.Tensor]:
     return {"words": torch.tensor([[1, 5, 2, 7], [3, 8, 0, 4]])}
 
 
-def made(kind: Callable[[], nn.Module], exporter: str, folder: Path) -> tuple[nn.Module, Path]:
+@functools.cache
+def exported(kind: Callable[[], nn.Module], exporter: str) -> tuple[nn.Module, dict[str, bytes]]:
     torch.manual_seed(0)
     model = spread(kind()).eval()
-    return model, exported_to(folder / "net.onnx", model, words(), exporter)
+    with tempfile.TemporaryDirectory() as folder:
+        exported_to(Path(folder) / "net.onnx", model, words(), exporter)
+        return model, contents(Path(folder))
+
+
+def made(kind: Callable[[], nn.Module], exporter: str, folder: Path) -> tuple[nn.Module, Path]:
+    """A net that a test may change, and its file, which is exported once."""
+    model, files = exported(kind, exporter)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return copy.deepcopy(model), folder / "net.onnx"
 
 
 def contents(folder: Path) -> dict[str, bytes]:

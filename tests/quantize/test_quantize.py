@@ -47,6 +47,10 @@ class Net(nn.Module):
         return self.head(self.second(x).mean(1))
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def written(model: nn.Module, inputs: tuple[Any, ...], file: Path, exporter: str, names: list[str]) -> Path:
     options = {} if exporter == "dynamo" else {"input_names": names}
     htp_export.export(spread(model.eval()), inputs, file, dynamo=exporter == "dynamo", verbose=False, **options)
@@ -111,7 +115,10 @@ def outputs(file: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("chosen", [".", "first", "second", "head", "class:Linear"])
+@pytest.mark.parametrize(
+    "chosen",
+    [".", "first", *(pytest.param(more, marks=pytest.mark.slow) for more in ("second", "head", "class:Linear"))],
+)
 def test_exactly_the_chosen_modules_change(net: Path, precision: str, chosen: str, tmp_path: Path) -> None:
     file = tmp_path / "quantized.onnx"
     result = htp_export.quantize(net, {chosen: precision}, file, data={"ids": IDS})
