@@ -37,14 +37,14 @@ class PlanFile(Result):
 
     Attributes:
         to: The tool.
-        content: What the tool reads: plain data (written as JSON), or text.
+        content: What the tool reads: plain data, written as JSON.
         nodes: Name of a precision → nodes that have it.
         notes: What to do with the file, and what the tool cannot be told, a line each.
         file: The file that was written; None without one.
     """
 
     to: str
-    content: Mapping[str, Any] | str
+    content: Mapping[str, Any]
     nodes: Mapping[str, int]
     notes: tuple[str, ...] = ()
     file: str | None = None
@@ -52,8 +52,6 @@ class PlanFile(Result):
     @property
     def text(self) -> str:
         """The contents of the file."""
-        if isinstance(self.content, str):
-            return self.content
         return json.dumps(self.content, indent=2, ensure_ascii=False) + "\n"
 
     @property

@@ -25,11 +25,11 @@ class TargetFile:
     """What a tool reads.
 
     Attributes:
-        content: Plain data, written as JSON; or the text of the file.
+        content: Plain data, written as JSON.
         notes: What the user does with it, and what the tool cannot be told, a line each.
     """
 
-    content: dict[str, object] | str
+    content: dict[str, object]
     notes: tuple[str, ...] = ()
 
 

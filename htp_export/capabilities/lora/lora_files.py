@@ -214,8 +214,7 @@ def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedMod
 def _remove(graph: ir.Graph, path: str) -> None:
     """Take the LoRA layer of a module out of a graph; the module's results keep their names.
 
-    Raises:
-        InputError: If the graph no longer has the nodes that `insert_lora` made, as after an optimizer.
+    If the graph no longer has the nodes that `insert_lora` made, as after an optimizer, that is an `InputError`.
     """
     factors = [graph.initializers[factor_name(path, factor)] for factor in FACTORS]
     made = _derived(factors[0])

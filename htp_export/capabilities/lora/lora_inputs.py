@@ -148,15 +148,15 @@ def insert_lora(
     tagged.model.ir_version = max(tagged.model.ir_version, 10)
     if output is not None:
         write_model(tagged.model, output)
-    layers = {path: _layer(path, calls) for path, calls in linears.items()}
+    layers = {
+        path: LoraLayer(path, first.inputs, first.outputs, 1 + len(more), _input_names(path))
+        for path, (first, *more) in linears.items()
+    }
     return InsertedLora(layers, scaling, model=tagged.model)
 
 
 def scaling_of(rank: int, alpha: float | None) -> float:
-    """The factor of the product of an adapter.
-
-    Raises:
-        InputError: If the rank is no number of columns, or alpha no number above 0.
+    """The factor of the product of an adapter; `InputError` if it cannot be one.
 
     Examples:
         >>> scaling_of(8, 16), scaling_of(8, None)
@@ -177,9 +177,8 @@ def _chosen(tagged: TaggedModel, select: str | Sequence[str]) -> list[str]:
     return paths
 
 
-def _layer(path: str, calls: Sequence[Linear]) -> LoraLayer:
-    names = tuple(factor_name(path, factor) for factor in FACTORS)
-    return LoraLayer(path, calls[0].inputs, calls[0].outputs, len(calls), names)
+def _input_names(path: str) -> tuple[str, ...]:
+    return tuple(factor_name(path, factor) for factor in FACTORS)
 
 
 class _Insertion:

@@ -313,19 +313,22 @@ def blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[list[i
         [([1, 2], [2])]
     """
     i = j = 0
-    while i < len(first) or j < len(second):
-        p, q = _next_block(first[i:], second[j:])
-        if not p and not q:
-            break
+    for p, q in _sizes_of_blocks(first, second):
         yield list(range(i, i + p)), list(range(j, j + q))
         i, j = i + p, j + q
     m, n = len(first), len(second)
-    while i < m and j < n:  # the same from the right, where open dimensions on the left cannot be compared
-        p, q = _next_block(first[i:m][::-1], second[j:n][::-1])
-        if not p and not q:
-            return
-        yield list(range(m - p, m)), list(range(n - q, n))
-        m, n = m - p, n - q
+    if i < m and j < n:  # from the right, where open dimensions on the left cannot be compared
+        for p, q in _sizes_of_blocks(first[i:][::-1], second[j:][::-1]):
+            yield list(range(m - p, m)), list(range(n - q, n))
+            m, n = m - p, n - q
+
+
+def _sizes_of_blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[int, int]]:
+    """How many axes of each shape are in a block, from the left, as long as they can be compared."""
+    i = j = 0
+    while (block := _next_block(first[i:], second[j:])) != (0, 0):
+        yield block
+        i, j = i + block[0], j + block[1]
 
 
 def _next_block(first: Sequence[Dim], second: Sequence[Dim]) -> tuple[int, int]:

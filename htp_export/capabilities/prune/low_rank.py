@@ -66,17 +66,13 @@ def factorise(
     for weight, value in counted([item for item in values.items() if item[0] not in reasons], "weights"):
         owners, shape, rank = weight.owners(tagged), weight.shape, _rank(weight.shape, value)
         found[weight] = _replace(tagged, weight, rank, names)
-        shapes = [tuple(rank if axis == at else size for axis, size in enumerate(shape)) for at in _inner_axes(weight)]
+        inner = weight.uses[0].channels, weight.reduced  # the axes with the size of the rank, in each of the two
+        shapes = [tuple(rank if axis == at else size for axis, size in enumerate(shape)) for at in inner]
         parameters.append((weight.name, shape, owners, dict(zip(("_a", "_b"), shapes, strict=True))))
     if found:
         change_parameters(tagged, parameters)
         remove_unused(tagged.model)
     return found, reasons
-
-
-def _inner_axes(weight: Weight) -> tuple[int, int]:
-    """The axes of a weight that have the size of the rank in its first factor, and in its second one."""
-    return weight.uses[0].channels, weight.reduced
 
 
 def _rank(shape: Shape, value: Sparsity) -> int:

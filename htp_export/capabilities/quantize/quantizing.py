@@ -16,8 +16,7 @@ from htp_export.capabilities.quantize.choosing import PrecisionChoice, choose
 from htp_export.capabilities.quantize.method import ENGINE, Precision
 from htp_export.capabilities.quantize.precisions import precisions_of
 from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
-from htp_export.capabilities.quantize.validation import Validation
-from htp_export.capabilities.quantize.work import Work
+from htp_export.capabilities.quantize.work import Validation, Work
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError, InputError, ToolError, described
 from htp_export.files.model_files import write_model

@@ -34,14 +34,10 @@ def plan_file(planned: PlannedModel) -> TargetFile:
         *(_blocks(planned, precision, nodes) for precision, nodes in planned.of("weights").items()),
     ]
     notes = ["call each function with its arguments, on the result of the one before; quantize_static takes data, too"]
-    left_out = [
-        use.node
-        for nodes in planned.of("weights").values()
-        for use in planned.weighted(nodes)
-        if use.node.op_type not in _IN_BLOCKS
-    ]
+    weighted = [use.node.op_type for nodes in planned.of("weights").values() for use in planned.weighted(nodes)]
+    left_out = [kind for kind in weighted if kind not in _IN_BLOCKS]
     if left_out:
-        kinds = ", ".join(sorted({node.op_type for node in left_out}))
+        kinds = ", ".join(sorted(set(left_out)))
         notes.append(f"{len(left_out)} nodes keep their weights: ONNX Runtime has no blocks in {kinds}")
     return TargetFile({"steps": steps}, (*notes, *planned.subgraph_notes()))
 
