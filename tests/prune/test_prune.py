@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,8 @@ import htp_export
 from htp_export.capabilities.prune.masks import find_cutoff, keys_of
 from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError
-from tests.extract.test_cutting import exported_to
-from tests.nets import EXPORTERS, spread
+from tests.exporting import exported_once
+from tests.nets import EXPORTERS
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
@@ -59,21 +56,8 @@ def words() -> dict[str, torch.Tensor]:
     return {"words": torch.tensor([[1, 5, 2, 7], [3, 8, 0, 4]])}
 
 
-@functools.cache
-def exported(kind: Callable[[], nn.Module], exporter: str) -> tuple[nn.Module, dict[str, bytes]]:
-    torch.manual_seed(0)
-    model = spread(kind()).eval()
-    with tempfile.TemporaryDirectory() as folder:
-        exported_to(Path(folder) / "net.onnx", model, words(), exporter)
-        return model, contents(Path(folder))
-
-
-def made(kind: Callable[[], nn.Module], exporter: str, folder: Path) -> tuple[nn.Module, Path]:
-    """A net that a test may change, and its file, which is exported once."""
-    model, files = exported(kind, exporter)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return copy.deepcopy(model), folder / "net.onnx"
+def made(kind: Callable[[], nn.Module], exporter: str, folder: Path) -> tuple[Any, Path]:
+    return exported_once(kind, words, exporter, folder)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -252,7 +236,7 @@ class TestCommand:
         made(Encoder, "dynamo", tmp_path)
         monkeypatch.chdir(tmp_path)
         Path("plan.yaml").write_text("'**': 0.5\nfc: '2:4'\n")
-        command = ["prune", "net.onnx", "plan.yaml", "--rule", "pool=0.2", "-o", "pruned.onnx"]
+        command = ["prune", "model.onnx", "plan.yaml", "--rule", "pool=0.2", "-o", "pruned.onnx"]
         assert main([*command, "--json"]) == 0
         written = json.loads(capsys.readouterr().out)
         assert {path: said for path, said in written["plan"].items() if said != "0.5"} == {"fc": "2:4", "pool": "0.2"}
@@ -265,7 +249,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--rule", "fc=0.5", "-o", "net.onnx"], "net.onnx: is read by this command"),
+            (["--rule", "fc=0.5", "-o", "model.onnx"], "model.onnx: is read by this command"),
             (["--rule", "fc=5", "-o", "x.onnx"], "a share is from 0 to 1"),
             (["--rule", "fc", "-o", "x.onnx"], "rule 'fc': write SELECTOR=VALUE"),
             (["-o", "x.onnx"], "give a plan, or --rule SELECTOR=VALUE"),
@@ -285,6 +269,6 @@ class TestCommand:
         made(Encoder, "torchscript", tmp_path)
         before = contents(tmp_path)
         monkeypatch.chdir(tmp_path)
-        assert main(["prune", "net.onnx", *arguments]) == 2
+        assert main(["prune", "model.onnx", *arguments]) == 2
         assert message in capsys.readouterr().err
         assert contents(tmp_path) == before
