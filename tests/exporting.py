@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import htp_export
-from tests.nets import NETS
+from tests.nets import NETS, spread
 
 # torch._higher_order_ops.while_loop; torch.onnx.export alone fails alike
 converts_loops = pytest.mark.xfail(
@@ -37,6 +39,27 @@ def exported_net(name: str, exporter: str, folder: Path, **options: Any) -> onnx
     """The tagged file of a net of the registry."""
     model, kwargs = NETS[name].build()
     return exported(model, kwargs, exporter, folder, **NETS[name].export_options(exporter), **options)
+
+
+@functools.cache
+def _once(
+    build: Callable[[], torch.nn.Module], inputs: Callable[[], dict[str, Any]], exporter: str
+) -> tuple[torch.nn.Module, dict[str, bytes]]:
+    torch.manual_seed(0)
+    model = spread(build()).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        exported(model, inputs(), exporter, Path(folder))
+        return model, {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def exported_once(
+    build: Callable[[], torch.nn.Module], inputs: Callable[[], dict[str, Any]], exporter: str, folder: Path
+) -> tuple[Any, Path]:
+    """A net and its file ``model.onnx``, both of which a test may change; it is exported once in a process."""
+    model, files = _once(build, inputs, exporter)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return copy.deepcopy(model), folder / "model.onnx"
 
 
 def metadata(node: onnx.NodeProto) -> dict[str, str]:

@@ -52,9 +52,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         lambda file, data: htp_export.quantize(file, {".": "int8"}, data=data),
         lambda file, data: htp_export.sensitivity(file, ["fp16"], data),
-        lambda file, data: htp_export.export_plan(file, {".": "int8"}, to="qnn", data=data),
     ],
-    ids=["quantize", "sensitivity", "export_plan"],
+    ids=["quantize", "sensitivity"],
 )
 def test_data_with_nan_are_refused_in_any_order(run: Callable[..., Any], order: tuple[bool, bool], file: Path) -> None:
     data = [example(seed, broken=each) for seed, each in enumerate(order)]
@@ -112,8 +111,8 @@ def test_weights_with_nan_are_not_pruned(value: Any, broken: Path) -> None:
 
 
 def test_ranges_of_tensors_with_nan_are_not_measured(broken: Path) -> None:
-    with pytest.raises(InputError, match=r"data, run 0: .* computes NaN in 'linear_1'"):
-        htp_export.export_plan(broken, {"2": "int8"}, to="qnn", data=example())
+    with pytest.raises(InputError, match=r"data, run 0: .* computes NaN in 'relu'"):
+        htp_export.quantize(broken, {"2": "int8"}, data=example())
 
 
 def test_nan_on_both_sides_is_said(file: Path, broken: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 import htp_export
 from htp_export.command.main import main
-from htp_export.errors import InputError, ToolError, UserCodeError
+from htp_export.errors import InputError, UserCodeError
 
 CODE = """
 import sys
@@ -123,14 +122,14 @@ def test_a_fault_of_our_own_is_no_fault_of_the_model_or_of_a_tool(
 ) -> None:
     from htp_export.capabilities.carry import adapting
     from htp_export.capabilities.cost import costing
-    from htp_export.capabilities.quantize import quantizing
+    from htp_export.capabilities.quantize.work import Work
 
     def fails(*_: object, **__: object) -> None:
         raise LookupError("no such axis")
 
     file = folder / "net.onnx"
     monkeypatch.setattr(costing, "read_flat", fails)
-    monkeypatch.setattr(quantizing._Work, "run", fails)
+    monkeypatch.setattr(Work, "cut_out", fails)
     monkeypatch.setattr(adapting, "read_flat", lambda *_, **__: len(3))
     for use in (lambda: htp_export.cost(file), lambda: htp_export.quantize(file, {"0": "int4"})):
         with pytest.raises(LookupError, match="no such axis"):
@@ -138,17 +137,3 @@ def test_a_fault_of_our_own_is_no_fault_of_the_model_or_of_a_tool(
     for command in ("quantize FILE --rule 0=int4 -o o.onnx", "run onnxruntime FILE -o o.onnx"):
         assert main(command.replace("FILE", str(file)).split()) == 3
         assert "this is a bug in htp_export" in capsys.readouterr().err
-
-
-def test_a_fault_of_our_own_that_nncf_calls_back_is_not_one_of_nncf() -> None:
-    from htp_export.capabilities.quantize.nncf_engine import calling_nncf
-    from htp_export.capabilities.quantize.precisions import precisions_of
-    from htp_export.process.bounds import check_whole
-
-    called: dict[str, Any] = {}
-    exec(compile("def quantize(work):\n    return work()", "/packages/nncf/quantization.py", "exec"), called)
-    precision = precisions_of({"0": "int8"})["0"]
-    with pytest.raises(ToolError, match="nncf failed on the modules of 'int8': Zero"), calling_nncf(precision):
-        called["quantize"](lambda: 1 / 0)
-    with pytest.raises(TypeError, match="not supported between"), calling_nncf(precision):
-        called["quantize"](lambda: check_whole("seed", 1, None, 2))  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -223,6 +222,18 @@ class TestModelOpt:
         assert matched("nodes_to_exclude") == names - owned(files[exporter], "layers.1")
         assert (content["quantize_mode"], content["high_precision_dtype"]) == ("int8", "fp32")
 
+    def test_modelopt_reads_them(self, files: dict[str, Path], tmp_path: Path) -> None:
+        quantization = pytest.importorskip("modelopt.onnx.quantization")
+        content = htp_export.export_plan(files["dynamo"], {"layers.1": "int8"}, to="modelopt").content
+        target, data = tmp_path / "quantized.onnx", {"x": example().numpy()}
+        quantization.quantize(
+            str(files["dynamo"]), output_path=str(target), calibration_data=data, calibration_eps=["cpu"], **content
+        )
+        made = onnx.load(target)
+        read = {node.name for node in made.graph.node if set(node.input) & made_by_dequantizing(made)}
+        products = {node.name for node in made.graph.node if node.op_type in ("MatMul", "Gemm")}
+        assert read & products == products & owned(files["dynamo"], "layers.1") != set()
+
     def test_weights_of_eight_bits_are_named_among_those_of_four(self, files: dict[str, Path]) -> None:
         rules = {"layers.*": "int4", "layers.11": "int8-weights", "head": "fp16"}
         content = htp_export.export_plan(files["dynamo"], rules, to="modelopt").content
@@ -259,88 +270,8 @@ def test_nodes_without_names_are_refused() -> None:
         htp_export.export_plan(model, {"act": "fp16"}, to="nncf")
 
 
-class TestEncodings:
-    @BOTH
-    def test_weights_are_those_of_the_file_to_half_a_step(self, files: dict[str, Path], exporter: str) -> None:
-        rules = {"layers.1": "int8", "layers.2": "int4", "layers.3": "fp16"}
-        content = htp_export.export_plan(files[exporter], rules, to="qnn").content
-        initializers = htp_export.load(files[exporter]).model.graph.initializers
-        assert len(content["param_encodings"]) == 2
-        for name, channels in content["param_encodings"].items():
-            weight = initializers[name].const_value.numpy()
-            assert len(channels) == 32
-            for channel, entry in enumerate(channels):
-                values = weight[:, channel]  # x @ weight: results have the last axis
-                stored = np.round(values / entry["scale"]) - entry["offset"]
-                assert stored.min() >= 0
-                assert stored.max() <= 2 ** entry["bitwidth"] - 1
-                back = (stored + entry["offset"]) * entry["scale"]
-                assert np.abs(back - values).max() <= entry["scale"] * 0.5001
-                assert entry["min"] <= values.min()
-                assert values.max() <= entry["max"] * 1.0001
-                assert entry["is_symmetric"] == "True"
-        bits = sorted(channels[0]["bitwidth"] for channels in content["param_encodings"].values())
-        assert bits == [4, 8]
-
-    @BOTH
-    def test_activations_have_the_ranges_of_the_data(self, files: dict[str, Path], exporter: str) -> None:
-        file = files[exporter]
-        made = htp_export.load(file)["layers.0"].nodes[0].outputs[0].name
-        both = [{"x": example()}, {"x": 2 * example()}]
-        content = htp_export.export_plan(file, {"layers.0": "int8"}, to="qnn", data=both).content
-        product = 2 * example().numpy() @ htp_export.load(file)["layers.0"].nodes[0].inputs[1].const_value.numpy()
-        [entry] = content["activation_encodings"][made]
-        assert entry["min"] == pytest.approx(product.min(), abs=1.01 * entry["scale"])
-        assert entry["max"] == pytest.approx(product.max(), abs=1.01 * entry["scale"])
-        assert entry["scale"] == pytest.approx((product.max() - product.min()) / 255, rel=1e-4)
-        assert set(content["activation_encodings"]) == {"x", made}
-
-    def test_floats_have_bits_and_no_range(self, files: dict[str, Path]) -> None:
-        content = htp_export.export_plan(files["dynamo"], {"layers.0": "fp16", "layers.1": "int4"}, to="qnn").content
-        assert [{"bitwidth": 16, "dtype": "float"}] in content["activation_encodings"].values()
-        assert [{"bitwidth": 32, "dtype": "float"}] in content["activation_encodings"].values()
-
-    def test_without_data_integers_are_left_to_the_converter(self, files: dict[str, Path]) -> None:
-        plan = htp_export.export_plan(files["dynamo"], {"layers.0": "int8"}, to="qnn")
-        assert plan.content["activation_encodings"] == {}
-        assert any("--input_list" in note for note in plan.notes)
-
-    def test_aimet_has_the_same_numbers_as_lists(self, files: dict[str, Path]) -> None:
-        rules = {"layers.1": "int8", "layers.2": {"precision": "int16"}, "layers.3": "fp16"}
-        data = {"x": example()}
-        qnn = htp_export.export_plan(files["dynamo"], rules, to="qnn", data=data).content
-        aimet = htp_export.export_plan(files["dynamo"], rules, to="aimet", data=data).content
-        assert aimet["version"] == "1.0.0"
-        for group in ("activation_encodings", "param_encodings"):
-            entries = {entry.pop("name"): entry for entry in aimet[group]}
-            assert set(entries) == set(qnn[group])
-            for name, entry in entries.items():
-                if entry["dtype"] == "FLOAT":
-                    assert qnn[group][name] == [{"bitwidth": entry["bw"], "dtype": "float"}]
-                    continue
-                assert entry["scale"] == [each["scale"] for each in qnn[group][name]]
-                assert entry["offset"] == [each["offset"] for each in qnn[group][name]]
-                assert str(entry["is_sym"]) == qnn[group][name][0]["is_symmetric"]
-                assert entry["enc_type"] == ("PER_CHANNEL" if len(entry["scale"]) > 1 else "PER_TENSOR")
-
-    def test_a_weight_that_two_precisions_share_is_left_out(self, tmp_path: Path) -> None:
-        class Tied(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.one, self.other = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-                self.other.weight = self.one.weight
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.other(torch.relu(self.one(x)))
-
-        file = exported_to(tmp_path / "tied.onnx", spread(Tied()).eval(), {"x": torch.randn(2, 8)}, "dynamo")
-        encodings = htp_export.export_plan(file, {"one": "int8", "other": "int4"}, to="qnn").content["param_encodings"]
-        assert encodings == {}
-        assert len(htp_export.export_plan(file, {".": "int8"}, to="qnn").content["param_encodings"]) == 1
-
-
 class TestFiles:
-    @pytest.mark.parametrize("to", ["ort", "nncf", "modelopt", "qnn", "aimet"])
+    @pytest.mark.parametrize("to", ["ort", "nncf", "modelopt"])
     def test_the_command_writes_what_the_function_returns(
         self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
     ) -> None:
@@ -354,18 +285,21 @@ class TestFiles:
         printed = json.loads(capsys.readouterr().out)
         assert printed["nodes"] == dict(result.nodes)
         assert set(printed) == {"schema_version", *result.to_dict()}
-        assert sorted(targets()) == ["aimet", "modelopt", "nncf", "ort", "qnn"]
+        assert sorted(targets()) == ["modelopt", "nncf", "ort"]
 
     def test_rules_of_a_file_come_before_those_that_are_typed(
         self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "plan.yaml").write_text("'layers.*': int8\nhead: int4\n")
         command = ["export-plan", str(files["dynamo"]), str(tmp_path / "plan.yaml"), "--rule", "head=fp32"]
-        assert main([*command, "--to", "qnn", "-o", str(tmp_path / "plan.json")]) == 0
+        assert main([*command, "--to", "ort", "-o", str(tmp_path / "plan.json")]) == 0
         out = capsys.readouterr().out
         assert "fp32" in out.splitlines()[0]
         assert "wrote" in out
-        assert len(json.loads((tmp_path / "plan.json").read_text())["param_encodings"]) == 12
+        [step] = json.loads((tmp_path / "plan.json").read_text())["steps"]
+        planned = set(step["arguments"]["nodes_to_quantize"])
+        assert len(planned) == 12
+        assert planned.isdisjoint(owned(files["dynamo"], "head"))
 
     @pytest.mark.parametrize(
         ("rules", "to", "out", "problem"),
@@ -374,7 +308,7 @@ class TestFiles:
                 ["head=int8"],
                 "tvm",
                 "p.json",
-                "plans are written for aimet, modelopt, nncf, ort, qnn, not for 'tvm'",
+                "plans are written for modelopt, nncf, ort, not for 'tvm'",
             ),
             (["nothing=int8"], "ort", "p.json", "matches no module"),
             (["head=int9"], "ort", "p.json", "there is no precision 'int9'"),
@@ -421,5 +355,3 @@ class TestFiles:
             htp_export.export_plan(files["dynamo"], "int8", tmp_path / "p.onnx", to="ort")
         with pytest.raises(SelectorError):
             htp_export.export_plan(files["dynamo"], {"nothing": "int8"}, to="ort")
-        with pytest.raises(InputError, match="no value for input"):
-            htp_export.export_plan(files["dynamo"], "int8", to="qnn", data={})

@@ -19,6 +19,7 @@ import htp_export
 from htp_export.capabilities.lora.adapters import read_adapter
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
+from tests.exporting import exported_once
 from tests.extract.test_cutting import exported_to
 from tests.nets import EXPORTERS, spread, x
 from tests.truth import inexact, untagged
@@ -44,9 +45,7 @@ def feeds() -> dict[str, torch.Tensor]:
 
 
 def made(exporter: str, folder: Path) -> tuple[nn.Module, Path]:
-    torch.manual_seed(0)
-    model = spread(Net()).eval()
-    return model, exported_to(folder / "net.onnx", model, feeds(), exporter)
+    return exported_once(Net, feeds, exporter, folder)
 
 
 def factors(model: nn.Module, paths: list[str], rank: int, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -322,7 +321,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model, file = made("torchscript", tmp_path)
     htp_export.insert_lora(file, "**", output=tmp_path / "lora.onnx")
     for name, folder in broken(tmp_path, model).items():
-        for function, source in ((htp_export.lora_adapter, "lora.onnx"), (htp_export.fuse_lora, "net.onnx")):
+        for function, source in ((htp_export.lora_adapter, "lora.onnx"), (htp_export.fuse_lora, "model.onnx")):
             with pytest.raises(InputError, match=BROKEN[name]):
                 function(tmp_path / source, folder, tmp_path / "out.onnx")
     with pytest.raises(FileError, match="is no adapter file of ONNX Runtime"):
@@ -433,7 +432,7 @@ class TestCommands:
         model, _ = made("torchscript", tmp_path)
         adapter(tmp_path, "tuned", factors(model, ["up"], 4, seed=3), 8)
         monkeypatch.chdir(tmp_path)
-        insert = ["insert-lora", "net.onnx", "up,down", "--rank", "4", "--alpha", "8", "-o", "lora.onnx"]
+        insert = ["insert-lora", "model.onnx", "up,down", "--rank", "4", "--alpha", "8", "-o", "lora.onnx"]
         assert main(insert) == 0
         assert "wrote lora.onnx" in capsys.readouterr().out
         assert main([*insert, "--json"]) == 0
@@ -443,17 +442,17 @@ class TestCommands:
         assert "1 linear layers, rank 4 -> tuned.onnx_adapter" in capsys.readouterr().out
         assert main(["lora-adapter", "lora.onnx", "tuned", "-o", "tuned.onnx_adapter", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["ranks"] == {"up": 4}
-        assert main(["fuse-lora", "net.onnx", "tuned", "-o", "fused.onnx", "--json"]) == 0
+        assert main(["fuse-lora", "model.onnx", "tuned", "-o", "fused.onnx", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["ranks"] == {"up": 4}
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["insert-lora", "net.onnx", "up", "-o", "net.onnx"], "net.onnx: is read by this command"),
-            (["insert-lora", "net.onnx", "nowhere", "-o", "x.onnx"], "matches no module"),
-            (["lora-adapter", "net.onnx", "nowhere", "-o", "x"], "the model takes no adapters"),
-            (["lora-adapter", "net.onnx", "nowhere", "-o", "net.onnx"], "net.onnx: is read by this command"),
-            (["fuse-lora", "net.onnx", "nowhere", "-o", "x.onnx"], "nowhere: there is no such adapter"),
+            (["insert-lora", "model.onnx", "up", "-o", "model.onnx"], "model.onnx: is read by this command"),
+            (["insert-lora", "model.onnx", "nowhere", "-o", "x.onnx"], "matches no module"),
+            (["lora-adapter", "model.onnx", "nowhere", "-o", "x"], "the model takes no adapters"),
+            (["lora-adapter", "model.onnx", "nowhere", "-o", "model.onnx"], "model.onnx: is read by this command"),
+            (["fuse-lora", "model.onnx", "nowhere", "-o", "x.onnx"], "nowhere: there is no such adapter"),
         ],
     )
     def test_wrong_input_ends_with_status_2_and_leaves_files(
@@ -495,5 +494,5 @@ def test_the_result_of_a_layer_in_eight_bits_is_not_clipped_to_the_range_without
         found = run(tmp_path / "lora.onnx", arrays)
         errors[each.stem] = np.abs(found - wanted).max() / np.abs(wanted).max()
     assert np.abs(without - wanted).max() / np.abs(wanted).max() > 0.5
-    assert errors["net"] < 1e-5
+    assert errors["model"] < 1e-5
     assert errors["int8"] < 0.05

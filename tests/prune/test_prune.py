@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.utils import prune as torch_prune
 
 import htp_export
-from htp_export.capabilities.prune.cutoffs import Cutoff, find_cutoff, keys_of
+from htp_export.capabilities.prune.masks import find_cutoff, keys_of
 from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError
-from tests.extract.test_cutting import exported_to
-from tests.nets import EXPORTERS, spread
+from tests.exporting import exported_once
+from tests.nets import EXPORTERS
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
@@ -56,10 +56,8 @@ def words() -> dict[str, torch.Tensor]:
     return {"words": torch.tensor([[1, 5, 2, 7], [3, 8, 0, 4]])}
 
 
-def made(kind: Callable[[], nn.Module], exporter: str, folder: Path) -> tuple[nn.Module, Path]:
-    torch.manual_seed(0)
-    model = spread(kind()).eval()
-    return model, exported_to(folder / "net.onnx", model, words(), exporter)
+def made(kind: Callable[[], nn.Module], exporter: str, folder: Path) -> tuple[Any, Path]:
+    return exported_once(kind, words, exporter, folder)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -228,10 +226,7 @@ class TestCutoff:
         keys = keys_of(numbers, wide)
         cutoff = find_cutoff(lambda: [keys[:400], keys[400:]], count, wide=wide)
         ordered = np.sort(keys)
-        assert cutoff == Cutoff(int(ordered[count - 1]), int(np.count_nonzero(ordered[:count] == ordered[count - 1])))
-
-    def test_of_nothing_there_is_none(self) -> None:
-        assert find_cutoff(list, 0) is None
+        assert cutoff == (int(ordered[count - 1]), int(np.count_nonzero(ordered[:count] == ordered[count - 1])))
 
 
 class TestCommand:
@@ -241,7 +236,7 @@ class TestCommand:
         made(Encoder, "dynamo", tmp_path)
         monkeypatch.chdir(tmp_path)
         Path("plan.yaml").write_text("'**': 0.5\nfc: '2:4'\n")
-        command = ["prune", "net.onnx", "plan.yaml", "--rule", "pool=0.2", "-o", "pruned.onnx"]
+        command = ["prune", "model.onnx", "plan.yaml", "--rule", "pool=0.2", "-o", "pruned.onnx"]
         assert main([*command, "--json"]) == 0
         written = json.loads(capsys.readouterr().out)
         assert {path: said for path, said in written["plan"].items() if said != "0.5"} == {"fc": "2:4", "pool": "0.2"}
@@ -254,7 +249,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--rule", "fc=0.5", "-o", "net.onnx"], "net.onnx: is read by this command"),
+            (["--rule", "fc=0.5", "-o", "model.onnx"], "model.onnx: is read by this command"),
             (["--rule", "fc=5", "-o", "x.onnx"], "a share is from 0 to 1"),
             (["--rule", "fc", "-o", "x.onnx"], "rule 'fc': write SELECTOR=VALUE"),
             (["-o", "x.onnx"], "give a plan, or --rule SELECTOR=VALUE"),
@@ -274,6 +269,6 @@ class TestCommand:
         made(Encoder, "torchscript", tmp_path)
         before = contents(tmp_path)
         monkeypatch.chdir(tmp_path)
-        assert main(["prune", "net.onnx", *arguments]) == 2
+        assert main(["prune", "model.onnx", *arguments]) == 2
         assert message in capsys.readouterr().err
         assert contents(tmp_path) == before

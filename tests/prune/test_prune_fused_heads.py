@@ -134,8 +134,14 @@ def open_batch(exporter: str) -> dict[str, Any]:
 
 
 @BOTH
-@pytest.mark.parametrize("is_open", [False, True])
-@pytest.mark.parametrize("attention", [Fused, Scaled, Relative, Beit, Swin])
+@pytest.mark.parametrize(
+    ("attention", "is_open"),
+    [
+        pytest.param(kind, is_open, marks=() if (kind, is_open) in ((Fused, False), (Swin, True)) else pytest.mark.slow)
+        for kind in (Fused, Scaled, Relative, Beit, Swin)
+        for is_open in (False, True)
+    ],
+)
 def test_heads_of_a_fused_projection_are_cut(
     attention: type[Fused], is_open: bool, exporter: str, tmp_path: Path
 ) -> None:

@@ -32,18 +32,13 @@ def smallest(weight: torch.Tensor, amount: float, groups: int | None = None) -> 
     return torch.tensor([k for k in range(len(norms)) if k not in gone])
 
 
-def keep(module: nn.Module, channels: torch.Tensor, axis: int = 0) -> None:
+def keep(module: nn.Module, channels: torch.Tensor) -> None:
     """Leave some channels of all tensors of a layer."""
     with torch.no_grad():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if tensor.dim() > axis:
-                setattr(
-                    module,
-                    name,
-                    nn.Parameter(tensor.index_select(axis, channels))
-                    if name in dict(module.named_parameters(recurse=False))
-                    else tensor.index_select(axis, channels),
-                )
+            if tensor.dim():
+                left = tensor.index_select(0, channels)
+                setattr(module, name, nn.Parameter(left) if isinstance(tensor, nn.Parameter) else left)
 
 
 def checked(model: nn.Module, kwargs: dict[str, Any], file: Path) -> None:
@@ -165,6 +160,12 @@ def words() -> dict[str, torch.Tensor]:
     return {"words": torch.tensor([[1, 5, 2, 7], [3, 8, 0, 4]])}
 
 
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return export(spread(Layers(2)).eval(), words(), "torchscript", tmp_path_factory.mktemp("layers"))
+
+
 def open_dimensions(exporter: str) -> dict[str, Any]:
     if exporter == "dynamo":
         return {"dynamic_shapes": {"words": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)}}
@@ -183,8 +184,8 @@ def without_heads(attention: Attention, groups: list[int]) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("groups", [pytest.param(4, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("is_open", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_heads_are_cut(is_open: bool, groups: int, exporter: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = spread(Layers(2, 4, groups)).eval()
@@ -281,10 +282,6 @@ def test_a_share_of_all_channels_leaves_one_of_each_and_random_ones_are_seeded(t
     gone = [16 - result.modules[f"layers.{k}.up"].weights_after // 12 for k in range(3)]
     assert gone[1] == 15
     assert sum(gone) == round(0.4 * 48)
-    cuts = [
-        htp_export.prune(file, {"layers.0.up": "channels:0.5"}, method="random", seed=seed).cut for seed in (1, 1, 2)
-    ]
-    assert cuts[0] == cuts[1]
 
     def rows(seed: int) -> bytes:
         pruned = htp_export.prune(file, {"layers.0.up": "channels:0.5"}, method="random", seed=seed)
@@ -296,13 +293,12 @@ def test_a_share_of_all_channels_leaves_one_of_each_and_random_ones_are_seeded(t
 
 
 @pytest.mark.parametrize(("scope", "left"), [("local", ["1 of 16", "1 of 16"]), ("global", ["2 of 32"])])
-def test_a_share_that_cannot_be_reached_is_said(scope: Any, left: list[str], tmp_path: Path) -> None:
-    file = export(spread(Layers(2)).eval(), words(), "dynamo", tmp_path)
-    result = htp_export.prune(file, {"layers.*.up": "channels:1.0"}, scope=scope)
+def test_a_share_that_cannot_be_reached_is_said(scope: Any, left: list[str], two_layers: Path) -> None:
+    result = htp_export.prune(two_layers, {"layers.*.up": "channels:1.0"}, scope=scope)
     said = [f"channels:1 leaves {count} channels, as one of each has to stay" for count in left]
     assert list(result.short.values()) == said
     assert all(any(note.endswith(each) for note in result.notes) for each in said)
-    assert htp_export.prune(file, {"layers.*.up": "channels:0.9"}, scope=scope).short == {}
+    assert htp_export.prune(two_layers, {"layers.*.up": "channels:0.9"}, scope=scope).short == {}
 
 
 @pytest.mark.parametrize(
@@ -321,12 +317,10 @@ def test_a_share_that_cannot_be_reached_is_said(scope: Any, left: list[str], tmp
         ({"layers.0.up": "channels:2"}, "a share is from 0 to 1"),
     ],
 )
-def test_what_cannot_be_cut_is_said(plan: dict[str, Any], message: str, tmp_path: Path) -> None:
-    file = export(spread(Layers(2)).eval(), words(), "torchscript", tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+def test_what_cannot_be_cut_is_said(plan: dict[str, Any], message: str, two_layers: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
-        htp_export.prune(file, plan, tmp_path / "cut.onnx")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        htp_export.prune(two_layers, plan, tmp_path / "cut.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_node_that_stops_a_cut_is_named(tmp_path: Path) -> None:
@@ -362,7 +356,7 @@ def transformer_layer() -> tuple[nn.Module, dict[str, Any], str, str, int]:
 
 
 @BOTH
-@pytest.mark.parametrize("make", [gpt2, transformer_layer])
+@pytest.mark.parametrize("make", [pytest.param(gpt2, marks=pytest.mark.slow), transformer_layer])
 def test_heads_of_merged_projections_are_cut(make: Any, exporter: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, kwargs, attention, output, axis = make()

@@ -19,7 +19,7 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.quantize.calibration_data import samples_of
-from htp_export.capabilities.quantize.casting import narrowed
+from htp_export.capabilities.quantize.methods.cast import narrowed
 from htp_export.errors import FileError, InputError, SelectorError, ToolError, UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.selectors import select_below
@@ -45,6 +45,10 @@ class Net(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.act(self.first(self.table(ids))))
         return self.head(self.second(x).mean(1))
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def written(model: nn.Module, inputs: tuple[Any, ...], file: Path, exporter: str, names: list[str]) -> Path:
@@ -111,7 +115,10 @@ def outputs(file: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("chosen", [".", "first", "second", "head", "class:Linear"])
+@pytest.mark.parametrize(
+    "chosen",
+    [".", "first", *(pytest.param(more, marks=pytest.mark.slow) for more in ("second", "head", "class:Linear"))],
+)
 def test_exactly_the_chosen_modules_change(net: Path, precision: str, chosen: str, tmp_path: Path) -> None:
     file = tmp_path / "quantized.onnx"
     result = htp_export.quantize(net, {chosen: precision}, file, data={"ids": IDS})

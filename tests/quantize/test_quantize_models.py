@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 from collections import Counter
 from collections.abc import Callable
@@ -77,8 +78,10 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]],
     "resnet": (_resnet, "encoder.stages.1"),
     "whisper": (_whisper, "layers.0.self_attn"),
 }
+QUICK = {("bert", "torchscript"), ("resnet", "dynamo")}
 FILES = [
-    pytest.param((name, exporter), id=f"{name}-{exporter}") for name in MODELS for exporter in ("dynamo", "torchscript")
+    pytest.param(case, id="-".join(case), marks=() if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(MODELS, ("dynamo", "torchscript"))
 ]
 
 
@@ -145,7 +148,10 @@ def test_models_in_every_precision(exported: tuple[Path, Feed, str], precision: 
         assert_holds(file, {chosen: precision}, feed, tmp_path / "quantized.onnx")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param(each, marks=() if each in ("u8s8", "int4") else pytest.mark.slow) for each in PRECISIONS],
+)
 def test_a_decoder_with_its_cache(decoder: tuple[Path, Feed], precision: str, tmp_path: Path) -> None:
     file, feed = decoder
     for chosen in (".", "model.layers.*.self_attn", "lm_head"):

@@ -13,14 +13,19 @@ from torch import nn
 
 import htp_export
 from tests.nets import EXPORTERS, spread
-from tests.quantize.test_quantize import IDS, Net, assert_others_are_the_same, outputs, written
+from tests.quantize.test_quantize import IDS, Net, assert_others_are_the_same, outputs, slow, written
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
 @BOTH
-@pytest.mark.parametrize("first", ["int4", "int8-dynamic", "fp16"])
-@pytest.mark.parametrize("second", ["int8", "fp16"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        *(("int4", "int8"), ("fp16", "fp16")),
+        *(slow("int8-dynamic", "int8"), slow("int8-dynamic", "fp16"), slow("int4", "fp16"), slow("fp16", "int8")),
+    ],
+)
 def test_a_second_call_quantizes_what_the_first_one_left(
     first: str, second: str, exporter: str, tmp_path: Path
 ) -> None:

@@ -8,22 +8,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from htp_export.capabilities.export_plan.activations import measured_ranges
 from htp_export.capabilities.export_plan.planned import PlannedModel, TargetFile
 from htp_export.discovery import names_in
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
-from htp_export.files.targets import Kind, check_target, files_named_in
+from htp_export.files.targets import Kind, check_target
 from htp_export.files.text_file import write_text
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
 from htp_export.plans.rules import assigned
 from htp_export.results.result import Result
-
-if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.calibration_data import Data
 
 __all__ = ["PlanFile", "export_plan", "targets"]
 
@@ -41,14 +37,14 @@ class PlanFile(Result):
 
     Attributes:
         to: The tool.
-        content: What the tool reads: plain data (written as JSON), or text.
+        content: What the tool reads: plain data, written as JSON.
         nodes: Name of a precision → nodes that have it.
         notes: What to do with the file, and what the tool cannot be told, a line each.
         file: The file that was written; None without one.
     """
 
     to: str
-    content: Mapping[str, Any] | str
+    content: Mapping[str, Any]
     nodes: Mapping[str, int]
     notes: tuple[str, ...] = ()
     file: str | None = None
@@ -56,8 +52,6 @@ class PlanFile(Result):
     @property
     def text(self) -> str:
         """The contents of the file."""
-        if isinstance(self.content, str):
-            return self.content
         return json.dumps(self.content, indent=2, ensure_ascii=False) + "\n"
 
     @property
@@ -74,7 +68,6 @@ def export_plan(
     out: str | os.PathLike[str] | None = None,
     *,
     to: str,
-    data: Data | None = None,
 ) -> PlanFile:
     """Write a plan as the file that another tool reads. The tool need not be installed.
 
@@ -82,8 +75,6 @@ def export_plan(
     ``"ort"``       JSON: arguments of ``quantize_static``, ``quantize_dynamic`` and ``MatMulNBitsQuantizer``
     ``"nncf"``      JSON: arguments of ``nncf.quantize`` and ``nncf.compress_weights``, with ignored scopes
     ``"modelopt"``  JSON: arguments of ``modelopt.onnx.quantization.quantize``
-    ``"qnn"``       JSON for ``--quantization_overrides`` of Qualcomm's converters
-    ``"aimet"``     an encodings file of AIMET, version 1.0.0
     ==============  ================================================================================================
 
     Thread-safe, also for calls on the same model.
@@ -93,7 +84,6 @@ def export_plan(
         plan: Selector → precision, in order, or the name of a preset; as for ``quantize``.
         out: The file to write; None for none.
         to: The tool.
-        data: Inputs, as for ``quantize``, from which the ranges of activations are measured for ``qnn`` and ``aimet``.
 
     Returns:
         The contents of the file as ``.content`` and ``.text``, and notes on what to do with it.
@@ -112,19 +102,15 @@ def export_plan(
         >>> plan.content["steps"][0]["arguments"]["nodes_to_quantize"]
         ['node_linear']
     """
-    from htp_export.capabilities.quantize.calibration_data import samples_of
     from htp_export.capabilities.quantize.precisions import precisions_of
 
-    check_target(out, Kind.JSON, files_named_in(data))
+    check_target(out, Kind.JSON)
     if to not in targets():
         raise InputError(f"plans are written for {', '.join(targets())}, not for {to!r}")
     rules = precisions_of(plan)
     tagged = read_flat(model)
     planned = PlannedModel(tagged, assigned(tagged, rules).nodes, rules)
     planned.check_names()
-    if data is not None:
-        ranges = measured_ranges(planned, samples_of(data, tagged.model))
-        planned = PlannedModel(tagged, planned.precisions, rules, ranges)
     written: TargetFile = import_module(f"{_FOLDER}.{to}").plan_file(planned)
     counts = Counter(str(precision) for precision in planned.precisions.values())
     result = PlanFile(to, written.content, dict(counts), written.notes, None if out is None else os.fspath(out))

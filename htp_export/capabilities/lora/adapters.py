@@ -21,7 +21,7 @@ from htp_export.files.replacing import replace_file
 from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, from_torch, to_ort
 
-__all__ = ["Adapter", "LowRank", "factor_name", "files_of", "placed", "read_adapter", "write_adapter"]
+__all__ = ["Adapter", "LowRank", "arrays_of", "factor_name", "files_of", "placed", "read_adapter", "write_adapter"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
@@ -30,7 +30,7 @@ _FACTOR = re.compile(r"(?:(.*)\.)?lora_([AB])\.weight")
 
 
 def factor_name(path: str, factor: str) -> str:
-    """The name of a factor of a module, as in a PEFT checkpoint.
+    """The name of a factor of a module.
 
     Examples:
         >>> factor_name("encoder.fc", "A")
@@ -56,23 +56,14 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: module path → what it adds there.
-
-    Attributes:
-        source: The folder or file.
-        layers: Module path → its factors.
-    """
+    """The factors of a folder or file by module path."""
 
     source: Path
     layers: Mapping[str, LowRank]
 
 
 def read_adapter(adapter: str | os.PathLike[str]) -> Adapter:
-    """Read an adapter.
-
-    Args:
-        adapter: A folder of PEFT with ``adapter_config.json`` and ``adapter_model.safetensors``, or a file of ONNX
-            Runtime's adapter format.
+    """Read a folder of PEFT, with ``adapter_config.json``, or a file of ONNX Runtime's adapter format.
 
     Raises:
         FileError: If it cannot be read, is a pickle, or has anything besides LoRA factors of linear layers, such as
@@ -100,24 +91,20 @@ def files_of(source: str | os.PathLike[str]) -> list[Path]:
     return sorted(path.glob("*")) if path.is_dir() else [path]
 
 
+def arrays_of(layers: Mapping[str, LowRank]) -> dict[str, Array]:
+    """Name of a factor, as in a PEFT checkpoint → its numbers, for the factors of modules."""
+    arrays = {factor_name(path, "A"): layer.a for path, layer in layers.items()}
+    return arrays | {factor_name(path, "B"): layer.b for path, layer in layers.items()}
+
+
 def write_adapter(layers: Mapping[str, LowRank], file: Path) -> None:
-    """Write factors into a file of ONNX Runtime's adapter format.
-
-    Args:
-        layers: Module path → its factors.
-        file: The file to write, whole or not at all.
-
-    Raises:
-        FileError: If it cannot be written.
-    """
+    """Write factors into a file of ONNX Runtime's adapter format, whole or not at all (`FileError`)."""
     import onnxruntime
 
     adapter = onnxruntime.AdapterFormat()
     adapter.set_adapter_version(1)
     adapter.set_model_version(1)
-    arrays = {factor_name(path, "A"): layer.a for path, layer in layers.items()}
-    arrays |= {factor_name(path, "B"): layer.b for path, layer in layers.items()}
-    adapter.set_parameters({name: to_ort(array) for name, array in arrays.items()})
+    adapter.set_parameters({name: to_ort(array) for name, array in arrays_of(layers).items()})
     try:
         with replace_file(file) as new:
             adapter.export_adapter(os.fspath(new))
@@ -126,15 +113,10 @@ def write_adapter(layers: Mapping[str, LowRank], file: Path) -> None:
 
 
 def placed(adapter: Adapter, paths: Collection[str], what: str) -> dict[str, LowRank]:
-    """The factors of an adapter under the module paths of a model.
+    """The factors of an adapter under those paths of a model that can have factors; ``what`` says which these are.
 
     A path of the adapter is that of a module; or one of them ends with the other, where the adapter was trained on a
     model inside another one.
-
-    Args:
-        adapter: The adapter.
-        paths: The modules of the model that can have factors.
-        what: What these modules are, for the message.
 
     Raises:
         InputError: If a module of the adapter is not there, or may be one of several.

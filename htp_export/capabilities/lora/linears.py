@@ -1,4 +1,4 @@
-"""Linear layers of a graph: what goes in and what comes out, whatever operators an exporter made of them."""
+"""Linear layers of a graph: what goes in and comes out, whatever operators they became, and which take adapters."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from htp_export.capabilities.lora.adapters import factor_name
 from htp_export.errors import InputError
+from htp_export.format import tags
 from htp_export.format.hierarchy import Fate
+from htp_export.format.lora import FACTORS, read_lora
+from htp_export.model.neighbours import only_consumer
 from htp_export.model.tagged import Region, TaggedModel
 from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.products import LINEAR
 
-__all__ = ["Linear", "linear_paths", "linears_of", "unquantized"]
+__all__ = ["Linear", "linear_paths", "linears_of", "lora_layers", "unquantized"]
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,25 @@ def linear_paths(tagged: TaggedModel) -> list[str]:
 
 
 def linears_of(tagged: TaggedModel, path: str) -> list[Linear]:
-    """The calls of a linear layer.
-
-    Raises:
-        InputError: If the module is no single linear layer, or is merged with its neighbours.
-    """
+    """The calls of a linear layer; `InputError` if the module is no single one, or is merged with its neighbours."""
     calls = tagged[path].calls
     return [_linear(tagged, path, tagged[path].call(k) if calls > 1 else tagged[path], k) for k in range(max(calls, 1))]
+
+
+def lora_layers(tagged: TaggedModel) -> dict[str, float]:
+    """Module path → the factor by which its low-rank product is multiplied, for the layers that `insert_lora` made.
+
+    If the metadata is not what the file format says, or names what the graph does not have: `InputError`.
+    """
+    try:
+        layers = read_lora(tagged.model.metadata_props)
+    except ValueError as error:
+        raise InputError(f"model {tagged.model.graph.name!r}: {error}") from error
+    for path in layers:
+        for name in (factor_name(path, factor) for factor in FACTORS):
+            if path not in tagged or name not in tagged.model.graph.initializers:
+                raise InputError(f"{tags.LORA} names module {path!r}, and the graph has no input {name!r}")
+    return layers
 
 
 def _is_product(tagged: TaggedModel, node: ir.Node) -> bool:
@@ -83,13 +99,10 @@ def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear
         raise InputError(f"module {path!r} runs in a branch or loop ({product.op_type} {product.name!r})")
     x, y = product.inputs[0], product.outputs[0]
     assert x is not None
-    if tagged.index.works[product].doing != (
-        path,
-    ):  # layers were merged: the part of this one begins behind the product
+    if tagged.index.works[product].doing != (path,):  # layers were merged: that of this one begins behind the product
         y = _result(tagged, path, region, call)
     y = _behind_quantization(tagged, path, y)
-    sizes = [shape[-1] if (shape := tagged.inferred.shape(value)) else None for value in (x, y)]
-    inputs, outputs = sizes
+    inputs, outputs = (shape[-1] if (shape := tagged.inferred.shape(value)) else None for value in (x, y))
     if product.attributes.get_int("transA", 0) or tagged.inferred.rank(x) != tagged.inferred.rank(y):
         raise InputError(f"module {path!r}: {product.op_type} {product.name!r} does not multiply the last dimension")
     if not isinstance(inputs, int) or not isinstance(outputs, int):
@@ -99,21 +112,19 @@ def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear
 
 def unquantized(value: ir.Value) -> ir.Value:
     """What a tensor was before it was quantized and dequantized; else the tensor itself."""
-    dequantize = value.producer()
-    if dequantize is None or dequantize.op_type != "DequantizeLinear" or dequantize.inputs[0] is None:
-        return value
-    quantize = dequantize.inputs[0].producer()
-    if quantize is None or quantize.op_type != "QuantizeLinear" or quantize.inputs[0] is None:
-        return value
-    return quantize.inputs[0]
+    before: ir.Value | None = value
+    for op_type in ("DequantizeLinear", "QuantizeLinear"):
+        node = before.producer() if before is not None else None
+        before = node.inputs[0] if node is not None and node.op_type == op_type else None
+    return before or value
 
 
 def _behind_quantization(tagged: TaggedModel, path: str, y: ir.Value) -> ir.Value:
     """The last tensor that is ``y``, quantized and dequantized, possibly with the bias of the module."""
     add = None
     if (first := _dequantized(y)) is not None:
-        add = _only_reader(first, "Add")
-    elif (add := _only_reader(y, "Add")) is None:
+        add = only_consumer(first, "Add")
+    elif (add := only_consumer(y, "Add")) is None:
         return y
     end = first or y
     if add is None or tagged.owners_of(add) != (path,):
@@ -123,17 +134,9 @@ def _behind_quantization(tagged: TaggedModel, path: str, y: ir.Value) -> ir.Valu
 
 
 def _dequantized(value: ir.Value) -> ir.Value | None:
-    quantize = _only_reader(value, "QuantizeLinear")
-    dequantize = quantize and _only_reader(quantize.outputs[0], "DequantizeLinear")
+    quantize = only_consumer(value, "QuantizeLinear")
+    dequantize = quantize and only_consumer(quantize.outputs[0], "DequantizeLinear")
     return dequantize.outputs[0] if dequantize else None
-
-
-def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
-    """The one node that reads a tensor, if it is such an operator."""
-    if value.is_graph_output() or len(value.uses()) != 1:
-        return None
-    [node] = {use.node for use in value.uses()}
-    return node if node.op_type == op_type else None
 
 
 def _result(tagged: TaggedModel, path: str, region: Region, call: int) -> ir.Value:

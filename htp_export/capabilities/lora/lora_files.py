@@ -14,15 +14,17 @@ import onnx_ir as ir
 from htp_export.capabilities.lora.adapters import (
     Adapter,
     LowRank,
+    arrays_of,
     factor_name,
     files_of,
     placed,
     read_adapter,
     write_adapter,
 )
-from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of
-from htp_export.capabilities.lora.lora_layers import lora_layers, remove_lora
+from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of, lora_layers
+from htp_export.editing.editing import take_place
 from htp_export.editing.flattening import read_flat
+from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import Kind, check_target
@@ -136,10 +138,8 @@ def lora_adapter(
         layers[path] = LowRank(layer.a.astype(dtype), scaled.astype(dtype))
     if output is not None:
         write_adapter(layers, Path(output))
-    arrays = {factor_name(path, "A"): layer.a for path, layer in layers.items()}
-    arrays |= {factor_name(path, "B"): layer.b for path, layer in layers.items()}
     ranks = {path: layer.a.shape[0] for path, layer in layers.items()}
-    return LoraAdapter(None if output is None else Path(output), ranks, arrays)
+    return LoraAdapter(None if output is None else Path(output), ranks, arrays_of(layers))
 
 
 @names_model_faults("model")
@@ -202,13 +202,51 @@ def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedMod
     """Take all LoRA layers out of a model, with their modules."""
     graph = tagged.model.graph
     for path in layers:
-        remove_lora(graph, path)
+        _remove(graph, path)
     gone = lora_modules(tagged.model.metadata_props)
     hierarchy = Hierarchy(module for path, module in tagged.hierarchy.items() if path not in gone)
     signatures = {path: calls for path, calls in tagged.signatures.items() if path not in gone}
     write_model_metadata(tagged.model.metadata_props, hierarchy, signatures=signatures)
     write_lora(tagged.model.metadata_props, {})
     return load(tagged.model)
+
+
+def _remove(graph: ir.Graph, path: str) -> None:
+    """Take the LoRA layer of a module out of a graph; the module's results keep their names.
+
+    If the graph no longer has the nodes that `insert_lora` made, as after an optimizer, that is an `InputError`.
+    """
+    factors = [graph.initializers[factor_name(path, factor)] for factor in FACTORS]
+    made = _derived(factors[0])
+    joins = [node for node in made if node.op_type == "Add" and any(_not_among(value, made) for value in node.inputs)]
+    if not joins:
+        raise InputError(f"module {path!r}: the nodes of its LoRA layer were changed by another tool")
+    for join in joins:
+        [base] = [value for value in join.inputs if value is not None and _not_among(value, made)]
+        take_place(join.outputs[0], base)
+        remove_unused(join.outputs)
+    for factor in factors:
+        if factor.uses():
+            raise InputError(f"module {path!r}: {factor.name!r} is read outside of its LoRA layer")
+        graph.inputs.remove(factor)
+        del graph.initializers[str(factor.name)]
+
+
+def _derived(value: ir.Value) -> dict[ir.Node, None]:
+    """The nodes that depend on a factor, up to the additions of what does not."""
+    found: dict[ir.Node, None] = {}
+    waiting = [value]
+    while waiting:
+        for use in waiting.pop().uses():
+            if use.node not in found:
+                found[use.node] = None
+                if use.node.op_type != "Add":
+                    waiting += use.node.outputs
+    return found
+
+
+def _not_among(value: ir.Value | None, nodes: Mapping[ir.Node, None]) -> bool:
+    return value is not None and value.producer() not in nodes
 
 
 def _size(value: ir.Value, axis: int) -> int | None:

@@ -11,9 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.lora.adapters import factor_name
-from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of, unquantized
-from htp_export.capabilities.lora.lora_layers import lora_layers
-from htp_export.editing.editing import take_place
+from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of, lora_layers, unquantized
+from htp_export.editing.editing import add_initializer, take_place
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
@@ -149,15 +148,15 @@ def insert_lora(
     tagged.model.ir_version = max(tagged.model.ir_version, 10)
     if output is not None:
         write_model(tagged.model, output)
-    layers = {path: _layer(path, calls) for path, calls in linears.items()}
+    layers = {
+        path: LoraLayer(path, first.inputs, first.outputs, 1 + len(more), _input_names(path))
+        for path, (first, *more) in linears.items()
+    }
     return InsertedLora(layers, scaling, model=tagged.model)
 
 
 def scaling_of(rank: int, alpha: float | None) -> float:
-    """The factor of the product of an adapter.
-
-    Raises:
-        InputError: If the rank is no number of columns, or alpha no number above 0.
+    """The factor of the product of an adapter; `InputError` if it cannot be one.
 
     Examples:
         >>> scaling_of(8, 16), scaling_of(8, None)
@@ -178,19 +177,12 @@ def _chosen(tagged: TaggedModel, select: str | Sequence[str]) -> list[str]:
     return paths
 
 
-def _layer(path: str, calls: Sequence[Linear]) -> LoraLayer:
-    names = tuple(factor_name(path, factor) for factor in FACTORS)
-    return LoraLayer(path, calls[0].inputs, calls[0].outputs, len(calls), names)
+def _input_names(path: str) -> tuple[str, ...]:
+    return tuple(factor_name(path, factor) for factor in FACTORS)
 
 
 class _Insertion:
-    """Puts low-rank products beside linear layers.
-
-    Args:
-        tagged: The model; it is changed in place.
-        scaling: The factor of the products.
-        results: What the layers give.
-    """
+    """Puts low-rank products beside linear layers of a model, in place; ``results`` are what these layers give."""
 
     def __init__(self, tagged: TaggedModel, scaling: float, results: Container[ir.Value]) -> None:
         self._tagged, self._scaling, self._given = tagged, scaling, results
@@ -203,12 +195,7 @@ class _Insertion:
         self._results: dict[ir.Value, ir.Value] = {}  # what a layer gave before → what it gives now
 
     def add(self, path: str, calls: Sequence[Linear]) -> None:
-        """Insert the products of one layer.
-
-        Args:
-            path: The module.
-            calls: Its calls.
-        """
+        """Insert the products of the calls of one layer."""
         dtype = self._tagged.inferred.dtype(calls[0].x) or ir.DataType.FLOAT
         sizes = {"A": (0, calls[0].inputs), "B": (calls[0].outputs, 0)}
         factors = {factor: self._input(path, factor, sizes[factor], dtype) for factor in FACTORS}
@@ -226,15 +213,10 @@ class _Insertion:
         name = factor_name(path, factor)
         if self._values.unused(name) != name:
             raise InputError(f"the model has a tensor {name!r} already")
-        dims = [f"{path}.lora_rank" if size == 0 else size for size in shape]
-        value = ir.Value(
-            name=name,
-            type=ir.TensorType(dtype),
-            shape=ir.Shape(dims),
-            const_value=ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name),
-        )
+        tensor = ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name)
+        value = add_initializer(self._graph, tensor, name)
+        value.shape = ir.Shape([f"{path}.lora_rank" if size == 0 else size for size in shape])
         self._graph.inputs.append(value)
-        self._graph.register_initializer(value)
         return value
 
     def _product(
@@ -279,22 +261,18 @@ class _Insertion:
         if dtype not in self._factors:
             name = self._values.unused("lora_scaling")
             tensor = ir.Tensor(np.array(self._scaling, dtype.numpy()), dtype=dtype, name=name)
-            value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([]), const_value=tensor)
-            self._graph.register_initializer(value)
-            self._factors[dtype] = value
+            self._factors[dtype] = add_initializer(self._graph, tensor, name)
         return self._factors[dtype]
 
     def describe(self) -> None:
         """Write the new modules and their signatures into the metadata."""
         listed: list[ModuleInfo] = []
-        waiting: list[str] = []
-        for path, module in self._tagged.hierarchy.items():
-            while waiting and not tags.is_under(path, waiting[-1]):
-                listed += self._modules[waiting.pop()]
-            listed.append(module)
-            if path in self._modules:
-                waiting.append(path)
-        while waiting:
-            listed += self._modules[waiting.pop()]
+        around: list[str] = []  # layers whose modules stand after all that lie below them
+        for path, module in (*self._tagged.hierarchy.items(), (None, None)):
+            while around and (path is None or not tags.is_under(path, around[-1])):
+                listed += self._modules[around.pop()]
+            if path is not None and module is not None:
+                listed.append(module)
+                around += [path] if path in self._modules else []
         signatures = {**self._tagged.signatures, **self._signatures} if self._tagged.signatures else None
         write_model_metadata(self._tagged.model.metadata_props, Hierarchy(listed), signatures=signatures)

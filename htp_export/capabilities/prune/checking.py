@@ -21,11 +21,7 @@ __all__ = ["PlanChecks"]
 
 
 class PlanChecks:
-    """Checks of what plans say of modules of one model.
-
-    Args:
-        tagged: The model, without functions.
-    """
+    """Checks of what plans say of modules of one model, which has no functions."""
 
     def __init__(self, tagged: TaggedModel) -> None:
         self._tagged = tagged
@@ -61,13 +57,9 @@ class PlanChecks:
         return [coupling for coupling in found if coupling is not None]
 
     def check_coupled(self, values: Mapping[str, Set[Sparsity]]) -> None:
-        """Refuse different shares of channels for modules that have the same channels.
+        """Refuse different shares of channels for modules that have the same channels (`InputError`).
 
-        Args:
-            values: Module path → what may be removed there.
-
-        Raises:
-            InputError: If modules with the same channels may lose different shares of them.
+        ``values`` are what may be removed of each module.
         """
         shares = {path: {value for value in each if value.kind == "channels"} for path, each in values.items()}
         shares = {path: each for path, each in shares.items() if each}

@@ -15,12 +15,11 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, groups_of
+from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, groups_of, slice_start
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
-from htp_export.shapes.operator_kinds import RESHAPING
+from htp_export.shapes.operator_kinds import RESHAPING, subgraphs
 from htp_export.shapes.sizes import Dim, Size, product
-from htp_export.shapes.symbolic import Symbolic
 
 __all__ = ["Coupling", "StopError", "couple"]
 
@@ -34,6 +33,8 @@ class StopError(Exception):
 class Coupling:
     """Axes of tensors and the labels of their channels.
 
+    An axis with an open dimension, ``4*batch``, has labels for one period of it.
+
     Args:
         tagged: The model.
         choices: Reshape → which of the axes that it could split into have the channels.
@@ -41,8 +42,6 @@ class Coupling:
 
     Attributes:
         labels: Axis → label of each index; -1 for an index that no channel reaches.
-
-    An axis with an open dimension, ``4*batch``, has labels for one period of it.
     """
 
     def __init__(self, tagged: TaggedModel, choices: dict[ir.Node, int], *, heads: bool = False) -> None:
@@ -53,21 +52,16 @@ class Coupling:
         self._waiting: deque[Axis] = deque()
 
     def follow(self, seed: Axis) -> None:
-        """Find everything that has the channels of an axis.
-
-        Raises:
-            StopError: If they reach what cannot be cut.
-        """
+        """Find everything that has the channels of an axis; `StopError` if they reach what cannot be cut."""
         size = self._size(seed, "")
         self._joined = list(range(size))
         self._mark(seed, np.arange(size), None)
         while self._waiting:
             axis = self._waiting.popleft()
             value = axis[0]
-            producer = value.producer()
-            nodes = dict.fromkeys(use.node for use in value.uses())
-            for node in (*([producer] if producer is not None else []), *nodes):
-                self._cross(node, axis)
+            for node in dict.fromkeys((value.producer(), *(use.node for use in value.uses()))):
+                if node is not None:
+                    self._cross(node, axis)
         if size > 1 and not self.groups:
             raise StopError("each of its channels, such as the queries of a matrix, is all that a tensor holds")
 
@@ -106,8 +100,6 @@ class Coupling:
     def is_joined(self) -> bool:
         """Whether some channels can only be cut together, as those of a head."""
         return any(self.root(label) != label for label in range(len(self._joined)))
-
-    # --- marking ----------------------------------------------------------------------------------------
 
     def _mark(self, axis: Axis, labels: Array, node: ir.Node | None) -> None:
         value = axis[0]
@@ -155,11 +147,9 @@ class Coupling:
         owners = ", ".join(map(repr, self._tagged.owners_of(node))) or "no module"
         return f", at {node.op_type} {node.name!r} of {owners}"
 
-    # --- nodes -------------------------------------------------------------------------------------------
-
     def _cross(self, node: ir.Node, axis: Axis) -> None:
         """Carry the labels of an axis through a node."""
-        if node.graph is not self._tagged.model.graph or any(_holds_graphs(node)):
+        if node.graph is not self._tagged.model.graph or any(subgraphs(node)):
             raise StopError(f"its channels reach a branch or loop{self._at(node)}")
         if node.op_type in RESHAPING and not node.domain:
             if axis[0] in (node.inputs[0], node.outputs[0]):
@@ -168,18 +158,15 @@ class Coupling:
         if node.op_type in ("Concat", "Split", "Slice") and not node.domain and self._is_changed(node, axis):
             self._cross_parts(node, axis)
             return
-        found = False
-        for group in groups_of(node, self._shapes):
-            if axis not in group:
-                continue
-            found = True
+        groups = [group for group in groups_of(node, self._shapes) if axis in group]
+        if not groups:
+            raise StopError(f"its channels cannot be cut{self._at(node)}")
+        for group in groups:
             if self._heads and node.op_type in ("MatMul", "Einsum") and self._sums(node, group):
                 raise StopError(f"its channels are within heads{self._at(node)}")
             for other in group:
                 if other != axis and not self._is_broadcast(other):
                     self._mark(other, self.labels[axis], node)
-        if not found:
-            raise StopError(f"its channels cannot be cut{self._at(node)}")
 
     def _sums(self, node: ir.Node, group: Sequence[Axis]) -> bool:
         """Whether a node sums the products of computed tensors over these axes."""
@@ -236,41 +223,32 @@ class Coupling:
             self._mark((target, after[0]), self.labels[axis], node)
             return
         if after:  # else an axis of size 1
-            old, new = (
-                _periods(shape[place] for place in places) for shape, places in ((first, before), (second, after))
-            )
+            old, new = _periods(first[place] for place in before), _periods(second[place] for place in after)
             if old is None or new is None:
                 raise StopError(f"its channels are merged with an open dimension{self._at(node)}")
-            axes = [[(value, place) for place in places] for value, places in ((source, before), (target, after))]
+            axes = [(source, place) for place in before], [(target, place) for place in after]
             self._regroup(node, axis, axes, (old, new))
 
     def _regroup(
         self, node: ir.Node, axis: Axis, axes: Sequence[Sequence[Axis]], sizes: tuple[Sequence[int], Sequence[int]]
     ) -> None:
-        """Carry labels from one of several axes to one of the axes into which they are reshaped.
+        """Carry the labels of an axis to one of the axes into which it and others are reshaped.
 
-        Args:
-            node: The Reshape.
-            axis: The axis that has the labels.
-            axes: The axes that it reshapes, then those into which it does.
-            sizes: Their sizes.
+        ``axes`` and ``sizes`` are those that are reshaped, then those into which they are.
         """
         place = axes[0].index(axis)
-        at = [-1 if k == place else 1 for k in range(len(sizes[0]))]
         if len(self.labels[axis]) != sizes[0][place] or math.prod(sizes[0]) != math.prod(sizes[1]):
             raise StopError(f"its channels are merged with an open dimension{self._at(node)}")
-        spread: Array = np.broadcast_to(self.labels[axis].reshape(at), sizes[0]).reshape(sizes[1])
+        spread = _spread(self.labels[axis], place, sizes[0]).reshape(sizes[1])
         chosen = self._choose(node, spread, axes[1])
-        rows: Array = np.moveaxis(spread, chosen, 0).reshape(spread.shape[chosen], -1)
+        rows = _rows(spread, chosen)
         for row in rows:
             reached = row[row >= 0].tolist()
             for label in reached[1:]:
                 self._join(reached[0], label)
         labels = rows.max(axis=1)
         self._mark(axes[1][chosen], labels, node)
-        back = [-1 if k == chosen else 1 for k in range(len(sizes[1]))]
-        returned: Array = np.broadcast_to(labels.reshape(back), sizes[1]).reshape(sizes[0])
-        returned = np.moveaxis(returned, place, 0).reshape(len(self.labels[axis]), -1)
+        returned = _rows(_spread(labels, chosen, sizes[1]).reshape(sizes[0]), place)
         self._mark(axis, returned.max(axis=1), node)  # a head that is reached in part belongs together
 
     def _choose(self, node: ir.Node, spread: Array, axes: Sequence[Axis]) -> int:
@@ -285,8 +263,18 @@ class Coupling:
         return candidates[min(self._choices.get(node, 0), len(candidates) - 1)]
 
     def _tells_apart(self, spread: Array, place: int) -> bool:
-        rows = np.moveaxis(spread, place, 0).reshape(spread.shape[place], -1)
-        return len({frozenset(map(self.root, row[row >= 0].tolist())) for row in rows}) > 1
+        return len({frozenset(map(self.root, row[row >= 0].tolist())) for row in _rows(spread, place)}) > 1
+
+
+def _spread(labels: Array, place: int, sizes: Sequence[int]) -> Array:
+    """Labels of one axis, for each element of a tensor."""
+    shape = [-1 if axis == place else 1 for axis in range(len(sizes))]
+    return np.broadcast_to(labels.reshape(shape), sizes)
+
+
+def _rows(array: Array, place: int) -> Array:
+    """The elements at each index of an axis."""
+    return np.moveaxis(array, place, 0).reshape(array.shape[place], -1)
 
 
 def _period(size: Dim) -> int | None:
@@ -297,8 +285,7 @@ def _period(size: Dim) -> int | None:
 def _periods(sizes: Iterable[Dim]) -> list[int] | None:
     """Sizes of axes that are reshaped together, without the open dimension that counts repetitions of them all.
 
-    Returns:
-        The sizes; None if another axis than the outermost one is open.
+    None if another axis than the outermost one is open.
 
     Examples:
         >>> from htp_export.shapes.sizes import symbol
@@ -315,25 +302,6 @@ def _periods(sizes: Iterable[Dim]) -> list[int] | None:
     return found
 
 
-def _holds_graphs(node: ir.Node) -> Iterator[bool]:
-    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-    return (attribute.type in graphs for attribute in node.attributes.values())
-
-
-def slice_start(node: ir.Node, axis: int, shapes: Symbolic, size: int) -> int | None:
-    """The first index of a slice with steps of 1 along an axis; None if it is computed or has other steps."""
-    changed = changed_axes(node, shapes)
-    starts = node.attributes.get_ints("starts") or (shapes.constant(node.inputs[1]) if len(node.inputs) > 1 else None)
-    steps = shapes.constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else None
-    if changed is None or starts is None or (len(node.inputs) > 4 and node.inputs[4] is not None and steps is None):
-        return None
-    place = changed.index(axis)
-    if steps is not None and steps[place] != 1:
-        return None
-    start = starts[place]
-    return min(max(start + size if start < 0 else start, 0), size)
-
-
 def blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[list[int], list[int]]]:
     """The axes of two shapes of the same elements that have the same product, as few as possible in each block.
 
@@ -345,19 +313,22 @@ def blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[list[i
         [([1, 2], [2])]
     """
     i = j = 0
-    while i < len(first) or j < len(second):
-        p, q = _next_block(first[i:], second[j:])
-        if not p and not q:
-            break
+    for p, q in _sizes_of_blocks(first, second):
         yield list(range(i, i + p)), list(range(j, j + q))
         i, j = i + p, j + q
     m, n = len(first), len(second)
-    while i < m and j < n:  # the same from the right, where open dimensions on the left cannot be compared
-        p, q = _next_block(first[i:m][::-1], second[j:n][::-1])
-        if not p and not q:
-            return
-        yield list(range(m - p, m)), list(range(n - q, n))
-        m, n = m - p, n - q
+    if i < m and j < n:  # from the right, where open dimensions on the left cannot be compared
+        for p, q in _sizes_of_blocks(first[i:][::-1], second[j:][::-1]):
+            yield list(range(m - p, m)), list(range(n - q, n))
+            m, n = m - p, n - q
+
+
+def _sizes_of_blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[int, int]]:
+    """How many axes of each shape are in a block, from the left, as long as they can be compared."""
+    i = j = 0
+    while (block := _next_block(first[i:], second[j:])) != (0, 0):
+        yield block
+        i, j = i + block[0], j + block[1]
 
 
 def _next_block(first: Sequence[Dim], second: Sequence[Dim]) -> tuple[int, int]:
@@ -380,17 +351,11 @@ def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:
     A Reshape may split channels in several ways, such as into queries, keys and values, and heads. The first way that
     does not stop is taken.
 
-    Args:
-        tagged: The model.
-        seed: The axis of a weight.
-        heads: Whether the channels are to be attention heads.
-
     Raises:
         StopError: If the channels reach what cannot be cut: an input or output of the model, or an operator without a
             rule.
     """
-    choices: dict[ir.Node, int] = {}
-    stopped: StopError | None = None
+    choices, stopped = dict[ir.Node, int](), None
     for _ in range(_MOST_ATTEMPTS):
         coupling = Coupling(tagged, choices, heads=heads)
         try:

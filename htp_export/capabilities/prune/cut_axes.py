@@ -7,15 +7,14 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes
-from htp_export.capabilities.prune.coupling import slice_start
+from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, slice_start
 from htp_export.editing.editing import add_constant
 from htp_export.errors import InputError
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.known import Shape
-from htp_export.shapes.sizes import Dim, divide
+from htp_export.shapes.sizes import divide
 from htp_export.shapes.symbolic import Symbolic
 from htp_export.weights.products import changed_when_written
 
@@ -26,11 +25,7 @@ _SIZES = {"Reshape": 1, "Expand": 1, "Resize": 3, "ConstantOfShape": 0}
 
 
 def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
-    """Leave only some indices of axes, in place.
-
-    Args:
-        tagged: The model.
-        kept: Axis → whether each index stays; of all tensors that have the channels, see ``coupling``.
+    """Leave only some indices of axes, in place: of all tensors that have the channels, see ``coupling``.
 
     Raises:
         InputError: If a node would not get the sizes that it has to have; the model is not usable then.
@@ -38,14 +33,10 @@ def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
     shapes = tagged.inferred
     graph = tagged.model.graph
     before = {value: shapes.shape(value) for value in tagged.values.values()}
-    nodes = dict.fromkeys(
-        node
-        for value, _ in kept
-        for node in (value.producer(), *(use.node for use in value.uses()))
-        if node is not None
-    )
-    for node in nodes:
-        _refit(graph, node, kept, shapes)
+    around = (node for value, _ in kept for node in (value.producer(), *(use.node for use in value.uses())))
+    for node in dict.fromkeys(around):
+        if node is not None:
+            _refit(graph, node, kept, shapes)
     by_value: dict[ir.Value, dict[int, Array]] = {}
     for (value, axis), stays in kept.items():
         by_value.setdefault(value, {})[axis] = stays
@@ -205,17 +196,14 @@ def _check(
             wanted[axis] = divide(wanted[axis], len(stays)) * int(stays.sum())  # some indices, or some of each period
         found = after.shape(value)
         fits = found is not None and len(found) == len(wanted) and (0 not in wanted or 0 in shape)
-        fits = fits and all(
-            one == other or not (isinstance(one, int) and isinstance(other, int))
-            for one, other in zip(found or (), wanted, strict=True)
-        )
-        if not fits:
+        numbers = [
+            pair for pair in zip(found or (), wanted, strict=False) if all(isinstance(size, int) for size in pair)
+        ]
+        if not fits or any(one != other for one, other in numbers):
             node = value.producer()
             what = f"{node.op_type} {node.name!r}" if node is not None else f"tensor {value.name!r}"
             owners = ", ".join(map(repr, tagged.owners_of(node))) if node is not None else ""
             where = f" of {owners}" if owners else ""
-            raise InputError(f"channels cannot be cut: {what}{where} does not get the shape {_shown(wanted)}")
-
-
-def _shown(dims: list[Dim]) -> str:
-    return f"[{', '.join(map(str, dims))}]"
+            raise InputError(
+                f"channels cannot be cut: {what}{where} does not get the shape [{', '.join(map(str, wanted))}]"
+            )

@@ -40,14 +40,8 @@ class Factors:
 def factors_of(matrix: Array, rank: int) -> tuple[Array, Array]:
     """The two matrices of a rank whose product is nearest to a matrix (Eckart and Young, 1936).
 
-    The singular values are divided evenly between both, so that both can be quantized equally well.
-
-    Args:
-        matrix: Of the shape (m, n).
-        rank: At most the smaller one of m and n.
-
-    Returns:
-        Matrices of the shapes (m, rank) and (rank, n), of the type of the matrix.
+    The singular values are divided evenly between both, so that both can be quantized equally well. They have the
+    shapes (m, rank) and (rank, n) for a matrix of the shape (m, n), and its type.
 
     Examples:
         >>> first, second = factors_of(np.outer([1.0, 2.0, 3.0], [4.0, 5.0]), 1)
@@ -62,16 +56,9 @@ def factors_of(matrix: Array, rank: int) -> tuple[Array, Array]:
 def factorise(
     tagged: TaggedModel, values: Mapping[Weight, Sparsity]
 ) -> tuple[dict[Weight, Factors], dict[Weight, str]]:
-    """Replace weights by products of two smaller matrices, in place.
+    """Replace weights by products of two smaller matrices, in place; and say why others were not replaced.
 
     Each product with such a weight becomes two, both with the tags that it had; a bias stays at the second one.
-
-    Args:
-        tagged: The model.
-        values: Weight → its rank.
-
-    Returns:
-        The weights that were replaced, and why the others were not.
     """
     reasons = {weight: reason for weight, value in values.items() if (reason := why_not(tagged, weight, value))}
     names = Names(tagged.model)
@@ -79,17 +66,13 @@ def factorise(
     for weight, value in counted([item for item in values.items() if item[0] not in reasons], "weights"):
         owners, shape, rank = weight.owners(tagged), weight.shape, _rank(weight.shape, value)
         found[weight] = _replace(tagged, weight, rank, names)
-        shapes = [tuple(rank if axis == at else size for axis, size in enumerate(shape)) for at in _inner_axes(weight)]
+        inner = weight.uses[0].channels, weight.reduced  # the axes with the size of the rank, in each of the two
+        shapes = [tuple(rank if axis == at else size for axis, size in enumerate(shape)) for at in inner]
         parameters.append((weight.name, shape, owners, dict(zip(("_a", "_b"), shapes, strict=True))))
     if found:
         change_parameters(tagged, parameters)
         remove_unused(tagged.model)
     return found, reasons
-
-
-def _inner_axes(weight: Weight) -> tuple[int, int]:
-    """The axes of a weight that have the size of the rank in its first factor, and in its second one."""
-    return weight.uses[0].channels, weight.reduced
 
 
 def _rank(shape: Shape, value: Sparsity) -> int:

@@ -1,22 +1,44 @@
-"""Which elements of weights become zero: those with the smallest scores, alone, over a selection, or in groups."""
+"""Which elements of weights become zero: those with the smallest scores, alone, over a selection, or in groups.
+
+Of several weights together, no two are in memory at a time. The order of floating-point numbers of one sign is that of
+their bits. So the element at a place of the sorted order is found digit by digit, as a radix sort does, with a
+histogram of 16 bits in each pass.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.cutoffs import CHUNK, Cutoff, find_cutoff, keys_of
 from htp_export.runtime.arrays import Array
 from htp_export.weights.products import Weight
 
-__all__ = ["Mask", "Scores", "element_masks", "group_mask"]
+__all__ = ["Mask", "Scores", "element_masks", "find_cutoff", "group_mask", "keys_of"]
 
 Mask = Callable[[Array], Array]
 """Takes the numbers of a weight and returns them with zeros."""
+
+_CHUNK = 1 << 20
+"""Elements that are looked at together."""
+
+_DIGIT = 16
+
+
+def keys_of(array: Array, wide: bool = False) -> Array:
+    """Unsigned integers in the order of the absolute values, of 64 bits for float64 (``wide``); NaN comes last.
+
+    Examples:
+        >>> keys = keys_of(np.array([-2.0, 0.5, 0.0, 1.0], np.float32))
+        >>> np.argsort(keys).tolist()
+        [2, 1, 3, 0]
+    """
+    if wide:
+        return np.abs(array.astype(np.float64)).view(np.uint64)
+    return np.abs(array.astype(np.float32)).view(np.uint32)
 
 
 @dataclass(frozen=True)
@@ -29,34 +51,50 @@ class Scores:
 
     seed: int | None = None
 
-    def keys(self, weight: Weight, array: Array, wide: bool = False) -> Iterator[Array]:
-        """Keys in the order of the scores of a weight's elements, part by part.
+    def generator(self, weight: Weight) -> np.random.Generator | None:
+        """Random numbers for a weight, by its name; None for absolute values."""
+        return None if self.seed is None else np.random.default_rng([self.seed, zlib.crc32(weight.name.encode())])
 
-        Args:
-            weight: The weight; random scores depend on its name.
-            array: Its numbers.
-            wide: Whether keys have 64 bits.
-        """
-        flat = array.reshape(-1)
-        random = None if self.seed is None else np.random.default_rng([self.seed, zlib.crc32(weight.name.encode())])
-        for start in range(0, flat.size, CHUNK):
-            part = flat[start : start + CHUNK]
+    def keys(self, weight: Weight, array: Array, wide: bool = False) -> Iterator[Array]:
+        """Keys in the order of the scores of a weight's elements, part by part."""
+        flat, random = array.reshape(-1), self.generator(weight)
+        for start in range(0, flat.size, _CHUNK):
+            part = flat[start : start + _CHUNK]
             yield keys_of(part if random is None else random.random(part.size, np.float32), wide)
+
+
+def find_cutoff(parts: Callable[[], Iterable[Array]], count: int, *, wide: bool = False) -> tuple[int, int]:
+    """Where the ``count`` smallest keys end: the key of the last of them, and how many with this key are among them.
+
+    Args:
+        parts: Gives all keys, part by part, the same in every call.
+        count: How many; at least one, and at most as many as there are.
+        wide: Whether keys have 64 bits.
+
+    Examples:
+        >>> find_cutoff(lambda: [np.array([5, 1, 3], np.uint32), np.array([3, 3], np.uint32)], 3)
+        (3, 2)
+    """
+    key, left = 0, count
+    bits = 64 if wide else 32
+    for shift in range(bits - _DIGIT, -1, -_DIGIT):
+        histogram = np.zeros(1 << _DIGIT, np.int64)
+        for keys in parts():
+            same = keys if shift + _DIGIT == bits else keys[(keys >> (shift + _DIGIT)) == key]
+            digits = (same >> shift) & ((1 << _DIGIT) - 1)
+            histogram += np.bincount(digits.astype(np.int64), minlength=1 << _DIGIT)
+        below = np.cumsum(histogram)
+        digit = int(np.searchsorted(below, left))
+        left -= int(below[digit - 1]) if digit else 0
+        key = (key << _DIGIT) | digit
+    return key, left
 
 
 def element_masks(weights: Sequence[Weight], amount: float, scores: Scores) -> list[Mask]:
     """Zeros in the elements with the smallest scores of several weights together, as torch's ``global_unstructured``.
 
     The number of elements is rounded as ``torch.nn.utils.prune`` rounds it. Of elements with equal scores, the first
-    ones become zero. Weights are read one at a time.
-
-    Args:
-        weights: The weights; for each by itself, call this for each.
-        amount: The share that becomes zero.
-        scores: What to order by.
-
-    Returns:
-        For each weight, what sets its elements to zero.
+    ones become zero.
     """
     wide = any(weight.tensor.dtype == ir.DataType.DOUBLE for weight in weights)
 
@@ -64,31 +102,29 @@ def element_masks(weights: Sequence[Weight], amount: float, scores: Scores) -> l
         for weight in weights:
             yield from scores.keys(weight, weight.tensor.numpy(), wide)
 
-    total = sum(weight.tensor.size for weight in weights)
-    cutoff = find_cutoff(parts, round(amount * total), wide=wide)
-    if cutoff is None:
+    count = round(amount * sum(weight.tensor.size for weight in weights))
+    if not count:
         return [lambda array: array for _ in weights]
+    key, left = find_cutoff(parts, count, wide=wide)
     masks: list[Mask] = []
-    left = cutoff.ties
     for weight in weights:
-        own = left
+        ties = left
         if len(weights) > 1:
-            every = scores.keys(weight, weight.tensor.numpy(), wide)
-            equal = sum(int(np.count_nonzero(keys == cutoff.key)) for keys in every)
-            own = min(left, equal)
-            left -= own
-        masks.append(_element_mask(weight, scores, Cutoff(cutoff.key, own), wide))
+            keys = scores.keys(weight, weight.tensor.numpy(), wide)
+            ties = min(left, sum(int(np.count_nonzero(part == key)) for part in keys))
+            left -= ties
+        masks.append(_element_mask(weight, scores, key, ties, wide))
     return masks
 
 
-def _element_mask(weight: Weight, scores: Scores, cutoff: Cutoff, wide: bool) -> Mask:
+def _element_mask(weight: Weight, scores: Scores, key: int, ties: int, wide: bool) -> Mask:
     def mask(array: Array) -> Array:
         pruned = np.array(array).reshape(-1)
-        left, start = cutoff.ties, 0
+        left, start = ties, 0
         for keys in scores.keys(weight, array, wide):
             part = pruned[start : start + keys.size]
-            part[keys < cutoff.key] = 0
-            equal = np.flatnonzero(keys == cutoff.key)[:left]
+            part[keys < key] = 0
+            equal = np.flatnonzero(keys == key)[:left]
             part[equal] = 0
             left, start = left - equal.size, start + keys.size
         return pruned.reshape(array.shape)
@@ -101,12 +137,6 @@ def group_mask(weight: Weight, kept: int, group: int, scores: Scores) -> Mask:
 
     Groups lie along the axis over which the product sums, as the sparse matrix units of NVIDIA need it. A last group
     that is shorter is filled with zeros, which are the first to be pruned.
-
-    Args:
-        weight: The weight.
-        kept: How many elements of a group stay.
-        group: The size of a group.
-        scores: What to order by.
     """
 
     def mask(array: Array) -> Array:
@@ -114,7 +144,7 @@ def group_mask(weight: Weight, kept: int, group: int, scores: Scores) -> Mask:
         moved, moved_keys = (np.moveaxis(each, weight.reduced, -1) for each in (np.array(array), keys))
         rows, size = np.ascontiguousarray(moved).reshape(-1, moved.shape[-1]), moved.shape[-1]
         row_keys = moved_keys.reshape(-1, size)
-        step = max(1, CHUNK // max(size, 1))
+        step = max(1, _CHUNK // max(size, 1))
         for start in range(0, len(rows), step):
             _prune_groups(rows[start : start + step], row_keys[start : start + step], kept, group)
         return np.ascontiguousarray(np.moveaxis(rows.reshape(moved.shape), -1, weight.reduced))

@@ -19,10 +19,8 @@ def change_parameters(
 ) -> None:
     """Write the new shapes of parameters into the metadata; exporters transpose weights and rename them.
 
-    Args:
-        tagged: The model.
-        changes: For each initializer its name, its shape before, the modules that read it, and what replaces it: what
-            is added to the name of the parameter → the shape.
+    A change is an initializer's name, its shape before, the modules that read it, and what replaces it: what is added
+    to the name of the parameter → the shape.
     """
     if tagged.parameters is None:
         return

@@ -17,7 +17,7 @@ from htp_export.results.columns import CLASS_NAME, Column, chosen, percent, si
 from htp_export.results.compressed import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule
 from htp_export.results.tables import ModuleTable
 
-__all__ = ["PRUNED_COLUMNS", "Counted", "Pruned", "PrunedModule", "pruned_modules"]
+__all__ = ["PRUNED_COLUMNS", "Counts", "Pruned", "PrunedModule", "pruned_modules"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,33 +134,19 @@ def _changed(name: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
     return f"{name}: {before} before, {after} after"
 
 
-@dataclass(frozen=True)
-class Counted:
-    """One weight, counted.
-
-    Attributes:
-        owners: The modules whose nodes read it.
-        before: Elements and zeros before.
-        after: Elements and zeros after.
-    """
-
-    owners: tuple[str, ...]
-    before: tuple[int, int]
-    after: tuple[int, int]
+Counts = tuple[int, int]
+"""Elements of a weight, and how many of them are zero."""
 
 
 def pruned_modules(
-    modules: Iterable[ModuleFacts], counted: Iterable[Counted], bytes_before: Mapping[str, int]
+    modules: Iterable[ModuleFacts],
+    weights: Iterable[tuple[Sequence[str], Counts, Counts]],
+    bytes_before: Mapping[str, int],
 ) -> dict[str, PrunedModule]:
-    """Module path → its row; each weight once in every module.
-
-    Args:
-        modules: What stands in the modules after pruning.
-        counted: The weights.
-        bytes_before: Module path → size of its weights before.
+    """Module path → its row, of weights with the modules that read them; each weight once in every module.
 
     Examples:
-        >>> weight = Counted(("a.q", "a.k"), (8, 0), (8, 4))
+        >>> weight = (("a.q", "a.k"), (8, 0), (8, 4))
         >>> rows = pruned_modules([ModuleFacts(path, "") for path in ("", "a", "a.q")], [weight], {})
         >>> [(path, row.weights_before, row.sparsity) for path, row in rows.items()]
         [('', 8, 0.5), ('a', 8, 0.5), ('a.q', 8, 0.5)]
@@ -168,18 +154,17 @@ def pruned_modules(
     from htp_export.capabilities.quantize.precisions import weight_precision
 
     sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    for weight in counted:
-        numbers = (*weight.before, *weight.after)
-        for path in dict.fromkeys(up for owner in weight.owners for up in tags.ancestors(owner)):
-            sums[path] = [total + number for total, number in zip(sums[path], numbers, strict=True)]
+    for owners, before, after in weights:
+        for path in dict.fromkeys(up for owner in owners for up in tags.ancestors(owner)):
+            sums[path] = [total + number for total, number in zip(sums[path], (*before, *after), strict=True)]
     rows = {}
     for module in modules:
-        before, zeros_before, after, zeros_after = sums[module.path]
+        weights_before, zeros_before, weights_after, zeros_after = sums[module.path]
         rows[module.path] = PrunedModule(
             **{each.name: getattr(module, each.name) for each in fields(ModuleInfo)},
             precision=weight_precision(module.weight_bytes_by_dtype) if module.weight_bytes_by_dtype else None,
-            weights_before=before,
-            weights_after=after,
+            weights_before=weights_before,
+            weights_after=weights_after,
             zeros_before=zeros_before,
             zeros_after=zeros_after,
             bytes_before=bytes_before.get(module.path, 0),

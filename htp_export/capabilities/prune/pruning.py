@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.prune.low_rank import Factors, factorise
 from htp_export.capabilities.prune.masks import Mask, Scores, element_masks, group_mask
-from htp_export.capabilities.prune.pruned import Counted, Pruned, pruned_modules
+from htp_export.capabilities.prune.pruned import Counts, Pruned, pruned_modules
 from htp_export.capabilities.prune.residual_blocks import remove_blocks
 from htp_export.capabilities.prune.sparsities import Sparsity, sparsities_of
 from htp_export.capabilities.prune.structured import cut_channels
@@ -118,32 +118,28 @@ def _pruned(
     bytes_before = {path: facts.weight_bytes for path, facts in _facts(tagged).items()}
     weights = weights_of(tagged)
     values = {weight: value for weight in weights if (value := value_of(weight, tagged, wanted)) is not None}
-    _refuse_empty_rules(tagged, weights, wanted)
     owners = {weight: weight.owners(tagged) or ("",) for weight in weights}
+    _refuse_empty_rules(owners, wanted)
     for weight, value in values.items():
         if value.kind != "blocks" and nan_in({weight.name: weight.tensor.numpy()}):
             raise InputError(f"weight {weight.name!r} of module {owners[weight][0]!r} has NaN, which has no size")
-    before = {weight: _counts(weight) for weight in counted(weights, "weights")}
+    before = {weight: _counts(weight.tensor) for weight in counted(weights, "weights")}
     removed = _outermost_blocks(wanted, dropped)
     if removed:
         tagged = remove_blocks(tagged, removed)
     left = {weight for weight in weights if tagged.model.graph.initializers.get(weight.name) is weight.value}
-    structured = {weight: value for weight, value in values.items() if value.kind in ("channels", "heads")}
-    structured = {weight: value for weight, value in structured.items() if weight in left}
+
+    def those(*kinds: str) -> dict[Weight, Sparsity]:
+        return {weight: value for weight, value in values.items() if value.kind in kinds and weight in left}
+
+    structured, matrices = those("channels", "heads"), those("rank")
     cut, short = cut_channels(tagged, structured, scores, together=together) if structured else ({}, {})
-    elementwise = {weight: value for weight, value in values.items() if value.is_elementwise and weight in left}
-    masks = _masks(elementwise, scores, together=together)
-    for weight, mask in masks.items():
+    for weight, mask in _masks(those("elements", "n:m"), scores, together=together).items():
         _apply(weight, mask)
-    matrices = {weight: value for weight, value in values.items() if value.kind == "rank" and weight in left}
     factors, whole = factorise(load(tagged.model) if cut else tagged, matrices) if matrices else ({}, {})
     _refuse_full_ranks(wanted, owners, factors, whole)
-    counts = [
-        Counted(
-            owners[weight], before[weight], _counts_after(weight, factors.get(weight)) if weight in left else (0, 0)
-        )
-        for weight in counted(weights, "weights")
-    ]
+    after = {weight: _counts(*_tensors_of(weight, factors)) for weight in counted(list(left), "weights")}
+    counts = [(owners[weight], before[weight], after.get(weight, (0, 0))) for weight in weights]
     rows = pruned_modules(_facts(load(tagged.model)).values(), counts, bytes_before)
     said = {path: str(value) for path, value in wanted.modules.items()}
     ranks = {weight.name: found.rank for weight, found in factors.items()}
@@ -157,22 +153,17 @@ def _outermost_blocks(wanted: Assigned[Sparsity], named: Set[str]) -> tuple[str,
     return tuple(path for path in blocks if not any(up != path and up in blocks for up in tags.ancestors(path)))
 
 
-def _counts(weight: Weight) -> tuple[int, int]:
-    """Elements of a weight, and how many of them are zero."""
-    return _elements(weight.tensor)
+def _tensors_of(weight: Weight, factors: Mapping[Weight, Factors]) -> list[ir.TensorProtocol]:
+    """What a weight is now: its own tensor, or two matrices."""
+    if weight not in factors:
+        return [weight.tensor]
+    return [value.const_value for value in factors[weight].values if value.const_value is not None]
 
 
-def _counts_after(weight: Weight, factors: Factors | None) -> tuple[int, int]:
-    """The same of what a weight is now: its own elements, or those of two matrices."""
-    if factors is None:
-        return _counts(weight)
-    counts = [_elements(value.const_value) for value in factors.values if value.const_value is not None]
-    return sum(size for size, _ in counts), sum(zeros for _, zeros in counts)
-
-
-def _elements(tensor: ir.TensorProtocol) -> tuple[int, int]:
-    array = tensor.numpy()
-    return array.size, array.size - int(np.count_nonzero(array))
+def _counts(*tensors: ir.TensorProtocol) -> Counts:
+    arrays = (tensor.numpy() for tensor in tensors)
+    sizes = [(array.size, array.size - int(np.count_nonzero(array))) for array in arrays]
+    return sum(size for size, _ in sizes), sum(zeros for _, zeros in sizes)
 
 
 def _facts(tagged: TaggedModel) -> dict[str, ModuleFacts]:
@@ -202,11 +193,11 @@ def _owners(tagged: TaggedModel, node: ir.Node) -> str:
     return ", ".join(repr(path) for path in tagged.owners_of(node)) or "no module"
 
 
-def _refuse_empty_rules(tagged: TaggedModel, weights: Sequence[Weight], wanted: Assigned[Sparsity]) -> None:
-    owners = {path for weight in weights for path in weight.owners(tagged)}
-    removed = {path for path, value in wanted.modules.items() if value.kind == "blocks"}
+def _refuse_empty_rules(owners: Mapping[Weight, Sequence[str]], wanted: Assigned[Sparsity]) -> None:
+    prunable = {path for paths in owners.values() for path in paths}
+    prunable |= {path for path, value in wanted.modules.items() if value.kind == "blocks"}
     for selector, paths in wanted.named.items():
-        if not owners.intersection(paths) and not removed.intersection(paths):
+        if prunable.isdisjoint(paths):
             raise InputError(f"rule {selector!r}: the modules that it names have no weights that can be pruned")
 
 

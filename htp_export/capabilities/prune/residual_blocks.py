@@ -27,14 +27,7 @@ _PASSED = frozenset(
 
 
 def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
-    """Remove residual blocks from a model, in place.
-
-    Args:
-        tagged: The model.
-        paths: The modules, none inside another.
-
-    Returns:
-        The model, read again.
+    """Remove residual blocks, none inside another, from a model, in place; the model is returned as it is read again.
 
     Raises:
         InputError: If a module is no residual block, runs several times, or gives more than one tensor.
@@ -45,8 +38,7 @@ def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
         now[given] = taken
     graph = tagged.model.graph
     names: dict[str, str] = {}
-    for given in now:
-        stands = now[given]
+    for given, stands in now.items():
         while stands in now:
             stands = now[stands]
         names[str(given.name)] = str(stands.name)
@@ -116,25 +108,19 @@ def _describe(tagged: TaggedModel, paths: Sequence[str], names: dict[str, str]) 
     left = load(tagged.model)
     fates = dict.fromkeys(paths, Fate.IDENTITY)
     for path, module in tagged.hierarchy.items():
-        if (
-            path not in fates
-            and module.fate in (Fate.COMPUTED, Fate.FUSED)
-            and tagged[path].nodes
-            and not left[path].nodes
-        ):
+        had_nodes = module.fate in (Fate.COMPUTED, Fate.FUSED) and tagged[path].nodes
+        if path not in fates and had_nodes and not left[path].nodes:
             fates[path] = Fate.DEAD
     hierarchy = tagged.hierarchy.with_results(fates=fates)
-    there = left.values
+
+    def present(name: str) -> str | None:
+        name = names.get(name, name)
+        return name if name in left.values else None
+
     signatures = {}
     for path, calls in tagged.signatures.items():
-        if fates.get(path) == Fate.DEAD:
-            continue
-
-        def present(name: str) -> str | None:
-            name = names.get(name, name)
-            return name if name in there else None
-
-        signatures[path] = [call.renamed(present) for call in calls]
-        if path in paths:
-            signatures[path] = [Signature(call.inputs, call.outputs[:1]) for call in signatures[path]]
+        if fates.get(path) != Fate.DEAD:
+            renamed = [call.renamed(present) for call in calls]
+            one_output = [Signature(call.inputs, call.outputs[:1]) for call in renamed]
+            signatures[path] = one_output if path in paths else renamed
     write_model_metadata(tagged.model.metadata_props, hierarchy, signatures=signatures)

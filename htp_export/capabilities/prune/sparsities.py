@@ -56,14 +56,7 @@ class Sparsity:
 
 
 def sparsity_of(value: Any) -> Sparsity:
-    """Read a value of a plan.
-
-    Args:
-        value: A share from 0 to 1, ``"n:m"``, ``"channels:share"``, ``"heads:share"``, ``"rank:16"``,
-            ``"rank:25%"``, ``"drop"``, or a `Sparsity`.
-
-    Raises:
-        InputError: If it is none of these.
+    """Read a value of a plan; `InputError` if it is none, see ``_FORMS``.
 
     Examples:
         >>> sparsity_of("channels:0.25")

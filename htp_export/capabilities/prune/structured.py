@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import onnx_ir as ir
 
 from htp_export.capabilities.prune.coupled_axes import Axis
 from htp_export.capabilities.prune.coupling import Coupling, StopError, couple
@@ -49,22 +49,14 @@ def cut_channels(
 ) -> tuple[Shapes, dict[str, str]]:
     """Cut the least important channels and heads out of a model, in place.
 
-    Args:
-        tagged: The model.
-        values: Weight → what is cut of its channels.
-        scores: What to order by.
-        together: Whether the shares are of all channels with the same value together.
-
     Returns:
         Weight → its shape before and after, for all initializers that became smaller; and weight → what stays, where
-        the share cannot be reached.
+        the share cannot be reached. ``together``, the shares are of all channels with the same value.
 
     Raises:
         InputError: If channels cannot be cut, or weights with the same channels have several values.
     """
-    found: list[_Cuttable] = []
-    for weight in counted(list(values), "weights"):
-        _add(tagged, weight, values, scores, found)
+    found = _cuttable(tagged, values, scores)
     for value in dict.fromkeys(values.values()):
         if value.kind == "heads" and not any(each.value == value for each in found):
             names = ", ".join(repr(weight.name) for weight, other in values.items() if other == value)
@@ -76,37 +68,40 @@ def cut_channels(
             stays = ~np.isin(each.coupling.roots(axis), list(gone))
             kept[axis] = kept[axis] & stays if axis in kept else stays
     kept = {axis: stays for axis, stays in kept.items() if not stays.all()}
-    weights = [value for value in tagged.model.graph.initializers.values() if any(each[0] is value for each in kept)]
-    before = {str(value.name): _shape(value.const_value) for value in weights}
-    readers = {str(value.name): _owners(tagged, value) for value in weights}
+    cut = {value for value, _ in kept}
+    weights = [value for value in tagged.model.graph.initializers.values() if value in cut]
+    before = {value: _shape(value) for value in weights}
+    readers = {value: _owners(tagged, value) for value in weights}
     cut_axes(tagged, kept)
-    after = {str(value.name): _shape(value.const_value) for value in weights}
-    shapes = {name: (before[name], after[name]) for name in before}
-    change_parameters(tagged, ((name, old, readers[name], {"": new}) for name, (old, new) in shapes.items()))
+    change_parameters(
+        tagged, ((str(value.name), before[value], readers[value], {"": _shape(value)}) for value in weights)
+    )
+    shapes = {str(value.name): (before[value], _shape(value)) for value in weights}
     return shapes, _short(chosen, together=together)
 
 
-def _shape(tensor: object) -> Shape:
-    return tuple(tensor.shape.numpy())  # type: ignore[attr-defined]
+def _shape(value: ir.Value) -> Shape:
+    assert value.const_value is not None
+    return tuple(value.const_value.shape.numpy())
 
 
-def _add(
-    tagged: TaggedModel, weight: Weight, values: Mapping[Weight, Sparsity], scores: Scores, found: list[_Cuttable]
-) -> None:
-    """Find what has the channels of a weight, unless it is known from another one."""
-    value, seed = values[weight], (weight.value, weight.uses[0].channels)
-    known = next((each for each in found if seed in each.coupling.labels), None)
-    if known is not None:
-        if known.value != value and "heads" not in (known.value.kind, value.kind):
-            raise InputError(f"weight {weight.name!r}: {value} of channels of which the plan also says {known.value}")
-        return
-    coupling = coupling_of(tagged, weight, value)
-    if coupling is None:
-        return
-    alike = [other for other, each in values.items() if each == value]
-    found.append(
-        _Cuttable(weight.name, coupling, value, coupling.groups, _group_scores(coupling, alike, weight, scores))
-    )
+def _cuttable(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores) -> list[_Cuttable]:
+    """Everything that has the channels of the weights, each channel once."""
+    found: list[_Cuttable] = []
+    for weight in counted(list(values), "weights"):
+        value, seed = values[weight], (weight.value, weight.uses[0].channels)
+        known = next((each for each in found if seed in each.coupling.labels), None)
+        if known is not None:
+            if known.value != value and "heads" not in (known.value.kind, value.kind):
+                problem = f"{value} of channels of which the plan also says {known.value}"
+                raise InputError(f"weight {weight.name!r}: {problem}")
+            continue
+        coupling = coupling_of(tagged, weight, value)
+        if coupling is not None:
+            alike = [other for other, given in values.items() if given == value]
+            group_scores = _group_scores(coupling, alike, weight, scores)
+            found.append(_Cuttable(weight.name, coupling, value, coupling.groups, group_scores))
+    return found
 
 
 def coupling_of(tagged: TaggedModel, weight: Weight, value: Sparsity) -> Coupling | None:
@@ -128,8 +123,8 @@ def coupling_of(tagged: TaggedModel, weight: Weight, value: Sparsity) -> Couplin
 
 
 def _group_scores(coupling: Coupling, weights: Iterable[Weight], seed: Weight, scores: Scores) -> dict[int, float]:
-    if scores.seed is not None:
-        random = np.random.default_rng([scores.seed, zlib.crc32(seed.name.encode())])
+    random = scores.generator(seed)
+    if random is not None:
         return dict(zip(coupling.groups, random.random(len(coupling.groups)).tolist(), strict=True))
     sums = dict.fromkeys(coupling.groups, 0.0)
     counts = dict.fromkeys(coupling.groups, 0)
@@ -179,8 +174,8 @@ def _chosen(found: Sequence[_Cuttable], *, together: bool) -> list[tuple[_Cuttab
     return chosen
 
 
-def _owners(tagged: TaggedModel, value: object) -> list[str]:
-    uses = value.uses()  # type: ignore[attr-defined]
-    nodes = [use.node for use in uses]
+def _owners(tagged: TaggedModel, value: ir.Value) -> list[str]:
+    """The modules whose nodes read a value, directly or transposed."""
+    nodes = [use.node for use in value.uses()]
     nodes += [inner.node for node in nodes if node.op_type == "Transpose" for inner in node.outputs[0].uses()]
     return list(dict.fromkeys(path for node in nodes for path in tagged.owners_of(node)))

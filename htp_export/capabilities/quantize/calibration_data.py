@@ -39,8 +39,8 @@ class Samples:
     Attributes:
         given: What the user gave; None for random values.
         inputs: The inputs of the model.
-        dims: Name of an open dimension → size, for random values.
-        seed: Of random values.
+        dims: For random values, name of an open dimension → size.
+        seed: For random values.
     """
 
     given: Iterable[Run] | None
@@ -74,11 +74,7 @@ class Samples:
 
 
 def check_data(data: Data | None) -> None:
-    """Refuse files of data that cannot be read; their values are checked when they are used.
-
-    Raises:
-        FileError: If there are some.
-    """
+    """Refuse files of data that cannot be read (`FileError`); their values are checked when they are used."""
     named = [data] if isinstance(data, str | os.PathLike) else data if isinstance(data, list | tuple) else ()
     for each in named:
         if isinstance(each, str | os.PathLike):
@@ -88,14 +84,9 @@ def check_data(data: Data | None) -> None:
 def samples_of(
     data: Data | None, model: ir.Model, dims: Mapping[str, int] | None = None, seed: int = 0, *, passes: int = 1
 ) -> Samples:
-    """The runs that a user's data stands for.
+    """The runs that a user's data stands for; random ones for None.
 
-    Args:
-        data: The data; None for random values.
-        model: The model.
-        dims: Name of an open dimension → size, for random values.
-        seed: Of random values.
-        passes: How often they are read. An iterator, which can be read once, is kept in memory if they are read again.
+    ``passes`` is how often they are read: an iterator, which can be read once, is kept in memory for a second time.
 
     Raises:
         InputError: If it is something else.
@@ -120,20 +111,13 @@ def samples_of(
 def activations(
     model: ir.Model, name: str, samples: Samples, wanted: Sequence[str]
 ) -> Iterator[Iterator[dict[str, Array]]]:
-    """Run a model on samples, one after another, and give the values of some of its tensors.
+    """Run a model on samples, one after another, and give the values of some of its inputs and tensors.
 
-    Args:
-        model: The model.
-        name: Its name in errors.
-        samples: The inputs.
-        wanted: Names of inputs of the model and of tensors of its main graph.
-
-    Raises:
-        InputError: If one of them has NaN in a run.
+    They are those of the main graph. NaN in one of them is an `InputError`, which has the ``name`` of the model.
     """
     given = {str(value.name) for value in model.graph.inputs}
-    computed = [tensor for tensor in wanted if tensor not in given]
     known = [tensor for tensor in wanted if tensor in given]
+    computed = [tensor for tensor in wanted if tensor not in given]
 
     def read() -> Iterator[dict[str, Array]]:
         for number, arrays in enumerate(samples):

@@ -19,16 +19,9 @@ __all__ = ["compression_csv", "drawn", "render_quantized"]
 def render_quantized(
     result: Quantized, modules: Sequence[QuantizedModule], *, fold: bool = True, sort: str | None = None
 ) -> RenderableType:
-    """A tree with the precision and the bytes of each module, then what is known of the whole, in words.
+    """A tree with the precision and the bytes of some modules, then what is known of the whole, in words.
 
-    Args:
-        result: The result.
-        modules: The modules of it to draw.
-        fold: Draw siblings that are alike and follow each other once.
-        sort: A column: a list in place of the tree, the largest first.
-
-    Raises:
-        InputError: If there is no such column.
+    With ``sort``, a column, it is a list, the largest first (`InputError` if there is none).
     """
     from rich.console import Group
     from rich.text import Text
@@ -44,11 +37,7 @@ def render_quantized(
 
 
 def compression_csv(modules: Sequence[QuantizedModule], sort: str | None = None) -> str:
-    """The modules as CSV, a line for each.
-
-    Raises:
-        InputError: If there is no such column.
-    """
+    """The modules as CSV, a line for each; `InputError` if there is no such column."""
     return csv_text([MODULE, *QUANTIZED_COLUMNS], sorted_by(modules, QUANTIZED_COLUMNS, sort))
 
 

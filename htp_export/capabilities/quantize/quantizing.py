@@ -1,44 +1,30 @@
-"""quantize(): a precision for each module, with the numerics of ONNX Runtime's quantizers."""
+"""quantize(): a precision for each module; the numerics are those of ONNX Runtime's quantizers, or of a plug-in."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.blocks import groups_of, quantize_blocks
-from htp_export.capabilities.quantize.calibration_data import Data, Samples, activations, samples_of
-from htp_export.capabilities.quantize.casting import cast_nodes
+from htp_export.capabilities.quantize.calibration_data import Data, Samples, samples_of
 from htp_export.capabilities.quantize.choosing import PrecisionChoice, choose
-from htp_export.capabilities.quantize.integers import Calibrator, quantize_at_run_time, weights_of
-from htp_export.capabilities.quantize.nncf_engine import quantize_with_nncf
-from htp_export.capabilities.quantize.nncf_weights import compress_with_nncf, scaled_before
-from htp_export.capabilities.quantize.precisions import Engine, Method, Precision, precisions_of
+from htp_export.capabilities.quantize.method import ENGINE, Precision
+from htp_export.capabilities.quantize.precisions import precisions_of
 from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
-from htp_export.capabilities.quantize.validation import Validation, check_metric
+from htp_export.capabilities.quantize.work import Validation, Work
 from htp_export.editing.flattening import read_flat
-from htp_export.editing.submodels import Submodel, constant_of, cut_out, put_back, remove_unused
 from htp_export.errors import HtpExportError, InputError, ToolError, described
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target, files_named_in
-from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
 from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
-from htp_export.model.tensor_names import Names
-from htp_export.process.progress import counted
-from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
 from htp_export.runtime.metrics import Metric
 
@@ -104,7 +90,7 @@ def quantize(
             the metric falls by more than ``max_drop``.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        ToolError: ONNX Runtime's quantizer or NNCF fails, or ONNX Runtime cannot run what NNCF made.
+        ToolError: ONNX Runtime's quantizer or that of a plug-in fails, or ONNX Runtime cannot run what it made.
 
     Examples:
         >>> import torch, htp_export
@@ -116,59 +102,87 @@ def quantize(
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in result.model.graph]
         [('MatMulNBits', '0'), ('Add', '0'), ('Relu', '1'), ('Gemm', '2')]
     """
-    from htp_export.capabilities.carry.carrying import carry_in_place
-
     check_target(output, reads=files_named_in([data, validation]))
     rules = precisions_of(plan)
     if not dry_run:
-        check_metric(list(rules.values()), metric, validation)
+        _check_metric(rules.values(), metric, validation)
     original = read_flat(model)
     if not dry_run:
         original.require_exact_tags()
     choice = choose(original, rules)
     if dry_run:
-        return _result(original, choice, choice.predicted(), None, _notes(choice, random=False))
-    passes = len(choice.calibrated) + (metric is not None) + any(map(_is_by_nncf, choice.nodes))
-    samples = samples_of(data, original.model, dims, seed, passes=passes)
-    random = bool(choice.calibrated) and samples.random
-    if random:
-        _log.warning("no data: %s", _RANDOM)
-    changed = original.clone()
-    twin = twins_of(original.model, changed.model)
-    work = _Work(
-        original,
-        changed,
-        {precision: [twin[node] for node in nodes] for precision, nodes in choice.nodes.items()},
-        {twin[node]: precision for node, precision in choice.found.nodes.items()},
-    )
+        return _result(choice, choice.predicted(), _notes(choice))
     name = name_of(model, f"model {original.model.graph.name!r}")
+    readings = sum(precision.how.readings for precision in choice.nodes) + (metric is not None)
+    samples = samples_of(data, original.model, dims, seed, passes=readings)
+    notes = _notes(choice)
+    if samples.random and any(precision.calibrated for precision in choice.nodes):
+        _log.warning("no data: %s", _RANDOM)
+        notes.insert(0, _RANDOM)
     control = None
     if metric is not None:
         held_out = samples if validation is None else samples_of(validation, original.model, dims, seed)
         control = Validation(metric, held_out, original.model, name)
+    changed, stayed = _changed(choice, samples, name, control)
+    metrics = None if control is None else (control.before, control.check(changed.model, _most_drop(choice.nodes)))
+    sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(load(changed.model)).modules.items()}
+    if output is not None:
+        write_model(changed.model, output, external_data, share_weights=share_weights)
+    notes += stayed
+    if can_crash(changed.model) and not can_crash(original.model):
+        notes.append(_CRASH)
+    return _result(choice, sizes, notes, changed.model, metrics)
+
+
+def _check_metric(precisions: Iterable[Precision], metric: Metric | None, validation: object) -> None:
+    """Refuse a metric without a rule that needs it, and the reverse."""
+    controlled = [precision.name for precision in precisions if precision.max_drop is not None]
+    if controlled and metric is None:
+        raise InputError(f"precision {controlled[0]!r} has max_drop; give the metric that may fall by it")
+    if not controlled and (metric is not None or validation is not None):
+        raise InputError("a metric and validation data are for rules with max_drop, and the plan has none")
+
+
+def _most_drop(precisions: Iterable[Precision]) -> float | None:
+    return max((each.max_drop for each in precisions if each.max_drop is not None), default=None)
+
+
+def _changed(
+    choice: PrecisionChoice, samples: Samples, name: str, control: Validation | None
+) -> tuple[TaggedModel, list[str]]:
+    """The model with the precisions of a plan, and sentences on nodes that stay as they are.
+
+    Those that a metric controls are applied after others of their method: it is measured with these.
+    """
+    from htp_export.capabilities.carry.carrying import carry_in_place
+
+    original = choice.tagged
+    changed = original.clone()
+    twin = twins_of(original.model, changed.model)
+    twins = {copy: node for node, copy in twin.items()}
+    planned = {twin[node]: precision for node, precision in choice.found.nodes.items()}
+    work = Work(changed, original, choice.facts, twins, planned, samples, name, control)
+    stayed: list[str] = []
     try:
-        stayed = work.run({twin[node]: ports for node, ports in choice.ports.items()}, samples, name, control)
+        for precision in sorted(choice.nodes, key=_order):
+            nodes = [twin[node] for node in choice.nodes[precision]]
+            stayed += precision.how.apply(nodes, work)
     except HtpExportError:
         raise
     except Exception as error:
-        if not _is_raised_by(error, "onnxruntime"):
+        if not _is_raised_by(error, ENGINE):
             raise
-        problem = f"failed on {name}: {described(error)}"
-        raise ToolError("onnxruntime.quantization", problem) from error
+        raise ToolError("onnxruntime.quantization", f"failed on {name}: {described(error)}") from error
     carry_in_place(original, changed.model)
     for node, same in twin.items():
         if node not in choice.precision_of:  # nothing happened to it
             same.metadata_props.clear()
             same.metadata_props.update(node.metadata_props)
-    metrics = None if control is None else (control.before, control.check(changed.model, _most_drop(choice)))
-    after = load(changed.model)
-    sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(after).modules.items()}
-    if output is not None:
-        write_model(changed.model, output, external_data, share_weights=share_weights)
-    notes = [*_notes(choice, random=random), *stayed]
-    if can_crash(changed.model) and not can_crash(original.model):
-        notes.append(_CRASH)
-    return _result(original, choice, sizes, changed.model, notes, metrics)
+    return changed, stayed
+
+
+def _order(precision: Precision) -> tuple[int, float]:
+    return precision.how.order, -1.0 if precision.max_drop is None else precision.max_drop
 
 
 def _is_raised_by(error: Exception, package: str) -> bool:
@@ -176,152 +190,12 @@ def _is_raised_by(error: Exception, package: str) -> bool:
     return any(package in Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__))
 
 
-class _Work:
-    """The precisions of a plan, applied in turn; ranges are measured on the model as it was."""
-
-    def __init__(
-        self,
-        original: TaggedModel,
-        changed: TaggedModel,
-        nodes: Mapping[Precision, Sequence[ir.Node]],
-        planned: Mapping[ir.Node, Precision],
-    ) -> None:
-        self._original, self._model, self._nodes, self._planned = original.model, changed.model, nodes, planned
-        self._types = changed.inferred
-        self._names = Names(self._model)
-
-    def run(self, ports: Mapping[ir.Node, Any], samples: Samples, name: str, control: Validation | None) -> list[str]:
-        """Apply all precisions, those that a metric controls after the other static ones.
-
-        Returns:
-            Sentences on nodes that stay as they are.
-        """
-        stayed: list[str] = []
-        order = (Method.STATIC, Method.WEIGHTS, Method.DYNAMIC, Method.CAST)
-        for method in order:
-            chosen = [precision for precision in self._nodes if precision.method == method]
-            for precision in sorted(
-                chosen, key=lambda precision: -1.0 if precision.max_drop is None else precision.max_drop
-            ):
-                nodes = self._nodes[precision]
-                if method != Method.CAST:
-                    _refuse_nan(nodes, precision)
-                if method == Method.STATIC:
-                    stayed += self._static(nodes, precision, samples, name, control)
-                elif method == Method.WEIGHTS and precision.engine == Engine.NNCF:
-                    stayed += self._weights_by_nncf(nodes, precision, samples, name)
-                elif method == Method.CAST:
-                    cast = {node: ports[node] for node in nodes}
-                    within = {node for node, planned in self._planned.items() if planned == precision}
-                    remove_unused(cast_nodes(self._model, cast, precision, self._names, within))
-                else:
-                    self._weights(nodes, precision, samples, name)
-        return stayed
-
-    def _static(
-        self,
-        nodes: Sequence[ir.Node],
-        precision: Precision,
-        samples: Samples,
-        name: str,
-        control: Validation | None,
-    ) -> list[str]:
-        part = cut_out(self._model, nodes, self._types)
-        if _is_by_nncf(precision):
-            return self._by_nncf(part, precision, samples, name, control)
-        with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
-            calibrator = Calibrator(part, precision, Path(folder))
-            with activations(self._original, name, samples, list(part.inputs)) as runs:
-                for arrays in runs:
-                    calibrator.add(arrays)
-            made, left = calibrator.quantized()
-        self._replace(part, made)
-        if not left:
-            return []
-        tensors = sorted(set(left.values()))
-        listed = ", ".join(tensors[:3]) + (", ..." if len(tensors) > 3 else "")
-        return [
-            f"{len(left)} nodes stay in fp32: values of {listed} fill masks and cannot be divided into the steps of "
-            f"{precision.name}"
-        ]
-
-    def _by_nncf(
-        self, part: Submodel, precision: Precision, samples: Samples, name: str, control: Validation | None
-    ) -> list[str]:
-        runs = self._inputs(part, precision, samples, name)
-        if control is None or precision.max_drop is None:
-            made, left = quantize_with_nncf(part, precision, runs)
-        else:
-            allowed = replace(precision, max_drop=control.budget(self._model, precision))
-            made, left = quantize_with_nncf(part, allowed, runs, partial(control.with_part, self._model, part))
-        self._replace(part, made)
-        if not left:
-            return []
-        causes = "NNCF leaves them, or values that they read or make fill masks and cannot be divided into the steps of"
-        back = "" if precision.max_drop is None else ", or the metric would fall by more than max_drop"
-        return [f"{len(left)} nodes stay in fp32: {causes} {precision.name}{back}"]
-
-    def _weights_by_nncf(
-        self, nodes: Sequence[ir.Node], precision: Precision, samples: Samples, name: str
-    ) -> list[str]:
-        shown = scaled_before(nodes, self._planned, precision) if precision.awq else nodes
-        part = cut_out(self._model, shown, self._types)
-        made, left = compress_with_nncf(part, precision, self._inputs(part, precision, samples, name))
-        self._replace(part, made)
-        return [f"{len(left)} nodes stay in fp32: NNCF leaves them"] if left else []
-
-    def _weights(self, nodes: Sequence[ir.Node], precision: Precision, samples: Samples, name: str) -> None:
-        apart: dict[Any, list[ir.Node]] = {}
-        for node in nodes:
-            apart.setdefault((node.graph, node.op_type == "Conv"), []).append(node)  # convolutions have other weights
-        groups = [group for alike in apart.values() for group in groups_of(alike, weights_of)]
-        for group in counted(groups, "groups of weights"):
-            part = cut_out(self._model, group, self._types)
-            if precision.method == Method.DYNAMIC:
-                made = quantize_at_run_time(part, precision)
-            else:
-                made = quantize_blocks(part, precision, self._inputs(part, precision, samples, name))
-            self._replace(part, made)
-
-    def _inputs(self, part: Submodel, precision: Precision, samples: Samples, name: str) -> list[Mapping[str, Array]]:
-        """The inputs of a part in all runs; in the first one if only the result of a tool is to be run."""
-        if not precision.calibrated and not _is_by_nncf(precision):
-            return []
-        with activations(self._original, name, samples, list(part.inputs)) as runs:
-            return list(runs if precision.calibrated else islice(runs, 1))
-
-    def _replace(self, part: Submodel, made: ir.Model) -> None:
-        put_back(self._model, part, made, self._names)
-        remove_unused(part.weights.values())
-
-
-def _refuse_nan(nodes: Sequence[ir.Node], precision: Precision) -> None:
-    """Refuse weights with NaN, which integers do not have."""
-    for node in nodes:
-        for value in node.inputs:
-            tensor = constant_of(value)
-            if tensor is not None and value is not None and nan_in({str(value.name): tensor.numpy()}):
-                path = next(iter(tags.owners_of(node.metadata_props)), "")
-                raise InputError(
-                    f"{value.name!r} of module {path or '(root)'!r} has NaN, which {precision.name} has not"
-                )
-
-
-def _is_by_nncf(precision: Precision) -> bool:
-    return precision.engine == Engine.NNCF
-
-
-def _most_drop(choice: PrecisionChoice) -> float:
-    """The most by which the metric may fall with the whole plan."""
-    return max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=math.inf)
-
-
-def _notes(choice: PrecisionChoice, *, random: bool) -> tuple[str, ...]:
+def _notes(choice: PrecisionChoice) -> list[str]:
     from htp_export.capabilities.carry.adapters.quantizers import saturates
 
-    notes = [_RANDOM] if random else []
+    notes = []
     eight = [precision for precision in choice.nodes if precision.weight == "int8" and not precision.reduce_range]
-    if any(precision.method in (Method.STATIC, Method.DYNAMIC) for precision in eight) and saturates():
+    if any(precision.how.multiplies_integers for precision in eight) and saturates():
         notes.append(
             "this processor has no VNNI: ONNX Runtime's products of 8-bit integers saturate on it, and results can be "
             "far off; quantize with reduce_range, or in uint8"
@@ -329,37 +203,36 @@ def _notes(choice: PrecisionChoice, *, random: bool) -> tuple[str, ...]:
     if choice.found.disputed:
         count = len(choice.found.disputed)
         notes.append(f"nodes that stay as they are because their modules have different precisions: {count}")
-    return tuple(notes)
+    return notes
 
 
 def _result(
-    original: TaggedModel,
     choice: PrecisionChoice,
-    after: Mapping[str, int],
-    model: ir.Model | None,
+    bytes_after: Mapping[str, int],
     notes: Sequence[str],
+    model: ir.Model | None = None,
     metrics: tuple[float, float] | None = None,
 ) -> Quantized:
     words = choice.precisions()
-    changed = choice.precision_of
     modules = {
         path: QuantizedModule(
-            **vars(original.hierarchy[path]),
+            **vars(choice.tagged.hierarchy[path]),
             precision=words[path],
             bytes_before=contents.facts.weight_bytes,
-            bytes_after=after.get(path, 0),
+            bytes_after=bytes_after.get(path, 0),
             nodes=len(contents.nodes),
-            changed=sum(node in changed for node in contents.nodes),
+            changed=sum(node in choice.precision_of for node in contents.nodes),
         )
-        for path, contents in contents_of(original).modules.items()
+        for path, contents in contents_of(choice.tagged).modules.items()
     }
+    before, after = metrics or (None, None)
     return Quantized(
         modules,
         choice.counted(choice.nodes),
         choice.counted(choice.left),
         tuple(notes),
         dry=model is None,
-        metric_before=None if metrics is None else metrics[0],
-        metric_after=None if metrics is None else metrics[1],
+        metric_before=before,
+        metric_after=after,
         given=model,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import InputError
@@ -63,20 +64,18 @@ def frozen_fake_quantize(model: nn.Module) -> Iterator[None]:
 
     def make(changes: Changes) -> None:
         for module, forward in frozen.items():
-            changes.will_undo(_restoring(module))
+            changes.will_undo(partial(_give_back, vars(module), vars(module).get("forward")))
             module.forward = forward
 
     with restored(make):
         yield
 
 
-def _restoring(module: nn.Module) -> Callable[[], object]:
-    """What gives a module the ``forward`` back that it has now."""
-    own = vars(module)
-    before = own.get("forward")
-    if before is not None:
-        return lambda: own.__setitem__("forward", before)
-    return lambda: own.pop("forward", None)
+def _give_back(own: dict[str, Any], forward: object) -> None:
+    """Let a module have the ``forward`` of its own that it had before, or none."""
+    own.pop("forward", None)
+    if forward is not None:
+        own["forward"] = forward
 
 
 def _frozen(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:

@@ -39,9 +39,7 @@ class ModuleChoice:
     @property
     def is_quantized(self) -> bool:
         """Whether the precision changes anything."""
-        from htp_export.capabilities.quantize.precisions import Method
-
-        return self.precision.method != Method.KEEP
+        return not self.precision.is_kept
 
     @property
     def changes_nothing(self) -> bool:
@@ -150,6 +148,7 @@ def written_precision(precision: Precision) -> Any:
     known = PRECISIONS.get(precision.name)
     if known == precision:
         return precision.name
-    fields = {key: value for key, value in vars(precision).items() if key != "bits"}
+    fields = {key: value for key, value in vars(precision).items() if key not in ("bits", "options")}
     base = known or next(each for each in PRECISIONS.values() if each.method == precision.method)
-    return {"precision": base.name, **{key: value for key, value in fields.items() if getattr(base, key) != value}}
+    changed = {key: value for key, value in fields.items() if getattr(base, key) != value}
+    return {"precision": base.name, **changed, **precision.options}

@@ -103,17 +103,14 @@ def rounded(weight: Array, precision: Precision, reduced: int = 0, channels: int
         >>> rounded(np.float32([[127.0, -5.4], [30.2, 254.0]]), PRECISIONS["int8"]).tolist()
         [[127.0, -6.0], [30.0, 254.0]]
     """
-    from htp_export.capabilities.quantize.precisions import Method
-
-    method = Method(precision.method)
-    if method == Method.KEEP or not weight.size:
+    if precision.is_kept or not weight.size:
         return weight
-    if method == Method.CAST:
+    if precision.method == "cast":
         import ml_dtypes
 
         kind = np.float16 if precision.weight == "float16" else ml_dtypes.bfloat16
         return np.asarray(weight.astype(kind), np.float32)
-    if method == Method.WEIGHTS:
+    if precision.method == "weights":
         return _in_blocks(weight, precision, reduced % weight.ndim)
     bits = precision.bits - (1 if precision.reduce_range and precision.bits == 8 else 0)
     axes = tuple(axis for axis in range(weight.ndim) if not precision.per_channel or axis != channels % weight.ndim)

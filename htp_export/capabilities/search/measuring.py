@@ -163,7 +163,6 @@ class Measurer:
 
     def _measured_plan(self, plan: Plan, pruning: Pruning, made: TaggedModel | None) -> Measurement:
         from htp_export.capabilities.prune.pruning import prune
-        from htp_export.capabilities.quantize.precisions import Method
 
         tagged, nonzeros = self.tagged, self._nonzeros
         if pruning:
@@ -171,7 +170,7 @@ class Measurer:
             whole = pruned.modules[""]
             tagged, nonzeros = pruned.tagged, whole.weights_after - whole.zeros_after
         if made is None:
-            changes = any(precision.method != Method.KEEP for precision in plan.values())
+            changes = any(not precision.is_kept for precision in plan.values())
             made = self.quantized(plan, tagged) if changes else tagged
         return self._measured(made, nonzeros)
 

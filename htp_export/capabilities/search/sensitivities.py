@@ -128,13 +128,13 @@ def sensitivity(
 
 
 def _precisions(given: Sequence[Any] | str) -> dict[str, Precision]:
-    from htp_export.capabilities.quantize.precisions import PRECISIONS, Method, Precision, precision_of
+    from htp_export.capabilities.quantize.precisions import PRECISIONS, Precision, precision_of
 
     listed = [given] if isinstance(given, str | Precision | Mapping) else list(given)
     chosen = {precision.name: precision for precision in map(precision_of, listed)}
     if not chosen:
         raise InputError(f"give precisions, of {', '.join(PRECISIONS)}")
-    kept = [name for name, precision in chosen.items() if precision.method == Method.KEEP]
+    kept = [name for name, precision in chosen.items() if precision.is_kept]
     if kept:
         raise InputError(f"precision {kept[0]!r} changes nothing; there is nothing to measure")
     return chosen

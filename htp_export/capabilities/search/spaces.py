@@ -41,9 +41,7 @@ class Treatment:
     @property
     def changes_nothing(self) -> bool:
         """Whether all modules stay as they are."""
-        from htp_export.capabilities.quantize.precisions import Method
-
-        return not self.prune and all(value.method == Method.KEEP for value in self.quantize.values())
+        return not self.prune and all(value.is_kept for value in self.quantize.values())
 
     @property
     def written(self) -> tuple[dict[str, str], dict[str, Any]]:

@@ -22,10 +22,8 @@ _EIGHT_BITS = re.compile(r"[/a-zA-Z0-9_.\-]+")
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The arguments as JSON."""
-    from htp_export.capabilities.quantize.precisions import Method
-
-    planned.check_methods("modelopt", (Method.STATIC, Method.WEIGHTS, Method.CAST, Method.KEEP))
-    static, weights, casts = planned.of(Method.STATIC), planned.of(Method.WEIGHTS), planned.of(Method.CAST)
+    planned.check_methods("modelopt", "static", "weights", "cast", "keep")
+    static, weights, casts = planned.of("static"), planned.of("weights"), planned.of("cast")
     if static and weights:
         raise InputError("modelopt quantizes either activations and weights or weights alone in one run, and not both")
     for precision in static:
@@ -35,11 +33,10 @@ def plan_file(planned: PlannedModel) -> TargetFile:
     if len(high) > 1:
         raise InputError("modelopt has one high precision in a run; the plan has fp16 and bf16")
     chosen = [node for nodes in (*static.values(), *weights.values()) for node in nodes]
-    others = [node for node in planned.nodes if node not in set(chosen) and node.name]
     content: dict[str, object] = {
         "quantize_mode": "int4" if weights else "int8",
         "nodes_to_quantize": _patterns(chosen),
-        "nodes_to_exclude": _patterns(others),
+        "nodes_to_exclude": _patterns(planned.others(chosen)),
         "high_precision_dtype": next(iter(high), "fp32"),
     }
     if weights:
@@ -59,9 +56,7 @@ def _patterns(nodes: Iterable[ir.Node]) -> list[str]:
 
 def _blocks(planned: PlannedModel) -> dict[str, object]:
     """What the mode ``int4`` takes: the size of blocks, and the weights with 8 bits."""
-    from htp_export.capabilities.quantize.precisions import Method
-
-    weights = planned.of(Method.WEIGHTS)
+    weights = planned.of("weights")
     sizes = {precision.block_size for precision in weights}
     if len(sizes) > 1:
         raise InputError(f"modelopt has one block size in a run; the plan has {', '.join(map(str, sorted(sizes)))}")

@@ -20,23 +20,21 @@ __all__ = ["plan_file"]
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The arguments as JSON: each ``ignored_scope`` is made by ``nncf.IgnoredScope(**...)``."""
-    from htp_export.capabilities.quantize.precisions import Method
-
-    planned.check_methods("nncf", (Method.STATIC, Method.WEIGHTS, Method.KEEP))
-    static, weights = planned.of(Method.STATIC), planned.of(Method.WEIGHTS)
+    planned.check_methods("nncf", "static", "weights", "keep")
+    static, weights = planned.of("static"), planned.of("weights")
     for precision in static:
         if precision.bits != 8 or precision.activation not in ("int8", "uint8"):
             raise InputError(f"nncf.quantize has no {precision}; it quantizes to 8 bits")
     content: dict[str, object] = {}
     if static:
-        chosen = {node for nodes in static.values() for node in nodes}
+        chosen = [node for nodes in static.values() for node in nodes]
         symmetric = all(precision.symmetric for precision in static)
         content["quantize"] = {
             "preset": "performance" if symmetric else "mixed",
             "ignored_scope": _all_but(planned, chosen),
         }
     content["compress_weights"] = [
-        {**_mode(precision), "ignored_scope": _all_but(planned, set(nodes))}
+        {**_mode(precision), "ignored_scope": _all_but(planned, nodes)}
         for precision, nodes in sorted(weights.items(), key=lambda item: -item[0].bits)
     ]
     notes = ["nncf.quantize(model, dataset, preset=nncf.QuantizationPreset(p), ignored_scope=nncf.IgnoredScope(**s))"]
@@ -58,10 +56,10 @@ def _mode(precision: Precision) -> dict[str, Any]:
     return {"mode": mode, "group_size": precision.block_size, "ratio": 1.0, "all_layers": True}
 
 
-def _all_but(planned: PlannedModel, chosen: set[ir.Node]) -> dict[str, object]:
+def _all_but(planned: PlannedModel, chosen: list[ir.Node]) -> dict[str, object]:
     """The scope of all nodes that are not chosen.
 
     Nothing is validated: NNCF has no nodes for constants, and gives other names to those that it compressed before.
     """
-    ignored = [node for node in planned.nodes if node not in chosen and node.name and node.op_type != "Constant"]
-    return {"names": names(ignored), "validate": False}
+    ignored = names(node for node in planned.others(chosen) if node.op_type != "Constant")
+    return {"names": ignored, "validate": False}

@@ -27,23 +27,17 @@ _IN_BLOCKS = ("MatMul", "Gather")
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The calls as JSON: types and methods stand there by name, as in ``QuantType["QInt8"]``."""
-    from htp_export.capabilities.quantize.precisions import Method
-
     steps = [  # float16 first: quantizers give the nodes that they make other names
-        *(_float16(planned, precision, nodes) for precision, nodes in planned.of(Method.CAST).items()),
-        *(_static(precision, nodes) for precision, nodes in planned.of(Method.STATIC).items()),
-        *(_dynamic(precision, nodes) for precision, nodes in planned.of(Method.DYNAMIC).items()),
-        *(_blocks(planned, precision, nodes) for precision, nodes in planned.of(Method.WEIGHTS).items()),
+        *(_float16(planned, precision, nodes) for precision, nodes in planned.of("cast").items()),
+        *(_static(precision, nodes) for precision, nodes in planned.of("static").items()),
+        *(_dynamic(precision, nodes) for precision, nodes in planned.of("dynamic").items()),
+        *(_blocks(planned, precision, nodes) for precision, nodes in planned.of("weights").items()),
     ]
     notes = ["call each function with its arguments, on the result of the one before; quantize_static takes data, too"]
-    left_out = [
-        use.node
-        for nodes in planned.of(Method.WEIGHTS).values()
-        for use in planned.weighted(nodes)
-        if use.node.op_type not in _IN_BLOCKS
-    ]
+    weighted = [use.node.op_type for nodes in planned.of("weights").values() for use in planned.weighted(nodes)]
+    left_out = [kind for kind in weighted if kind not in _IN_BLOCKS]
     if left_out:
-        kinds = ", ".join(sorted({node.op_type for node in left_out}))
+        kinds = ", ".join(sorted(set(left_out)))
         notes.append(f"{len(left_out)} nodes keep their weights: ONNX Runtime has no blocks in {kinds}")
     return TargetFile({"steps": steps}, (*notes, *planned.subgraph_notes()))
 
@@ -78,16 +72,14 @@ def _dynamic(precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
 
 
 def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
-    from htp_export.capabilities.quantize.precisions import Algorithm
-
-    if precision.algorithm != Algorithm.DEFAULT:
+    if precision.algorithm != "default":
         raise InputError(f"rules for ort have the algorithm 'default', not {precision.algorithm!r} ({precision})")
     arguments = {
         "bits": precision.bits,
         "block_size": precision.block_size,
         "is_symmetric": precision.symmetric,
         "op_types_to_quantize": list(_IN_BLOCKS),
-        "nodes_to_exclude": _all_but(planned, nodes),
+        "nodes_to_exclude": names(planned.others(nodes)),
     }
     return _step("onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer", arguments)
 
@@ -95,10 +87,5 @@ def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -
 def _float16(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
     if precision.activation != "float16":
         raise InputError(f"onnxruntime converts to float16 alone, and not to {precision}")
-    arguments = {"keep_io_types": True, "node_block_list": _all_but(planned, nodes)}
+    arguments = {"keep_io_types": True, "node_block_list": names(planned.others(nodes))}
     return _step("onnxruntime.transformers.float16.convert_float_to_float16", arguments)
-
-
-def _all_but(planned: PlannedModel, nodes: list[ir.Node]) -> list[str]:
-    chosen = set(nodes)
-    return names(node for node in planned.nodes if node not in chosen and node.name)

@@ -7,156 +7,135 @@ read it, and none between operators that are cast to the same type.
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.precisions import Precision
+from htp_export.capabilities.quantize.method import Method, Precision
+from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.editing import take_place
-from htp_export.editing.submodels import constant_of
-from htp_export.model.tensor_names import Names
+from htp_export.editing.submodels import constant_of, remove_unused
 from htp_export.runtime.arrays import Array
-from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs
+from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, subgraphs
 
-__all__ = ["Ports", "cast_nodes", "ports_of"]
+__all__ = ["METHOD", "narrowed"]
 
 _TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
 
 @dataclass(frozen=True)
-class Ports:
-    """What an operator can read and make in another float type.
-
-    Attributes:
-        inputs: Places of inputs.
-        outputs: Places of outputs.
-    """
+class _Ports:
+    """The places of inputs and outputs of an operator that can have another float type."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
-def ports_of(
-    node: ir.Node, opset: int, precision: Precision, types: Mapping[ir.Value, ir.DataType | None]
-) -> Ports | None:
-    """The inputs and outputs of a node that can have another float type; None if that changes nothing of it.
+class Cast(Method):
+    """Operators compute in a float type of 16 bits."""
 
-    The ONNX definition of the operator in the model's opset decides: some inputs are floats of 32 bits always (the
-    scales of ``Resize``), some operators know a type only from a later opset on (``Conv`` in bfloat16).
+    activations = tuple(_TYPES)
+    weights = tuple(_TYPES)
+    order = 3
+    in_subgraphs = True
 
-    Args:
-        node: The node.
-        opset: The version of the standard operators.
-        precision: A precision of the method ``cast``.
-        types: The element type of each tensor.
-    """
-    if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain):
-        return None
-    known = _type_names(node.op_type, opset) if not node.domain else _other_type_names(node.domain, node.op_type)
-    if known is None:
-        return None
-    wanted = f"tensor({precision.activation})"
+    def check(self) -> None:
+        if self.precision.activation != self.precision.weight:
+            raise self.precision.fault("activations and weights have the same float type")
 
-    def places(values: Sequence[ir.Value | None], formals: Sequence[str]) -> tuple[int, ...]:
-        return tuple(
-            place
-            for place, value in enumerate(values)
-            if value is not None
-            and types.get(value) == ir.DataType.FLOAT
-            and formals
-            and wanted in known.allowed.get(formals[min(place, len(formals) - 1)], ())
-        )
+    def takes(self, node: ir.Node, facts: Facts) -> bool:
+        return self._ports(node, facts) is not None
 
-    found = Ports(places(node.inputs, known.inputs), places(node.outputs, known.outputs))
-    has_float_output = any(types.get(value) == ir.DataType.FLOAT for value in node.outputs)
-    return None if not (found.outputs if has_float_output else found.inputs) else found
+    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+        ports = self._ports(node, facts)
+        return 2 * math.prod(tensor.shape.numpy()) if ports is not None and place in ports.inputs else None
+
+    def shared_by(self, node: ir.Node, place: int) -> None:
+        """All readers of the model share a weight."""
+
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
+        ports = {node: self._ports(work.twins[node], work.facts) for node in nodes}
+        chosen = {node: found for node, found in ports.items() if found is not None}
+        remove_unused(_Casting(chosen, self.precision, work).run())
+        return iter(())
+
+    def _ports(self, node: ir.Node, facts: Facts) -> _Ports | None:
+        """The inputs and outputs of a node that can have the type; None if that changes nothing of it.
+
+        The ONNX definition of the operator in the model's opset decides: some inputs are floats of 32 bits always (the
+        scales of ``Resize``), some operators know a type only from a later opset on (``Conv`` in bfloat16).
+        """
+        if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain):
+            return None
+        known = _type_names(node.domain, node.op_type, facts.opset)
+        if known is None:
+            return None
+        wanted = f"tensor({self.precision.activation})"
+
+        def places(values: Sequence[ir.Value | None], formals: Sequence[str]) -> tuple[int, ...]:
+            return tuple(
+                place
+                for place, value in enumerate(values)
+                if value is not None
+                and facts.dtypes.get(value) == ir.DataType.FLOAT
+                and formals
+                and wanted in known.allowed.get(formals[min(place, len(formals) - 1)], ())
+            )
+
+        found = _Ports(places(node.inputs, known.inputs), places(node.outputs, known.outputs))
+        has_float_output = any(facts.dtypes.get(value) == ir.DataType.FLOAT for value in node.outputs)
+        return None if not (found.outputs if has_float_output else found.inputs) else found
+
+
+METHOD = Cast
 
 
 @dataclass(frozen=True)
 class _TypeNames:
     """The formal types of an operator: of its inputs and outputs, and the types that a variable allows."""
 
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    allowed: Mapping[str, frozenset[str]]
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    allowed: Mapping[str, Sequence[str]]
 
 
 @functools.cache
-def _type_names(op_type: str, opset: int) -> _TypeNames | None:
-    try:
-        schema = onnx.defs.get_schema(op_type, opset, "")
-    except onnx.defs.SchemaError:
-        return None
-    return _TypeNames(
-        tuple(formal.type_str for formal in schema.inputs),
-        tuple(formal.type_str for formal in schema.outputs),
-        {constraint.type_param_str: frozenset(constraint.allowed_type_strs) for constraint in schema.type_constraints},
-    )
+def _type_names(domain: str, op_type: str, opset: int) -> _TypeNames | None:
+    """Those of ONNX's definition; for an operator of ONNX Runtime's own, of its newest version."""
+    if not domain:
+        if not onnx.defs.has(op_type, opset):
+            return None
+        schema = onnx.defs.get_schema(op_type, opset)
+        formals = [[formal.type_str for formal in listed] for listed in (schema.inputs, schema.outputs)]
+    else:
+        from onnxruntime.capi import onnxruntime_pybind11_state
 
-
-@functools.cache
-def _other_type_names(domain: str, op_type: str) -> _TypeNames | None:
-    """The same of an operator of ONNX Runtime's own, of its newest version."""
-    from onnxruntime.capi import onnxruntime_pybind11_state
-
-    schemas = [
-        schema
-        for schema in onnxruntime_pybind11_state.get_all_operator_schema()
-        if (schema.domain, schema.name) == (domain, op_type)
-    ]
-    if not schemas:
-        return None
-    schema = max(schemas, key=lambda schema: schema.since_version)
-    return _TypeNames(
-        tuple(formal.typeStr for formal in schema.inputs),
-        tuple(formal.typeStr for formal in schema.outputs),
-        {constraint.type_param_str: frozenset(constraint.allowed_type_strs) for constraint in schema.type_constraints},
-    )
-
-
-def cast_nodes(
-    whole: ir.Model,
-    chosen: Mapping[ir.Node, Ports],
-    precision: Precision,
-    names: Names,
-    within: Container[ir.Node] = (),
-) -> list[ir.Value]:
-    """Let nodes compute in another float type.
-
-    Args:
-        whole: The model; it is changed.
-        chosen: The nodes of the model, in order, with what they can read and make in the type.
-        precision: A precision of the method ``cast``.
-        names: The names of the model.
-        within: The nodes for which the plan says this type, those that have no such ports included: of these, the ones
-            that read the size of a tensor alone need no tensor of the old type.
-
-    Returns:
-        Weights that may have no readers any more.
-    """
-    return _Casting(whole, chosen, precision, names, within).run()
+        listed = onnxruntime_pybind11_state.get_all_operator_schema()
+        known = [schema for schema in listed if (schema.domain, schema.name) == (domain, op_type)]
+        if not known:
+            return None
+        schema = max(known, key=lambda schema: schema.since_version)
+        formals = [[formal.typeStr for formal in listed] for listed in (schema.inputs, schema.outputs)]
+    allowed = {constraint.type_param_str: constraint.allowed_type_strs for constraint in schema.type_constraints}
+    return _TypeNames(formals[0], formals[1], allowed)
 
 
 class _Casting:
-    def __init__(
-        self,
-        whole: ir.Model,
-        chosen: Mapping[ir.Node, Ports],
-        precision: Precision,
-        names: Names,
-        within: Container[ir.Node],
-    ) -> None:
-        self._whole, self._chosen, self._names, self._within = whole, chosen, names, within
-        self._suffix = precision.activation
-        self._type = _TYPES[precision.activation]
+    """Nodes of a model get another float type, in place; they come with what they can read and make in the type."""
+
+    def __init__(self, chosen: Mapping[ir.Node, _Ports], precision: Precision, work: Work) -> None:
+        self._chosen, self._precision, self._work, self._names = chosen, precision, work, work.names
+        self._suffix, self._type = precision.activation, _TYPES[precision.activation]
         self._made = {node.outputs[place] for node, ports in chosen.items() for place in ports.outputs}
         self._cast: dict[tuple[ir.Value, ir.Graph | None], ir.Value] = {}
         self._weights: dict[ir.Value, ir.Value] = {}
 
     def run(self) -> list[ir.Value]:
+        """Cast, and return the weights that may have no readers any more."""
         for node, ports in self._chosen.items():
             for place in ports.inputs:
                 value = node.inputs[place]
@@ -189,30 +168,33 @@ class _Casting:
         return self._cast[value, graph]
 
     def _narrow_weight(self, value: ir.Value, tensor: ir.TensorProtocol) -> ir.Value:
-        """A weight in the type: under its own name if nothing reads it as it was any more."""
-        narrow = _narrow_tensor(tensor, self._type)
+        """A weight in the type, read when it is written: under its own name if nothing reads it as it was any more."""
+        to, shape = self._type, ir.Shape(tensor.shape.numpy())
+        narrow = ir.LazyTensor(lambda: ir.Tensor(narrowed(tensor.numpy(), to), dtype=to), to, shape, name=tensor.name)
         alone = value.is_initializer() and not value.is_graph_output()
         if alone and all(self._reads_narrow(use.node, use.idx) for use in value.uses()):
-            value.const_value, value.type = narrow, ir.TensorType(self._type)
+            value.const_value, value.type = narrow, ir.TensorType(to)
             return value
-        new = ir.Value(name=self._names.tensors.unused(f"{value.name}_{self._suffix}"), type=ir.TensorType(self._type))
-        new.shape, new.const_value = ir.Shape(narrow.shape.numpy()), narrow
+        name = self._names.tensors.unused(f"{value.name}_{self._suffix}")
+        new = ir.Value(name=name, type=ir.TensorType(to), shape=shape, const_value=narrow)
         new.metadata_props.update(value.metadata_props)
-        self._whole.graph.register_initializer(new)
+        self._work.model.graph.register_initializer(new)
         return new
 
     def _reads_narrow(self, node: ir.Node, place: int) -> bool:
         ports = self._chosen.get(node)
         return ports is not None and place in ports.inputs
 
+    def _is_planned(self, node: ir.Node) -> bool:
+        return self._work.planned.get(node) == self._precision
+
     def _give_back(self, value: ir.Value) -> None:
-        """Let a value have the type; those who read it as it was read a Cast, which has its name."""
-        others = [
-            use
-            for use in value.uses()
-            if not self._reads_narrow(use.node, use.idx)
-            and not (use.node.op_type in SIZES_ONLY and not use.node.domain and use.node in self._within)
-        ]
+        """Let a value have the type; those who read it as it was read a Cast, which has its name.
+
+        Those that read the size of a tensor alone, and have the same precision in the plan, need none of the old type.
+        """
+        others = [use for use in value.uses() if not self._reads_narrow(use.node, use.idx)]
+        others = [use for use in others if not (is_standard(use.node, *SIZES_ONLY) and self._is_planned(use.node))]
         if others or value.is_graph_output():
             maker = value.producer()
             assert maker is not None
@@ -249,13 +231,6 @@ def _convert_attributes(node: ir.Node, to: ir.DataType) -> None:
 
 def _hold(node: ir.Node, array: Array, to: ir.DataType) -> None:
     node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(narrowed(array, to), dtype=to))
-
-
-def _narrow_tensor(tensor: ir.TensorProtocol, to: ir.DataType) -> ir.TensorProtocol:
-    """A tensor in a narrower type; it is read when it is written, one at a time."""
-    return ir.LazyTensor(
-        lambda: ir.Tensor(narrowed(tensor.numpy(), to), dtype=to), to, ir.Shape(tensor.shape.numpy()), name=tensor.name
-    )
 
 
 def narrowed(array: Array, to: ir.DataType) -> Array:

@@ -402,7 +402,7 @@ class TestAccuracyControl:
         assert "give the metric that may fall by it" in capsys.readouterr().err
         assert main([*command, "--metric", "accuracy_of_x:accuracy", "--validation", "x.npz"]) == 0
         assert json.loads(capsys.readouterr().out)["metric_after"] >= 0.95
-        assert main([*command, "--dry-run"]) == 0
+        assert main([*command[:3], "--dry-run"]) == 0
 
     def test_sensitivity_gives_its_metric_to_such_a_rule(self, trained: Any, nncf: Any) -> None:
         file, x = trained
@@ -455,18 +455,27 @@ def test_without_the_extra_the_command_that_installs_it_is_said(net: Path, monke
 @pytest.mark.parametrize(
     ("rule", "problem"),
     [
-        ({"precision": "fp16", "engine": "nncf"}, "the engine 'nncf' has int8, int8-weights and int4 alone"),
-        ({"precision": "uint8", "engine": "nncf"}, "the engine 'nncf' has int8, int8-weights and int4 alone"),
-        ({"precision": "int4", "engine": "nncf", "algorithm": "hqq"}, "algorithm can be default"),
-        ({"precision": "int4", "engine": "nncf", "max_drop": 0.1}, "max_drop is of int8, with the method static"),
-        (INT8 | {"awq": True}, "awq is of int4"),
+        (
+            {"precision": "fp16", "engine": "nncf"},
+            "with the engine 'nncf', method is 'cast', and can be static",
+        ),
+        ({"precision": "uint8", "engine": "nncf"}, "with the engine 'nncf', activation is 'uint8', and can be int8"),
+        ({"precision": "int4", "engine": "nncf", "algorithm": "hqq"}, "algorithm is 'hqq', and can be default"),
+        (
+            {"precision": "int4", "engine": "nncf", "max_drop": 0.1},
+            "has no field 'max_drop'; the method 'weights'",
+        ),
+        (INT8 | {"awq": True}, "has no field 'awq'; the method 'static' of nncf has"),
         ({"precision": "int8-weights", "engine": "nncf", "scale_estimation": True}, "scale_estimation is of int4"),
-        ({"precision": "int4", "awq": True}, "awq is of the engine 'nncf'"),
+        ({"precision": "int4", "awq": True}, "has no field 'awq'; the method 'weights' of onnxruntime has"),
         (INT8 | {"max_drop": -1}, "max_drop is -1, not a number from 0 up"),
         (INT8 | {"max_drop": float("nan")}, "max_drop is nan, not a number from 0 up"),
-        (INT8 | {"calibration": "entropy"}, "with the engine 'nncf', calibration can be minmax"),
+        (INT8 | {"calibration": "entropy"}, "with the engine 'nncf', calibration is 'entropy', and can be minmax"),
         (INT8 | {"bias_correction": "slow"}, "bias_correction is 'slow', and can be False, True"),
-        ({"precision": "int8", "smooth_quant": True}, "smooth_quant is of the engine 'nncf'"),
+        (
+            {"precision": "int8", "smooth_quant": True},
+            "has no field 'smooth_quant'; the method 'static' of onnx",
+        ),
         ({"precision": "int8", "engine": "tvm"}, "engine is 'tvm', and can be onnxruntime, nncf"),
     ],
 )
@@ -474,3 +483,17 @@ def test_fields_that_do_not_go_together_are_refused(rule: dict[str, Any], proble
     with pytest.raises(InputError) as caught:
         htp_export.quantize("no.onnx", {"second": rule})
     assert problem in str(caught.value)
+
+
+def test_a_fault_of_our_own_that_nncf_calls_back_is_not_one_of_nncf() -> None:
+    from htp_export.capabilities.quantize.precisions import precisions_of
+    from htp_export.process.bounds import check_whole
+    from htp_export_plugins.nncf import _calling_nncf
+
+    called: dict[str, Any] = {}
+    exec(compile("def quantize(work):\n    return work()", "/packages/nncf/quantization.py", "exec"), called)
+    precision = precisions_of({"0": "int8"})["0"]
+    with pytest.raises(ToolError, match="nncf failed on the modules of 'int8': Zero"), _calling_nncf(precision):
+        called["quantize"](lambda: 1 / 0)
+    with pytest.raises(TypeError, match="not supported between"), _calling_nncf(precision):
+        called["quantize"](lambda: check_whole("seed", 1, None, 2))  # type: ignore[arg-type]

@@ -1,0 +1,254 @@
+"""What a method is: the way in which one engine gives a precision to nodes.
+
+Nothing else knows what methods there are. Those of ``methods`` have the numerics of ONNX Runtime: a file each, with a
+class ``METHOD``. Those of another engine are a plug-in: an entry point of the group ``htp_export.quantize``, named as
+the engine, of a module whose ``METHODS`` maps the names of its methods to their classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import onnx_ir as ir
+
+from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.discovery import names_in, plug_in, plug_ins
+from htp_export.editing.submodels import Submodel, constant_of
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.runtime.arrays import nan_in
+
+__all__ = ["ENGINE", "FIELDS", "Method", "Precision"]
+
+ENGINE = "onnxruntime"
+"""The engine whose methods are built in."""
+
+_BITS = {"int4": 4, "int8": 8, "uint8": 8, "int16": 16, "uint16": 16, "float16": 16, "bfloat16": 16, "float32": 32}
+_FOLDER = "htp_export.capabilities.quantize.methods"
+
+
+class Method:
+    """One method of an engine, with the fields of one precision.
+
+    Attributes:
+        activations: Types that activations can have.
+        weights: Types that weights can have.
+        calibrations: Ways to choose ranges.
+        algorithms: Ways to round weights.
+        options: Names of fields of plans that this method alone knows; `check` checks their values.
+        order: Methods with smaller numbers are applied first; what is measured later sees what they made.
+        with_producer: Operators that are taken only together with the one that makes what they read.
+        multiplies_integers: Whether products are computed in integers of 8 bits, which saturate on some processors.
+    """
+
+    activations: ClassVar[tuple[str, ...]]
+    weights: ClassVar[tuple[str, ...]]
+    calibrations: ClassVar[tuple[str, ...]] = ("minmax",)
+    algorithms: ClassVar[tuple[str, ...]] = ("default",)
+    options: ClassVar[tuple[str, ...]] = ()
+    order: ClassVar[int] = 0
+    with_producer: ClassVar[frozenset[str]] = frozenset()
+    multiplies_integers: ClassVar[bool] = False
+
+    def __init__(self, precision: Precision) -> None:
+        self.precision = precision
+
+    def check(self) -> None:
+        """Refuse fields that do not go together (`InputError`)."""
+
+    @property
+    def first_opset(self) -> int:
+        """The version of ONNX's operators from which on it can be applied."""
+        return 1
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs data."""
+        return False
+
+    @property
+    def readings(self) -> int:
+        """How often it reads the data; 2 for several times."""
+        return int(self.calibrated)
+
+    @property
+    def in_subgraphs(self) -> bool:
+        """Whether it also takes nodes of branches and loops."""
+        return False
+
+    def takes(self, node: ir.Node, facts: Facts) -> bool:
+        """Whether a node can get the precision. No weights are read."""
+        return False
+
+    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+        """The bytes of a float tensor that a node reads, with scales and zero points; None if it stays as it is."""
+        return None
+
+    def shared_by(self, node: ir.Node, place: int) -> Hashable:
+        """What shares one copy of a weight in the precision: the readers in the graph of a node, or others."""
+        return node.graph
+
+    def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
+        """The nodes that are quantized together, each group as a model of its own."""
+        return [nodes]
+
+    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+        """Quantize the nodes of a part, which is used up; and a sentence on those that stay as they are, or nothing."""
+        raise NotImplementedError
+
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
+        """Give nodes of a model the precision, in place; sentences on those that stay as they are."""
+        self._refuse_nan(nodes)
+        for group in self.groups(nodes, work):
+            part = work.cut_out(group)
+            made, note = self.quantize(part, work)
+            work.put_back(part, made)
+            if note:
+                yield note
+
+    def _refuse_nan(self, nodes: Sequence[ir.Node]) -> None:
+        """Refuse weights with NaN, which integers do not have."""
+        for node in nodes:
+            for value in node.inputs:
+                tensor = constant_of(value)
+                if tensor is not None and value is not None and nan_in({str(value.name): tensor.numpy()}):
+                    path = next(iter(tags.owners_of(node.metadata_props)), "")
+                    where = f"{value.name!r} of module {path or '(root)'!r}"
+                    raise InputError(f"{where} has NaN, which {self.precision.name} has not")
+
+
+def _engines() -> tuple[str, ...]:
+    """The engines that are installed."""
+    return (ENGINE, *sorted(plug_ins("quantize")))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The types in which a module computes, and how its values get there.
+
+    Attributes:
+        name: Its name in tables.
+        method: ``keep``, ``cast``, ``static``, ``dynamic`` or ``weights``.
+        activation: Type of activations: ``float32``, ``float16``, ``bfloat16``, ``int8``, ``uint8``, ``int16`` or
+            ``uint16``. Dynamic ones are ``uint8``.
+        weight: Type of weights, as for activations, and ``int4``.
+        symmetric: Whether zero is the middle of the range: of activations (``static``), or of weights in blocks.
+        per_channel: Whether each output channel of a weight has its own scale (``static``, ``dynamic``).
+        calibration: How ranges are chosen (``static``): ``minmax``, ``entropy`` or ``percentile``.
+        reduce_range: Whether weights of 8 bits use 7 of them (``static``, ``dynamic``), for processors without VNNI.
+        algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq``, ``gptq`` or ``k-quant``.
+        block_size: Weights that share a scale (``weights``): 16 or more, a power of two.
+        engine: Whose numerics: ``onnxruntime``, or the name of a plug-in, such as ``nncf``.
+        options: What the engine's method takes besides, such as ``{"awq": True}``. In plans these are fields like the
+            others.
+        bits: Bits of a weight.
+
+    Raises:
+        InputError: If the fields do not go together.
+
+    Examples:
+        >>> Precision("small blocks", "weights", weight="int4", block_size=16).bits
+        4
+        >>> Precision("a16w8", "static", "uint16", "uint8").weight
+        'uint8'
+    """
+
+    name: str
+    method: str = "keep"
+    activation: str = "float32"
+    weight: str = "float32"
+    symmetric: bool = False
+    per_channel: bool = False
+    calibration: str = "minmax"
+    reduce_range: bool = False
+    algorithm: str = "default"
+    block_size: int = 32
+    engine: str = ENGINE
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    bits: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that the fields go together; the bits follow from the type of the weights."""
+        if self.engine != ENGINE:
+            self.check("engine", self.engine, _engines())
+        self.check("method", self.method, _methods_of(self.engine))
+        how = self.how
+        self.check("activation", self.activation, how.activations)
+        self.check("weight", self.weight, how.weights)
+        self.check("calibration", self.calibration, how.calibrations)
+        self.check("algorithm", self.algorithm, how.algorithms)
+        if not isinstance(self.block_size, int) or self.block_size < 16 or self.block_size & (self.block_size - 1):
+            raise self.fault(f"block_size is {self.block_size!r}, not 16, 32, 64, 128, ...")
+        bits = _BITS[self.weight]
+        if self.bits not in (0, bits):
+            raise self.fault(f"{self.weight} has {bits} bits, not {self.bits!r}")
+        object.__setattr__(self, "bits", bits)
+        for name in self.options:
+            if name not in how.options:
+                raise InputError(f"precision {self.name!r} has no field {name!r}{self._nearest(name)}")
+        how.check()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def how(self) -> Method:
+        """What its method does, with its fields."""
+        return _methods_of(self.engine)[self.method](self)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether modules stay as they are."""
+        return self.method == "keep"
+
+    @property
+    def activation_bits(self) -> int:
+        """Bits of an activation."""
+        return _BITS[self.activation]
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs data."""
+        return self.how.calibrated
+
+    @property
+    def max_drop(self) -> float | None:
+        """The most by which a metric may fall, with a method that has this option; None for no limit."""
+        return self.options.get("max_drop")
+
+    def check(self, what: str, value: Any, allowed: Iterable[Any]) -> None:
+        """Refuse a value of a field that is none of the allowed ones."""
+        if value not in (listed := list(allowed)):
+            engine = "" if self.engine == ENGINE or what == "engine" else f"with the engine {self.engine!r}, "
+            raise self.fault(f"{engine}{what} is {value!r}, and can be {', '.join(map(str, listed))}")
+
+    def _nearest(self, word: str) -> str:
+        known = [*FIELDS, *self.how.options]
+        near = difflib.get_close_matches(str(word), known, n=1)
+        listed = f"the method {self.method!r} of {self.engine} has {', '.join(known)}"
+        return f"; nearest: {near[0]!r}" if near else f"; {listed}"
+
+    def fault(self, problem: str) -> InputError:
+        """The error that says what is wrong with it."""
+        return InputError(f"precision {self.name!r}: {problem}")
+
+
+FIELDS = tuple(each.name for each in dataclasses.fields(Precision))
+
+
+@functools.cache
+def _methods_of(engine: str) -> Mapping[str, type[Method]]:
+    """The methods of an engine by name.
+
+    Raises:
+        InputError: If there is no such plug-in, or it cannot be imported.
+    """
+    if engine != ENGINE:
+        return dict(plug_in("quantize", engine).METHODS)
+    return {name: importlib.import_module(f"{_FOLDER}.{name}").METHOD for name in names_in(_FOLDER)}

@@ -1,0 +1,77 @@
+"""Operators on integers with ranges that are measured when they run: ONNX Runtime's dynamic quantizer."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.capabilities.quantize.method import Method
+from htp_export.capabilities.quantize.ort_quantizers import groups_in_memory, quantizers, quietly, write_products
+from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.editing.submodels import Submodel, constant_of
+from htp_export.files.parsing import model_from_proto
+from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
+
+__all__ = ["METHOD"]
+
+_FIRST_DYNAMIC, _FIRST_PER_CHANNEL = 10, 13  # opsets
+_WITH_WEIGHT = frozenset(("MatMul", "Gemm", "Conv", "Gather"))
+
+
+class Dynamic(Method):
+    """Weights are integers, and activations while operators run."""
+
+    activations = ("uint8",)
+    weights = ("int8", "uint8")
+    order = 2
+    multiplies_integers = True
+
+    @property
+    def first_opset(self) -> int:
+        return _FIRST_PER_CHANNEL if self.precision.per_channel else _FIRST_DYNAMIC
+
+    def takes(self, node: ir.Node, facts: Facts) -> bool:
+        """Whether it is an operator of the main graph with a constant weight."""
+        if node.domain or node.op_type not in _WITH_WEIGHT:
+            return False
+        weight = constant_of(node.inputs[weight_place(node)])
+        if weight is None or weight.dtype != ir.DataType.FLOAT:
+            return False
+        return node.op_type not in ("MatMul", "Gemm") or is_matrix_product(node)
+
+    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+        if place != weight_place(node):
+            return tensor.size if place == 0 else None  # a constant input is quantized with the weight
+        shape = [int(size) for size in tensor.shape.numpy()]
+        axes = weight_axes(node, 1) if self.precision.per_channel and node.op_type in ("MatMul", "Gemm") else None
+        return math.prod(shape) + (0 if axes is None else 5 * shape[axes[1]])
+
+    def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
+        return groups_in_memory(nodes)
+
+    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+        """ONNX Runtime runs ``ConvInteger`` with unsigned weights alone, so convolutions get these."""
+        write_products(part.model.graph)
+        kinds = {node.op_type for node in part.model.graph}
+        unsigned = self.precision.weight == "uint8" or "Conv" in kinds
+        tool = quantizers()
+        with tempfile.TemporaryDirectory(prefix="htp_export_") as folder, quietly():
+            target = Path(folder) / "made.onnx"
+            tool.quantize_dynamic(
+                part.proto(),
+                target,
+                op_types_to_quantize=sorted(kinds),
+                per_channel=self.precision.per_channel and "Conv" not in kinds,
+                reduce_range=self.precision.reduce_range,
+                weight_type=tool.QuantType.QUInt8 if unsigned else tool.QuantType.QInt8,
+                extra_options={"MatMulConstBOnly": True},
+            )
+            return model_from_proto(onnx.load(target)), ""
+
+
+METHOD = Dynamic

@@ -1,0 +1,143 @@
+"""Weights of matrix products and tables in few bits, block by block: ONNX Runtime's MatMulNBitsQuantizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.capabilities.quantize.method import Method
+from htp_export.capabilities.quantize.ort_quantizers import (
+    Reader,
+    groups_in_memory,
+    quantizers,
+    quietly,
+    write_products,
+)
+from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.editing.submodels import Submodel, constant_of
+from htp_export.runtime.arrays import Array
+from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
+
+__all__ = ["METHOD", "Blocks"]
+
+_PACKING = ("rtn", "gptq", "k-quant")
+"""Algorithms that pack two zero points of a column into a byte, and fail on an odd number of them."""
+
+
+class Blocks(Method):
+    """Weights are rounded in blocks with a scale each; activations stay."""
+
+    activations = ("float32",)
+    weights = ("int4", "int8")
+    algorithms = ("default", "rtn", "hqq", "gptq", "k-quant")
+    order = 1
+
+    def check(self) -> None:
+        if self.precision.bits != 4 and self.precision.algorithm in ("gptq", "hqq"):
+            algorithm, bits = self.precision.algorithm, self.precision.bits
+            raise self.precision.fault(f"with {algorithm}, ONNX Runtime runs 4 bits, not {bits}")
+
+    @property
+    def calibrated(self) -> bool:
+        return self.precision.algorithm == "gptq"
+
+    @property
+    def readings(self) -> int:
+        return 2 * self.calibrated  # each group of weights reads them
+
+    @property
+    def in_subgraphs(self) -> bool:
+        return not self.calibrated
+
+    def takes(self, node: ir.Node, facts: Facts) -> bool:
+        """Whether a product has a constant matrix on the right; with 4 bits, also a ``Gather`` of rows."""
+        if node.domain or node.op_type not in ("MatMul", "Gemm", "Gather"):
+            return False
+        weight = constant_of(node.inputs[weight_place(node)])
+        if weight is None or weight.dtype != ir.DataType.FLOAT or len(weight.shape) != 2:
+            return False
+        precision = self.precision
+        if node.op_type == "Gather":
+            axis = node.attributes.get_int("axis", 0)
+            return precision.bits == 4 and precision.algorithm == "default" and axis == 0
+        return is_matrix_product(node) and not self._is_refused(node)
+
+    def _is_refused(self, node: ir.Node) -> bool:
+        """Whether the algorithm fails on the zero points of a product."""
+        precision = self.precision
+        if precision.algorithm not in _PACKING or precision.bits != 4:
+            return False
+        return self._has_points() and -(-_sizes(node)[0] // precision.block_size) % 2 == 1
+
+    def _has_points(self) -> bool:
+        return not self.precision.symmetric or self.precision.algorithm == "k-quant"
+
+    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+        if place != weight_place(node):
+            return None
+        bits, size = self.precision.bits, self.precision.block_size
+        along, across = _sizes(node)
+        blocks = -(-along // size)
+        if node.op_type == "Gather":
+            packed, points = (along * across * bits + 7) // 8, (across * blocks * bits + 7) // 8
+        else:
+            packed, points = across * blocks * size * bits // 8, across * ((blocks * bits + 7) // 8)
+        if self.precision.algorithm == "hqq":
+            points = across * blocks * 4  # floats
+        elif not self._has_points():
+            points = 0
+        return packed + across * blocks * 4 + points
+
+    def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
+        return groups_in_memory(nodes)
+
+    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+        samples: list[Mapping[str, Array]] = []
+        if self.calibrated:
+            with work.runs(part) as runs:
+                samples += runs
+        tool = quantizers("matmul_nbits_quantizer")
+        write_products(part.model.graph)
+        quantizer = tool.MatMulNBitsQuantizer(
+            part.proto(),
+            block_size=self.precision.block_size,
+            is_symmetric=self.precision.symmetric,
+            algo_config=self._algorithm(tool, part, samples),
+        )
+        with quietly():
+            quantizer.process()
+        made: onnx.ModelProto = quantizer.model.model
+        unique = {tensor.name: tensor for tensor in made.graph.initializer}  # two readers of a weight write it twice
+        del made.graph.initializer[:]
+        made.graph.initializer.extend(unique.values())
+        return ir.from_proto(made), ""
+
+    def _algorithm(self, tool: Any, part: Submodel, samples: Sequence[Mapping[str, Array]]) -> Any:
+        """The configuration of the algorithm, for the nodes of a part."""
+        algorithm, bits, size = self.precision.algorithm, self.precision.bits, self.precision.block_size
+        if algorithm in ("rtn", "k-quant"):
+            by_node = {str(node.name): {"bits": bits, "group_size": size} for node in part.model.graph}
+            config = tool.RTNWeightOnlyQuantConfig if algorithm == "rtn" else tool.KQuantWeightOnlyQuantConfig
+            return config(customized_weight_config=by_node)
+        if algorithm == "hqq":
+            return tool.HQQWeightOnlyQuantConfig(block_size=size, bits=bits)
+        if algorithm == "gptq":
+            return tool.GPTQWeightOnlyQuantConfig(Reader(samples))
+        kinds = ("MatMul", "Gather") if any(node.op_type == "Gather" for node in part.model.graph) else ("MatMul",)
+        symmetric = self.precision.symmetric
+        return tool.DefaultWeightOnlyQuantConfig(size, symmetric, bits=bits, op_types_to_quantize=kinds)
+
+
+METHOD = Blocks
+
+
+def _sizes(node: ir.Node) -> tuple[int, int]:
+    """The elements of a weight along a block, and across."""
+    weight, axes = constant_of(node.inputs[weight_place(node)]), weight_axes(node, weight_place(node))
+    assert weight is not None
+    assert axes is not None
+    first, second = (int(size) for size in weight.shape.numpy())
+    return (second, first) if axes[0] % 2 else (first, second)

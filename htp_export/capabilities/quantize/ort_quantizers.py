@@ -1,0 +1,137 @@
+"""ONNX Runtime's quantizers: imported when they are needed, kept from printing and from configuring logging.
+
+Those of weights know ``MatMul`` alone, so each ``Gemm`` is written as a product and a sum for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.editing.submodels import constant_of
+from htp_export.process.progress import counted
+from htp_export.process.quiet import quiet
+from htp_export.runtime.arrays import Array
+from htp_export.weights.products import is_matrix_product
+
+__all__ = ["GROUP_BYTES", "Reader", "groups_in_memory", "quantizers", "quietly", "write_products"]
+
+GROUP_BYTES = 256 << 20
+"""Weights that are in memory at a time; a single one may be larger."""
+
+_QUANTIZATION = "onnxruntime.quantization"
+
+
+def quantizers(module: str = "") -> Any:
+    """Import ``onnxruntime.quantization``, or a module of it.
+
+    Some of its modules call ``logging.basicConfig`` on import, which would configure the logging of the program.
+    """
+    with quietly():
+        return importlib.import_module(f"{_QUANTIZATION}.{module}" if module else _QUANTIZATION)
+
+
+def quietly() -> contextlib.AbstractContextManager[None]:
+    """Suppress what ONNX Runtime's quantizers say.
+
+    It is advice that the caller cannot follow, such as to preprocess the model. They log to the root logger itself.
+    """
+    return quiet("")
+
+
+class _Feed(dict[str, Any]):
+    """The inputs of a run, which is one without inputs too: ONNX Runtime takes an empty mapping for the end of runs."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class Reader:
+    """Runs as ONNX Runtime's quantizers read them; they copy it to read them more than once."""
+
+    def __init__(self, runs: Sequence[Mapping[str, Array]]) -> None:
+        self._runs = [_Feed(run) for run in runs]
+        self._left = iter(self._runs)
+
+    def __iter__(self) -> Iterator[Mapping[str, Array]]:
+        return iter(self._runs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
+        return Reader(self._runs)
+
+    def get_next(self) -> Mapping[str, Array] | None:
+        """The next run; None after the last one."""
+        return next(self._left, None)
+
+
+def groups_in_memory(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
+    """Nodes in groups whose weights fit into memory; those that share a weight are in one, so that it is read once.
+
+    Those of each graph are apart, and convolutions, which have other weights.
+    """
+    apart: dict[Any, list[ir.Node]] = {}
+    for node in nodes:
+        apart.setdefault((node.graph, node.op_type == "Conv"), []).append(node)
+    yield from counted([group for alike in apart.values() for group in _groups(alike)], "groups of weights")
+
+
+def _groups(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
+    by_weight: dict[ir.Value | None, list[ir.Node]] = {}
+    for node in nodes:
+        by_weight.setdefault(next(iter(_weights_of(node)), None), []).append(node)
+    order = {node: place for place, node in enumerate(nodes)}
+    group, size = list[ir.Node](), 0
+    for readers in by_weight.values():
+        more = sum(_weights_of(readers[0]).values())
+        if group and size + more > GROUP_BYTES:
+            yield sorted(group, key=order.__getitem__)
+            group, size = [], 0
+        group += readers
+        size += more
+    if group:
+        yield sorted(group, key=order.__getitem__)
+
+
+def _weights_of(node: ir.Node) -> dict[ir.Value, int]:
+    """The constants that a node reads as floats, with their bytes."""
+    tensors = {value: tensor for value in node.inputs if value is not None and (tensor := constant_of(value))}
+    return {value: tensor.nbytes for value, tensor in tensors.items() if tensor.dtype == ir.DataType.FLOAT}
+
+
+def write_products(graph: ir.Graph) -> None:
+    """Write each ``Gemm`` with a constant weight as a ``MatMul``, which has its name, and an ``Add``."""
+    for node in list(graph):
+        if node.op_type == "Gemm" and is_matrix_product(node):
+            _as_product(graph, node)
+
+
+def _as_product(graph: ir.Graph, node: ir.Node) -> None:
+    left, right = node.inputs[0], node.inputs[1]
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    if right is None or right.const_value is None:
+        return
+    if node.attributes.get_int("transB", 0):
+        tensor = right.const_value
+        turned = ir.Value(name=f"{right.name}_transposed", type=ir.TensorType(tensor.dtype))
+        if turned.name in graph.initializers:
+            turned = graph.initializers[str(turned.name)]
+        else:
+            array = np.ascontiguousarray(tensor.numpy().T)
+            turned.const_value, turned.shape = ir.Tensor(array, name=turned.name), ir.Shape(array.shape)
+            graph.register_initializer(turned)
+    else:
+        turned = right
+    product = ir.Node("", "MatMul", [left, turned], name=node.name)
+    result, new = product.outputs[0], [product]
+    result.name, result.type = f"{node.outputs[0].name}_product", node.outputs[0].type
+    if bias is not None:
+        new.append(ir.Node("", "Add", [result, bias], name=f"{node.name}_bias"))
+        result = new[-1].outputs[0]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], new, [node.outputs[0]], [result])
+    if not right.uses():
+        graph.initializers.pop(str(right.name), None)

@@ -1,0 +1,162 @@
+"""What methods see of a model: facts before anything is done, the model while it changes, and a metric of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.capabilities.quantize.calibration_data import Samples, activations
+from htp_export.editing.submodels import Submodel, cut_out, in_copy, put_back, remove_unused
+from htp_export.errors import InputError
+from htp_export.files.parsing import model_from_proto
+from htp_export.model.tagged import TaggedModel
+from htp_export.model.tensor_names import Names
+from htp_export.runtime.arrays import Array
+from htp_export.runtime.metrics import Metric, measured_metric
+
+__all__ = ["Facts", "Validation", "Work"]
+
+_SLACK = 1e-9  # rounding errors of differences between metrics
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What methods ask of a model before anything is done to it.
+
+    Attributes:
+        graph: The main graph.
+        opset: The version of ONNX's operators.
+        dtypes: Value → its element type.
+    """
+
+    graph: ir.Graph
+    opset: int
+    dtypes: Mapping[ir.Value, ir.DataType | None]
+
+    @classmethod
+    def of(cls, tagged: TaggedModel) -> Facts:
+        """The facts of a model."""
+        graph, types = tagged.model.graph, tagged.inferred
+        values = (value for node in tagged.nodes for value in (*node.inputs, *node.outputs) if value is not None)
+        dtypes = {value: types.dtype(value) for value in values if isinstance(types.type(value), ir.TensorType)}
+        return cls(graph, graph.opset_imports.get("", 1), dtypes)
+
+    def has_floats(self, node: ir.Node) -> bool:
+        """Whether the first input and the first output of a node are tensors of 32-bit floats."""
+        values = [value for value in (*node.inputs[:1], *node.outputs[:1]) if value is not None]
+        return bool(values) and all(self.dtypes.get(value) == ir.DataType.FLOAT for value in values)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A metric on validation data, of which all runs are in memory.
+
+    Attributes:
+        metric: The metric; larger is better.
+        samples: The validation data.
+        original: The model as it was.
+        name: Its name in errors.
+    """
+
+    metric: Metric
+    samples: Samples
+    original: ir.Model
+    name: str
+
+    @cached_property
+    def feeds(self) -> Sequence[dict[str, Array]]:
+        """The inputs of each run."""
+        return [dict(run) for run in self.samples]
+
+    @cached_property
+    def before(self) -> float:
+        """The metric of the model as it was."""
+        return self.of(self.original)
+
+    def of(self, model: ir.Model) -> float:
+        """The metric of a model."""
+        return measured_metric(self.metric, model, self.name, self.feeds)
+
+    def with_part(self, model: ir.Model, part: Submodel, made: onnx.ModelProto) -> float:
+        """The metric of a model with what a tool made of a part of it; the model is not changed."""
+        copy = model.clone()
+        put_back(copy, in_copy(part, model, copy), model_from_proto(made), Names(copy))
+        return self.of(copy)
+
+    def budget(self, model: ir.Model, max_drop: float, name: str) -> float:
+        """What is left of the drop that a precision of a name allows, after those that were applied before it.
+
+        Raises:
+            InputError: If nothing is left.
+        """
+        left = max_drop - (self.before - self.of(model))
+        if left < -_SLACK:
+            raise InputError(f"{self._fall(self.of(model))} before {name!r} with max_drop is applied")
+        return max(left, 0.0)
+
+    def check(self, model: ir.Model, max_drop: float | None) -> float:
+        """The metric of the model with the whole plan; ``max_drop`` is the most by which it may fall.
+
+        Raises:
+            InputError: If it falls by more than the plan allows.
+        """
+        after = self.of(model)
+        if max_drop is not None and not self.before - after <= max_drop + _SLACK:
+            raise InputError(f"{self._fall(after)} with the whole plan, and max_drop is {max_drop:g}")
+        return after
+
+    def _fall(self, after: float) -> str:
+        return f"the metric falls from {self.before:g} to {after:g}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model that changes, and what it was.
+
+    Attributes:
+        changed: The model that changes.
+        original: The model as it was; ranges are measured on it.
+        facts: Of the model as it was.
+        twins: Node of the model that changes → what it is in the model as it was.
+        planned: Node of the model that changes → the precision that the plan gives it.
+        samples: The user's data, or random inputs.
+        name: Name of the model in errors.
+        validation: The user's metric; None without one.
+    """
+
+    changed: TaggedModel
+    original: TaggedModel
+    facts: Facts
+    twins: Mapping[ir.Node, ir.Node]
+    planned: Mapping[ir.Node, object]
+    samples: Samples
+    name: str
+    validation: Validation | None
+
+    @property
+    def model(self) -> ir.Model:
+        """The model that changes."""
+        return self.changed.model
+
+    @cached_property
+    def names(self) -> Names:
+        """Its names."""
+        return Names(self.model)
+
+    def cut_out(self, nodes: Sequence[ir.Node]) -> Submodel:
+        """Nodes of it as a model of their own."""
+        return cut_out(self.model, nodes, self.changed.inferred)
+
+    def put_back(self, part: Submodel, made: ir.Model) -> None:
+        """Replace the nodes of a part by what was made of it."""
+        put_back(self.model, part, made, self.names)
+        remove_unused(part.weights.values())
+
+    def runs(self, part: Submodel) -> AbstractContextManager[Iterator[dict[str, Array]]]:
+        """The inputs of a part, in each run of the data."""
+        return activations(self.original.model, self.name, self.samples, list(part.inputs))
