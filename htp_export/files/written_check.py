@@ -22,7 +22,8 @@ import onnx_ir as ir
 
 from htp_export.errors import ResultError
 from htp_export.files.slots import slots
-from htp_export.files.stored import Marks
+from htp_export.files.protobuf_bytes import Marks
+from htp_export.files.stored import stand_in
 from htp_export.format import tags
 
 __all__ = ["Fault", "check_written", "faults_of", "hollow_proto", "made_from"]
@@ -133,10 +134,10 @@ def hollow_proto(copy: ir.Model) -> tuple[onnx.ModelProto, Marks, list[ir.Tensor
     """
     marks, marked = Marks(), list[ir.TensorProtocol]()
     for slot in list(slots(copy)):
-        stand_in = marks.stand_in(slot.tensor)
-        if stand_in is not None:
+        hollow = stand_in(slot.tensor, marks)
+        if hollow is not None:
             marked.append(slot.tensor)
-            slot.put(stand_in)
+            slot.put(hollow)
     return ir.to_proto(copy), marks, marked
 
 
