@@ -21,10 +21,8 @@ def check_flat_size(model: ir.Model) -> None:
     """Refuse a model whose functions call one another so often that nothing can work on its flat graph.
 
     Dissolving functions, ONNX's shape inference and ONNX Runtime take time and memory for each node of that graph:
-    of 40 functions that call one another twice, 3 kB in a file, for 549,755,813,888.
-
-    Args:
-        model: The model. If it has as many nodes as it is, it is not refused.
+    of 40 functions that call one another twice, 3 kB in a file, for 549,755,813,888. A model that is written with as
+    many nodes is not refused.
 
     Raises:
         InputError: If the flat graph has more than `MOST_FLAT_NODES` nodes; the message says how many.
@@ -42,10 +40,7 @@ def check_flat_size(model: ir.Model) -> None:
 
 
 def flat_size(model: ir.Model) -> int:
-    """Nodes of the model without functions; a call in a cycle of calls counts as one.
-
-    Args:
-        model: The model; it is not changed. Sizes above 10^15 are not told apart.
+    """Count the nodes of the model without functions, up to 10^15; a call in a cycle of calls counts as one.
 
     Examples:
         >>> import onnx

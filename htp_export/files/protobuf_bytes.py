@@ -149,9 +149,7 @@ def without_values(data: memoryview, marks: Marks) -> tuple[onnx.ModelProto, lis
         raise ValueError(str(error)) from error
 
 
-def with_values(
-    proto: onnx.ModelProto, marks: Marks, values: Sequence[_Bytes]
-) -> list[bytes | memoryview | _Bytes]:
+def with_values(proto: onnx.ModelProto, marks: Marks, values: Sequence[_Bytes]) -> list[bytes | memoryview | _Bytes]:
     """Return the bytes of a model in pieces, with the values of each mark, or what stands for them, in its place."""
     skeleton = proto.SerializeToString()
     places = marks.places(skeleton)

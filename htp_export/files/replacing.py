@@ -1,9 +1,9 @@
 """Write files beside their targets, and rename them to their places together.
 
 What is written lies in a *work folder*, ``.htp-<random>`` beside the target, until it is whole. There is a lock in it,
-which is free once the process has ended, and, from the first rename on, a journal of what is to be renamed and removed.
-Whoever opens a work folder clears away those of processes that were killed. Without a journal, nothing but the work
-folder is there, and it goes; with one, what is left to do is done, unless somebody changed one of the targets meanwhile.
+which is free once the process has ended, and, from before the first rename on, a journal of what is to be renamed and
+removed. Whoever opens a work folder clears away those of processes that were killed. Without a journal, nothing but the
+work folder is there, and it goes; with one, what is left to do is done, unless somebody changed a target meanwhile.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class WorkFolder:
             if replaces:
                 for folder in {step.target.parent for step in steps}:
                     filesystem.sync_folder(folder)
-            if all([removal.done() for removal in removed]):
+            if _all_done(removed):
                 self._journal.unlink()
 
     def _prepared(self, move: Move, others: contextlib.ExitStack) -> _Step:
@@ -196,7 +196,7 @@ class WorkFolder:
                 os.replace(step.new, step.target)  # noqa: PTH105
         except OSError:
             return  # another time
-        if not is_wanted or all([removal.done() for removal in removed]):
+        if not is_wanted or _all_done(removed):
             filesystem.remove(self._journal)
 
 
@@ -235,6 +235,11 @@ class _Removal:
     def done(self) -> bool:
         """Remove the file, and return whether it could be removed."""
         return Identity.at(self.target) != self.old or filesystem.remove(self.target)
+
+
+def _all_done(removed: Iterable[_Removal]) -> bool:
+    """Remove all, and return whether all could be removed."""
+    return not [removal for removal in removed if not removal.done()]
 
 
 def _plain(entry: _Step | _Removal) -> dict[str, Any]:

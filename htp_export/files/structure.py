@@ -21,9 +21,6 @@ import onnx_ir as ir
 __all__ = ["at_fault", "check_structure", "node_text"]
 
 _STANDARD = ("", "ai.onnx")
-_SMALL = 1 << 16
-"""Bytes; to tell the length of ``raw_data``, protobuf copies it, which larger tensors are spared."""
-
 _FIELDS = {
     ir.DataType.FLOAT: "float_data",
     ir.DataType.COMPLEX64: "float_data",
@@ -263,14 +260,7 @@ def _check_texts(node: ir.Node, attribute: ir.Attr) -> None:
 
 @dataclass(frozen=True)
 class _Rules:
-    """The requirements of an operator for its nodes.
-
-    Attributes:
-        kinds: The type of each attribute.
-        required: The required attributes.
-        inputs: Minimum and maximum number of inputs.
-        outputs: Minimum and maximum number of outputs.
-    """
+    """The requirements of an operator: its attributes, and the minimum and maximum number of inputs and outputs."""
 
     kinds: Mapping[str, ir.AttributeType]
     required: tuple[str, ...]
@@ -359,8 +349,7 @@ def _check_proto(proto: onnx.TensorProto) -> None:
     size = math.prod(dims)
     nbytes = -(-size * bits // 8)
     if proto.HasField("raw_data"):
-        if nbytes < _SMALL or not _fits(proto, nbytes):
-            _compare(proto.name, len(proto.raw_data), nbytes, "bytes")
+        _compare(proto.name, len(proto.raw_data), nbytes, "bytes")
         return
     dtype = ir.DataType(proto.data_type)
     field = _FIELDS.get(dtype, "int32_data")
@@ -369,15 +358,6 @@ def _check_proto(proto: onnx.TensorProto) -> None:
             raise ValueError(f"{_tensor_text(proto.name)} is of type {dtype.name}, and has values in {other_field}")
     packed = bits in (2, 4)
     _compare(proto.name, len(getattr(proto, field)), nbytes if packed else size * _PARTS.get(dtype, 1), "values")
-
-
-def _fits(proto: onnx.TensorProto, nbytes: int) -> bool:
-    """Return whether the size of a large tensor proves that it has so many bytes of values."""
-    header = onnx.TensorProto(dims=proto.dims, data_type=proto.data_type, metadata_props=proto.metadata_props)
-    for field in ("name", "doc_string"):
-        if proto.HasField(field):
-            setattr(header, field, getattr(proto, field))
-    return bool(proto.ByteSize() == header.ByteSize() + 1 + (max(nbytes.bit_length(), 1) + 6) // 7 + nbytes)
 
 
 def _compare(name: str | None, actual: int, wanted: int, what: str) -> None:

@@ -77,11 +77,7 @@ def check_target(
 
 
 def check_parent(target: Path) -> None:
-    """Refuse a file or folder whose folder is not there, or in which nothing can be made.
-
-    Raises:
-        FileError: If it is such a file.
-    """
+    """Refuse a file or folder whose folder is not there, or in which nothing can be made."""
     try:
         real_path(target)
     except OSError as cycle:
@@ -131,12 +127,7 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def files_named_in(value: Any) -> Iterator[Path]:
-    """The existing files that an argument names: a path, a text that is one, or several in lists and mappings.
-
-    Examples:
-        >>> list(files_named_in({"data": ["nowhere.npz"], "bits": 4}))
-        []
-    """
+    """Return the existing files that an argument names: a path, a text that is one, or lists and mappings of them."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -19,7 +19,7 @@ def factor_module(path: str, factor: str) -> str:
         >>> factor_module("encoder.fc", "A"), factor_module("", "B")
         ('encoder.fc.lora_A', 'lora_B')
     """
-    return f"{path}.lora_{factor}" if path else f"lora_{factor}"
+    return tags.below(path, f"lora_{factor}")
 
 
 def read_lora(metadata: Mapping[str, str]) -> dict[str, float]:

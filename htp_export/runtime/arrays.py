@@ -57,12 +57,7 @@ def from_torch(tensor: torch.Tensor) -> Array:
 
 
 def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
-    """Return an ``OrtValue``, which shares the memory of a contiguous array.
-
-    Args:
-        array: The values.
-        onnx_type: Their ONNX type, for types that numpy does not have; None for the type of the array's dtype.
-    """
+    """Return an ``OrtValue``, which shares the memory of a contiguous array; a type is for those that numpy lacks."""
     import onnxruntime
 
     array = np.asarray(array, order="C")
@@ -100,11 +95,7 @@ _NARROW = {f"tensor({name.replace('_', '')})": name for name in _FLOAT8} | {"ten
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
-    """An array in a store, in memory or in a file.
-
-    Attributes:
-        array: The values; those in a file are read when they are used.
-    """
+    """An array in a store, in memory or in a file, which is read when the values are used."""
 
     array: Array
 
@@ -115,12 +106,7 @@ class StoredArray:
 
 
 class ArrayStore:
-    """A store of arrays: in memory up to a size, and beyond that in temporary files.
-
-    Args:
-        memory_bytes: Bytes of arrays that are kept in memory.
-        folder: The folder of the files.
-    """
+    """A store of arrays: in memory up to some bytes, and beyond that in temporary files."""
 
     def __init__(self, memory_bytes: int, folder: Path) -> None:
         self._left, self._folder, self._files = memory_bytes, folder, 0
