@@ -1,4 +1,4 @@
-"""Sessions under ONNX Runtime's profiler, and its trace: the time of each kernel in each run, without kernels inside."""
+"""Sessions under ONNX Runtime's profiler, and its trace: the time of each kernel in each run, without others inside."""
 
 from __future__ import annotations
 
