@@ -12,10 +12,10 @@ import onnx_ir as ir
 from htp_export.errors import InputError, first_line
 from htp_export.files.function_calls import check_flat_size
 from htp_export.files.slots import slots
-from htp_export.files.stored import read_hollow
+from htp_export.files.stored import HollowModel, read_hollow
 from htp_export.files.structure import at_fault, check_structure
 
-__all__ = ["is_protobuf", "model_from_proto", "parsed", "put_in_order"]
+__all__ = ["is_protobuf", "message_of", "model_from_proto", "parsed", "put_in_order"]
 
 _INVALID = "not a valid ONNX model"
 _MOST_SPARSE_BYTES = 1 << 30
@@ -28,10 +28,10 @@ def parsed(file: Path) -> ir.Model | None:
     Raises:
         InputError: If it is not a valid model. Parsers of other formats raise errors of their own.
     """
-    hollow = read_hollow(file) if is_protobuf(file) else None
-    proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
-    if not proto.ir_version or not proto.HasField("graph"):
+    message = message_of(file)
+    if message is None:
         return None
+    proto, hollow = message
     model = _deserialized(proto)
     if hollow is not None:
         for slot in list(slots(model)):
@@ -41,6 +41,13 @@ def parsed(file: Path) -> ir.Model | None:
         if not hollow.is_whole:  # some are where there are no slots, or twice under a name
             model = _deserialized(onnx.load(file, load_external_data=False))
     return _checked(model)
+
+
+def message_of(file: Path) -> tuple[onnx.ModelProto, HollowModel | None] | None:
+    """Read a model without its data files and, if it can be read in parts, its large weights; None for no model."""
+    hollow = read_hollow(file) if is_protobuf(file) else None
+    proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
+    return (proto, hollow) if proto.ir_version and proto.HasField("graph") else None
 
 
 def is_protobuf(file: Path) -> bool:

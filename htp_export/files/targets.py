@@ -159,33 +159,23 @@ def _check_reads(target: Path, kind: Kind, reads: Iterable[str | os.PathLike[str
 
 
 def _weights_of(file: Path) -> set[Path]:
-    """The files with the weights of a model; empty for what is no ONNX file."""
-    import onnx_ir as ir
-
-    from htp_export.files.parsing import parsed
-    from htp_export.files.slots import slots
+    """Return the data files of a model; none for what is no ONNX file, or a broken one: whoever reads it says so."""
+    from htp_export.files.model_files import external_files, read_model
 
     try:
-        model = parsed(file) if _is_model(file) else None
-    except Exception:  # a model that is broken; whoever reads it says so
+        return external_files(read_model(file))
+    except FileError:
         return set()
-    tensors = () if model is None else (each.tensor for each in slots(model))
-    return {file.parent / os.fspath(each.location) for each in tensors if isinstance(each, ir.ExternalTensor)}
 
 
 def _is_model(file: Path) -> bool:
-    """Whether a file is ONNX, valid or not; weights are not read."""
-    import onnx
-
-    from htp_export.files.parsing import is_protobuf
-    from htp_export.files.stored import read_hollow
+    """Return whether a file is ONNX, valid or not; weights are not read."""
+    from htp_export.files.parsing import message_of
 
     try:
-        hollow = read_hollow(file) if is_protobuf(file) else None
-        proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
+        return message_of(file) is not None
     except Exception:  # parsers of four formats raise whatever they like on bytes that are not theirs
         return False
-    return bool(proto.ir_version) and proto.HasField("graph")
 
 
 def _is_page(file: Path) -> bool:
