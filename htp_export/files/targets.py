@@ -160,12 +160,17 @@ def _check_reads(target: Path, kind: Kind, reads: Iterable[str | os.PathLike[str
 
 def _weights_of(file: Path) -> set[Path]:
     """Return the data files of a model; none for what is no ONNX file, or a broken one: whoever reads it says so."""
-    from htp_export.files.model_files import external_files, read_model
+    import onnx_ir as ir
+
+    from htp_export.files.parsing import parsed
+    from htp_export.files.slots import slots
 
     try:
-        return external_files(read_model(file))
-    except FileError:
+        model = parsed(file)
+    except Exception:  # parsers of four formats raise whatever they like on bytes that are not theirs
         return set()
+    tensors = () if model is None else (slot.tensor for slot in slots(model))
+    return {file.parent / os.fspath(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
 
 
 def _is_model(file: Path) -> bool:
@@ -174,7 +179,7 @@ def _is_model(file: Path) -> bool:
 
     try:
         return message_of(file) is not None
-    except Exception:  # parsers of four formats raise whatever they like on bytes that are not theirs
+    except Exception:  # as above
         return False
 
 
