@@ -75,7 +75,8 @@ def readable(path: str | os.PathLike[str]) -> Iterator[Path]:
 def _note(file: Path, replaced: Mapping[str, Path]) -> None:
     """Write the descriptions of its data files into a model; ``replaced`` is the file that each, by name, replaces."""
     # Not `read_model`, which judges models: torch leaves the weights out with ``export_params=False``.
-    model = ir.from_proto(onnx.load(file, load_external_data=False))
+    proto = onnx.load(file, load_external_data=False)
+    model = ir.from_proto(proto)
     tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot in slots(model):
         if isinstance(slot.tensor, ir.ExternalTensor):
@@ -92,7 +93,6 @@ def _note(file: Path, replaced: Mapping[str, Path]) -> None:
         with file.open("ab") as stream:  # protobuf merges messages that follow each other
             stream.write(onnx.ModelProto(metadata_props=entries).SerializeToString())
         return
-    proto = onnx.load(file, load_external_data=False)
     kept = [each for each in proto.metadata_props if each.key != tags.DATA]
     del proto.metadata_props[:]
     proto.metadata_props.extend([*kept, *entries])

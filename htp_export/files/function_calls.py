@@ -32,9 +32,9 @@ def check_flat_size(model: ir.Model) -> None:
     size = flat_size(model)
     written = len(list(model.graph.all_nodes())) + sum(len(list(each.all_nodes())) for each in model.functions.values())
     if size > max(written, MOST_FLAT_NODES):
-        said = f"{size:,}" if size < _MOST_SAID else f"more than {_MOST_SAID:,}"
+        count = f"{size:,}" if size < _MOST_SAID else f"more than {_MOST_SAID:,}"
         raise InputError(
-            f"model {model.graph.name!r} has {said} nodes once its functions are inlined, as ONNX Runtime does; "
+            f"model {model.graph.name!r} has {count} nodes once its functions are inlined, as ONNX Runtime does; "
             f"at most {MOST_FLAT_NODES:,} are supported"
         )
 
@@ -50,7 +50,7 @@ def flat_size(model: ir.Model) -> int:
         >>> flat_size(ir.from_proto(model))
         2
     """
-    found = {key: _content(function.all_nodes(), model) for key, function in model.functions.items()}
+    contents = {key: _content(function.all_nodes(), model) for key, function in model.functions.items()}
     sizes: dict[ir.OperatorIdentifier, int] = {}
 
     def total(plain: int, calls: Counter[ir.OperatorIdentifier]) -> int:
@@ -58,16 +58,16 @@ def flat_size(model: ir.Model) -> int:
         return min(plain + inside, _MOST_SAID)
 
     opened: set[ir.OperatorIdentifier] = set()
-    waiting = list(found)
+    waiting = list(contents)
     while waiting:
         key = waiting[-1]
         if key not in opened:
             opened.add(key)
-            waiting += [callee for callee in found[key][1] if callee not in opened]
+            waiting += [callee for callee in contents[key][1] if callee not in opened]
             continue
         waiting.pop()
         if key not in sizes:
-            sizes[key] = total(*found[key])
+            sizes[key] = total(*contents[key])
     return total(*_content(model.graph.all_nodes(), model))
 
 

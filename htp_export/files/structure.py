@@ -18,7 +18,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-__all__ = ["at_fault", "check_structure", "node_text"]
+__all__ = ["at_fault", "check_structure"]
 
 _STANDARD = ("", "ai.onnx")
 _FIELDS = {
@@ -112,7 +112,10 @@ def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collectio
             if node.domain in _STANDARD and (node.domain, node.op_type) not in called:
                 _check_operator(node, version)
             for attribute in node.attributes.data.values():
-                _check_texts(node, attribute)
+                if isinstance(attribute.ref_attr_name, bytes):
+                    problem = f"refers to a name that is not UTF-8: {attribute.ref_attr_name!r}"
+                    raise ValueError(f"attribute {attribute.name!r} of {_node_text(node)} {problem}")  # noqa: TRY004
+                _decode_texts(attribute, "doc_string")
                 if attribute.value is None:
                     continue
                 match attribute.type:
@@ -124,13 +127,7 @@ def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collectio
                         waiting.extend(attribute.value)
 
 
-def node_text(node: ir.Node) -> str:
-    """Return the name of a node for error messages.
-
-    Examples:
-        >>> node_text(ir.node("Relu", [ir.val("x")], name="act"))
-        "node 'act' (Relu)"
-    """
+def _node_text(node: ir.Node) -> str:
     return f"node {_short(node.name or '')} ({node.op_type})"
 
 
@@ -240,22 +237,17 @@ def _text(text: str | bytes) -> str:
 
 def _check_node(node: ir.Node) -> None:
     if not node.op_type:
-        raise ValueError(f"{node_text(node)} names no operator")
+        raise ValueError(f"{_node_text(node)} names no operator")
     names = (node.op_type, node.domain, node.overload, node.name, *(value.name for value in node.outputs))
-    _check_names(lambda: f"{node_text(node)} has", names)
+    _check_names(lambda: f"{_node_text(node)} has", names)
     _decode_texts(node, "doc_string")
     if node.metadata_props:
         _decode(node.metadata_props)
     for value in node.inputs:
         if value is not None and _is_dangling(value):
-            raise ValueError(f"{node_text(node)} reads {_short(value.name or '')}, which nothing produces")
+            raise ValueError(f"{_node_text(node)} reads {_short(value.name or '')}, which nothing produces")
     for value in node.outputs:
         _check_value(value)
-
-
-def _check_texts(node: ir.Node, attribute: ir.Attr) -> None:
-    _check_names(lambda: f"attribute {attribute.name!r} of {node_text(node)} refers to", (attribute.ref_attr_name,))
-    _decode_texts(attribute, "doc_string")
 
 
 @dataclass(frozen=True)
@@ -298,10 +290,10 @@ def _check_operator(node: ir.Node, version: int) -> None:
         wanted = rules.kinds.get(name)
         if wanted is not None and attribute.type != wanted:
             problem = f"is of type {attribute.type.name}, not {wanted.name}"
-            raise ValueError(f"attribute {name!r} of {node_text(node)} {problem}")
+            raise ValueError(f"attribute {name!r} of {_node_text(node)} {problem}")
     for name in rules.required:
         if name not in attributes:
-            raise ValueError(f"{node_text(node)} has no attribute {name!r}")
+            raise ValueError(f"{_node_text(node)} has no attribute {name!r}")
     if not rules.inputs[0] <= len(node.inputs) <= rules.inputs[1]:
         raise ValueError(_how_many(node, "inputs", len(node.inputs), *rules.inputs))
     if not rules.outputs[0] <= len(node.outputs) <= rules.outputs[1]:
@@ -310,7 +302,7 @@ def _check_operator(node: ir.Node, version: int) -> None:
 
 def _how_many(node: ir.Node, what: str, count: int, fewest: int, most: int) -> str:
     allowed = str(fewest) if fewest == most else f"{fewest} to {most}" if most < 1 << 30 else f"{fewest} or more"
-    return f"{node_text(node)} has {count} {what}, and the operator takes {allowed}"
+    return f"{_node_text(node)} has {count} {what}, and the operator takes {allowed}"
 
 
 def _check_tensor(tensor: ir.TensorProtocol) -> None:

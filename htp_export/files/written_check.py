@@ -234,12 +234,16 @@ def _examined(proto: onnx.ModelProto) -> tuple[list[Fault], dict[tuple[int | str
     try:
         onnx.checker.check_model(data)
     except Exception as error:  # onnx's errors share no base but this
-        found.append(_located(proto, _checked_fault(str(error)), onnx.checker.check_model))
+        node = _CONTEXT.search(str(error))
+        problem = _CONTEXT.sub("", str(error).partition("==> Context:")[0])
+        fault = _fault(problem, *((node[2], node[1]) if node else ()))
+        found.append(_located(proto, fault, onnx.checker.check_model))
     known = _without_unknown(proto)
     try:
         inferred = _infer(known)
     except Exception as error:
-        faults = _inferred_faults(str(error)) or [_fault(str(error))]
+        named = _NODE.findall(str(error))
+        faults = [_fault(problem, op_type, node or "") for op_type, node, problem in named] or [_fault(str(error))]
         return [*found, *(_located(known, fault, _infer) for fault in faults)], {}
     return found, _empty(inferred, known)
 
@@ -270,16 +274,6 @@ def _infer(proto: onnx.ModelProto | bytes) -> onnx.ModelProto:
 def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:
     text = _KIND.sub("", " ".join(problem.split()))[:_LONGEST]
     return Fault(_QUOTED.sub("''", _NODE_NAME.sub("", text)), op_type, text, node)
-
-
-def _checked_fault(message: str) -> Fault:
-    node = _CONTEXT.search(message)
-    problem = message.partition("==> Context:")[0]
-    return _fault(_CONTEXT.sub("", problem), *((node[2], node[1]) if node else ()))
-
-
-def _inferred_faults(message: str) -> list[Fault]:
-    return [_fault(problem, op_type, node or "") for op_type, node, problem in _NODE.findall(message)]
 
 
 def _located(proto: onnx.ModelProto, fault: Fault, check: Callable[[bytes], object]) -> Fault:

@@ -25,8 +25,6 @@ Array = npt.NDArray[Any]
 PORTION_BYTES = 1 << 30
 """Default for the bytes of a model's tensors that are kept in memory at a time."""
 
-_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-
 
 def from_torch(tensor: torch.Tensor) -> Array:
     """Return the values of a tensor, which may share its memory, as an exported file has them.
@@ -41,19 +39,13 @@ def from_torch(tensor: torch.Tensor) -> Array:
         >>> from_torch(torch.tensor([1 + 2j])).tolist()
         [[1.0, 2.0]]
     """
-    import ml_dtypes
     import torch
+    from onnx_ir.tensor_adapters import TorchTensor
 
     tensor = tensor.int_repr() if tensor.is_quantized else tensor
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    narrow = {torch.bfloat16: (torch.int16, ml_dtypes.bfloat16)}  # numpy has none of its own
-    for name in _FLOAT8:
-        narrow[getattr(torch, name)] = (torch.uint8, getattr(ml_dtypes, name))
-    if tensor.dtype in narrow:
-        bits, dtype = narrow[tensor.dtype]
-        return tensor.view(bits).numpy().view(dtype)
-    return tensor.numpy()
+    return np.asarray(TorchTensor(tensor).numpy())
 
 
 def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
@@ -90,7 +82,10 @@ def nan_in(arrays: Mapping[str, Array]) -> list[str]:
     return [name for name, array in arrays.items() if array.dtype.kind in "fcV" and bool(np.isnan(array).any())]
 
 
-_NARROW = {f"tensor({name.replace('_', '')})": name for name in _FLOAT8} | {"tensor(bfloat16)": "bfloat16"}
+_NARROW = {
+    f"tensor({name.replace('_', '')})": name
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+}
 
 
 @dataclass(frozen=True, eq=False)
