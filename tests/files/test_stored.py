@@ -391,7 +391,7 @@ print(peak.own - before)
 def test_reading_and_writing_holds_less_than_a_tenth_of_the_model(tmp_path: Path) -> None:
     # Pages of the file itself, which is mapped, are not counted: the system takes them back whenever it likes.
     model = everywhere()
-    for number in range(10):
+    for number in range(24):
         model.graph.initializer.append(numpy_helper.from_array(matrix(number, 1000), f"more_{number}"))
     onnx.save(model, tmp_path / "model.onnx")
     paths = [os.fspath(tmp_path / name) for name in ("model.onnx", "copy.onnx")]
