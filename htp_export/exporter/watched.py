@@ -173,9 +173,10 @@ class TorchScript:
         for node, metadata in zip(nodes, made.nodes, strict=True):
             for key, value in metadata.items():
                 node.metadata_props.add(key=key, value=value)
-        file.metadata = made.model
-        file.graph_name = made.graph_name or file.graph_name
-        file.ir_version = max(file.ir_version, IR_VERSION)
+        for key, value in made.model.items():
+            file.proto.metadata_props.add(key=key, value=value)
+        file.proto.graph.name = made.graph_name or file.proto.graph.name
+        file.proto.ir_version = max(file.proto.ir_version, IR_VERSION)
         return file.chunks()
 
 

@@ -39,22 +39,14 @@ class Checkpoint:
     states: Mapping[Path, Identity | None]
 
     def check(self) -> None:
-        """Refuse files that were changed after they were read.
-
-        Raises:
-            FileError: If one was.
-        """
+        """Refuse files that were changed after they were read."""
         for file, state in self.states.items():
             if Identity.at(file.resolve()) != state:
                 raise FileError(file, "was changed after its weights were loaded; load them again")
 
 
 def read_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
-    """Read the headers of a checkpoint.
-
-    Args:
-        source: A safetensors file, its index, or a folder with ``model.safetensors`` or
-            ``model.safetensors.index.json``.
+    """Read the headers of a checkpoint: a file, its index, or a folder with ``model.safetensors`` or its index.
 
     Raises:
         FileError: If there is none, or if it is not one: a pickle, a file outside of the folder, a broken header, a

@@ -34,13 +34,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 class DataFile:
-    """A data file, and its identity when the model was read.
+    """A data file, and its identity when the model was read; None if it does not exist yet.
 
-    Args:
-        path: The file; it may not exist yet.
-        model: The ONNX file that names it.
-        shown: Its name in errors; None for its path.
-        state: Its identity; None for that of the existing file.
+    ``shown`` is its name in errors, if that is not its path.
     """
 
     def __init__(self, path: Path, model: Path, shown: Path | None = None, state: Identity | None = None) -> None:
@@ -98,11 +94,7 @@ class DataFile:
             self._check(file)
 
     def mapped(self) -> mmap.mmap:
-        """The file in memory, mapped once for all its tensors that are in use.
-
-        Raises:
-            FileError: As `check`.
-        """
+        """Return the file in memory, mapped once for all its tensors that are in use; it is checked, as by `check`."""
         held = None if self._mapped is None else self._mapped()
         with self.opened() as file:
             if held is None:
@@ -125,12 +117,6 @@ class DataTensor(ir.ExternalTensor):
     """An external tensor whose file is checked before it is read.
 
     onnx_ir refuses files with several hard links. Here, `find_data` has checked the folder of the file.
-
-    Args:
-        tensor: The tensor of the model.
-        file: The data file.
-        base_dir: Its folder, or one above.
-        location: Its path relative to that folder.
     """
 
     __slots__ = ("_file", "_numbers")
@@ -154,8 +140,9 @@ class DataTensor(ir.ExternalTensor):
         file.need(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (self.location, self.offset, self.length, self.dtype, tuple(self.shape.numpy()), self.name)
-        return _tensor_again, (fields, self.doc_string, dict(self.metadata_props), self._file, self.base_dir)
+        fields = (self.location, self.offset, self.length, self.dtype)
+        about = {"name": self.name, "doc_string": self.doc_string, "metadata_props": dict(self.metadata_props)}
+        return _tensor_again, (fields, tuple(self.shape.numpy()), about, self._file, self.base_dir)
 
     @property
     def file(self) -> DataFile:
@@ -205,17 +192,14 @@ class DataTensor(ir.ExternalTensor):
 
 
 def _tensor_again(
-    fields: tuple[Any, ...], doc_string: str | None, metadata: dict[str, str], file: DataFile, base_dir: str
+    fields: tuple[Any, ...], shape: tuple[int, ...], about: dict[str, Any], file: DataFile, base_dir: str
 ) -> DataTensor:
     """Restore a pickled tensor."""
-    location, offset, length, dtype, shape, name = fields
-    about: dict[str, Any] = {"name": name, "doc_string": doc_string, "metadata_props": metadata}
-    plain = ir.ExternalTensor(location, offset, length, dtype, shape=ir.Shape(shape), **about)
-    return DataTensor(plain, file, base_dir, location)
+    return DataTensor(ir.ExternalTensor(*fields, shape=ir.Shape(shape), **about), file, base_dir, fields[0])
 
 
 def find_data(model: Path, location: str, what: str = "external data") -> tuple[Path, str]:
-    """Return the location of a data file: a folder, and the path relative to it.
+    """Return the folder of a data file, and its path relative to it.
 
     Args:
         model: The ONNX file that names it; it may be a symbolic link, as in the cache of the Hugging Face hub.
@@ -245,17 +229,13 @@ def find_data(model: Path, location: str, what: str = "external data") -> tuple[
 
 
 def check_data(tensors: Iterable[ir.TensorProtocol | None]) -> None:
-    """Refuse data files that are missing or too short, before another library reads them.
-
-    Raises:
-        FileError: If one is.
-    """
+    """Refuse data files that are missing or too short, before another library reads them; the error names the file."""
     for file in {tensor.file for tensor in tensors if isinstance(tensor, DataTensor)}:
         file.check()
 
 
 def place_data(slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path) -> list[DataTensor]:
-    """Write the tensors of slots into a data file; tensors with the same storage once.
+    """Write tensors into a new data file, those with the same storage once, and return the same tensors in that file.
 
     A file that is almost completely used is cloned if the file system supports shared blocks.
 
@@ -264,9 +244,6 @@ def place_data(slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path
         stream: The new data file.
         data: Its final path.
         model: The ONNX file that will refer to it.
-
-    Returns:
-        The same tensors, in the new file.
     """
     places = _clone(slots, stream)
     if places is None:

@@ -42,7 +42,7 @@ def describe_own(file: Path, tensors: Iterable[Place], replaced: Path | None = N
 
     Args:
         file: The file.
-        tensors: The tensors of the model in the file.
+        tensors: The places of the model's tensors in the file.
         replaced: The file that it replaces. If the samples of both are equal, the first block that differs is
             sampled, too, so that the model never matches the replaced file.
     """
@@ -61,13 +61,7 @@ def put_notes(
     own: Mapping[str, Mapping[str, Any]],
     shared: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write the descriptions of the data files into the metadata of a model, and remove earlier ones.
-
-    Args:
-        metadata: The metadata of the model.
-        own: Name of the model's own data file → description.
-        shared: Name of another model's data file → description.
-    """
+    """Write the descriptions of data files, by name, into the metadata of a model, and remove earlier ones."""
     for key, notes in ((tags.DATA, own), (tags.WEIGHTS, shared)):
         metadata.pop(key, None)
         if notes:
@@ -75,15 +69,7 @@ def put_notes(
 
 
 def shared_files(model: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the descriptions of the files that a model shares with others: name → description.
-
-    Args:
-        model: The ONNX file, for errors.
-        metadata: Its metadata.
-
-    Raises:
-        FileError: If it is not what the file format says.
-    """
+    """Return the files that a model shares with others: name → description. An invalid entry is a `FileError`."""
     return _notes(model, metadata, tags.WEIGHTS, _SHARED)
 
 
@@ -100,7 +86,7 @@ def check_notes(
         model: The ONNX file.
         metadata: Its metadata.
         files: The name by which the model knows a file → the file.
-        tensors: Gives the tensors of the model that lie in a file, by this name.
+        tensors: Returns the places of the tensors of the model that lie in a file, by this name.
 
     Raises:
         FileError: If a file is not what it was.

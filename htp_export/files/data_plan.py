@@ -16,7 +16,7 @@ from htp_export.errors import FileError
 from htp_export.files.replacing import Move
 from htp_export.files.slots import Slot
 
-__all__ = ["DataPlan", "in_safe_order", "is_named_by_us", "name_from", "plan_data"]
+__all__ = ["DataPlan", "in_safe_order", "is_named_by_us", "plan_data"]
 
 _SMALL_BYTES = 256
 """Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
@@ -67,11 +67,8 @@ def plan_data(
             external.
         own: Returns the data files of the model that is replaced, without shared ones.
         most_inside: How many bytes of weights in memory may go into the ONNX file.
-        share: Whether external weights stay where they are, in whatever file.
+        share: Whether external weights stay where they are; a `FileError` if they are in another folder.
         serial: Whether the plain name, ``<name>.data``, is not to be chosen.
-
-    Raises:
-        FileError: If weights are to be shared that lie in another folder.
     """
     movable = [slot for slot in places if slot.tensor.dtype != ir.DataType.STRING]
     external = [slot for slot in movable if slot.external]
@@ -83,12 +80,12 @@ def plan_data(
     if sum({id(slot.tensor): slot.tensor.nbytes for slot in large}.values()) <= most_inside:
         large = []
     home = target.parent.resolve()
-    names = {path: name_from(home, Path(path)) for path in {slot.path for slot in external}}
+    names = {path: _name_from(home, Path(path)) for path in {slot.path for slot in external}}
     if share:
         for path, name in names.items():
             if name is None:
                 raise FileError(target, f"cannot share the weights in {path}, as they lie in another folder")
-    usual = _usual_name(target).resolve()
+    usual = target.with_name(f"{target.name}.data").resolve()
     ours = {usual} if share or not names else {usual, *own()}
     stays = all(name is not None and (share or Path(path).resolve() in ours) for path, name in names.items())
     if not stays or (large and any(Path(path).resolve() == usual for path in names)):
@@ -98,13 +95,9 @@ def plan_data(
     return DataPlan(target, data, free, large, staying, shared)
 
 
-def _usual_name(target: Path) -> Path:
-    return target.with_name(f"{target.name}.data")
-
-
 def _free_name(target: Path, *, serial: bool) -> Path:
     """Return a name for a data file that does not exist, so that no model refers to it."""
-    usual = _usual_name(target)
+    usual = target.with_name(f"{target.name}.data")
     if not serial and not os.path.lexists(usual):
         return usual
     return target.with_name(f"{target.name}.{secrets.token_hex(4)}.data")
@@ -121,7 +114,7 @@ def is_named_by_us(target: Path, name: str) -> bool:
     return re.fullmatch(rf"{re.escape(target.name)}(\.[0-9a-f]{{8}})?\.data", name) is not None
 
 
-def name_from(home: Path, file: Path) -> str | None:
+def _name_from(home: Path, file: Path) -> str | None:
     """Return the path of a data file relative to a folder; None if it is elsewhere, or a link."""
     folder = file.parent.resolve()
     return (folder / file.name).relative_to(home).as_posix() if folder.is_relative_to(home) else None

@@ -57,10 +57,7 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write a model to and to read it from: a temporary one, copied when all went well, if it is a device.
-
-    Args:
-        path: Where the model is to be.
+    """Provide a path to write a model to and to read it from: of a device, a temporary one, copied when all went well.
 
     Raises:
         FileError: If a device or a pipe is to get more than an ONNX file can hold.
@@ -76,14 +73,10 @@ def readable(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _note(file: Path, replaced: Mapping[str, Path]) -> None:
-    """Write the description of its data files into a model.
-
-    Args:
-        file: The model.
-        replaced: Name of each data file → the file that it replaces.
-    """
+    """Write the descriptions of its data files into a model; ``replaced`` is the file that each, by name, replaces."""
     # Not `read_model`, which judges models: torch leaves the weights out with ``export_params=False``.
-    model = ir.from_proto(onnx.load(file, load_external_data=False))
+    proto = onnx.load(file, load_external_data=False)
+    model = ir.from_proto(proto)
     tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot in slots(model):
         if isinstance(slot.tensor, ir.ExternalTensor):
@@ -100,7 +93,6 @@ def _note(file: Path, replaced: Mapping[str, Path]) -> None:
         with file.open("ab") as stream:  # protobuf merges messages that follow each other
             stream.write(onnx.ModelProto(metadata_props=entries).SerializeToString())
         return
-    proto = onnx.load(file, load_external_data=False)
     kept = [each for each in proto.metadata_props if each.key != tags.DATA]
     del proto.metadata_props[:]
     proto.metadata_props.extend([*kept, *entries])

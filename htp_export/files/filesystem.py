@@ -39,14 +39,7 @@ _FOREIGN_LOCK_SECONDS = 24 * 3600
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a file and its contents.
-
-    Attributes:
-        device: The file system.
-        number: The file's number in it (inode).
-        size: Size in bytes.
-        written_ns: Modification time in ns.
-    """
+    """The identity of a file and its contents: file system, inode, size in bytes, and modification time in ns."""
 
     device: int
     number: int
@@ -75,11 +68,7 @@ def removes_open_files() -> bool:
 
 
 class Lock:
-    """A lock file that one process holds, and that is released when the process ends in any way.
-
-    Args:
-        descriptor: The open lock file.
-    """
+    """A lock file that one process holds, and that is released when the process ends in any way."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
@@ -158,11 +147,7 @@ def is_special(path: Path) -> bool:
 
 
 def place_new(new: Path, target: Path) -> None:
-    """Rename a file to a name that does not exist.
-
-    Raises:
-        FileExistsError: If the name exists.
-    """
+    """Rename a file to a name that does not exist; a `FileExistsError` if it does."""
     try:
         os.link(new, target)  # renaming replaces what is there, but for Windows
     except FileExistsError:
@@ -193,11 +178,7 @@ def keep_owner_and_mode(new: Path, old: os.stat_result) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Flush a file to disk.
-
-    Raises:
-        OSError: If it cannot be written, for example because the disk is full.
-    """
+    """Flush a file to disk; an `OSError` if it cannot be written, for example because the disk is full."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 

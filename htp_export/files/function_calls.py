@@ -21,10 +21,8 @@ def check_flat_size(model: ir.Model) -> None:
     """Refuse a model whose functions call one another so often that nothing can work on its flat graph.
 
     Dissolving functions, ONNX's shape inference and ONNX Runtime take time and memory for each node of that graph:
-    of 40 functions that call one another twice, 3 kB in a file, for 549,755,813,888.
-
-    Args:
-        model: The model. If it has as many nodes as it is, it is not refused.
+    of 40 functions that call one another twice, 3 kB in a file, for 549,755,813,888. A model that is written with as
+    many nodes is not refused.
 
     Raises:
         InputError: If the flat graph has more than `MOST_FLAT_NODES` nodes; the message says how many.
@@ -34,18 +32,15 @@ def check_flat_size(model: ir.Model) -> None:
     size = flat_size(model)
     written = len(list(model.graph.all_nodes())) + sum(len(list(each.all_nodes())) for each in model.functions.values())
     if size > max(written, MOST_FLAT_NODES):
-        said = f"{size:,}" if size < _MOST_SAID else f"more than {_MOST_SAID:,}"
+        count = f"{size:,}" if size < _MOST_SAID else f"more than {_MOST_SAID:,}"
         raise InputError(
-            f"model {model.graph.name!r} has {said} nodes once its functions are inlined, as ONNX Runtime does; "
+            f"model {model.graph.name!r} has {count} nodes once its functions are inlined, as ONNX Runtime does; "
             f"at most {MOST_FLAT_NODES:,} are supported"
         )
 
 
 def flat_size(model: ir.Model) -> int:
-    """Nodes of the model without functions; a call in a cycle of calls counts as one.
-
-    Args:
-        model: The model; it is not changed. Sizes above 10^15 are not told apart.
+    """Count the nodes of the model without functions, up to 10^15; a call in a cycle of calls counts as one.
 
     Examples:
         >>> import onnx
@@ -55,7 +50,7 @@ def flat_size(model: ir.Model) -> int:
         >>> flat_size(ir.from_proto(model))
         2
     """
-    found = {key: _content(function.all_nodes(), model) for key, function in model.functions.items()}
+    contents = {key: _content(function.all_nodes(), model) for key, function in model.functions.items()}
     sizes: dict[ir.OperatorIdentifier, int] = {}
 
     def total(plain: int, calls: Counter[ir.OperatorIdentifier]) -> int:
@@ -63,16 +58,16 @@ def flat_size(model: ir.Model) -> int:
         return min(plain + inside, _MOST_SAID)
 
     opened: set[ir.OperatorIdentifier] = set()
-    waiting = list(found)
+    waiting = list(contents)
     while waiting:
         key = waiting[-1]
         if key not in opened:
             opened.add(key)
-            waiting += [callee for callee in found[key][1] if callee not in opened]
+            waiting += [callee for callee in contents[key][1] if callee not in opened]
             continue
         waiting.pop()
         if key not in sizes:
-            sizes[key] = total(*found[key])
+            sizes[key] = total(*contents[key])
     return total(*_content(model.graph.all_nodes(), model))
 
 

@@ -13,11 +13,7 @@ __all__ = ["read_json", "write_json"]
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        FileError: If it cannot be read or is not JSON.
-    """
+    """Read a JSON file; a `FileError` if it cannot be read or is not JSON."""
     file = Path(path)
     try:
         return json.loads(file.read_bytes())
@@ -30,10 +26,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def write_json(file: Path, content: Any) -> Path:
-    """Write a JSON file into a folder that is written whole, and return it.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write a JSON file into a folder that is written whole, and return it; an `OSError` if that fails."""
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return file

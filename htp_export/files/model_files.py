@@ -25,9 +25,10 @@ from htp_export.files.data_notes import Place, check_notes, describe_own, descri
 from htp_export.files.data_plan import DataPlan, in_safe_order, is_named_by_us, plan_data
 from htp_export.files.filesystem import is_special
 from htp_export.files.parsing import is_protobuf, parsed, put_in_order
+from htp_export.files.protobuf_bytes import Marks
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
 from htp_export.files.slots import Slot, slots
-from htp_export.files.stored import Marks, write_filled
+from htp_export.files.stored import write_filled
 from htp_export.files.targets import check_target
 from htp_export.files.written_check import check_written, hollow_proto
 from htp_export.format import tags
@@ -159,7 +160,7 @@ def _write_model(
     if is_special(target) and (isinstance(external_data, str) or share_weights):
         raise FileError(target, "is no plain file; no weights can lie beside it")
     with _ONE_AT_A_TIME:
-        if any(slot.external and _same_file(slot.path, target) for slot in slots(model)):
+        if any(slot.external and Path(slot.path).resolve() == target.resolve() for slot in slots(model)):
             raise FileError(target, "holds the weights of this model; write the model under another name")
         try:
             copy = _copied(model)
@@ -210,12 +211,7 @@ def own_files(target: Path) -> set[Path]:
 
 
 def obsolete_files(target: Path, needed: Collection[Path]) -> list[Path]:
-    """Return the data files of the ONNX file that is there now, as far as htp_export named them and no one needs them.
-
-    Args:
-        target: The ONNX file, which will be replaced.
-        needed: The data files of the new model, resolved.
-    """
+    """Return the data files of the ONNX file at a target that we named, and that the new model does not need."""
     return [file for file in sorted(own_files(target)) if is_named_by_us(target, file.name) and file not in needed]
 
 
@@ -313,7 +309,7 @@ def _copied(model: ir.Model) -> ir.Model:
 
 
 def _write(copy: ir.Model, file: Path, target: Path | None) -> None:
-    """Write the ONNX file itself, its weights one at a time, from a copy that may be changed; check it for a target."""
+    """Write the ONNX file itself from a copy that may be changed, its weights one at a time; check it for a target."""
     _say_once(copy)
     if is_protobuf(file):
         proto, marks, marked = hollow_proto(copy)
@@ -347,7 +343,3 @@ def has_external_data(model: ir.Model) -> bool:
 def external_files(model: ir.Model) -> set[Path]:
     """Return the data files of a model, each once, whether they exist or not."""
     return {Path(slot.path) for slot in slots(model) if slot.external}
-
-
-def _same_file(first: str, second: Path) -> bool:
-    return Path(first).resolve() == second.resolve()

@@ -21,12 +21,7 @@ __all__ = ["ArrayHeader", "NpzArrays", "read_npz"]
 
 @dataclass(frozen=True)
 class ArrayHeader:
-    """What an ``.npz`` file says of an array before its values.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its element type.
-    """
+    """The shape and element type of an array, which stand before its values in an ``.npz`` file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -35,14 +30,8 @@ class ArrayHeader:
 class NpzArrays(Mapping[str, "np.ndarray[Any, Any]"]):
     """The arrays of an ``.npz`` file by name; each is unpacked when it is used: a small file may hold large ones.
 
-    Args:
-        file: The file.
-
-    Attributes:
-        headers: Name → shape and element type; nothing is unpacked for them.
-
-    Raises:
-        FileError: If it cannot be read, or has other contents.
+    ``headers`` has the shape and element type of each; nothing is unpacked for them. A file that cannot be read or has
+    other contents is a `FileError`.
     """
 
     def __init__(self, file: Path) -> None:
@@ -74,11 +63,7 @@ class NpzArrays(Mapping[str, "np.ndarray[Any, Any]"]):
 
 
 def read_npz(path: str | os.PathLike[str]) -> NpzArrays:
-    """Read the arrays of an ``.npz`` file. Pickles in it are not loaded, because they may run code.
-
-    Raises:
-        FileError: If it cannot be read, or has other contents.
-    """
+    """Read the arrays of an ``.npz`` file. Pickles in it are not loaded, because they may run code: a `FileError`."""
     return NpzArrays(Path(path))
 
 
@@ -99,11 +84,7 @@ def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
 
 
 def _header(archive: zipfile.ZipFile, name: str) -> ArrayHeader:
-    """The header of an array.
-
-    Raises:
-        ValueError: If it is no array, or holds objects of Python.
-    """
+    """Read the header of an array; a `ValueError` if it is none, or holds objects of Python."""
     from numpy.lib import format as npy
 
     with archive.open(name) as stream:

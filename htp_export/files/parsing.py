@@ -1,37 +1,37 @@
-"""Models from protobuf messages and from the bytes of ONNX files: checked, and with their nodes in order."""
+"""Models from protobuf messages and from the bytes of ONNX files: checked, dense, and with their nodes in order."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from htp_export.errors import InputError, first_line
 from htp_export.files.function_calls import check_flat_size
 from htp_export.files.slots import slots
-from htp_export.files.sparse import with_dense_initializers
-from htp_export.files.stored import read_hollow
+from htp_export.files.stored import HollowModel, read_hollow
 from htp_export.files.structure import at_fault, check_structure
 
-__all__ = ["is_protobuf", "model_from_proto", "parsed", "put_in_order"]
+__all__ = ["is_protobuf", "message_of", "model_from_proto", "parsed", "put_in_order"]
 
 _INVALID = "not a valid ONNX model"
+_MOST_SPARSE_BYTES = 1 << 30
+"""Larger sparse initializers are refused: a few bytes can stand for any size."""
 
 
 def parsed(file: Path) -> ir.Model | None:
     """Return the model in a file, without its external data; None for a message that is not a model.
 
-    Args:
-        file: The file; large weights stay in it until they are used.
-
     Raises:
         InputError: If it is not a valid model. Parsers of other formats raise errors of their own.
     """
-    hollow = read_hollow(file) if is_protobuf(file) else None
-    proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
-    if not proto.ir_version or not proto.HasField("graph"):
+    message = message_of(file)
+    if message is None:
         return None
+    proto, hollow = message
     model = _deserialized(proto)
     if hollow is not None:
         for slot in list(slots(model)):
@@ -41,6 +41,13 @@ def parsed(file: Path) -> ir.Model | None:
         if not hollow.is_whole:  # some are where there are no slots, or twice under a name
             model = _deserialized(onnx.load(file, load_external_data=False))
     return _checked(model)
+
+
+def message_of(file: Path) -> tuple[onnx.ModelProto, HollowModel | None] | None:
+    """Read a model without its data files and, if it can be read in parts, its large weights; None for no model."""
+    hollow = read_hollow(file) if is_protobuf(file) else None
+    proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
+    return (proto, hollow) if proto.ir_version and proto.HasField("graph") else None
 
 
 def is_protobuf(file: Path) -> bool:
@@ -62,7 +69,7 @@ def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
 
 def _deserialized(proto: onnx.ModelProto) -> ir.Model:
     try:
-        model = ir.from_proto(with_dense_initializers(proto))
+        model = ir.from_proto(_with_dense_initializers(proto))
     except Exception as error:  # whatever it comes across
         where = at_fault(proto)
         raise InputError(f"{_INVALID}: {where}{': ' if where else ''}{first_line(error)}") from error
@@ -95,3 +102,35 @@ def _is_in_order(graph: ir.Graph) -> bool:
                 return False
         seen.add(node)
     return True
+
+
+def _with_dense_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model with dense instead of sparse initializers in its main graph, as onnx_ir does not read them.
+
+    Examples:
+        >>> values, indices = (onnx.numpy_helper.from_array(np.array(data), "w") for data in ([7.0], [2]))
+        >>> sparse = onnx.SparseTensorProto(values=values, indices=indices, dims=[4])
+        >>> model = _with_dense_initializers(onnx.ModelProto(graph=onnx.GraphProto(sparse_initializer=[sparse])))
+        >>> onnx.numpy_helper.to_array(model.graph.initializer[0]).tolist()
+        [0.0, 0.0, 7.0, 0.0]
+    """
+    if not proto.graph.sparse_initializer:
+        return proto
+    dense = onnx.ModelProto()
+    dense.CopyFrom(proto)
+    del dense.graph.sparse_initializer[:]
+    dense.graph.initializer.extend(map(_dense, proto.graph.sparse_initializer))
+    return dense
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+    name, dims = sparse.values.name, tuple(sparse.dims)
+    values, indices = onnx.numpy_helper.to_array(sparse.values), onnx.numpy_helper.to_array(sparse.indices)
+    if any(dim < 0 for dim in dims) or math.prod(dims) * values.itemsize > _MOST_SPARSE_BYTES:
+        raise ValueError(f"the sparse initializer {name!r} is of size {list(dims)}")
+    array = np.zeros(dims, values.dtype)
+    try:
+        array[tuple(indices.T) if indices.ndim > 1 else np.unravel_index(indices, dims)] = values
+    except (IndexError, ValueError) as error:
+        raise ValueError(f"the sparse initializer {name!r}: {error}") from error
+    return onnx.numpy_helper.from_array(array, name)

@@ -1,38 +1,38 @@
-"""Rewrite the nodes and metadata of a serialized ONNX model without copying its weights, or only its weights.
+"""Serialized ONNX models without the values of their large weights, and the values put back when they are written.
 
-The TorchScript exporter hands over a model as bytes. Parsing that, changing the nodes and serializing it again would
-copy every weight twice. This reads only the outermost fields of the message (a tag and a length each, see
-https://protobuf.dev/programming-guides/encoding/), parses the nodes, and gives the file back as chunks: new nodes and
-metadata between untouched slices of the old bytes, and weights that are not among those bytes in their places.
-
-Field numbers are those of ``onnx.proto``, where they can never change.
+Protobuf copies what it reads and what it writes: a model of 400 MB would take twice that. So the large values are cut
+out of the bytes before protobuf sees them, and are put between the bytes that protobuf makes when it writes. A mark of
+random bytes keeps the place of each. Only the outermost fields of messages are read here (a tag and a length each, see
+https://protobuf.dev/programming-guides/encoding/). Field numbers are those of ``onnx.proto``, where they can never
+change.
 """
 
 from __future__ import annotations
 
+import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-__all__ = ["SerializedModel", "Weight", "rewrite_raw_data", "total_size"]
+__all__ = ["LARGE_BYTES", "Marks", "SerializedModel", "Weight", "total_size", "with_values", "without_values"]
+
+LARGE_BYTES = 1 << 16
+"""Values of at least this size are cut out; a few bytes of each smaller tensor are soon read."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
-_MODEL_IR_VERSION, _MODEL_GRAPH, _MODEL_METADATA, _MODEL_FUNCTIONS = 1, 7, 14, 25
-_GRAPH_NODE, _GRAPH_NAME, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT = 1, 2, 5, 11, 12
-_TENSOR_NAME, _TENSOR_RAW_DATA = 8, 9
-
 _RAW_DATA = "raw_data"
 _INSIDE: Mapping[str, Mapping[int, str]] = {  # the fields of each message that lead to the bytes of tensors
-    "model": {_MODEL_GRAPH: "graph", _MODEL_FUNCTIONS: "function"},
-    "graph": {_GRAPH_NODE: "node", _GRAPH_INITIALIZER: "tensor"},
+    "model": {7: "graph", 25: "function"},
+    "graph": {1: "node", 5: "tensor"},
     "function": {7: "node"},
     "node": {5: "attribute"},
     "attribute": {5: "tensor", 6: "graph", 11: "graph"},
-    "tensor": {_TENSOR_RAW_DATA: _RAW_DATA},
+    "tensor": {9: _RAW_DATA},
 }
 _LONGEST_VARINT = 10
 _DEEPEST = 100
@@ -69,10 +69,6 @@ def _head(number: int, length: int) -> bytes:
     return _encode_varint(number << 3 | _BYTES) + _encode_varint(length)
 
 
-def _field(number: int, payload: bytes) -> bytes:
-    return _head(number, len(payload)) + payload
-
-
 class _Slice(NamedTuple):
     """One field of a message: its number, its offset, and the start and end of its payload."""
 
@@ -105,28 +101,73 @@ _Bytes = TypeVar("_Bytes", bound=Sized)
 """Bytes, or a placeholder with the same length."""
 
 
-def rewrite_raw_data(
-    data: memoryview, wanted: Callable[[int, int], bool], change: Callable[[int, int], _Bytes]
-) -> list[bytes | memoryview | _Bytes]:
-    """Replace the ``raw_data`` of tensors in a serialized message.
+class Marks:
+    """The marks that keep the places of the values of tensors, ``raw_data`` for ``raw_data``."""
 
-    Visits tensors that are initializers or attributes of nodes, including those in subgraphs and functions.
+    def __init__(self) -> None:
+        self._mark = secrets.token_bytes(24)  # nobody who wrote a file can have known it
+        self._count = 0
 
-    Args:
-        data: The bytes of the message.
-        wanted: Whether to visit the message between two offsets, or to replace it if it is ``raw_data``.
-        change: Returns the replacement of the ``raw_data`` between two offsets.
+    def new(self) -> bytes:
+        """Return a mark for the next tensor."""
+        self._count += 1
+        return self._mark + (self._count - 1).to_bytes(8, "little")
+
+    def number(self, data: bytes) -> int | None:
+        """Return the number of the tensor of a mark; None for bytes that are no mark."""
+        return int.from_bytes(data[24:], "little") if len(data) == 32 and data.startswith(self._mark) else None
+
+    def places(self, data: bytes) -> list[int]:
+        """Return the offsets of marks."""
+        offsets = [data.find(self._mark)]
+        while offsets[-1] >= 0:
+            offsets.append(data.find(self._mark, offsets[-1] + 1))
+        return offsets[:-1]
+
+
+def without_values(data: memoryview, marks: Marks) -> tuple[onnx.ModelProto, list[tuple[int, int]]]:
+    """Read a model with marks in place of large values.
 
     Returns:
-        The message in pieces, one after the other.
+        The model, and the start and end of the values of each mark in the bytes.
 
     Raises:
-        ValueError: The bytes are no such message.
+        ValueError: The bytes are no ``ModelProto``.
     """
+    places = list[tuple[int, int]]()
+
+    def cut(start: int, end: int) -> bytes:
+        places.append((start, end))
+        return marks.new()
+
     try:
-        return _rewrite(data, "model", 0, len(data), wanted, change) or [data]
+        pieces = _rewrite(data, "model", 0, len(data), lambda start, end: end - start >= LARGE_BYTES, cut) or [data]
+        return onnx.ModelProto.FromString(b"".join(pieces)), places
     except IndexError as error:
         raise ValueError("it ends within a field") from error
+    except DecodeError as error:
+        raise ValueError(str(error)) from error
+
+
+def with_values(proto: onnx.ModelProto, marks: Marks, values: Sequence[_Bytes]) -> list[bytes | memoryview | _Bytes]:
+    """Return the bytes of a model in pieces, with the values of each mark, or what stands for them, in its place."""
+    skeleton = proto.SerializeToString()
+    places = marks.places(skeleton)
+
+    def holds_mark(start: int, end: int) -> bool:
+        return places[at] < end if (at := bisect_left(places, start)) < len(places) else False
+
+    def value(start: int, end: int) -> _Bytes:
+        number = marks.number(skeleton[start:end])
+        assert number is not None
+        filled.append(number)
+        return values[number]
+
+    filled: list[int] = []
+    whole = memoryview(skeleton)
+    pieces = _rewrite(whole, "model", 0, len(skeleton), holds_mark, value) or [whole]
+    assert len(filled) == len(places)
+    return pieces
 
 
 def _rewrite(
@@ -138,7 +179,19 @@ def _rewrite(
     change: Callable[[int, int], _Bytes],
     depth: int = 0,
 ) -> list[bytes | memoryview | _Bytes]:
-    """Do the same for the bytes between two offsets; empty if nothing changes."""
+    """Replace the ``raw_data`` of tensors between two offsets of a message; empty if nothing changes.
+
+    Visits initializers and attributes of nodes, including those in subgraphs and functions.
+
+    Args:
+        data: The bytes of the message.
+        kind: The message between the offsets, a key of ``_INSIDE``.
+        start: The first offset.
+        end: The offset behind the last byte.
+        wanted: Whether to visit the message between two offsets, or to replace it if it is ``raw_data``.
+        change: Returns the replacement of the ``raw_data`` between two offsets.
+        depth: How many messages are around it.
+    """
     pieces: list[bytes | memoryview | _Bytes] = []
     done = start
     for part in _fields(data, start, end):
@@ -176,7 +229,7 @@ class Weight:
     dims: Sequence[int] | None = None
 
     @classmethod
-    def of(cls, data: bytes) -> Weight:
+    def of(cls, data: bytes | memoryview) -> Weight:
         """Create a weight from its bytes."""
         return cls(len(data), lambda: data)
 
@@ -184,132 +237,40 @@ class Weight:
         return self.size
 
 
-_Piece = bytes | memoryview | Weight
-
-
-@dataclass
 class SerializedModel:
-    """A serialized model whose nodes can be changed.
+    """A serialized model that can be changed, while its large weights stay in its bytes.
 
     Args:
         data: The bytes of a ``ModelProto``.
         weights: Name of an initializer → its contents, for those whose ``raw_data`` in ``data`` is a placeholder.
 
     Attributes:
-        nodes: The nodes of the main graph, parsed; change them in place.
-        functions: The model's functions, parsed; change them in place.
+        proto: The model, with marks in place of weights; change it in place.
         inputs: Names of the graph's inputs.
         outputs: Names of the graph's outputs.
         initializers: Names of the initializers.
-        ir_version: The file's IR version; set it to write another.
-        graph_name: The graph's name; set it to write another.
-        metadata: Model metadata to add; keys that the file has already must not be among them.
 
     Raises:
         ValueError: The bytes are no ``ModelProto``.
     """
 
-    data: bytes
-    weights: Mapping[str, Weight] = field(default_factory=dict)
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-    functions: list[onnx.FunctionProto] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
-    initializers: set[str] = field(default_factory=set)
-    ir_version: int = 0
-    graph_name: str = ""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        try:
-            self._parse()
-        except (IndexError, DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(str(error)) from error
-
-    def _parse(self) -> None:
-        self._view = memoryview(self.data)
-        self._model = list(_fields(self._view, 0, len(self.data)))
-        self._graph: list[_Slice] = []
-        for part in self._model:
-            if part.number == _MODEL_GRAPH:
-                self._graph = list(_fields(self._view, part.payload, part.end))
-            elif part.number == _MODEL_IR_VERSION:
-                self.ir_version = _varint(self._view, part.payload)[0]
-            elif part.number == _MODEL_FUNCTIONS:
-                self.functions.append(onnx.FunctionProto.FromString(self.data[part.payload : part.end]))
-        for part in self._graph:
-            self._read(part)
-
-    def _read(self, part: _Slice) -> None:
-        if part.number == _GRAPH_NODE:
-            self.nodes.append(onnx.NodeProto.FromString(self.data[part.payload : part.end]))
-        elif part.number == _GRAPH_NAME:
-            self.graph_name = self._text(part)
-        elif part.number == _GRAPH_INITIALIZER:
-            self.initializers.add(self._tensor_name(part))
-        elif part.number in (_GRAPH_INPUT, _GRAPH_OUTPUT):
-            name = onnx.ValueInfoProto.FromString(self.data[part.payload : part.end]).name
-            (self.inputs if part.number == _GRAPH_INPUT else self.outputs).append(name)
-
-    def _text(self, part: _Slice) -> str:
-        return self.data[part.payload : part.end].decode()
-
-    def _tensor_name(self, part: _Slice) -> str:
-        pieces = _fields(self._view, part.payload, part.end)
-        return next((self._text(piece) for piece in pieces if piece.number == _TENSOR_NAME), "")
+    def __init__(self, data: bytes, weights: Mapping[str, Weight] | None = None) -> None:
+        self.data, self._marks = data, Marks()
+        view = memoryview(data)
+        self.proto, places = without_values(view, self._marks)
+        self._values = [Weight.of(view[start:end]) for start, end in places]
+        graph = self.proto.graph
+        for tensor in graph.initializer:
+            weight = (weights or {}).get(tensor.name)
+            if weight is not None:
+                tensor.raw_data = self._marks.new()
+                self._values.append(weight)
+                if weight.dims is not None:
+                    tensor.dims[:] = weight.dims
+        self.inputs, self.outputs = ([value.name for value in values] for values in (graph.input, graph.output))
+        self.initializers = {tensor.name for tensor in graph.initializer}
 
     def chunks(self) -> Iterator[bytes | memoryview]:
         """Iterate over the bytes of the changed model."""
-        graph = _merged(self._graph_pieces())
-        functions = iter(self.functions)
-        for part in self._model:
-            if part.number == _MODEL_GRAPH:
-                size = sum(len(piece) for piece in graph)
-                yield _head(_MODEL_GRAPH, size)
-                yield from map(_read, graph)
-            elif part.number == _MODEL_IR_VERSION:
-                yield _encode_varint(_MODEL_IR_VERSION << 3 | _VARINT) + _encode_varint(self.ir_version)
-            elif part.number == _MODEL_FUNCTIONS:
-                yield _field(_MODEL_FUNCTIONS, next(functions).SerializeToString())
-            else:
-                yield self._view[part.start : part.end]
-        for key, value in self.metadata.items():
-            yield _field(_MODEL_METADATA, onnx.StringStringEntryProto(key=key, value=value).SerializeToString())
-
-    def _graph_pieces(self) -> Iterator[_Piece]:
-        nodes = iter(self.nodes)
-        for part in self._graph:
-            if part.number == _GRAPH_NODE:
-                yield _field(_GRAPH_NODE, next(nodes).SerializeToString())
-            elif part.number == _GRAPH_NAME:
-                yield _field(_GRAPH_NAME, self.graph_name.encode())
-            elif part.number == _GRAPH_INITIALIZER and (name := self._tensor_name(part)) in self.weights:
-                yield from self._filled(part, self.weights[name])
-            else:
-                yield self._view[part.start : part.end]
-
-    def _filled(self, initializer: _Slice, weight: Weight) -> list[_Piece]:
-        """Return an initializer with its weight instead of the placeholder."""
-        proto = onnx.TensorProto.FromString(self.data[initializer.payload : initializer.end])
-        proto.ClearField("raw_data")
-        if weight.dims is not None:
-            proto.dims[:] = weight.dims
-        pieces = [proto.SerializeToString(), _head(_TENSOR_RAW_DATA, len(weight)), weight]
-        return [_head(_GRAPH_INITIALIZER, total_size(pieces)), *pieces]
-
-
-def _merged(pieces: Iterator[_Piece]) -> list[_Piece]:
-    """Join small neighbouring pieces; large ones, the weights, are not copied."""
-    result: list[_Piece] = []
-    small: list[bytes | memoryview] = []
-    for piece in pieces:
-        if len(piece) < 65536:
-            small.append(_read(piece))
-            continue
-        result.extend((b"".join(small), piece) if small else (piece,))
-        small = []
-    return [*result, b"".join(small)] if small else result
-
-
-def _read(piece: _Piece) -> bytes | memoryview:
-    return piece.read() if isinstance(piece, Weight) else piece
+        for piece in with_values(self.proto, self._marks, self._values):
+            yield piece.read() if isinstance(piece, Weight) else piece

@@ -1,13 +1,9 @@
 """Write files beside their targets, and rename them to their places together.
 
 What is written lies in a *work folder*, ``.htp-<random>`` beside the target, until it is whole. There is a lock in it,
-which is free once the process has ended, and, while files are renamed, a journal that says what is to be renamed and
-what is to be removed. Whoever opens a work folder clears away those of processes that were killed:
-
-- before the first rename, nothing but the work folder is there, and it goes;
-- between two renames, the files that took new names are removed; if one of them has replaced another file, the renames
-  are finished instead, unless somebody changed one of the targets meanwhile;
-- after the last rename, the files that are not needed any more are removed.
+which is free once the process has ended, and, from before the first rename on, a journal of what is to be renamed and
+removed. Whoever opens a work folder clears away those of processes that were killed. Without a journal, nothing but the
+work folder is there, and it goes; with one, what is left to do is done, unless somebody changed a target meanwhile.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from htp_export.files import filesystem
 from htp_export.files.filesystem import Identity
@@ -52,12 +49,7 @@ class Move:
 
 
 class WorkFolder:
-    """A folder beside a target, for files that are being written.
-
-    Args:
-        path: The folder.
-        lock: The lock that marks it as in use; None for a folder that is to be cleared.
-    """
+    """A folder beside a target, for files that are being written; without a lock, one that is to be cleared."""
 
     def __init__(self, path: Path, lock: filesystem.Lock | None) -> None:
         self.path, self._lock = path, lock
@@ -90,8 +82,8 @@ class WorkFolder:
         if self._journal.exists():
             self._release()
             return
-        for each in (self.new, *(() if self._keeps_old else (self._old,))):
-            shutil.rmtree(each, ignore_errors=True)
+        for folder in (self.new, *(() if self._keeps_old else (self._old,))):
+            shutil.rmtree(folder, ignore_errors=True)
         if not filesystem.removes_open_files():
             self._release()
         filesystem.remove(self.path / "lock")
@@ -120,14 +112,14 @@ class WorkFolder:
         """
         with filesystem.one_at_a_time(self.path.parent), contextlib.ExitStack() as others:
             steps = [self._prepared(move, others) for move in moves]
-            removed = [_Removal.of(path) for path in obsolete()]
+            removed = [_Removal(path.absolute(), Identity.at(path)) for path in obsolete()]
             replaces = bool(removed) or any(step.old is not None for step in steps)
             if replaces:  # without that, a crash of the machine could lose the old files and the new ones
                 for step in steps:
                     _sync(step.new)
             self._old.mkdir()
             try:
-                _write_json(self._journal, {"steps": [*map(_said, steps)], "obsolete": [*map(_said, removed)]})
+                _write_json(self._journal, {"steps": [*map(_plain, steps)], "obsolete": [*map(_plain, removed)]})
             except BaseException:
                 self._journal.unlink(missing_ok=True)
                 raise
@@ -151,10 +143,10 @@ class WorkFolder:
         model = target if os.path.lexists(target) else move.like
         if model is not None and model.is_file() and not new.is_dir():
             filesystem.keep_owner_and_mode(new, model.stat())
-        was, now = Identity.at(target), Identity.at(new)
-        if now is None:
-            raise FileNotFoundError(2, "No such file or directory", os.fspath(new))
-        return _Step(new, target, move.free, was, now)
+        made = Identity.at(new)
+        if made is None:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", os.fspath(new))
+        return _Step(new, target, move.free, Identity.at(target), made)
 
     def _rename(self, steps: Sequence[_Step]) -> None:
         kept: list[tuple[_Step, Path | None]] = []
@@ -181,18 +173,36 @@ class WorkFolder:
         os.replace(step.target, kept)  # noqa: PTH105 - one function for all renames: tests make it fail
         return kept
 
+    def finish(self) -> None:
+        """Do what the journal of a killed process still lists; nothing if a target was changed meanwhile."""
+        try:
+            plan = json.loads(self._journal.read_text(encoding="utf-8"))
+            steps = [
+                _Step(Path(e["new"]), Path(e["target"]), e["free"], _identity(e["old"]), Identity(**e["made"]))
+                for e in plan["steps"]
+            ]
+            removed = [_Removal(Path(entry["target"]), _identity(entry["old"])) for entry in plan["obsolete"]]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError):  # the machine crashed before it was on the disk
+            filesystem.remove(self._journal)
+            return
+        waiting = [step for step in steps if os.path.lexists(step.new)]
+        is_wanted = all(step.can_be_finished for step in waiting)
+        try:
+            for step in waiting if is_wanted else ():
+                if step.target.is_dir():
+                    os.replace(step.target, self._old / secrets.token_hex(6))  # noqa: PTH105
+                os.replace(step.new, step.target)  # noqa: PTH105
+        except OSError:
+            return  # another time
+        if not is_wanted or _all_done(removed):
+            filesystem.remove(self._journal)
+
 
 @dataclass(frozen=True)
 class _Step:
-    """One rename of a journal.
-
-    Attributes:
-        new: The file in the work folder.
-        target: Its target.
-        free: Whether the target must not exist.
-        old: The identity of the replaced file.
-        made: The identity of the new file.
-    """
+    """One rename of a journal, and the identities of the file that it replaces and of the new one."""
 
     new: Path
     target: Path
@@ -207,12 +217,12 @@ class _Step:
             os.replace(self.new, self.target)  # noqa: PTH105
 
     @property
-    def is_done(self) -> bool:
-        return Identity.at(self.target) == self.made
+    def can_be_finished(self) -> bool:
+        """Whether the new file is the one that was written, and nobody else has taken the place of the target.
 
-    @property
-    def waits(self) -> bool:
-        return Identity.at(self.new) == self.made and Identity.at(self.target) == self.old
+        A journal that came from elsewhere, in an archive, cannot know the identity: nothing is renamed for it.
+        """
+        return Identity.at(self.new) == self.made and Identity.at(self.target) in (self.old, self.made, None)
 
 
 @dataclass(frozen=True)
@@ -222,10 +232,6 @@ class _Removal:
     target: Path
     old: Identity | None
 
-    @classmethod
-    def of(cls, path: Path) -> _Removal:
-        return cls(path.absolute(), Identity.at(path))
-
     def done(self) -> bool:
         """Remove the file, and return whether it could be removed."""
         return Identity.at(self.target) != self.old or filesystem.remove(self.target)
@@ -233,7 +239,16 @@ class _Removal:
 
 def _all_done(removed: Iterable[_Removal]) -> bool:
     """Remove all, and return whether all could be removed."""
-    return not [each for each in removed if not each.done()]
+    return not [removal for removal in removed if not removal.done()]
+
+
+def _plain(entry: _Step | _Removal) -> dict[str, Any]:
+    return {name: os.fspath(value) if isinstance(value, Path) else value
+            for name, value in dataclasses.asdict(entry).items()}  # fmt: skip
+
+
+def _identity(entry: dict[str, int] | None) -> Identity | None:
+    return None if entry is None else Identity(**entry)
 
 
 def _put_back(step: _Step, old: Path | None, error: BaseException) -> bool:
@@ -242,7 +257,7 @@ def _put_back(step: _Step, old: Path | None, error: BaseException) -> bool:
         if old is not None:
             os.replace(old, step.target)  # noqa: PTH105
             old.unlink(missing_ok=True)  # two names of one file: the rename did nothing
-        elif step.is_done:
+        elif not os.path.lexists(step.new):
             step.target.unlink()
     except OSError as again:
         where = f"; what it was is in {old}" if old else ""
@@ -279,9 +294,7 @@ def work_folder(target: Path) -> Iterator[WorkFolder]:
 
 @contextlib.contextmanager
 def replace_file(target: Path) -> Iterator[Path]:
-    """Provide a path to write a file; on success, it replaces the target.
-
-    Symbolic links are followed. A device or a pipe is written to at the end.
+    """Provide a path to write a file; on success, it replaces the target. A device or a pipe is written to at the end.
 
     Raises:
         OSError: If it cannot be written; an existing file is unchanged.
@@ -300,7 +313,7 @@ def replace_file(target: Path) -> Iterator[Path]:
 
 
 def clear_killed(parent: Path) -> None:
-    """Remove the work folders of processes that were killed; see the docstring of this module."""
+    """Finish or remove the work folders of processes that were killed; see the docstring of this module."""
     try:
         with os.scandir(parent) as entries:
             folders = [Path(entry.path) for entry in entries if _NAME.fullmatch(entry.name) and _is_ours(entry)]
@@ -313,60 +326,13 @@ def clear_killed(parent: Path) -> None:
                 path.rmdir()
             continue
         work = WorkFolder(path, lock)
-        _finish(path / "journal")
+        work.finish()
         work.close()
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
     user = os.geteuid() if hasattr(os, "geteuid") else 0
     return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == user
-
-
-def _finish(journal: Path) -> None:
-    """Complete the steps of a journal, or revert them if no target was replaced yet."""
-    try:
-        plan = json.loads(journal.read_text(encoding="utf-8"))
-        steps = [_Step(Path(e["new"]), Path(e["target"]), e["free"], _same(e["old"]), Identity(*e["made"]))
-                 for e in plan["steps"]]  # fmt: skip
-        removed = [_Removal(Path(entry["target"]), _same(entry["old"])) for entry in plan["obsolete"]]
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, TypeError, KeyError):  # the machine crashed before it was on the disk
-        filesystem.remove(journal)
-        return
-    done = [step for step in steps if step.is_done]
-    waiting = [step for step in steps if step not in done]
-    old_folder = journal.with_name("old")
-    for step in waiting:  # what was moved away goes back first
-        kept = old_folder / str(steps.index(step))
-        if Identity.at(step.target) is None and step.old is not None and Identity.at(kept) == step.old:
-            os.replace(kept, step.target)  # noqa: PTH105
-    replaced = any(step.old is not None for step in done)
-    try:
-        if replaced and all(step.waits for step in waiting):
-            for step in waiting:
-                step.do()
-            waiting = []
-        elif waiting and not replaced:
-            for step in done:
-                filesystem.remove(step.target)
-    except OSError:
-        return  # another time
-    if waiting or _all_done(removed):
-        filesystem.remove(journal)
-
-
-def _said(entry: _Step | _Removal) -> dict[str, object]:
-    fields = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
-    return {
-        name: os.fspath(value) if isinstance(value, Path) else
-        dataclasses.astuple(value) if isinstance(value, Identity) else value
-        for name, value in fields.items()
-    }  # fmt: skip
-
-
-def _same(identity: Sequence[int] | None) -> Identity | None:
-    return None if identity is None else Identity(*identity)
 
 
 def _write_json(path: Path, content: object) -> None:

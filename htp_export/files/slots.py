@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -35,19 +36,12 @@ def slots(model: ir.Model) -> Iterator[Slot]:
     for graph in graphs:
         for value in graph.initializers.values():
             if value.const_value is not None:
-                yield Slot(value.const_value, _setter(value), True)
+                yield Slot(value.const_value, functools.partial(setattr, value, "const_value"), True)
     for nodes in (model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())):
         for node in nodes:
             for attribute in list(node.attributes.values()):
                 if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
                     yield Slot(attribute.as_tensor(), _attribute_setter(node, attribute.name), False)
-
-
-def _setter(value: ir.Value) -> Callable[[ir.TensorProtocol], None]:
-    def put(tensor: ir.TensorProtocol) -> None:
-        value.const_value = tensor
-
-    return put
 
 
 def _attribute_setter(node: ir.Node, name: str) -> Callable[[ir.TensorProtocol], None]:

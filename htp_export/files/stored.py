@@ -1,19 +1,14 @@
 """Weights that stay in their ONNX file until their values are used.
 
-Protobuf copies what it reads and what it writes: a model of 400 MB would take twice that, and nobody has looked at a
-weight. So the large weights of a file are cut out of its bytes before protobuf sees them, and are put between the bytes
-that protobuf makes when they are written. A mark of random bytes keeps the place of each, ``raw_data`` for
-``raw_data``: what else a tensor says, in whatever node, subgraph or function, protobuf goes on reading and writing.
+What else a tensor says, in whatever node, subgraph or function, protobuf reads and writes (`protobuf_bytes`).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import stat
 import weakref
-from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -23,12 +18,9 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.files.protobuf_bytes import rewrite_raw_data, total_size
+from htp_export.files.protobuf_bytes import LARGE_BYTES, Marks, total_size, with_values, without_values
 
-__all__ = ["LARGE_BYTES", "FileTensor", "HollowModel", "Marks", "read_hollow", "write_filled", "write_values"]
-
-LARGE_BYTES = 1 << 16
-"""Tensors of at least this size stay in their file; a few bytes of each smaller one are soon read."""
+__all__ = ["FileTensor", "HollowModel", "read_hollow", "stand_in", "write_filled", "write_values"]
 
 _CHUNK_BYTES = 1 << 20
 _MESSAGE_BYTES = (1 << 31) - 1
@@ -38,14 +30,7 @@ _STANDARD = frozenset(("dims", "data_type", "name", "doc_string", "metadata_prop
 
 
 class _OpenFile:
-    """A file that is kept open, so that it can be read after it was replaced or deleted.
-
-    Args:
-        path: The file.
-
-    Raises:
-        OSError: If it cannot be opened.
-    """
+    """A file that is kept open, so that it can be read after it was replaced or deleted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,23 +40,15 @@ class _OpenFile:
         self.size = state.st_size if stat.S_ISREG(state.st_mode) else 0
         self._written = state.st_mtime_ns
 
-    def check(self) -> None:
-        """Refuse a file that was changed after it was opened.
-
-        Raises:
-            FileError: If it was.
-        """
-        state = os.fstat(self.number)
-        if (state.st_size, state.st_mtime_ns) != (self.size, self._written):
-            raise FileError(self.path, "was written over after it was read, and its weights are gone; load it again")
-
     def read(self, offset: int, into: memoryview) -> None:
         """Read bytes from an offset into a buffer.
 
         Raises:
             FileError: If the file was written to since it was opened, or cannot be read.
         """
-        self.check()
+        state = os.fstat(self.number)
+        if (state.st_size, state.st_mtime_ns) != (self.size, self._written):
+            raise FileError(self.path, "was written over after it was read, and its weights are gone; load it again")
         done = 0
         try:
             while done < len(into):
@@ -86,20 +63,15 @@ class _OpenFile:
 class FileTensor(ir.TensorProtoTensor):
     """A tensor whose values are in an ONNX file, and are read each time they are used.
 
-    While an array of the values is in use, further requests return the same memory.
-
-    Args:
-        header: The tensor without its values.
-        file: The file.
-        offset: Offset of the values in bytes.
-        length: Size of the values in bytes.
+    While an array of the values is in use, further requests return the same memory. The header is the tensor without
+    its values; these begin at ``offset`` of the file and end before ``end``.
     """
 
     __slots__ = ("_array", "_file", "_length", "_offset")
 
-    def __init__(self, header: onnx.TensorProto, file: _OpenFile, offset: int, length: int) -> None:
+    def __init__(self, header: onnx.TensorProto, file: _OpenFile, offset: int, end: int) -> None:
         super().__init__(header)
-        self._file, self._offset, self._length = file, offset, length
+        self._file, self._offset, self._length = file, offset, end - offset
         self._array: weakref.ref[np.ndarray[Any, Any]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -149,61 +121,32 @@ class FileTensor(ir.TensorProtoTensor):
         return held
 
 
-class Marks:
-    """The marks that replace the values of tensors in ``raw_data``."""
+def stand_in(tensor: ir.TensorProtocol, marks: Marks) -> ir.TensorProtocol | None:
+    """Return a copy of a tensor with a mark instead of its values; None for a tensor that protobuf can write."""
+    if isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.STRING or tensor.nbytes < LARGE_BYTES:
+        return None
+    if isinstance(tensor, ir.TensorProtoTensor):
+        return _hollow(tensor, marks)
+    mark = ir.tensor(np.frombuffer(marks.new(), np.uint8))
+    about = {"name": tensor.name, "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
+    return ir.LazyTensor(lambda: mark, tensor.dtype, ir.Shape(tensor.shape.numpy()), **about)  # type: ignore[arg-type]
 
-    def __init__(self) -> None:
-        self._mark = secrets.token_bytes(24)  # nobody who wrote a file can have known it
-        self.count = 0
 
-    def new(self) -> bytes:
-        """Return a mark for the next tensor."""
-        self.count += 1
-        return self._mark + (self.count - 1).to_bytes(8, "little")
-
-    def number(self, data: bytes) -> int | None:
-        """Return the number of the tensor of a mark; None for bytes that are no mark."""
-        return int.from_bytes(data[24:], "little") if len(data) == 32 and data.startswith(self._mark) else None
-
-    def places(self, data: bytes) -> list[int]:
-        """Return the offsets of marks."""
-        offsets = [data.find(self._mark)]
-        while offsets[-1] >= 0:
-            offsets.append(data.find(self._mark, offsets[-1] + 1))
-        return offsets[:-1]
-
-    def stand_in(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol | None:
-        """Return a copy of a tensor with a mark instead of its values; None for a tensor that protobuf can write."""
-        if isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.STRING or tensor.nbytes < LARGE_BYTES:
+def _hollow(tensor: ir.TensorProtoTensor, marks: Marks) -> ir.TensorProtoTensor | None:
+    if isinstance(tensor, FileTensor):
+        header = onnx.TensorProto()
+        header.CopyFrom(tensor.header)
+    else:
+        fields = {field.name: value for field, value in tensor.raw.ListFields()}
+        if not fields.keys() <= _STANDARD or len(fields.pop("raw_data", b"")) != tensor.nbytes:
             return None
-        if isinstance(tensor, ir.TensorProtoTensor):
-            return self._hollow(tensor)
-        mark = ir.tensor(np.frombuffer(self.new(), np.uint8))
-        about = {"name": tensor.name, "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
-        return ir.LazyTensor(lambda: mark, tensor.dtype, ir.Shape(tensor.shape.numpy()), **about)  # type: ignore[arg-type]
-
-    def _hollow(self, tensor: ir.TensorProtoTensor) -> ir.TensorProtoTensor | None:
-        if isinstance(tensor, FileTensor):
-            header = onnx.TensorProto()
-            header.CopyFrom(tensor.header)
-        else:
-            fields = {field.name: value for field, value in tensor.raw.ListFields()}
-            if not fields.keys() <= _STANDARD or len(fields.pop("raw_data", b"")) != tensor.nbytes:
-                return None
-            header = onnx.TensorProto(**fields)  # no copy that is cleared: protobuf would keep the memory
-        header.raw_data = self.new()
-        return ir.TensorProtoTensor(header)
+        header = onnx.TensorProto(**fields)  # no copy that is cleared: protobuf would keep the memory
+    header.raw_data = marks.new()
+    return ir.TensorProtoTensor(header)
 
 
 class HollowModel:
-    """The model of a file without its large weights.
-
-    Args:
-        proto: The model, with marks instead of values.
-        marks: The marks.
-        file: The file.
-        places: Offset and length of the values of each mark, in bytes.
-    """
+    """The model of a file without its large weights, and the start and end of the values of each mark in the file."""
 
     def __init__(
         self, proto: onnx.ModelProto, marks: Marks, file: _OpenFile, places: Sequence[tuple[int, int]]
@@ -233,16 +176,14 @@ class HollowModel:
         header.CopyFrom(hollow.raw)
         header.ClearField("raw_data")
         tensor = FileTensor(header, self._file, *self._places[number])
-        if {field.name for field, _ in header.ListFields()} <= _STANDARD and tensor.nbytes == self._places[number][1]:
+        start, end = self._places[number]
+        if {field.name for field, _ in header.ListFields()} <= _STANDARD and tensor.nbytes == end - start:
             return tensor
         return ir.TensorProtoTensor(tensor.raw)  # what it says of itself is not so; whoever uses it will see
 
 
 def read_hollow(path: Path) -> HollowModel | None:
-    """Read an ONNX file without its large weights.
-
-    Returns:
-        The model; None for a small file, or a file that may not be ONNX.
+    """Read an ONNX file without its large weights; None for a small file, or one that is no plain file.
 
     Raises:
         OSError: If the file cannot be read.
@@ -253,15 +194,9 @@ def read_hollow(path: Path) -> HollowModel | None:
     file = _OpenFile(path)
     if file.size < LARGE_BYTES:
         return None
-    marks, places = Marks(), list[tuple[int, int]]()
-
-    def cut(start: int, end: int) -> bytes:
-        places.append((start, end - start))
-        return marks.new()
-
-    data = memoryview(mmap.mmap(file.number, file.size, access=mmap.ACCESS_READ))
-    skeleton = b"".join(rewrite_raw_data(data, lambda start, end: end - start >= LARGE_BYTES, cut))
-    return HollowModel(onnx.ModelProto.FromString(skeleton), marks, file, places)
+    marks = Marks()
+    proto, places = without_values(memoryview(mmap.mmap(file.number, file.size, access=mmap.ACCESS_READ)), marks)
+    return HollowModel(proto, marks, file, places)
 
 
 class _Values:
@@ -292,30 +227,12 @@ def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
 
 
 def write_filled(proto: onnx.ModelProto, marks: Marks, tensors: Sequence[ir.TensorProtocol], stream: IO[bytes]) -> None:
-    """Write a model, and replace each mark by the values of its tensor, one after the other.
-
-    Args:
-        proto: The model, with marks.
-        marks: The marks.
-        tensors: The tensor of each mark.
-        stream: The file to write.
+    """Write a model, and in place of each mark the values of its tensor, one after the other.
 
     Raises:
         ValueError: If the model is larger than a message can be.
     """
-    skeleton = proto.SerializeToString()
-    places = marks.places(skeleton)
-
-    def wanted(start: int, end: int) -> bool:
-        return places[at] < end if (at := bisect_left(places, start)) < len(places) else False
-
-    def values(start: int, end: int) -> _Values:
-        number = marks.number(skeleton[start:end])
-        assert number is not None
-        return _Values(tensors[number])
-
-    pieces = rewrite_raw_data(memoryview(skeleton), wanted, values)
-    assert sum(isinstance(piece, _Values) for piece in pieces) == len(places)
+    pieces = with_values(proto, marks, [*map(_Values, tensors)])
     if (size := total_size(pieces)) > _MESSAGE_BYTES:
         raise ValueError(f"an ONNX file of {size} bytes is more than protobuf reads; give it external data")
     for piece in pieces:

@@ -18,12 +18,9 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-__all__ = ["at_fault", "check_structure", "node_text"]
+__all__ = ["at_fault", "check_structure"]
 
 _STANDARD = ("", "ai.onnx")
-_SMALL = 1 << 16
-"""Bytes; to tell the length of ``raw_data``, protobuf copies it, which larger tensors are spared."""
-
 _FIELDS = {
     ir.DataType.FLOAT: "float_data",
     ir.DataType.COMPLEX64: "float_data",
@@ -115,7 +112,10 @@ def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collectio
             if node.domain in _STANDARD and (node.domain, node.op_type) not in called:
                 _check_operator(node, version)
             for attribute in node.attributes.data.values():
-                _check_texts(node, attribute)
+                if isinstance(attribute.ref_attr_name, bytes):
+                    problem = f"refers to a name that is not UTF-8: {attribute.ref_attr_name!r}"
+                    raise ValueError(f"attribute {attribute.name!r} of {_node_text(node)} {problem}")  # noqa: TRY004
+                _decode_texts(attribute, "doc_string")
                 if attribute.value is None:
                     continue
                 match attribute.type:
@@ -127,13 +127,7 @@ def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collectio
                         waiting.extend(attribute.value)
 
 
-def node_text(node: ir.Node) -> str:
-    """Return the name of a node for error messages.
-
-    Examples:
-        >>> node_text(ir.node("Relu", [ir.val("x")], name="act"))
-        "node 'act' (Relu)"
-    """
+def _node_text(node: ir.Node) -> str:
     return f"node {_short(node.name or '')} ({node.op_type})"
 
 
@@ -243,34 +237,22 @@ def _text(text: str | bytes) -> str:
 
 def _check_node(node: ir.Node) -> None:
     if not node.op_type:
-        raise ValueError(f"{node_text(node)} names no operator")
+        raise ValueError(f"{_node_text(node)} names no operator")
     names = (node.op_type, node.domain, node.overload, node.name, *(value.name for value in node.outputs))
-    _check_names(lambda: f"{node_text(node)} has", names)
+    _check_names(lambda: f"{_node_text(node)} has", names)
     _decode_texts(node, "doc_string")
     if node.metadata_props:
         _decode(node.metadata_props)
     for value in node.inputs:
         if value is not None and _is_dangling(value):
-            raise ValueError(f"{node_text(node)} reads {_short(value.name or '')}, which nothing produces")
+            raise ValueError(f"{_node_text(node)} reads {_short(value.name or '')}, which nothing produces")
     for value in node.outputs:
         _check_value(value)
 
 
-def _check_texts(node: ir.Node, attribute: ir.Attr) -> None:
-    _check_names(lambda: f"attribute {attribute.name!r} of {node_text(node)} refers to", (attribute.ref_attr_name,))
-    _decode_texts(attribute, "doc_string")
-
-
 @dataclass(frozen=True)
 class _Rules:
-    """The requirements of an operator for its nodes.
-
-    Attributes:
-        kinds: The type of each attribute.
-        required: The required attributes.
-        inputs: Minimum and maximum number of inputs.
-        outputs: Minimum and maximum number of outputs.
-    """
+    """The requirements of an operator: its attributes, and the minimum and maximum number of inputs and outputs."""
 
     kinds: Mapping[str, ir.AttributeType]
     required: tuple[str, ...]
@@ -308,10 +290,10 @@ def _check_operator(node: ir.Node, version: int) -> None:
         wanted = rules.kinds.get(name)
         if wanted is not None and attribute.type != wanted:
             problem = f"is of type {attribute.type.name}, not {wanted.name}"
-            raise ValueError(f"attribute {name!r} of {node_text(node)} {problem}")
+            raise ValueError(f"attribute {name!r} of {_node_text(node)} {problem}")
     for name in rules.required:
         if name not in attributes:
-            raise ValueError(f"{node_text(node)} has no attribute {name!r}")
+            raise ValueError(f"{_node_text(node)} has no attribute {name!r}")
     if not rules.inputs[0] <= len(node.inputs) <= rules.inputs[1]:
         raise ValueError(_how_many(node, "inputs", len(node.inputs), *rules.inputs))
     if not rules.outputs[0] <= len(node.outputs) <= rules.outputs[1]:
@@ -320,7 +302,7 @@ def _check_operator(node: ir.Node, version: int) -> None:
 
 def _how_many(node: ir.Node, what: str, count: int, fewest: int, most: int) -> str:
     allowed = str(fewest) if fewest == most else f"{fewest} to {most}" if most < 1 << 30 else f"{fewest} or more"
-    return f"{node_text(node)} has {count} {what}, and the operator takes {allowed}"
+    return f"{_node_text(node)} has {count} {what}, and the operator takes {allowed}"
 
 
 def _check_tensor(tensor: ir.TensorProtocol) -> None:
@@ -359,8 +341,7 @@ def _check_proto(proto: onnx.TensorProto) -> None:
     size = math.prod(dims)
     nbytes = -(-size * bits // 8)
     if proto.HasField("raw_data"):
-        if nbytes < _SMALL or not _fits(proto, nbytes):
-            _compare(proto.name, len(proto.raw_data), nbytes, "bytes")
+        _compare(proto.name, len(proto.raw_data), nbytes, "bytes")
         return
     dtype = ir.DataType(proto.data_type)
     field = _FIELDS.get(dtype, "int32_data")
@@ -369,15 +350,6 @@ def _check_proto(proto: onnx.TensorProto) -> None:
             raise ValueError(f"{_tensor_text(proto.name)} is of type {dtype.name}, and has values in {other_field}")
     packed = bits in (2, 4)
     _compare(proto.name, len(getattr(proto, field)), nbytes if packed else size * _PARTS.get(dtype, 1), "values")
-
-
-def _fits(proto: onnx.TensorProto, nbytes: int) -> bool:
-    """Return whether the size of a large tensor proves that it has so many bytes of values."""
-    header = onnx.TensorProto(dims=proto.dims, data_type=proto.data_type, metadata_props=proto.metadata_props)
-    for field in ("name", "doc_string"):
-        if proto.HasField(field):
-            setattr(header, field, getattr(proto, field))
-    return bool(proto.ByteSize() == header.ByteSize() + 1 + (max(nbytes.bit_length(), 1) + 6) // 7 + nbytes)
 
 
 def _compare(name: str | None, actual: int, wanted: int, what: str) -> None:

@@ -77,11 +77,7 @@ def check_target(
 
 
 def check_parent(target: Path) -> None:
-    """Refuse a file or folder whose folder is not there, or in which nothing can be made.
-
-    Raises:
-        FileError: If it is such a file.
-    """
+    """Refuse a file or folder whose folder is not there, or in which nothing can be made."""
     try:
         real_path(target)
     except OSError as cycle:
@@ -131,12 +127,7 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def files_named_in(value: Any) -> Iterator[Path]:
-    """The existing files that an argument names: a path, a text that is one, or several in lists and mappings.
-
-    Examples:
-        >>> list(files_named_in({"data": ["nowhere.npz"], "bits": 4}))
-        []
-    """
+    """Return the existing files that an argument names: a path, a text that is one, or lists and mappings of them."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -168,33 +159,28 @@ def _check_reads(target: Path, kind: Kind, reads: Iterable[str | os.PathLike[str
 
 
 def _weights_of(file: Path) -> set[Path]:
-    """The files with the weights of a model; empty for what is no ONNX file."""
+    """Return the data files of a model; none for what is no ONNX file, or a broken one: whoever reads it says so."""
     import onnx_ir as ir
 
     from htp_export.files.parsing import parsed
     from htp_export.files.slots import slots
 
     try:
-        model = parsed(file) if _is_model(file) else None
-    except Exception:  # a model that is broken; whoever reads it says so
+        model = parsed(file)
+    except Exception:  # parsers of four formats raise whatever they like on bytes that are not theirs
         return set()
-    tensors = () if model is None else (each.tensor for each in slots(model))
-    return {file.parent / os.fspath(each.location) for each in tensors if isinstance(each, ir.ExternalTensor)}
+    tensors = () if model is None else (slot.tensor for slot in slots(model))
+    return {file.parent / os.fspath(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
 
 
 def _is_model(file: Path) -> bool:
-    """Whether a file is ONNX, valid or not; weights are not read."""
-    import onnx
-
-    from htp_export.files.parsing import is_protobuf
-    from htp_export.files.stored import read_hollow
+    """Return whether a file is ONNX, valid or not; weights are not read."""
+    from htp_export.files.parsing import message_of
 
     try:
-        hollow = read_hollow(file) if is_protobuf(file) else None
-        proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
-    except Exception:  # parsers of four formats raise whatever they like on bytes that are not theirs
+        return message_of(file) is not None
+    except Exception:  # as above
         return False
-    return bool(proto.ir_version) and proto.HasField("graph")
 
 
 def _is_page(file: Path) -> bool:

@@ -13,10 +13,7 @@ __all__ = ["write_text"]
 
 
 def write_text(path: str | os.PathLike[str], text: str, kind: Kind = Kind.PAGE) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        FileError: If it cannot be written, or has the name of a model; what was there is untouched.
+    """Write a file whole or not at all; a `FileError` if that fails, or if it has the name of a model.
 
     Examples:
         >>> write_text("bert.onnx", "<!doctype html>")

@@ -21,8 +21,9 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import ResultError
+from htp_export.files.protobuf_bytes import Marks
 from htp_export.files.slots import slots
-from htp_export.files.stored import Marks
+from htp_export.files.stored import stand_in
 from htp_export.format import tags
 
 __all__ = ["Fault", "check_written", "faults_of", "hollow_proto", "made_from"]
@@ -45,14 +46,9 @@ _GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 @dataclass(frozen=True)
 class Fault:
-    """What onnx says against a model; equal where it is said of another node, too.
+    """What onnx says against a model; equal where it is said of another node, too: ``kind`` has no names.
 
-    Attributes:
-        kind: The message without names.
-        op_type: The operator of the node at fault, as far as it is known.
-        problem: The message.
-        node: The name of the node.
-        modules: The modules that own the node.
+    ``node`` and ``modules`` are the name of the node at fault and its owners, as far as they are known.
     """
 
     kind: str
@@ -126,17 +122,13 @@ def faults_of(model: ir.Model) -> list[Fault]:
 
 
 def hollow_proto(copy: ir.Model) -> tuple[onnx.ModelProto, Marks, list[ir.TensorProtocol]]:
-    """A model as a message with marks instead of its large weights, and the weights of the marks.
-
-    Args:
-        copy: The model; it has the marks afterwards, too.
-    """
+    """Return a model as a message with marks instead of its large weights, and these; the copy has the marks, too."""
     marks, marked = Marks(), list[ir.TensorProtocol]()
     for slot in list(slots(copy)):
-        stand_in = marks.stand_in(slot.tensor)
-        if stand_in is not None:
+        hollow = stand_in(slot.tensor, marks)
+        if hollow is not None:
             marked.append(slot.tensor)
-            slot.put(stand_in)
+            slot.put(hollow)
     return ir.to_proto(copy), marks, marked
 
 
@@ -242,12 +234,16 @@ def _examined(proto: onnx.ModelProto) -> tuple[list[Fault], dict[tuple[int | str
     try:
         onnx.checker.check_model(data)
     except Exception as error:  # onnx's errors share no base but this
-        found.append(_located(proto, _checked_fault(str(error)), onnx.checker.check_model))
+        node = _CONTEXT.search(str(error))
+        problem = _CONTEXT.sub("", str(error).partition("==> Context:")[0])
+        fault = _fault(problem, *((node[2], node[1]) if node else ()))
+        found.append(_located(proto, fault, onnx.checker.check_model))
     known = _without_unknown(proto)
     try:
-        inferred = onnx.shape_inference.infer_shapes(known, check_type=True, strict_mode=True, data_prop=True)
+        inferred = _infer(known)
     except Exception as error:
-        faults = _inferred_faults(str(error)) or [_fault(str(error))]
+        named = _NODE.findall(str(error))
+        faults = [_fault(problem, op_type, node or "") for op_type, node, problem in named] or [_fault(str(error))]
         return [*found, *(_located(known, fault, _infer) for fault in faults)], {}
     return found, _empty(inferred, known)
 
@@ -271,8 +267,8 @@ def _without_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
     return part
 
 
-def _infer(data: bytes) -> None:
-    onnx.shape_inference.infer_shapes(data, check_type=True, strict_mode=True, data_prop=True)
+def _infer(proto: onnx.ModelProto | bytes) -> onnx.ModelProto:
+    return onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
 
 
 def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:
@@ -280,17 +276,7 @@ def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:
     return Fault(_QUOTED.sub("''", _NODE_NAME.sub("", text)), op_type, text, node)
 
 
-def _checked_fault(message: str) -> Fault:
-    node = _CONTEXT.search(message)
-    problem = message.partition("==> Context:")[0]
-    return _fault(_CONTEXT.sub("", problem), *((node[2], node[1]) if node else ()))
-
-
-def _inferred_faults(message: str) -> list[Fault]:
-    return [_fault(problem, op_type, node or "") for op_type, node, problem in _NODE.findall(message)]
-
-
-def _located(proto: onnx.ModelProto, fault: Fault, check: Callable[[bytes], None]) -> Fault:
+def _located(proto: onnx.ModelProto, fault: Fault, check: Callable[[bytes], object]) -> Fault:
     """A fault with the modules of its node; the node is looked for where the message does not name it."""
     nodes = list(itertools.chain.from_iterable(graph.node for graph in _graphs(proto.graph)))
     nodes += [node for function in proto.functions for node in function.node]
@@ -303,7 +289,7 @@ def _located(proto: onnx.ModelProto, fault: Fault, check: Callable[[bytes], None
     return Fault(fault.kind, fault.op_type or node.op_type, fault.problem, node.name, tuple(owners))
 
 
-def _first_refused(proto: onnx.ModelProto, check: Callable[[bytes], None]) -> onnx.NodeProto | None:
+def _first_refused(proto: onnx.ModelProto, check: Callable[[bytes], object]) -> onnx.NodeProto | None:
     """The node with which a graph is refused, and without which it is not; or that alone makes a function refused."""
     part = onnx.ModelProto()
     part.CopyFrom(proto)
@@ -330,7 +316,7 @@ def _first_refused(proto: onnx.ModelProto, check: Callable[[bytes], None]) -> on
     return node
 
 
-def _first_in_functions(proto: onnx.ModelProto, check: Callable[[bytes], None]) -> onnx.NodeProto | None:
+def _first_in_functions(proto: onnx.ModelProto, check: Callable[[bytes], object]) -> onnx.NodeProto | None:
     for number, function in enumerate(proto.functions):
         for index, node in enumerate(function.node):
             part = onnx.ModelProto()

@@ -36,11 +36,7 @@ _Loader.add_constructor(
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """Read a YAML file. JSON is YAML, too.
-
-    Raises:
-        FileError: If it cannot be read, is not YAML, or names a key twice.
-    """
+    """Read a YAML file (JSON is YAML); a `FileError` if it cannot be read, is not YAML, or names a key twice."""
     file = Path(path)
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
@@ -55,11 +51,9 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 
 def line_in_yaml(path: str | os.PathLike[str], place: Sequence[int | str]) -> int:
-    """The line, from 1, at which an entry of a YAML or JSON file stands.
+    """Return the line, from 1, of an entry of a file that `read_yaml` has read.
 
-    Args:
-        path: The file, which `read_yaml` has read.
-        place: Keys of mappings and positions in lists that lead to it; what is not in the file is left out.
+    The place is keys of mappings and positions in lists that lead to it; what is not in the file is left out.
     """
     node = yaml.compose(Path(path).read_text(encoding="utf-8"), _Loader)
     line = node.start_mark.line

@@ -39,13 +39,7 @@ Block: TypeAlias = str | Instance
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One call whose operations a node computes.
-
-    Attributes:
-        call: The innermost call.
-        running: The call and its callers.
-        modules: The modules of these calls, and the containers of these modules that never run themselves.
-    """
+    """One call whose operations a node computes, its callers, and their modules, with containers that never run."""
 
     call: Instance
     running: LinkedSet[Instance]
@@ -54,13 +48,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeCalls:
-    """The calls whose operations a node computes.
-
-    Attributes:
-        owners: The owners of the node; empty for an untagged node.
-        parts: The calls; several if work was merged.
-        modules: The modules whose regions contain the node.
-    """
+    """The calls whose operations a node computes, several if work was merged; ``modules`` have it in their region."""
 
     owners: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
@@ -92,13 +80,10 @@ class NodeCalls:
         These are, for each further call of the node, the modules around the call that contain none of ``paths``. If
         equal work of two blocks is merged into one node, its result feeds both blocks: it may be read anywhere in the
         other block without leaving ``paths``. A call inside one of ``paths`` is no other block. An owner that contains
-        all of ``paths`` is one: it computes the same itself, and may read the result anywhere.
+        all of ``paths`` is one: it computes the same itself, and may read the result anywhere. If the boundary is that
+        of one ``call`` of a module, the module's other calls are blocks, too.
 
         This rule holds for every boundary; only `htp_export.model.boundaries` applies it.
-
-        Args:
-            paths: The modules with the common boundary.
-            call: The call of a module whose boundary it is, if it is one; the module's other calls are blocks, too.
         """
         if len(self.parts) < 2 and len(self.owners) < 2:
             return ()
@@ -154,12 +139,10 @@ class CallTree:
         """
         if text is None:
             return cls(hierarchy)
-        try:
-            listed = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{tags.CALLERS} is not JSON: {error}") from error
-        if not isinstance(listed, dict) or not all(isinstance(calls, list) for calls in listed.values()):
-            raise ValueError(f"{tags.CALLERS} is not a JSON object of modules and the callers of their calls")
+        content = "modules and the callers of their calls"
+        listed = tags.json_object(tags.CALLERS, text, content)
+        if not all(isinstance(calls, list) for calls in listed.values()):
+            raise ValueError(f"{tags.CALLERS} is not a JSON object of {content}")
         tree = cls(hierarchy, {})
         for path, calls in listed.items():
             callers = [tree._read(path, caller) for caller in calls]
@@ -287,12 +270,7 @@ class CallTree:
     # --- whose work a node does -----------------------------------------------------------------------------
 
     def work(self, owners: tuple[str, ...], encoded: str = "") -> NodeCalls:
-        """Return the calls whose operations a node computes.
-
-        Args:
-            owners: The owners of the node.
-            encoded: Its encoded calls, see ``tags.encoded_calls``.
-        """
+        """Return the calls whose operations a node computes, by its owners and its ``tags.encoded_calls``."""
         if (owners, encoded) not in self._works:
             self._works[owners, encoded] = self.of_calls(owners, self._calls_of(owners, encoded))
         return self._works[owners, encoded]
@@ -328,12 +306,7 @@ class CallTree:
         return json.dumps(listed, separators=(",", ":"), ensure_ascii=False)
 
     def encode_merged_calls(self, owners: tuple[str, ...], nodes: Iterable[tuple[tuple[str, ...], str]]) -> str:
-        """Return the encoded calls of a node that does the work of several nodes.
-
-        Args:
-            owners: Its owners.
-            nodes: Owners and encoded calls of each of these nodes.
-        """
+        """Return the encoded calls of a node that does the work of several, by owners and encoded calls of each."""
         return self.encode_calls(owners, [call for node in dict.fromkeys(nodes) for call in self.work(*node).calls])
 
     def _same(self, first: NodeCalls, second: NodeCalls) -> bool:
@@ -385,12 +358,6 @@ class CallTree:
 
 
 def renumbered(tree: CallTree, work: NodeCalls, number: Callable[[Instance], Instance | None]) -> list[Instance]:
-    """Return the calls of a node in another model, which has some of the calls under other numbers.
-
-    Args:
-        tree: The call tree of this model.
-        work: The calls of the node.
-        number: Call → call in the other model; None if it has none: then its caller counts.
-    """
+    """Return the calls of a node in a model with other numbers; for a call that it has not, the caller counts."""
     every = (next(filter(None, map(number, tree.chain(call))), None) for call in work.calls)
     return [call for call in every if call is not None]

@@ -59,12 +59,7 @@ class ModuleInfo:
 
     @property
     def simple_class(self) -> str:
-        """The class without its module.
-
-        Examples:
-            >>> ModuleInfo("fc", "torch.nn.modules.linear.Linear").simple_class
-            'Linear'
-        """
+        """The class without its module."""
         return self.class_name.rpartition(".")[2]
 
     @property
@@ -117,11 +112,10 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
     @classmethod
     def from_module(cls, module: torch.nn.Module) -> Hierarchy:
-        """The tree of a PyTorch model before it ran: no calls, every fate ``uncalled``.
+        """Return the tree of a PyTorch model before it ran: no calls, every fate ``uncalled``.
 
-        Args:
-            module: The model. A module of it that has several names is listed under the first; of several modules that
-                have one name, each has a path of its own, see ``ModuleInfo.torch_name``.
+        A module with several names is listed under the first; of several modules that have one name, each has a path of
+        its own, see ``ModuleInfo.torch_name``.
 
         Examples:
             >>> import torch
@@ -140,10 +134,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
     @classmethod
     def from_classes(cls, classes: Mapping[str, str]) -> Hierarchy:
-        """The tree of a model of which only the modules that ran are known: every path above them belongs to it too.
-
-        Args:
-            classes: Module path → qualified class.
+        """Return the tree of the modules that ran, path → class, and of every path above them.
 
         Examples:
             >>> list(Hierarchy.from_classes({"layer.0.fc": "torch.nn.modules.linear.Linear"}).classes)
@@ -157,10 +148,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
     @classmethod
     def from_json(cls, text: str) -> Hierarchy:
-        """The tree that ``to_json`` wrote.
-
-        Args:
-            text: The value of ``htp.modules``; it may come from anywhere. Unknown keys are passed over.
+        """Parse the value of ``htp.modules``, which may come from anywhere; unknown keys are passed over.
 
         Raises:
             ValueError: If it is not what the file format says; the message names the module at fault.
@@ -169,21 +157,11 @@ class Hierarchy(Mapping[str, ModuleInfo]):
             >>> Hierarchy.from_json('{"": {"class": "net.Net", "calls": 1, "fate": "computed"}}').root.calls
             1
         """
-        try:
-            listed = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{tags.MODULES} is not JSON: {error}") from error
-        if not isinstance(listed, dict):
-            raise ValueError(f"{tags.MODULES} is not a JSON object of module paths")  # noqa: TRY004 - it is a bad value
+        listed = tags.json_object(tags.MODULES, text, "module paths")
         return cls(_module_from_json(path, entry) for path, entry in listed.items())
 
     def to_json(self) -> str:
-        """The tree as the file format's ``htp.modules``.
-
-        Examples:
-            >>> Hierarchy([ModuleInfo("", "net.Net", 1, "computed")]).to_json()
-            '{"":{"class":"net.Net","calls":1,"fate":"computed"}}'
-        """
+        """Return the tree as the file format's ``htp.modules``."""
         entries: dict[str, dict[str, Any]] = {}
         for module in self.values():
             entries[module.path] = {"class": module.class_name, "calls": module.calls, "fate": module.fate}
@@ -202,12 +180,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         fates: Mapping[str, str] | None = None,
         fused_with: Mapping[str, Sequence[str]] | None = None,
     ) -> Hierarchy:
-        """A new tree that knows what an export did; modules that are not named stay as they are.
-
-        Args:
-            calls: Module path → how many times it ran.
-            fates: Module path → what became of it.
-            fused_with: Path of a fused module → the modules that it was merged with.
+        """Return a tree that knows what an export did; modules that are not named stay as they are.
 
         Raises:
             ValueError: If a path is not in the tree, a fate is none of ``FATES``, or a module is said to be merged
@@ -234,12 +207,9 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         return Hierarchy(modules)
 
     def including(self, calls: Mapping[str, int], classes: Mapping[str, str] | None = None) -> Hierarchy:
-        """A new tree that has these modules, and what lies above them, too; for files that name more than they list.
+        """Return a tree that has these modules, too, for files that name more than they list.
 
-        Args:
-            calls: Path of a module that ran → how many times. Known modules stay as they are, and what is not named
-                but lies above counts as a container, which never runs.
-            classes: Classes of the new modules, as far as they are known.
+        Known modules stay as they are; what lies above one that ran and is not named is a container, which never runs.
 
         Examples:
             >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1, "computed")]).including({"layer.0": 2})
@@ -283,12 +253,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         return {path: module.class_name for path, module in self.items()}
 
     def parent(self, path: str) -> str | None:
-        """The nearest module above a path, which need not be a module itself; None above the root.
-
-        Examples:
-            >>> Hierarchy([ModuleInfo("", ""), ModuleInfo("a", "")]).parent("a.b.c")
-            'a'
-        """
+        """Return the nearest module above a path, which need not be a module itself; None above the root."""
         if path in self._modules:
             return self._parents[path]
         return tags.nearest_above(path, self._modules)
@@ -298,11 +263,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         return {path: tags.nearest_above(path, self._modules) for path in self}
 
     def children(self, path: str) -> tuple[str, ...]:
-        """The modules right below one, in order.
-
-        Raises:
-            KeyError: If there is no such module.
-        """
+        """Return the modules right below one, in order."""
         return self._children[path]
 
     @cached_property

@@ -28,14 +28,13 @@ def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         >>> list(named_leaves({"x": 1, "states": (None, 2)}))
         [('x', 1), ('states.0', None), ('states.1', 2)]
     """
-    items = _items(tree)
-    if items is None:
-        items = _parts(tree)
-    if items is None:
-        yield name, tree
-        return
-    for key, item in items:
-        yield from named_leaves(item, _joined(name, key))
+    for place, leaf in _in_plain(tree, name):
+        parts = _parts(leaf)
+        if parts is None:
+            yield place, leaf
+            continue
+        for key, part in parts:
+            yield from named_leaves(part, _joined(place, key))
 
 
 def named_tensors_in(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -52,23 +51,22 @@ def tensors_in(tree: Any) -> Iterator[Any]:
 
 def containers_in(tree: Any, name: str = "") -> Iterator[str]:
     """The names of the containers that are no tuples, lists or mappings: caches, and others that torch knows."""
-    items = _items(tree)
-    if items is None:
-        if is_cache(tree) or _node_of(tree) is not None:
-            yield name
-        return
-    for key, item in items:
-        yield from containers_in(item, _joined(name, key))
+    return (place for place, leaf in _in_plain(tree, name) if is_cache(leaf) or _node_of(leaf) is not None)
 
 
 def caches_in(tree: Any) -> Iterator[Any]:
     """The caches of transformers in tuples, lists and mappings."""
+    return (leaf for _, leaf in _in_plain(tree, "") if is_cache(leaf))
+
+
+def _in_plain(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Everything in tuples, lists and mappings that is none of these, with the keys that lead to it."""
     items = _items(tree)
-    if items is not None:
-        for _, item in items:
-            yield from caches_in(item)
-    elif is_cache(tree):
-        yield tree
+    if items is None:
+        yield name, tree
+        return
+    for key, item in items:
+        yield from _in_plain(item, _joined(name, key))
 
 
 def _joined(name: str, key: Any) -> str:

@@ -13,15 +13,11 @@ T = TypeVar("T")
 
 
 class LinkedSet(AbstractSet[T]):
-    """A set that holds only what another one has not, and a reference to that one.
+    """A set that holds only what another one, its rest, has not, and a reference to that one.
 
     The sets of all modules around a module, for all modules of a tree, take memory for each module once. As frozensets
     they take it for each pair of modules: 260 MB in a tree of 2,000 levels. What set
     operations give is a frozenset, except for an intersection of sets with a common rest.
-
-    Args:
-        elements: The elements, each once; those that the rest has, too, are left out.
-        rest: The set that it extends.
 
     Examples:
         >>> outer = LinkedSet(["encoder", ""])

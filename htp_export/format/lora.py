@@ -19,7 +19,7 @@ def factor_module(path: str, factor: str) -> str:
         >>> factor_module("encoder.fc", "A"), factor_module("", "B")
         ('encoder.fc.lora_A', 'lora_B')
     """
-    return f"{path}.lora_{factor}" if path else f"lora_{factor}"
+    return tags.below(path, f"lora_{factor}")
 
 
 def read_lora(metadata: Mapping[str, str]) -> dict[str, float]:
@@ -40,14 +40,7 @@ def read_lora(metadata: Mapping[str, str]) -> dict[str, float]:
 
 
 def write_lora(metadata: MutableMapping[str, str], layers: Mapping[str, float]) -> None:
-    """Write what `read_lora` reads; no entry if there are no such modules.
-
-    Examples:
-        >>> metadata: dict[str, str] = {}
-        >>> write_lora(metadata, {"fc": 2.0})
-        >>> metadata
-        {'htp.lora': '{"fc":{"scaling":2.0}}'}
-    """
+    """Write what `read_lora` reads; no entry if there are no such modules."""
     metadata.pop(tags.LORA, None)
     if layers:
         entries = {path: {"scaling": scaling} for path, scaling in layers.items()}

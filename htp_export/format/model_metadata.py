@@ -25,15 +25,8 @@ def write_model_metadata(
 ) -> None:
     """Write what is known of a model's modules; what is not given stays as it was.
 
-    The map of `htp_export.embed_map` goes: it tells of the graph as it was.
-
-    Args:
-        metadata: The model's metadata.
-        hierarchy: The modules.
-        calls: Which call ran in which.
-        signatures: What the modules took and gave.
-        parameters: What they hold.
-        contamination: ``(module, tensor, leaves)`` for boundary tensors that PyTorch does not know.
+    The map of `htp_export.embed_map` goes: it tells of the graph as it was. ``contamination`` is
+    ``(module, tensor, leaves)`` for boundary tensors that PyTorch does not know.
 
     Examples:
         >>> from htp_export.format.hierarchy import ModuleInfo

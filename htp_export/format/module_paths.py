@@ -17,13 +17,7 @@ __all__ = ["ModulePath", "module_paths"]
 
 
 class ModulePath(NamedTuple):
-    """One module of a model.
-
-    Attributes:
-        path: Its path, unique in the model.
-        name: Its name in ``named_modules()``.
-        module: The module.
-    """
+    """A module, its path, unique in the model, and its name in ``named_modules()``."""
 
     path: str
     name: str

@@ -22,12 +22,7 @@ __all__ = ["ModuleParameters", "parameters_from_json", "parameters_of", "paramet
 
 @dataclass(frozen=True)
 class ModuleParameters:
-    """The parameters of one module, without those of its child modules.
-
-    Attributes:
-        shapes: Name in the module → shape.
-        tied: Name in the module → full name of the same parameter in an earlier module.
-    """
+    """The shapes of the parameters of one module alone; of a tied one, its full name in an earlier module."""
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +45,7 @@ def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(parameter, UninitializedParameter):
                 continue
-            full = f"{path}.{name}" if path else name
+            full = tags.below(path, name)
             shapes[name] = tuple(parameter.shape)
             if first.setdefault(id(parameter), full) != full:
                 tied[name] = first[id(parameter)]
@@ -74,7 +69,7 @@ def parameters_to_json(parameters: Mapping[str, ModuleParameters]) -> str:
         for name, shape in module.shapes.items():
             first = module.tied.get(name)
             plain[path][name] = first if first in written and first is not None else list(shape)
-            written.add(f"{path}.{name}" if path else name)
+            written.add(tags.below(path, name))
     return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -88,11 +83,8 @@ def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
         >>> parameters_from_json('{"head":{"weight":[3,4]},"tail":{"w":"head.weight"}}')["tail"]
         ModuleParameters(shapes={'w': (3, 4)}, tied={'w': 'head.weight'})
     """
-    try:
-        listed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{tags.PARAMETERS} is not JSON: {error}") from error
-    if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
+    listed = tags.json_object(tags.PARAMETERS, text, "modules and their parameters")
+    if not all(isinstance(entry, dict) for entry in listed.values()):
         raise ValueError(f"{tags.PARAMETERS} is not a JSON object of modules and their parameters")
     shapes: dict[str, tuple[int, ...]] = {}
     parameters = {}
@@ -106,6 +98,6 @@ def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
                 module_shapes[name] = tuple(shape)
             else:
                 raise ValueError(f"{tags.PARAMETERS}: {name!r} of module {path!r} has no shape: {shape!r}")
-            shapes[f"{path}.{name}" if path else name] = module_shapes[name]
+            shapes[tags.below(path, name)] = module_shapes[name]
         parameters[path] = ModuleParameters(module_shapes, tied)
     return parameters

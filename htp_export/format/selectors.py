@@ -53,16 +53,6 @@ def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str
 def select_below(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
     """The modules that a selector names, with all modules below them; an excluded module takes those below it with it.
 
-    Args:
-        pattern: The selector, as for `select`.
-        classes: Module path → fully qualified class name, for every module.
-
-    Returns:
-        The paths, each once, in the order of ``classes``.
-
-    Raises:
-        SelectorError: As for `select`.
-
     Examples:
         >>> classes = {"": "net.Net", "layer": "net.Block", "layer.fc": "torch.nn.Linear", "head": "torch.nn.Linear"}
         >>> select_below("layer", classes), select_below("**,!layer", classes), select_below(".", classes)
@@ -75,13 +65,6 @@ def select_below(pattern: str | Sequence[str], classes: Mapping[str, str]) -> li
 
 def chosen_and_excluded(pattern: str | Sequence[str], classes: Mapping[str, str]) -> tuple[set[str], set[str]]:
     """The modules that a selector names, without any of those that it excludes, and the excluded ones.
-
-    Args:
-        pattern: The selector, as for `select`.
-        classes: Module path → fully qualified class name, for every module.
-
-    Raises:
-        SelectorError: As for `select`.
 
     Examples:
         >>> chosen_and_excluded("layer,!head", {"": "net.Net", "layer": "net.Block", "head": "torch.nn.Linear"})

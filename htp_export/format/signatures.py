@@ -67,12 +67,7 @@ def signatures_from_json(text: str) -> dict[str, tuple[Signature, ...]]:
         >>> signatures_from_json('{"fc":[[{"input":"x"},["linear"]]]}')["fc"][0].outputs
         ('linear',)
     """
-    try:
-        listed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{tags.SIGNATURES} is not JSON: {error}") from error
-    if not isinstance(listed, dict):
-        raise ValueError(f"{tags.SIGNATURES} is not a JSON object of module paths")  # noqa: TRY004 - it is a bad value
+    listed = tags.json_object(tags.SIGNATURES, text, "module paths")
     return {path: _calls(path, calls) for path, calls in listed.items()}
 
 

@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 VERSION = "1"
 
@@ -128,17 +129,8 @@ def common_ancestor(paths: Iterable[str]) -> str:
         >>> common_ancestor(["layer.0.query", "layer.0.key"]), common_ancestor(["a", "b"])
         ('layer.0', '')
     """
-    parts: list[str] | None = None
-    for path in paths:
-        names = path.split(".") if path else []
-        if parts is None:
-            parts = names
-            continue
-        keep = 0
-        while keep < min(len(parts), len(names)) and parts[keep] == names[keep]:
-            keep += 1
-        parts = parts[:keep]
-    return ".".join(parts or ())
+    parts = zip(*(path.split(".") if path else [] for path in paths), strict=False)
+    return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, parts))
 
 
 def innermost(paths: Iterable[str]) -> tuple[str, ...]:
@@ -165,12 +157,10 @@ def _escape(part: str) -> str:
 
 
 def namespace(path: str, called: Collection[str]) -> str:
-    """The path as graph viewers group it: ``/`` between modules, containers joined to their children.
+    """Return the path as graph viewers group it: ``/`` between modules, containers joined to their children.
 
-    Args:
-        path: A module path.
-        called: The paths of the modules that ran. The others (``nn.ModuleList`` and the like) are no level. For many
-            calls, pass `CalledModules`: namespaces are then computed from those of the modules around.
+    The modules that did not run (``nn.ModuleList`` and the like) are no level. For many calls, pass `CalledModules`:
+    namespaces are then computed from those of the modules around.
 
     Examples:
         >>> namespace("encoder.layer.0.query", {"", "encoder", "encoder.layer.0", "encoder.layer.0.query"})
@@ -182,11 +172,7 @@ def namespace(path: str, called: Collection[str]) -> str:
 
 
 def namespaces(paths: Iterable[str], called: Collection[str]) -> dict[str, str]:
-    """Each path → its `namespace`. What paths have in common is looked at once.
-
-    Args:
-        paths: Module paths.
-        called: The paths of the modules that ran.
+    """Return each path → its `namespace`. What paths have in common is looked at once.
 
     Examples:
         >>> namespaces(["layers.0.act", "layers.0"], {"", "layers.0", "layers.0.act"})
@@ -197,10 +183,7 @@ def namespaces(paths: Iterable[str], called: Collection[str]) -> dict[str, str]:
 
 
 class CalledModules(frozenset[str]):
-    """The paths of the modules that ran; their namespaces are computed once.
-
-    Attributes:
-        levels: Path of a module that ran → its namespace, as far as it was computed.
+    """The paths of the modules that ran; their namespaces, ``levels``, are computed once.
 
     Examples:
         >>> called = CalledModules(["", "encoder", "encoder.layer.0"])
@@ -230,6 +213,17 @@ def _namespace(path: str, called: Collection[str], levels: dict[str, str]) -> st
         if level in called:
             levels[level] = space
     return space
+
+
+def json_object(key: str, text: str, of: str) -> dict[str, Any]:
+    """Parse the value of a key of a model's metadata that is a JSON object; a `ValueError` for anything else."""
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{key} is not JSON: {error}") from error
+    if not isinstance(listed, dict):
+        raise ValueError(f"{key} is not a JSON object of {of}")  # noqa: TRY004 - it is a bad value
+    return listed
 
 
 def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
@@ -275,14 +269,7 @@ def calls_listed(encoded: str) -> dict[str, list[int]]:
 
 
 def write_calls(metadata: MutableMapping[str, str], encoded: str) -> None:
-    """Write the encoded calls of a node, and remove earlier ones.
-
-    Examples:
-        >>> metadata = {"htp.module": "fc", "htp.call": "1"}
-        >>> write_calls(metadata, '{"fc":[0,2]}')
-        >>> metadata
-        {'htp.module': 'fc', 'htp.calls': '{"fc":[0,2]}'}
-    """
+    """Write the encoded calls of a node, and remove earlier ones."""
     for key in (CALL, CALLS):
         metadata.pop(key, None)
     if encoded:
@@ -290,13 +277,7 @@ def write_calls(metadata: MutableMapping[str, str], encoded: str) -> None:
 
 
 def node_tags(owners: Sequence[str], reason: str, called: Collection[str], calls: str = "") -> dict[str, str]:
-    """The tags of a node.
-
-    Args:
-        owners: The modules that it computes, in order of execution.
-        reason: How that is known, a `Reason`; nothing where that is not said.
-        called: As in ``namespace``.
-        calls: Its encoded calls, see ``encoded_calls``.
+    """Return the tags of a node: its owners in order of execution, a `Reason` or ``""``, and its ``encoded_calls``.
 
     Examples:
         >>> node_tags(["layer.0", "layer.1"], "shared", {"", "layer.0", "layer.1"})["htp.owners"]
@@ -313,14 +294,7 @@ def node_tags(owners: Sequence[str], reason: str, called: Collection[str], calls
 
 
 def tag_node(metadata: MutableMapping[str, str], entry: Mapping[str, str]) -> None:
-    """Write a node's tags, as of ``node_tags``, in place of those that it had.
-
-    Examples:
-        >>> metadata = {"htp.module": "fc", "htp.call": "1", "pkg.torch": "kept"}
-        >>> tag_node(metadata, {"htp.module": "act"})
-        >>> metadata
-        {'pkg.torch': 'kept', 'htp.module': 'act'}
-    """
+    """Write a node's tags, as of ``node_tags``, in place of those that it had."""
     for key in NODE_KEYS:
         metadata.pop(key, None)
     metadata.update(entry)

@@ -23,13 +23,9 @@ _CALL_SUFFIX = re.compile(r"@\d+(?=\.|$)")
 
 
 def scopes_of(node: ir.Node) -> tuple[tuple[str, str], ...]:
-    """Return the modules that were running according to torch's scopes of a node, outermost first.
+    """Return the modules that were running according to torch's scopes of a node, outermost first; empty if none.
 
-    Args:
-        node: A node of a model that ``torch.onnx.export`` wrote, by either exporter.
-
-    Returns:
-        (module path, class) of each, the class ``""`` if torch does not write it; empty without scopes.
+    Each is (module path, class); the class is ``""`` if torch does not write it.
 
     Examples:
         >>> import onnx_ir as ir

@@ -16,7 +16,7 @@ __all__ = ["check_type", "parameter_type"]
 
 
 def parameter_type(function: Callable[..., Any], name: str) -> Any:
-    """The type of a parameter, as text if it cannot be evaluated; None if another tool has it, as in ``**options``."""
+    """Return the type of a parameter, as text if it cannot be evaluated; None for one in ``**options`` of a tool."""
     parameter = inspect.signature(function).parameters.get(name)
     if parameter is None or parameter.kind is inspect.Parameter.VAR_KEYWORD:
         return None
@@ -27,15 +27,7 @@ def parameter_type(function: Callable[..., Any], name: str) -> Any:
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
-    """Refuse plain data that do not have the type of a parameter.
-
-    Args:
-        name: The parameter.
-        value: What it is given.
-        kind: Its type, as `parameter_type` has it.
-
-    Raises:
-        InputError: If they do not; it has the type.
+    """Refuse plain data that do not have the type of a parameter, as `parameter_type` has it.
 
     Examples:
         >>> check_type("rank", "two", int)

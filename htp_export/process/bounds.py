@@ -23,19 +23,12 @@ def most_threads() -> int:
 
 
 def check_seed(seed: int) -> None:
-    """Refuse what is no seed.
-
-    Raises:
-        InputError: If it is none.
-    """
+    """Refuse what is no seed."""
     check_whole("seed", seed, 0, MOST_SEED)
 
 
 def check_whole(name: str, value: int, least: int, most: int) -> int:
     """Refuse a number that is not whole, or out of its range.
-
-    Raises:
-        InputError: If it is such a number; it has the range.
 
     Examples:
         >>> check_whole("seed", -1, 0, 9)

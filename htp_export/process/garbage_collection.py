@@ -18,21 +18,14 @@ def no_collection(*, kept: bool = False) -> contextlib.AbstractContextManager[No
     """Suspend cyclic garbage collection: bulk allocation would trigger full collections.
 
     A full collection visits every object of the process and takes a quarter of a second with transformers loaded. A
-    trace of an export creates few cycles, and a profile is read in a third of the time.
-
-    Args:
-        kept: Whether the objects that are created inside stay alive. They are then moved into the oldest generation.
+    trace of an export creates few cycles, and a profile is read in a third of the time. If the objects that are created
+    inside are ``kept`` alive, they are moved into the oldest generation.
     """
     return restored(functools.partial(hold_collection, kept=kept))
 
 
 def hold_collection(changes: Changes, *, kept: bool = False) -> None:
-    """Suspend cyclic garbage collection until the changes are reverted.
-
-    Args:
-        changes: Records how to resume it.
-        kept: As in `no_collection`.
-    """
+    """Do the same until the changes are reverted."""
     running, kept = gc.isenabled(), kept and not gc.get_freeze_count()
 
     def go_on() -> None:

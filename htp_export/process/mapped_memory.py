@@ -23,12 +23,9 @@ _PAGEOUT = 21  # MADV_PAGEOUT of Linux 5.4, <asm-generic/mman-common.h>; Python 
 
 @dataclass(frozen=True)
 class MappedFiles:
-    """The address ranges of this process that are mapped from files, in ascending order.
+    """The address ranges of this process that are mapped from files, in ascending order, and the file of each.
 
-    Attributes:
-        starts: First address of each range.
-        ends: The address behind each range.
-        paths: The file of each range; with `` (deleted)`` if its name is gone.
+    A range ends before its end address. The path of a file whose name is gone ends in ``(deleted)``.
     """
 
     starts: tuple[int, ...]
@@ -52,12 +49,7 @@ class MappedFiles:
         return cls(tuple(row[0] for row in rows), tuple(row[1] for row in rows), tuple(row[2] for row in rows))
 
     def path_of(self, address: int, length: int) -> str | None:
-        """Return the file from which a range of memory is mapped; None if it is not mapped from one file.
-
-        Examples:
-            >>> MappedFiles((4096, 16384), (8192, 20480), ("a", "b")).path_of(17000, 8)
-            'b'
-        """
+        """Return the file from which a range of memory is mapped; None if it is not mapped from one file."""
         at = bisect_right(self.starts, address) - 1
         return self.paths[at] if at >= 0 and address + length <= self.ends[at] else None
 

@@ -17,13 +17,9 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def counted(items: Sequence[T], what: str) -> Iterator[T]:
-    """Iterate over items, and report the progress to the listener of this context.
+    """Iterate over items, and report the progress to the listener of this context; without one, this is ``iter``.
 
-    Of nested loops, only the outermost is reported. Without a listener, this is ``iter``.
-
-    Args:
-        items: The items.
-        what: What they are, in the plural.
+    Of nested loops, only the outermost is reported. ``what`` are the items, in the plural.
 
     Examples:
         >>> with listening(lambda what, done, total: print(f"{done} of {total} {what}")):
@@ -47,10 +43,6 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
 @contextlib.contextmanager
 def report_counts(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that takes the number of completed items, for work that is not done in a loop over items.
-
-    Args:
-        what: What the items are, in the plural.
-        total: How many there are.
 
     Examples:
         >>> with listening(lambda what, done, total: print(f"{done} of {total} {what}")):

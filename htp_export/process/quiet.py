@@ -16,13 +16,10 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextlib.contextmanager
 def quiet(*loggers: str) -> Iterator[None]:
-    """Suppress what libraries print and warn of, and what reaches some loggers; their handlers and levels stay.
+    """Suppress what libraries print and warn of, and what reaches some loggers (``""`` is the root logger).
 
-    One thread at a time, as all of it is the whole process's.
-
-    Args:
-        loggers: Names of loggers; an empty name is the root logger. They have a handler meanwhile, so that a library
-            that calls ``logging.basicConfig`` when it is imported configures nothing.
+    One thread at a time, as all of it is the whole process's. The loggers keep their levels and have a handler
+    meanwhile, so that a library that calls ``logging.basicConfig`` when it is imported configures nothing.
 
     Examples:
         >>> import logging

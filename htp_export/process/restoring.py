@@ -23,32 +23,13 @@ _Result = TypeVar("_Result")
 
 
 class Changes:
-    """The changes so far, and how to revert them.
-
-    Examples:
-        >>> import gc
-        >>> changes = Changes()
-        >>> try:
-        ...     try:
-        ...         changes.will_undo(gc.enable)
-        ...         gc.disable()
-        ...     finally:
-        ...         changes.take_back()
-        ... finally:
-        ...     changes.take_back()
-        >>> gc.isenabled()
-        True
-    """
+    """The changes so far, and how to revert them."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
     def will_undo(self, undo: Callable[[], object]) -> None:
-        """Record how to revert a change, before the change is made.
-
-        Args:
-            undo: Reverts the change. It may be called without the change, and more than once.
-        """
+        """Record how to revert a change, before it is made; ``undo`` may run without the change, and more than once."""
         self._undo.append(undo)
 
     def inner(self) -> Changes:
@@ -79,14 +60,10 @@ def restored(make: Callable[[Changes], None]) -> Iterator[None]:
 
 
 def locked(lock: AbstractContextManager[Any], do: Callable[[], _Result]) -> _Result:
-    """Call a function while a lock is held.
+    """Call a function while a lock is held. No method of the lock is implemented in Python: no interrupt is in them.
 
     The ``with`` block is on one line: a separate line for its end would be another place for an interrupt before the
     lock is released.
-
-    Args:
-        lock: The lock. Its methods are not implemented in Python, so no interrupt can occur in them.
-        do: The function.
     """
     with lock: return do()  # fmt: skip  # noqa: E701
 

@@ -13,13 +13,7 @@ __all__ = ["SharedSetting", "turn_attention_fast_path_off"]
 
 
 class SharedSetting:
-    """A setting of torch that all threads share: it has another value while anyone needs it to.
-
-    Args:
-        read: Gets the setting.
-        write: Sets it.
-        needed: Gets the value that it has then.
-    """
+    """A setting of torch that all threads share: it has the value that is needed while anyone needs it."""
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], object], needed: Callable[[], Any]) -> None:
         self._read, self._write, self._needed = read, write, needed
@@ -45,24 +39,19 @@ class SharedSetting:
         self._users.discard(user)
 
 
-def _fast_path() -> bool:
+def _attention() -> Any:
     from torch.backends import mha
 
-    return mha.get_fastpath_enabled()
+    return mha
 
 
-def _set_fast_path(enabled: bool) -> None:
-    from torch.backends import mha
-
-    mha.set_fastpath_enabled(enabled)
-
-
-_FAST_PATH = SharedSetting(_fast_path, _set_fast_path, lambda: False)
+_FAST_PATH = SharedSetting(
+    lambda: _attention().get_fastpath_enabled(),
+    lambda enabled: _attention().set_fastpath_enabled(enabled),
+    lambda: False,
+)
 
 
 def turn_attention_fast_path_off(changes: Changes) -> None:
-    """Run ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` in their plain form, which ONNX can express.
-
-    Until the changes are taken back.
-    """
+    """Run ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` in their plain form, which ONNX can express."""
     _FAST_PATH.hold(changes)

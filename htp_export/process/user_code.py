@@ -27,10 +27,7 @@ _is_running: ContextVar[bool] = ContextVar("_is_running", default=False)
 
 @contextlib.contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Call code of the caller inside a ``with`` block.
-
-    Args:
-        name: What is called, for the message: ``"the metric"``.
+    """Call code of the caller inside a ``with`` block; ``name`` says in the message what is called.
 
     Raises:
         UserCodeError: If it raises anything but an error of htp_export; with the line of it that ran last.
@@ -96,11 +93,7 @@ def _add_hook() -> None:
 
 
 def iterated(items: Iterable[_T], name: str) -> Iterator[_T]:
-    """Iterate over what the caller gave, which may compute its items when they are asked for.
-
-    Raises:
-        UserCodeError: If that fails.
-    """
+    """Iterate over what the caller gave, whose items may be computed by code of the caller; see `user_code`."""
     with user_code(name):
         iterator = iter(items)
     while True:

@@ -25,8 +25,6 @@ Array = npt.NDArray[Any]
 PORTION_BYTES = 1 << 30
 """Default for the bytes of a model's tensors that are kept in memory at a time."""
 
-_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-
 
 def from_torch(tensor: torch.Tensor) -> Array:
     """Return the values of a tensor, which may share its memory, as an exported file has them.
@@ -41,28 +39,17 @@ def from_torch(tensor: torch.Tensor) -> Array:
         >>> from_torch(torch.tensor([1 + 2j])).tolist()
         [[1.0, 2.0]]
     """
-    import ml_dtypes
     import torch
+    from onnx_ir.tensor_adapters import TorchTensor
 
     tensor = tensor.int_repr() if tensor.is_quantized else tensor
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    narrow = {torch.bfloat16: (torch.int16, ml_dtypes.bfloat16)}  # numpy has none of its own
-    for name in _FLOAT8:
-        narrow[getattr(torch, name)] = (torch.uint8, getattr(ml_dtypes, name))
-    if tensor.dtype in narrow:
-        bits, dtype = narrow[tensor.dtype]
-        return tensor.view(bits).numpy().view(dtype)
-    return tensor.numpy()
+    return np.asarray(TorchTensor(tensor).numpy())
 
 
 def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
-    """Return an ``OrtValue``, which shares the memory of a contiguous array.
-
-    Args:
-        array: The values.
-        onnx_type: Their ONNX type, for types that numpy does not have; None for the type of the array's dtype.
-    """
+    """Return an ``OrtValue``, which shares the memory of a contiguous array; a type is for those that numpy lacks."""
     import onnxruntime
 
     array = np.asarray(array, order="C")
@@ -95,16 +82,15 @@ def nan_in(arrays: Mapping[str, Array]) -> list[str]:
     return [name for name, array in arrays.items() if array.dtype.kind in "fcV" and bool(np.isnan(array).any())]
 
 
-_NARROW = {f"tensor({name.replace('_', '')})": name for name in _FLOAT8} | {"tensor(bfloat16)": "bfloat16"}
+_NARROW = {
+    f"tensor({name.replace('_', '')})": name
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+}
 
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
-    """An array in a store, in memory or in a file.
-
-    Attributes:
-        array: The values; those in a file are read when they are used.
-    """
+    """An array in a store, in memory or in a file, which is read when the values are used."""
 
     array: Array
 
@@ -115,12 +101,7 @@ class StoredArray:
 
 
 class ArrayStore:
-    """A store of arrays: in memory up to a size, and beyond that in temporary files.
-
-    Args:
-        memory_bytes: Bytes of arrays that are kept in memory.
-        folder: The folder of the files.
-    """
+    """A store of arrays: in memory up to some bytes, and beyond that in temporary files."""
 
     def __init__(self, memory_bytes: int, folder: Path) -> None:
         self._left, self._folder, self._files = memory_bytes, folder, 0

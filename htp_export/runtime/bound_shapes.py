@@ -13,11 +13,7 @@ __all__ = ["infer_bound"]
 
 
 def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symbolic:
-    """What is known of the tensors of a model if its inputs have given shapes.
-
-    Args:
-        model: The model. It is not changed, and its weights are not read.
-        shapes: Input name → shape.
+    """Return what is known of the tensors of a model if its inputs have given shapes; no weights are read.
 
     Raises:
         InputError: If the model has no such input, or a size is no whole number.

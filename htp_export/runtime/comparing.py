@@ -23,10 +23,6 @@ class Tolerance:
 
     ``scale`` is the root mean square of the expected tensor, at least 0.1: kernels sum in other orders, and where large
     terms cancel, the error is that of the terms and not of the sum.
-
-    Attributes:
-        absolute: In units of ``scale``.
-        relative: Of each element.
     """
 
     absolute: float
@@ -95,7 +91,7 @@ def difference(
     Args:
         expected: The expected array.
         actual: The actual array.
-        tolerance: The tolerance; None for the entry of ``TOLERANCES`` for the dtype.
+        tolerance: None for the entry of ``TOLERANCES`` for the dtype.
         computed_in: Dtypes of floats in which one of the arrays was computed, ``"float16"``.
 
     Examples:

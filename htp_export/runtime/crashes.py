@@ -19,16 +19,13 @@ def safe_entries(model: ir.Model) -> dict[str, str]:
 
 
 def can_crash(model: ir.Model) -> bool:
-    """Whether ONNX Runtime can crash when it optimises a model.
+    """Return whether ONNX Runtime can crash when it optimises a model.
 
     `AT_FAULT` changes Transpose → Cast → MatMul to Cast → Transpose → MatMul in order to fuse the last two. If the
     other operand of the MatMul has another rank and the Transpose moves the first axis, it then does not fuse, and
     reports no change: the new nodes stay without operator definitions, which later optimisers read. On the CPU, ONNX
     Runtime inserts such a Cast itself if the MatMul is in float16. Other optimisers move the nodes next to each other,
     so it is not asked here whether they are neighbours.
-
-    Args:
-        model: The model.
 
     Examples:
         >>> def model(*nodes: ir.Node) -> ir.Model:

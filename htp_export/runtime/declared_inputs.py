@@ -23,12 +23,8 @@ Shape = tuple[int | str | None, ...]
 class Input:
     """An input of a model.
 
-    Attributes:
-        name: Its name.
-        type: Its element type; None if it is unknown, or the input is not a tensor.
-        shape: For each dimension a size, a name, or None for an open dimension without a name; None if the rank is
-            unknown.
-        tensor: Whether it is a tensor.
+    The type is None if it is unknown, or the input is not a tensor. The shape has for each dimension a size, a name, or
+    None for an open dimension without a name; it is None if the rank is unknown.
     """
 
     name: str
@@ -59,11 +55,7 @@ def is_float(array: Array) -> bool:
 
 
 def array_for(wanted: Input, value: Any) -> Array:
-    """Convert a given value to an array for an input.
-
-    Raises:
-        InputError: If that is not possible; the message has the input and the expected type and shape.
-    """
+    """Convert a given value to an array for an input; an `InputError` if that is not possible."""
     if wanted.type is None:
         raise InputError(f"input {wanted.name!r}: is no tensor in the model, which cannot be fed")
     if hasattr(value, "detach"):  # a torch tensor; torch itself need not be imported for it
@@ -85,11 +77,7 @@ def in_precision_of(wanted: Input, array: Array) -> Array:
 
 
 def check_array(wanted: Input, array: Array | ArrayHeader) -> None:
-    """Refuse an array, or the header of one, with another type or shape than an input has.
-
-    Raises:
-        InputError: If it has.
-    """
+    """Refuse an array, or the header of one, with another type or shape than an input has."""
     expected = wanted.type.numpy() if wanted.type is not None and wanted.type != ir.DataType.STRING else None
     fits = array.dtype == expected if expected is not None else array.dtype.kind in "OUS"
     if fits and wanted.shape is not None:
@@ -109,11 +97,7 @@ def _type_name(array: Array | ArrayHeader) -> str:
 
 
 def random_array(wanted: Input, shape: Sequence[int], generator: np.random.Generator, true: float) -> Array:
-    """Create a random array for an input, see `Inputs.random`.
-
-    Raises:
-        InputError: If the input is not a tensor of numbers.
-    """
+    """Create a random array for an input, see `Inputs.random`; an `InputError` if it is not a tensor of numbers."""
     kind = wanted.type
     if kind is None or kind == ir.DataType.STRING:
         raise InputError(f"input {wanted.name!r}: no random value can be made of {wanted}; give inputs")

@@ -37,12 +37,7 @@ class Bound:
     conflicts: tuple[str, ...]
 
     def check(self) -> None:
-        """Refuse sizes that contradict each other, and open dimensions without a size.
-
-        Raises:
-            InputError: If there is a contradiction.
-            OpenDimensionError: If a dimension stays open.
-        """
+        """Refuse sizes that contradict each other, and open dimensions without a size (`OpenDimensionError`)."""
         if self.conflicts:
             raise InputError(self.conflicts[0])
         if self.open:
@@ -56,13 +51,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Feed:
-    """An array for every input.
-
-    Attributes:
-        arrays: Input name → array.
-        types: Input name → ONNX element type, as numpy does not have all of them.
-        notes: A line for each size that was assumed.
-    """
+    """An array for every input, its ONNX type, as numpy does not have all of them, and a note for each assumed size."""
 
     arrays: Mapping[str, Array]
     types: Mapping[str, ir.DataType]
@@ -70,10 +59,7 @@ class Feed:
 
 
 class Inputs:
-    """The inputs of a model without those that have a default value.
-
-    Args:
-        inputs: The inputs, in order.
+    """The inputs of a model without those that have a default value, in order.
 
     Examples:
         >>> x = ir.val("x", ir.DataType.FLOAT, ["batch", 4])
@@ -174,9 +160,7 @@ class Inputs:
     def feed_again(self, arrays_by_name: Mapping[str, Array]) -> Feed:
         """Check the inputs of one file of a model for another file of it; floats are converted to its precision.
 
-        Args:
-            arrays_by_name: Input name → array. If there are as many as inputs, they are matched by position where the
-                names differ.
+        If there are as many arrays as inputs, they are matched by position where the names differ.
 
         Raises:
             InputError: If there is no array for an input, or it has another type or shape.
@@ -238,18 +222,10 @@ class Inputs:
         return Feed(arrays, self._types, notes)
 
     def assume(self, bound: Bound, open_sizes: Sequence[int] = (1,)) -> tuple[Bound, tuple[str, ...]]:
-        """Assume sizes for the dimensions that stay open.
+        """Assume sizes for the dimensions that stay open; returns a note for each, too.
 
-        Args:
-            bound: The sizes so far.
-            open_sizes: The sizes to assume, one after another. Dimensions with the same name have the same size, and
-                so have those without a name.
-
-        Returns:
-            The inputs with all sizes, and a note for each size that was assumed.
-
-        Raises:
-            InputError: If the rank of a tensor is unknown.
+        The ``open_sizes`` are taken one after another. Dimensions with the same name have the same size, and so have
+        those without a name. A tensor of unknown rank is an error.
 
         Examples:
             >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])

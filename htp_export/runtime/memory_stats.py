@@ -51,16 +51,8 @@ def measured_memory(
     """Run a model once, and return what ONNX Runtime allocated for each of its nodes, and the graph that ran.
 
     Buffers are not reused, so that each node has its own: otherwise only the first of many with equal sizes would have
-    any. A node that writes over its input allocates nothing. A node in a loop counts once.
-
-    Args:
-        model: The model.
-        settings: Execution providers and options.
-        feed: The inputs.
-        temporary: A folder for the files that ONNX Runtime writes.
-
-    Returns:
-        The nodes that ran, and the optimised graph; None if ONNX Runtime cannot write it.
+    any. A node that writes over its input allocates nothing. A node in a loop counts once. The graph is None if ONNX
+    Runtime cannot write it.
 
     Raises:
         OnnxRuntimeError: If ONNX Runtime cannot load or run the model.

@@ -35,7 +35,7 @@ def outputs_of(
 
 
 def metric_value(metric: Metric, outputs: Outputs) -> float:
-    """The number that a metric gives to outputs.
+    """Return the number that a metric gives to outputs.
 
     Raises:
         InputError: If it is no number, NaN too; the message says which output of which run has NaN.
@@ -54,13 +54,6 @@ def metric_value(metric: Metric, outputs: Outputs) -> float:
 
 
 def measured_metric(metric: Metric, model: ir.Model, name: str, feeds: Iterable[Mapping[str, Array]]) -> float:
-    """The number that a metric gives to a model, which runs on the CPU.
-
-    Args:
-        metric: The metric.
-        model: The model.
-        name: Its name in errors.
-        feeds: The inputs of each run.
-    """
+    """Return the number that a metric gives to a model, which runs on the CPU; ``name`` is its name in errors."""
     with temporary_folder() as folder:
         return metric_value(metric, outputs_of(RunnableModel.of(model, name, folder), feeds, SessionSettings()))

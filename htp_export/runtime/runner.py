@@ -56,28 +56,13 @@ class Runner:
             self._model = _sharing_weights(model if use_up else model.clone(), name)
 
     def run(self, feed: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-        """Return the values of tensors of the main graph, by name.
-
-        Args:
-            feed: Input name → values.
-            names: Outputs of the model, or of any node of its main graph.
-
-        Raises:
-            OnnxRuntimeError: If ONNX Runtime cannot load the model, or cannot run it on this.
-        """
+        """Return the values of tensors by name: outputs of the model, or of any node of its main graph."""
         with self.opened(names) as run:
             return run(feed)
 
     @contextlib.contextmanager
     def opened(self, names: Sequence[str]) -> Iterator[Callable[[Mapping[str, Array]], dict[str, Array]]]:
-        """Load the model once, for several runs that return the same tensors.
-
-        Args:
-            names: Outputs of the model, or of any node of its main graph.
-
-        Raises:
-            OnnxRuntimeError: If ONNX Runtime cannot load the model; what is returned raises it if it cannot run it.
-        """
+        """Load the model once, for several runs that return the same tensors of the main graph."""
         names = list(dict.fromkeys(names))
         assert isinstance(self._model.source, bytes)
         source = self._model.source + _more_outputs(name for name in names if name not in self._outputs)
@@ -95,13 +80,9 @@ class Runner:
 
 
 def _sharing_weights(model: ir.Model, name: str) -> RunnableModel:
-    """A model whose large weights that are in memory stand beside it; it says that they are in a file.
+    """Put the large weights of a model in memory beside it; the model, which is used up, says that they are in a file.
 
     Nothing is read of that file. Weights in files, ONNX Runtime maps itself.
-
-    Args:
-        model: The model, which nobody else needs.
-        name: What to call it in errors.
     """
     files = [tensor for tensor in _tensors(model) if isinstance(tensor, ir.ExternalTensor)]
     check_data(files)

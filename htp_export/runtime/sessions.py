@@ -79,11 +79,7 @@ class SessionSettings:
 
 
 def check_providers(providers: Sequence[Any]) -> None:
-    """Refuse execution providers that are not available; ONNX Runtime would silently use the CPU instead.
-
-    Raises:
-        InputError: If one is not available.
-    """
+    """Refuse execution providers that are not available; ONNX Runtime would silently use the CPU instead."""
     import onnxruntime
 
     available = onnxruntime.get_available_providers()
@@ -95,12 +91,7 @@ def check_providers(providers: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class OptionChanges:
-    """Changes of the user's options that one session needs.
-
-    Attributes:
-        attributes: Attribute of ``SessionOptions`` → value.
-        entries: Session configuration entry, as in ``SessionOptions.add_session_config_entry`` → value.
-    """
+    """Changes of the user's options that one session needs: attributes, and session configuration entries."""
 
     attributes: Mapping[str, Any] = field(default_factory=dict)
     entries: Mapping[str, str] = field(default_factory=dict)
@@ -109,8 +100,7 @@ class OptionChanges:
 def as_written(*, threads: int | None = None) -> OptionChanges:
     """Return the changes for a session that runs the nodes of the file without optimisation, once or a few times.
 
-    Args:
-        threads: Threads of a kernel; None leaves the option unchanged. With one thread, sums have a fixed order.
+    None leaves the threads of a kernel unchanged. With one thread, sums have a fixed order.
     """
     import onnxruntime
 
@@ -143,13 +133,10 @@ class RunnableModel:
 
     @classmethod
     def of(cls, model: ir.Model, name: str, temporary: Path) -> RunnableModel:
-        """Create one from a model in memory. External weights are read from their files.
+        """Create one from a model in memory, which is not changed. External weights are read from their files.
 
-        Args:
-            model: The model; not changed.
-            name: Its name in errors.
-            temporary: A folder. The model is written there if it has more weights in memory than a protobuf message
-                may have, or external weights in several folders.
+        The model is written to the ``temporary`` folder if it has more weights in memory than a protobuf message may
+        have, or external weights in several folders.
         """
         tensors = [slot.tensor for slot in slots(model)]
         check_data(tensors)
@@ -163,16 +150,7 @@ class RunnableModel:
 
     @classmethod
     def of_file(cls, file: Path, model: ir.Model, temporary: Path) -> RunnableModel:
-        """Create one from a file, which ONNX Runtime reads itself if the weights are in the folder of the file.
-
-        Args:
-            file: The ONNX file.
-            model: The model that `htp_export.files.model_files.read_model` read from it.
-            temporary: As for `of`.
-
-        Raises:
-            FileError: If weights are missing.
-        """
+        """Create one from a file and what was read from it; ONNX Runtime reads the file if its weights lie there."""
         external = [slot.tensor for slot in slots(model) if isinstance(slot.tensor, ir.ExternalTensor)]
         check_data(external)
         if all(Path(tensor.base_dir) == file.parent.absolute() for tensor in external):
@@ -184,13 +162,15 @@ class RunnableModel:
         """Bytes of the model without external weights."""
         return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
 
-    def failure(self, action: str, error: Exception) -> OnnxRuntimeError:
-        """Return the `OnnxRuntimeError` for an error of ONNX Runtime, with the node at fault and its modules.
+    @contextlib.contextmanager
+    def failing_to(self, action: str) -> Iterator[None]:
+        """Turn errors of ONNX Runtime into an `OnnxRuntimeError` with the node at fault and its modules."""
+        try:
+            yield
+        except Exception as error:  # ONNX Runtime's errors share no base but this
+            raise self._failure(action, error) from error
 
-        Args:
-            action: ``load`` or ``run``.
-            error: The error of ONNX Runtime.
-        """
+    def _failure(self, action: str, error: Exception) -> OnnxRuntimeError:
         text = in_one_line(error)
         if isinstance(self.source, Path):
             text = text.replace(os.fspath(self.source), self.name)
@@ -219,11 +199,6 @@ class Assigned(NamedTuple):
 class Session:
     """A model that ONNX Runtime has loaded.
 
-    Args:
-        model: The model.
-        settings: Execution providers and options.
-        changes: OptionChanges of the options for this session.
-
     Attributes:
         model: The model.
         inputs: Names of the inputs, those with default values included.
@@ -238,10 +213,8 @@ class Session:
         self, model: RunnableModel, settings: SessionSettings | None = None, changes: OptionChanges | None = None
     ) -> None:
         self.model = model
-        try:
+        with model.failing_to("load"):
             self._session = _load(model, settings or SessionSettings(), changes or OptionChanges())
-        except Exception as error:  # ONNX Runtime's errors share no base but this
-            raise model.failure("load", error) from error
         self.inputs = tuple(argument.name for argument in self._session.get_inputs())
         self.outputs = tuple(argument.name for argument in self._session.get_outputs())
         self.providers: tuple[str, ...] = tuple(self._session.get_providers())
@@ -273,51 +246,23 @@ class Session:
         """
         names = list(dict.fromkeys(self.outputs if outputs is None else outputs))
         if not self._tensors.issuperset(names):  # an `OrtValue` gives no values of sequences and optionals
-            try:
-                with _stopped_after(longest) as options:
-                    return dict(zip(names, self._session.run(names, dict(arrays), options), strict=True))
-            except Exception as error:
-                raise self.model.failure("run", error) from error
+            with self.model.failing_to("run"), _stopped_after(longest) as options:
+                return dict(zip(names, self._session.run(names, dict(arrays), options), strict=True))
         values = self.run_values(self.values(arrays, types), names, longest=longest)
         return {name: from_ort(value) for name, value in zip(names, values, strict=True)}
 
     def values(self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None) -> dict[str, Any]:
-        """Convert arrays to ``OrtValue``s.
-
-        Args:
-            arrays: Input name → array.
-            types: As for `run`.
-
-        Raises:
-            OnnxRuntimeError: If ONNX Runtime has no such type.
-        """
-        try:
+        """Convert arrays to ``OrtValue``s; ``types`` as for `run`."""
+        with self.model.failing_to("run"):
             return {name: to_ort(array, (types or {}).get(name)) for name, array in arrays.items()}
-        except Exception as error:
-            raise self.model.failure("run", error) from error
 
     def run_values(
         self, values: Mapping[str, Any], outputs: Sequence[str] | None = None, *, longest: float | None = None
     ) -> list[Any]:
-        """Run the model once on ``OrtValue``s.
-
-        Args:
-            values: Input name → ``OrtValue``.
-            outputs: Names of the outputs to compute; None for all.
-            longest: As for `run`.
-
-        Returns:
-            An ``OrtValue`` for each output.
-
-        Raises:
-            OnnxRuntimeError: If ONNX Runtime cannot run the model.
-        """
+        """Run the model once on ``OrtValue``s, and return one for each output; arguments as for `run`."""
         names = list(self.outputs if outputs is None else outputs)
-        try:
-            with _stopped_after(longest) as options:
-                return list(self._session.run_with_ort_values(names, dict(values), options))
-        except Exception as error:
-            raise self.model.failure("run", error) from error
+        with self.model.failing_to("run"), _stopped_after(longest) as options:
+            return list(self._session.run_with_ort_values(names, dict(values), options))
 
     def bound(
         self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None, device: str = "cpu"
@@ -328,38 +273,28 @@ class Session:
             arrays: Input name → array, copied to the device now, except for types that numpy does not have.
             types: As for `run`.
             device: ONNX Runtime's name of the device: ``cpu``, ``cuda``, ``dml``.
-
-        Raises:
-            OnnxRuntimeError: If the device is missing; what is returned raises it if the model cannot run.
         """
         import onnxruntime
 
-        try:
+        values = self.values(arrays, types)
+        with self.model.failing_to("run"):
             binding = self._session.io_binding()
-            for name, value in self.values(arrays, types).items():
+            for name, value in values.items():
                 if device != "cpu" and arrays[name].dtype.kind in "bfiu":
                     value = onnxruntime.OrtValue.ortvalue_from_numpy(arrays[name], device, 0)
                 binding.bind_ortvalue_input(name, value)
             for name in self.outputs:
                 binding.bind_output(name, device)
-        except Exception as error:
-            raise self.model.failure("run", error) from error
 
         def run() -> None:
-            try:
+            with self.model.failing_to("run"):
                 self._session.run_with_iobinding(binding)
                 binding.synchronize_outputs()
-            except Exception as error:
-                raise self.model.failure("run", error) from error
 
         return run
 
     def assignments(self) -> list[Assigned]:
-        """The nodes that ONNX Runtime gave to each execution provider; the session needs the entry `RECORDED`.
-
-        Raises:
-            InputError: If this ONNX Runtime does not say it.
-        """
+        """The nodes that ONNX Runtime gave to each execution provider; the session needs the entry `RECORDED`."""
         import onnxruntime
 
         if not hasattr(self._session, "get_provider_graph_assignment_info"):
@@ -374,7 +309,7 @@ class Session:
         ]
 
     def end_profiling(self) -> Path:
-        """Stop the profiler that ``enable_profiling`` started, and return its file."""
+        """Stop the profiler, and return its file."""
         return Path(self._session.end_profiling())
 
 

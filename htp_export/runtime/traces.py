@@ -1,10 +1,12 @@
-"""The trace of ONNX Runtime's profiler: the time of each kernel in each run, without the kernels inside it."""
+"""Sessions under ONNX Runtime's profiler, and its trace: the time of each kernel in each run, without others inside."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.process.garbage_collection import no_collection
+from htp_export.process.progress import counted
+from htp_export.runtime.inputs import Feed
+from htp_export.runtime.saved_graphs import session_and_graph
+from htp_export.runtime.sessions import OptionChanges, RunnableModel, SessionSettings
 
-__all__ = ["QUEUED", "KernelKey", "Trace", "read_trace"]
+__all__ = ["QUEUED", "KernelKey", "ProfiledSession", "Trace", "read_trace"]
 
 _KERNEL = "_kernel_time"
 _EXECUTE = "Executor::Execute"
@@ -78,6 +84,37 @@ class Trace:
         return order[cut : self.runs - cut]
 
 
+class ProfiledSession:
+    """A session under ONNX Runtime's profiler.
+
+    ``optimized`` is the optimised graph, without the values of weights; None if ONNX Runtime cannot write it, because
+    an execution provider compiles parts of it.
+    """
+
+    def __init__(self, model: RunnableModel, settings: SessionSettings, temporary: Path) -> None:
+        profiling = {"enable_profiling": True, "profile_file_prefix": os.fspath(temporary / "profile")}
+        self._session, self.optimized = session_and_graph(model, settings, temporary, OptionChanges(profiling))
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """The execution providers in use."""
+        return self._session.providers
+
+    def run(self, feed: Feed, runs: int) -> list[float]:
+        """Run the model several times, and return the time of each run, in ms."""
+        values = self._session.values(feed.arrays, feed.types)
+        times = []
+        for _ in counted(range(runs), "runs"):
+            start = time.perf_counter()
+            self._session.run_values(values)
+            times.append((time.perf_counter() - start) * 1000)
+        return times
+
+    def end_profiling(self, runs: int) -> Trace:
+        """Stop the profiler, and read its trace of the last runs."""
+        return read_trace(self._session.end_profiling(), runs)
+
+
 @dataclass
 class _Event:
     """The event of a kernel or of the execution of a graph, with the events inside it."""
@@ -101,12 +138,9 @@ class _Event:
 
 
 def read_trace(path: Path, runs: int) -> Trace:
-    """Read the profile that ``InferenceSession.end_profiling`` wrote.
+    """Read the last runs of a profile that ``InferenceSession.end_profiling`` wrote; earlier ones are warm-up.
 
-    Args:
-        path: The file.
-        runs: Number of runs to read from its end; earlier ones are warm-up. Incomplete runs are left out: the profiler
-            stops after a million events.
+    Incomplete runs are left out: the profiler stops after a million events.
     """
     with no_collection():
         return _trace(json.loads(path.read_bytes()), runs)

@@ -88,32 +88,26 @@ def test_these_are_all_commands_that_write() -> None:
     assert writing == {name for name in commands if any("--output" in each.opts for each in commands[name].params)}
 
 
-@pytest.mark.parametrize("output", SOURCES)
-@pytest.mark.parametrize("command", sorted(MODELS))
-def test_a_model_replaces_no_other_file(
-    folder: Path, capsys: pytest.CaptureFixture[str], command: str, output: str
-) -> None:
-    before, output = contents(folder), output.replace("{net}", f"net_{folder.name}")
-    assert run(folder, command, output) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"htp-export: error: {output}: ")
-    assert error.count("\n") == 1
-    assert contents(folder) == before
+OWN_KIND = {"diff": "page.html", "view": "page.html", "export-plan": "shapes.json"}  # these may be replaced
 
 
-@pytest.mark.parametrize("command", sorted(OTHERS))
-@pytest.mark.parametrize("output", [*SOURCES, "net.onnx"])
-def test_other_files_replace_no_file_of_another_kind(
-    folder: Path, capsys: pytest.CaptureFixture[str], command: str, output: str
-) -> None:
-    own = {"diff": "page.html", "view": "page.html", "export-plan": "shapes.json"}  # these may be replaced
-    if own.get(command) == output:
-        assert run(folder, command, output) == 0
-        return
-    before, output = contents(folder), output.replace("{net}", f"net_{folder.name}")
-    assert run(folder, command, output) == 2
-    assert f"{output}: " in capsys.readouterr().err
-    assert contents(folder) == before
+@pytest.mark.parametrize("command", sorted(MODELS | OTHERS))
+def test_no_file_of_another_kind_is_replaced(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    before = contents(folder)
+    for source in [*SOURCES, *(["net.onnx"] if command in OTHERS else [])]:
+        if OWN_KIND.get(command) == source:
+            continue
+        output = source.replace("{net}", f"net_{folder.name}")
+        assert run(folder, command, output) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"htp-export: error: {output}: ")
+        assert error.count("\n") == 1
+        assert contents(folder) == before
+
+
+@pytest.mark.parametrize("command", OWN_KIND)
+def test_a_file_of_the_kind_that_is_written_is_replaced(folder: Path, command: str) -> None:
+    assert run(folder, command, OWN_KIND[command]) == 0
 
 
 @pytest.mark.parametrize(

@@ -265,26 +265,6 @@ def stopped_after_first(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class TestFailures:
-    @pytest.mark.parametrize("failing", ["target.onnx", "target.onnx.data"])
-    def test_the_second_rename_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-        """What was there is there again, model and data."""
-        target = save(tmp_path / "target.onnx", 0)
-        old = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-        replace, refused = os.replace, []
-
-        def refuses(source: Any, destination: Any) -> None:
-            if Path(destination).name == failing and not refused:
-                refused.append(failing)
-                raise PermissionError(13, "Permission denied", str(destination))
-            replace(source, destination)
-
-        monkeypatch.setattr(os, "replace", refuses)
-        with pytest.raises(FileError, match=r"target\.onnx: cannot be written: .*Permission denied"):
-            save(target, 1)
-        assert refused
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == old
-        assert values(target).shape == (16, 16)
-
     @pytest.mark.parametrize("where", ["sync", "write", "journal"])
     @pytest.mark.parametrize("data", [None, "target.onnx.data"])
     def test_the_disk_is_full(

@@ -35,6 +35,11 @@ def info(name: str, kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, kind, None)
 
 
+def field(number: int, payload: bytes) -> bytes:
+    """A field of a message that is a message itself."""
+    return protobuf_bytes._head(number, len(payload)) + payload
+
+
 def everywhere() -> onnx.ModelProto:
     """A model with large weights in each place that can hold one: the graph, a Constant, bodies, a function."""
 
@@ -101,7 +106,7 @@ def weight_of(model: ir.Model, name: str = "weight") -> ir.TensorProtocol:
 
 
 def large(model: ir.Model) -> list[ir.TensorProtocol]:
-    return [slot.tensor for slot in slots(model) if slot.tensor.nbytes >= stored.LARGE_BYTES]
+    return [slot.tensor for slot in slots(model) if slot.tensor.nbytes >= protobuf_bytes.LARGE_BYTES]
 
 
 def test_large_weights_of_every_place_stay_in_the_file(file: Path) -> None:
@@ -266,7 +271,7 @@ def test_a_field_that_is_given_twice_has_its_last_value(tmp_path: Path) -> None:
     more = onnx.TensorProto(raw_data=matrix(1).tobytes()).SerializeToString()
     model = everywhere()
     del model.graph.initializer[:]
-    graph = protobuf_bytes._field(7, model.graph.SerializeToString() + protobuf_bytes._field(5, tensor + more))
+    graph = field(7, model.graph.SerializeToString() + field(5, tensor + more))
     model.ClearField("graph")
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString() + graph)
     np.testing.assert_array_equal(weight_of(read_model(tmp_path / "model.onnx")).numpy(), matrix(1))
@@ -306,18 +311,16 @@ def test_a_length_beyond_the_end_or_without_one_is_refused(file: Path) -> None:
         protobuf_bytes._encode_varint((1 << 64) - 1),
         b"\xff" * (1 << 20),
     ):
-        file.write_bytes(b"\x08\x0a" + head + length + bytes(stored.LARGE_BYTES))
+        file.write_bytes(b"\x08\x0a" + head + length + bytes(protobuf_bytes.LARGE_BYTES))
         with pytest.raises(FileError, match="not an ONNX model"):
             read_model(file)
 
 
 def test_messages_within_each_other_without_an_end_are_refused(file: Path) -> None:
-    data = bytes(stored.LARGE_BYTES)
+    data = bytes(protobuf_bytes.LARGE_BYTES)
     for _ in range(400):
-        data = protobuf_bytes._field(
-            1, protobuf_bytes._field(5, protobuf_bytes._field(6, data))
-        )  # a node, its attribute, a graph
-    file.write_bytes(b"\x08\x0a" + protobuf_bytes._field(7, data))
+        data = field(1, field(5, field(6, data)))  # a node, its attribute, a graph
+    file.write_bytes(b"\x08\x0a" + field(7, data))
     with pytest.raises(FileError, match="not an ONNX model"):
         read_model(file)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import threading
@@ -368,6 +369,19 @@ class TestLocks:
         (killed / "journal").write_text(journal)
         replacing.clear_killed(tmp_path)
         assert listing(tmp_path) == []
+
+
+def test_a_journal_from_elsewhere_moves_nothing(tmp_path: Path) -> None:
+    """Somebody unpacked an archive that holds a work folder: its journal cannot know the identity of its files."""
+    work, target = tmp_path / ".htp-0123456789ab", tmp_path / "startup"
+    (work / "new").mkdir(parents=True)
+    (work / "lock").touch()
+    (work / "new" / "file").write_text("run me")
+    step = {"new": str(work / "new" / "file"), "target": str(target), "free": False, "old": None}
+    step["made"] = {"device": 1, "number": 2, "size": 6, "written_ns": 3}  # type: ignore[assignment]
+    (work / "journal").write_text(json.dumps({"steps": [step], "obsolete": []}))
+    replacing.clear_killed(tmp_path)
+    assert listing(tmp_path) == []
 
 
 def test_identities_of_folders_do_not_change_with_what_is_in_them(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 from torch import nn
 
-from htp_export.format.hierarchy import FATES, Hierarchy, ModuleInfo
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 
 
 class Tied(nn.Module):
@@ -56,11 +56,6 @@ def test_parents_and_children_are_the_nearest_modules(tree: Hierarchy) -> None:
         tree.children("nowhere")
 
 
-def test_called_modules_are_those_that_ran(tree: Hierarchy) -> None:
-    assert tree.called == {"", "conv", "bn", "head", "head.fc"}
-    assert tree.root.simple_class == "Net"
-
-
 def test_json_is_the_file_format_and_comes_back_the_same(tree: Hierarchy) -> None:
     text = tree.to_json()
     assert json.loads(text)["bn"] == {
@@ -88,6 +83,7 @@ def test_json_is_the_file_format_and_comes_back_the_same(tree: Hierarchy) -> Non
         ('{"": {"class": "a", "calls": 1, "fate": "eaten"}}', "'fate' is none of computed"),
         ('{"": {"class": "a", "calls": 1, "fate": ["computed"]}}', "'fate' is none of computed"),
         ('{"": {"class": "a", "calls": 1, "fate": "fused", "with": [1]}}', "'with' is not a list"),
+        ('{"": {"class": "a", "calls": 1, "fate": "computed", "name": 3}}', "'name' is not a string: 3"),
     ],
 )
 def test_malformed_json_is_refused_with_what_is_wrong(text: str, message: str) -> None:
@@ -127,7 +123,3 @@ def test_modules_that_only_nodes_name_are_added_below_what_is_known(tree: Hierar
     assert new["tail.0.fc"] == ModuleInfo("tail.0.fc", "net.Fc", 2, "computed")
     assert new["tail"] == ModuleInfo("tail", "", 0, "uncalled")
     assert new.children("tail") == ("tail.0",)
-
-
-def test_the_words_for_fates_are_those_of_the_format() -> None:
-    assert FATES == ("computed", "identity", "fused", "constant", "dead", "uncalled")

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.errors import HtpExportError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.module_paths import module_paths
 from htp_export.format.parameters import parameters_of
@@ -133,9 +132,3 @@ def test_the_paths_of_modules_that_have_several_names_are_the_first_of_them() ->
         ("one.0#2", "one.0"),
         ("one.0#2#2", "one.0#2"),
     ]
-
-
-def test_a_name_that_is_no_string_is_refused() -> None:
-    text = '{"": {"class": "net.Net", "calls": 1, "fate": "computed", "name": 3}}'
-    with pytest.raises((ValueError, HtpExportError), match="'name' is not a string: 3"):
-        Hierarchy.from_json(text)

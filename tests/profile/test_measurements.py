@@ -13,7 +13,7 @@ import htp_export
 from htp_export.capabilities.profile import latency
 from htp_export.capabilities.profile.kernels import Kernel
 from htp_export.capabilities.profile.measurements import Measurement, consistent
-from htp_export.runtime.profiling import ProfiledSession
+from htp_export.runtime.traces import ProfiledSession
 
 
 def measurement(kernels: float, profiled: float, plain: float, launches: int = 1, **facts: Any) -> Measurement:

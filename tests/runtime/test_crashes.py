@@ -70,11 +70,11 @@ LOAD = """
 
 
 @pytest.mark.filterwarnings("ignore:.*legacy TorchScript-based ONNX export.*:DeprecationWarning")
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
 def test_a_float16_model_loads_as_its_notes_say(exporter: str, tmp_path: Path) -> None:
     words, noted = [], []
-    for dynamic, (number, plan) in itertools.product((False, True), enumerate(PLANS)):
-        file = exported(tmp_path / "net.onnx", exporter, dynamic=dynamic)
+    files = [exported(tmp_path / f"net{dynamic}.onnx", exporter, dynamic=dynamic) for dynamic in (False, True)]
+    for (dynamic, file), (number, plan) in itertools.product(enumerate(files), enumerate(PLANS)):
         target = tmp_path / f"{dynamic}{number}.onnx"
         result = htp_export.quantize(file, {plan: "fp16"}, target)
         note = any(DISABLED in note and AT_FAULT in note for note in result.notes)
@@ -85,11 +85,17 @@ def test_a_float16_model_loads_as_its_notes_say(exporter: str, tmp_path: Path) -
     assert not {"encoder.norm1", "table,head"} & set(noted)
 
 
-def test_sessions_of_the_package_survive(tmp_path: Path) -> None:
-    file = exported(tmp_path / "net.onnx", "dynamo", dynamic=True)
-    quantized = tmp_path / "fp16.onnx"
-    htp_export.quantize(file, {"encoder.self_attn": "fp16"}, quantized)
-    assert can_crash(ir.load(quantized))
+@pytest.fixture(scope="module")
+def at_risk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that ONNX Runtime cannot load as it is, made of ``net.onnx`` beside it."""
+    folder = tmp_path_factory.mktemp("crashes")
+    quantized = folder / "fp16.onnx"
+    htp_export.quantize(exported(folder / "net.onnx", "dynamo", dynamic=True), {"encoder.self_attn": "fp16"}, quantized)
+    return quantized
+
+
+def test_sessions_of_the_package_survive(at_risk: Path, tmp_path: Path) -> None:
+    assert can_crash(ir.load(at_risk))
     code = """
         import sys
         import numpy as np
@@ -106,16 +112,8 @@ def test_sessions_of_the_package_survive(tmp_path: Path) -> None:
         found = htp_export.sensitivity(file, ["fp16"], data, select="encoder.self_attn", runs=1, all_but=False)
         print("fp16" in found.modules["encoder.self_attn"])
     """
-    assert finishes(code, file, quantized, tmp_path / "optimised.onnx").split() == ["GeluFusionL2", "True"]
-
-
-@pytest.fixture(scope="module")
-def at_risk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that ONNX Runtime cannot load as it is."""
-    folder = tmp_path_factory.mktemp("crashes")
-    quantized = folder / "fp16.onnx"
-    htp_export.quantize(exported(folder / "net.onnx", "dynamo", dynamic=True), {"encoder.self_attn": "fp16"}, quantized)
-    return quantized
+    files = at_risk.with_name("net.onnx"), at_risk, tmp_path / "optimised.onnx"
+    assert finishes(code, *files).split() == ["GeluFusionL2", "True"]
 
 
 def test_the_program_for_ray_survives(at_risk: Path, tmp_path: Path) -> None:

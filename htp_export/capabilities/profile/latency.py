@@ -24,8 +24,8 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
 from htp_export.process.bounds import MOST_RUNS, check_whole
 from htp_export.runtime.inputs import Feed, Inputs
-from htp_export.runtime.profiling import ProfiledSession
 from htp_export.runtime.sessions import RunnableModel, SessionSettings, temporary_folder
+from htp_export.runtime.traces import ProfiledSession
 
 __all__ = ["profile"]
 

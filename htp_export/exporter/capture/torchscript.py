@@ -331,7 +331,8 @@ class TorchScriptCapture(Guarded):
     def has_only_standard_nodes(self, model_bytes: bytes) -> bool:
         """Whether no node is of a custom domain, which torch would have to look up."""
         self._file = SerializedModel(model_bytes, self.weights)
-        return not self._file.functions and not any(node.domain for node in every_proto(self._file.nodes))
+        proto = self._file.proto
+        return not proto.functions and not any(node.domain for node in every_proto(proto.graph.node))
 
     def tagged(self, model_bytes: bytes) -> Iterable[bytes | memoryview]:
         """The file with tags, in pieces to be written one after the other."""
@@ -376,9 +377,9 @@ class TorchScriptCapture(Guarded):
             )
         if self._first:
             record.inputs, record.outputs = set(self._first.inputs), self._outputs
-        protos = list(every_proto(file.nodes))
+        protos = list(every_proto(file.proto.graph.node))
         names = self._names(protos, file.inputs)
-        for function in file.functions:
+        for function in file.proto.functions:
             protos.extend(every_proto(function.node))
         for proto in protos:
             reads = [name for name in proto.input if name]
