@@ -13,13 +13,13 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from htp_export.capabilities.carry.feeds import pair_names
+from htp_export.capabilities.carry.evidence import rounded_weight
+from htp_export.capabilities.carry.likenesses import EXACT, Originals, largest_error
+from htp_export.capabilities.carry.name_scopes import NameScopes
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.carry.adoption.feeds import pair_names
-from htp_export.capabilities.carry.adoption.gathering import rounded_weight
-from htp_export.capabilities.carry.adoption.likenesses import EXACT, Originals, largest_error
-from htp_export.capabilities.carry.adoption.name_scopes import NameScopes
 from htp_export.capabilities.huggingface.models import spread_parameters
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, UntaggedModelError

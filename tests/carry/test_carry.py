@@ -435,22 +435,22 @@ def test_tensors_with_hardly_any_different_numbers_match_nothing(array):
 
 
 def test_values_are_taken_in_portions(monkeypatch):
-    from htp_export.capabilities.carry import values
+    from htp_export.capabilities.carry import evidence
 
     before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
     after = rewritten(("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2"], "y"))
-    asked, run = list[int](), values.Runner.run
+    asked, run = list[int](), evidence.Runner.run
 
     def counted(self, feed, names):
         asked.append(len(names))
         return run(self, feed, names)
 
-    monkeypatch.setattr(values.Runner, "run", counted)
-    summaries = [(each, summarize(each)[0]) for each in (before, after)]
-    whole = values.equal_values(*summaries, numbers())
-    assert asked == [3, 4]
-    assert values.equal_values(*summaries, numbers(), portion_bytes=64) == whole
-    assert asked[2:] == [2, 1, 2, 2]
+    monkeypatch.setattr(evidence.Runner, "run", counted)
+    whole = owners(htp_export.carry(before, after, inputs=numbers()).model)
+    assert asked == [3, 1, 4]  # of one model, the outputs of the other, and the tensors of the other
+    monkeypatch.setattr(evidence, "PORTION_BYTES", 64)
+    assert owners(htp_export.carry(before, after, inputs=numbers()).model) == whole
+    assert asked[3:] == [2, 1, 1, 2, 2]
 
 
 def test_inputs_without_the_model_before_are_refused():

@@ -6,7 +6,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from htp_export.capabilities.carry.optimized import optimized_owners
+from htp_export.capabilities.carry.ownership import optimized_owners
 
 
 def graph(body: str, inputs: str = "float[2] x") -> ir.Model:

@@ -17,7 +17,7 @@ from torch import nn
 
 import htp_export
 from htp_export import tools
-from htp_export.capabilities.carry.adapting import adapted, library
+from htp_export.capabilities.carry.adapting import adapter, library
 from htp_export.errors import HtpExportError, InputError, ToolError, UntaggedModelError
 from htp_export.files.model_files import write_model
 from tests.exporting import exported, exported_net
@@ -334,7 +334,7 @@ def test_a_tool_that_makes_no_valid_model_is_named(attention, tmp_path):
         return model
 
     with pytest.raises(ToolError, match=r"twice made a model of this one that is not valid: .*redeclared"):
-        adapted("twice", twice, attention[2], tmp_path / "out.onnx")
+        adapter(twice)(attention[2], tmp_path / "out.onnx")
     assert not list(tmp_path.iterdir())
 
 

@@ -86,9 +86,14 @@ class SummaryNode:
     reason: str = ""
 
     @property
-    def reads(self) -> tuple[int, ...]:
-        """Its inputs, and what its subgraphs capture."""
-        return self.inputs + self.captured if self.captured else self.inputs
+    def reads(self) -> list[int]:
+        """The values that it and its subgraphs read."""
+        return [value for value in self.inputs + self.captured if value != NOTHING]
+
+    @property
+    def makes(self) -> list[int]:
+        """The values that it makes."""
+        return [value for value in self.outputs if value != NOTHING]
 
 
 @dataclass
@@ -124,9 +129,8 @@ class GraphSummary:
         """Value → its producer."""
         producers = [NOTHING] * len(self.values)
         for index, node in enumerate(self.nodes):
-            for value in node.outputs:
-                if value != NOTHING:
-                    producers[value] = index
+            for value in node.makes:
+                producers[value] = index
         return producers
 
     @cached_property
@@ -135,8 +139,7 @@ class GraphSummary:
         consumers: list[list[int]] = [[] for _ in self.values]
         for index, node in enumerate(self.nodes):
             for value in dict.fromkeys(node.reads):
-                if value != NOTHING:
-                    consumers[value].append(index)
+                consumers[value].append(index)
         return consumers
 
     @cached_property
@@ -144,6 +147,23 @@ class GraphSummary:
         """Value → whether it depends on the values of the model's inputs; sizes of tensors do not count."""
         dependent = dependence(self._steps(), self._given())
         return [index in dependent for index in range(len(self.values))]
+
+    def consumers(self, index: int) -> list[int]:
+        """The nodes that read what a node makes; one that reads several of its outputs as often."""
+        return [reader for value in self.nodes[index].makes for reader in self.readers[value]]
+
+    def producers(self, index: int) -> list[int]:
+        """The nodes that make what a node reads."""
+        makers = (self.maker[value] for value in self.nodes[index].reads)
+        return [maker for maker in makers if maker != NOTHING]
+
+    def depends(self, index: int) -> bool:
+        """Whether an output of a node depends on the values of the model's inputs."""
+        return any(self.live[value] for value in self.nodes[index].makes)
+
+    def with_several_owners(self, nodes: Iterable[int]) -> bool:
+        """Whether not all of some nodes have the same owners, in the same calls."""
+        return len({(self.nodes[index].owners, self.nodes[index].call) for index in nodes}) > 1
 
     def _given(self) -> dict[int, int]:
         """The inputs of the main graph and of functions; those of subgraphs are given by the node that holds them."""
@@ -169,8 +189,7 @@ class GraphSummary:
         for index, node in enumerate(self.nodes):
             if node.op not in SIZES_ONLY:
                 captured = (value for value in node.captured if value in values[index] or value not in sizes[index])
-                outputs = (value for value in node.outputs if value != NOTHING)
-                yield (*values_read(node.op, node.inputs), *captured), (*outputs, *body_inputs[index])
+                yield (*values_read(node.op, node.inputs), *captured), (*node.makes, *body_inputs[index])
 
     @cached_property
     def by_name(self) -> dict[str, list[int]]:
@@ -291,7 +310,7 @@ class _Summarizer:
         inside = self.summary.nodes[first:]
         reads = (value for node in inside for value in node.reads)
         results = (self.values[value] for value in body.outputs if value in self.values)
-        captured = dict.fromkeys(value for value in (*reads, *results) if NOTHING < value < before)
+        captured = dict.fromkeys(value for value in (*reads, *results) if value < before)
         holder_node = self.summary.nodes[holder]
         holder_node.captured = tuple(dict.fromkeys((*holder_node.captured, *captured)))
 

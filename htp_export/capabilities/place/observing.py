@@ -152,7 +152,7 @@ def _result(
     remarks: tuple[str, ...],
     sizes: tuple[Mapping[str, int], tuple[str, ...]],
 ) -> Placement:
-    from htp_export.capabilities.carry.optimized import optimized_works
+    from htp_export.capabilities.carry.ownership import optimized_works
 
     works = optimized_works(tagged, assignment.graph)
     found = crossings(assignment.graph, assignment.provider_of.get, lambda node: works[node].owners, sizes[0], HOST)

@@ -15,18 +15,21 @@ from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input
 from htp_export.runtime.inputs import Inputs
 
-__all__ = ["feed_original", "feed_other", "inputs_in_order", "pair_names", "simpler_feeds"]
+__all__ = ["feed_original", "feed_other", "inputs_of_call", "pair_names", "simpler_feeds"]
 
 _SIZES = (2, 5, 3)  # of open dimensions, one after another
 
 
-def inputs_in_order(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a call of a PyTorch model by the names of the inputs of its file, in order.
+def inputs_of_call(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a call of a PyTorch model by the names of the inputs of its file: by keyword, otherwise in order.
 
     Raises:
         InputError: If there are not as many tensors as names.
     """
     tensors = list(tensors_in((tuple(args), dict(kwargs))))
+    by_keyword = {name: value for name, value in kwargs.items() if any(value is tensor for tensor in tensors)}
+    if set(names) == set(by_keyword):
+        return by_keyword
     if len(names) != len(tensors):
         raise InputError(
             f"the model has {len(tensors)} tensors as inputs, and its file {len(names)}: {', '.join(names)}"
