@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.verify.stable_sorting import stable_sorting
+from htp_export.capabilities.verify.pytorch_run import stable_sorting
 
 
 class Experts(nn.Module):

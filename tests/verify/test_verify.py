@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.verify.readers import parameter_readers
+from htp_export.capabilities.verify.pytorch_run import parameter_readers
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format.tags import is_under
 from tests import faults

@@ -103,7 +103,7 @@ def _shapes(tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, An
     Raises:
         InputError: If the file leaves no such size open, or sizes contradict each other.
     """
-    from htp_export.capabilities.verify.pairing import input_arguments
+    from htp_export.capabilities.verify.checking import input_arguments
     from htp_export.runtime.inputs import Inputs
 
     arguments = input_arguments(tagged)
@@ -126,7 +126,7 @@ def _assumed(tagged: TaggedModel, call: SourceCall, dims: Mapping[str, int]) -> 
     Raises:
         InputError: If these have other sizes than those that were given.
     """
-    from htp_export.capabilities.verify.pairing import input_arguments
+    from htp_export.capabilities.verify.checking import input_arguments
     from htp_export.runtime.inputs import Inputs
 
     given = {name: call.inputs.get(argument) for name, argument in input_arguments(tagged).items()}
