@@ -57,6 +57,13 @@ def test_constants_are_compared_by_their_values_up_to_a_size(beyond: int) -> Non
     assert bool(graph_summary._content(ir.tensor(numbers))) == (not beyond)
 
 
+def test_constants_of_many_plain_numbers_are_told_apart() -> None:
+    texts = [f"c = Constant <value_ints = [{', '.join([str(k)] * 40)}]> ()" for k in (1, 2)]
+    models = [ir.from_onnx_text(f"{HEADER} g () => (int64[40] y) {{ {text} y = Identity (c) }}") for text in texts]
+    first, second = (summarize(each)[0].nodes[0].attributes for each in models)
+    assert first != second
+
+
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_a_map_in_a_file_is_unfolded_up_to_a_size(monkeypatch: pytest.MonkeyPatch, beyond: int) -> None:
     relu = ir.from_onnx_text(f"{HEADER} g (float[2] x) => (float[2] y) {{ y = Relu (x) }}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +210,9 @@ def test_what_a_module_was_given_wrongly_is_blamed_on_who_made_it(tmp_path):
 
 def test_a_merged_module_is_named_with_those_it_was_merged_with(tmp_path):
     model, kwargs = NETS["conv_bn_relu"].build()
+    path = file_of(model, kwargs, tmp_path)
     for isolated in (False, True):
-        tagged = htp_export.load(file_of(model, kwargs, tmp_path))
+        tagged = htp_export.load(path)
         assert htp_export.verify(model, tagged, (), kwargs, isolated=isolated).modules["0"].status == "fused"
         faults.weight_changed(tagged, "1")
         result = htp_export.verify(model, tagged, (), kwargs, isolated=isolated)
@@ -248,10 +250,9 @@ def test_a_missing_output_is_no_agreement(tmp_path):
 @pytest.mark.parametrize("portion", [1, 200])
 def test_portions_give_the_same_as_one_run(stack_file, portion):
     model, kwargs = stack()
-    path = stack_file
     for isolated in (False, True):
-        one = htp_export.verify(model, path, (), kwargs, isolated=isolated)
-        many = htp_export.verify(model, path, (), kwargs, isolated=isolated, portion_bytes=portion)
+        one = htp_export.verify(model, stack_file, (), kwargs, isolated=isolated)
+        many = htp_export.verify(model, stack_file, (), kwargs, isolated=isolated, portion_bytes=portion)
         assert many.to_dict() == one.to_dict()
 
 
@@ -280,9 +281,9 @@ def test_only_selected_modules_are_compared(stack_file):
     assert htp_export.verify(model, tagged, (), kwargs, select="blocks.0.norm").ok is False
 
 
-def renamed(path: Path) -> Path:
+def renamed(source: Path, path: Path) -> Path:
     """As by a tool that gives tensors other names."""
-    file = onnx.load(path)
+    file = onnx.load(source)
     kept = {value.name for value in (*file.graph.input, *file.graph.output, *file.graph.initializer)}
     for node in file.graph.node:
         for names in (node.input, node.output):
@@ -293,9 +294,9 @@ def renamed(path: Path) -> Path:
 
 
 @BOTH
-def test_tensors_with_other_names_are_found_at_the_borders_of_regions(tmp_path, exporter):
+def test_tensors_with_other_names_are_found_at_the_borders_of_regions(stack_files, tmp_path, exporter):
     model, kwargs = stack()
-    path = renamed(file_of(model, kwargs, tmp_path, exporter))
+    path = renamed(stack_files[exporter], tmp_path / "renamed.onnx")
     result = htp_export.verify(model, path, (), kwargs)
     assert result.ok, str(result)
     assert result.modules["blocks.0.first"].status == "agrees"
@@ -415,15 +416,14 @@ def test_wrong_inputs_are_said_with_what_the_file_wants(stack_file):
         htp_export.verify(model, path)
 
 
-def test_an_untagged_file_is_refused(tmp_path):
+def test_an_untagged_file_is_refused(stack_file, tmp_path):
     model, kwargs = stack()
-    path = file_of(model, kwargs, tmp_path)
-    file = onnx.load(path)
+    file = onnx.load(stack_file)
     for entries in (file.metadata_props, *(node.metadata_props for node in file.graph.node)):
         del entries[:]
-    onnx.save(file, path)
-    with pytest.raises(UntaggedModelError, match=r"model\.onnx: has no module tags"):
-        htp_export.verify(model, path, (), kwargs)
+    onnx.save(file, tmp_path / "plain.onnx")
+    with pytest.raises(UntaggedModelError, match=r"plain\.onnx: has no module tags"):
+        htp_export.verify(model, tmp_path / "plain.onnx", (), kwargs)
 
 
 def test_missing_weights_are_said_with_their_name(tmp_path):
@@ -592,14 +592,11 @@ def test_nan_agrees_with_nan(stack_file):
     assert "NaN on one side only" in result.summary
 
 
-def test_a_result_is_plain_data(tmp_path):
-    import json
-
+def test_a_result_is_plain_data(stack_file):
     model, kwargs = stack()
     with torch.no_grad():
-        path = file_of(model, kwargs, tmp_path)
         model.blocks[0].first.weight[0, 0] = float("nan")
-    plain = json.loads(json.dumps(htp_export.verify(model, path, (), kwargs).to_dict(), allow_nan=False))
+    plain = json.loads(json.dumps(htp_export.verify(model, stack_file, (), kwargs).to_dict(), allow_nan=False))
     assert plain["first_wrong"] == "blocks.0.first"
     assert plain["modules"]["blocks.0.first"]["max_abs"] == "nan"
     assert plain["modules"]["blocks.1.first"]["calls"][1]["call"] == 1

@@ -52,13 +52,7 @@ class Evidence:
 
 
 class Alignment(Counterparts):
-    """The counterparts of the tensors after a tool, as far as they are known.
-
-    Args:
-        before: The original model.
-        after: The result of the tool.
-        evidence: What is known besides names and structure.
-    """
+    """The counterparts of the tensors after a tool, as far as they are known."""
 
     def __init__(self, before: GraphSummary, after: GraphSummary, evidence: Evidence | None = None) -> None:
         self.evidence = Evidence() if evidence is None else evidence

@@ -30,7 +30,7 @@ from htp_export.capabilities.carry.likenesses import (
     relative_error,
     turned,
 )
-from htp_export.capabilities.carry.stored_weights import StoredWeight, stored_weights
+from htp_export.capabilities.carry.stored_weights import WeightNumbers, weight_numbers
 from htp_export.errors import FileError, InputError
 from htp_export.model.content_hash import array_hash
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
@@ -72,11 +72,7 @@ def evidence_of_foreign(
 ) -> tuple[Evidence, str]:
     """What is known of the tensors of another file, and why values were not compared, if they were not.
 
-    Args:
-        before: The original model and its summary.
-        after: The other model and its summary, with names.
-        inputs: Input name of the original → array; None for random ones.
-        seed: Of random inputs.
+    ``inputs``: Input name of the original → array; None for random ones.
 
     Raises:
         InputError: If ``inputs`` are given, and are not those of the original.
@@ -157,16 +153,16 @@ def _content(own: Model, index: int) -> bytes | None:
         return None
 
 
-def _weights(before: Model, after: Model) -> tuple[dict[int, Likeness], list[tuple[StoredWeight, Likeness]]]:
+def _weights(before: Model, after: Model) -> tuple[dict[int, Likeness], list[tuple[WeightNumbers, Likeness]]]:
     """The weights of another file that are recognised, by tensor and as they are stored."""
     known, stored = Originals(weights=True), dict[int, Sequence[int]]()
-    for weight in stored_weights(before[0].graph):
+    for weight in weight_numbers(before[0].graph):
         places = _places(before[1], weight)
         if NOTHING not in places:
             stored[places[-1]] = places  # an original is known by the last of its values: its numbers, not its levels
             known.add(places[-1], weight.load(), weight.load)
-    found, weights = list[tuple[StoredWeight, Likeness]](), dict[int, Likeness]()
-    for weight in stored_weights(after[0].graph):
+    found, weights = list[tuple[WeightNumbers, Likeness]](), dict[int, Likeness]()
+    for weight in weight_numbers(after[0].graph):
         like = known.find(weight.load())
         if like is None:
             continue
@@ -179,11 +175,11 @@ def _weights(before: Model, after: Model) -> tuple[dict[int, Likeness], list[tup
     return weights, found
 
 
-def _places(summary: GraphSummary, weight: StoredWeight) -> list[int]:
+def _places(summary: GraphSummary, weight: WeightNumbers) -> list[int]:
     return [summary.find(str(value.name)) for value in weight.values]
 
 
-def _with_weights_of(before: Model, found: Iterable[tuple[StoredWeight, Likeness]]) -> ir.Model:
+def _with_weights_of(before: Model, found: Iterable[tuple[WeightNumbers, Likeness]]) -> ir.Model:
     """The original model with the weights of the other file, as far as those are rounded.
 
     Both then compute the same but for the rounding of activations.
@@ -194,7 +190,7 @@ def _with_weights_of(before: Model, found: Iterable[tuple[StoredWeight, Likeness
             uses[original].append((like, weight.load))
     if not uses:
         return before[0]
-    plain = {before[1].find(str(each.values[0].name)): each for each in stored_weights(before[0].graph) if each.plain}
+    plain = {before[1].find(str(each.values[0].name)): each for each in weight_numbers(before[0].graph) if each.plain}
     model = before[0].clone()
     for original, entries in uses.items():
         changed = rounded_weight(plain[original].load(), original, entries) if original in plain else None
@@ -236,12 +232,7 @@ def _compared(
 ) -> Evidence:
     """Run both models, and find the tensors of one among those of the other, within the error of the outputs.
 
-    Args:
-        before: The original model and its summary.
-        after: The other model and its summary.
-        feeds: The inputs of each.
-        names: Their names in errors.
-        limit: If the error of the outputs is larger, tensors have to be exactly equal; None if all errors will do.
+    If that error is larger than a ``limit``, tensors have to be equal.
 
     Raises:
         InputError: If ONNX Runtime cannot run one of them; or, without a ``limit``, no output is recognised.

@@ -55,9 +55,7 @@ def _split(name: str) -> list[str]:
 def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None]) -> dict[str, str]:
     """Pair names of two files: equal ones first, then those with the most words in common, then what is left in order.
 
-    Args:
-        ours: Name → rank of the tensor, None if it is unknown.
-        theirs: The same of the other file.
+    Each name has the rank of its tensor, None if it is unknown.
 
     Examples:
         >>> pair_names({"past_key_values.0.key": 4}, {"cache.layers.0.keys": 4, "cache.layers.0.values": 4})
@@ -73,13 +71,15 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
         if mine not in pairs and other not in pairs
         if _fit(ours[mine], theirs[other]) and (_numbers(mine) == _numbers(other) or not _numbers(other))
     }
-    for mine, other in sorted(likeness, key=lambda pair: -likeness[pair]):
-        rivals = [
-            pair for pair, likely in likeness.items() if likely == likeness[mine, other] and pair != (mine, other)
-        ]
-        shared = [pair for pair in rivals if (pair[0] == mine) != (pair[1] == other)]
-        open_rivals = [pair for pair in shared if pair[0] not in pairs and pair[1] not in pairs.values()]
-        if likeness[mine, other] and mine not in pairs and other not in pairs.values() and not open_rivals:
+
+    def is_open(pair: tuple[str, str]) -> bool:
+        return pair[0] not in pairs and pair[1] not in pairs.values()
+
+    for (mine, other), likely in sorted(likeness.items(), key=lambda entry: -entry[1]):
+        shared = (
+            pair for pair, rival in likeness.items() if rival == likely and (pair[0] == mine) != (pair[1] == other)
+        )
+        if likely and is_open((mine, other)) and not any(map(is_open, shared)):
             pairs[mine] = other
     left, free = [m for m in ours if m not in pairs], [t for t in theirs if t not in pairs.values()]
     if len(left) == len(free) and all(_fit(ours[m], theirs[t]) for m, t in zip(left, free, strict=True)):

@@ -31,11 +31,7 @@ def foreign_owners(
 ) -> list[Owned]:
     """The owners of every node; those that are not known have the reason ``unknown``.
 
-    Args:
-        alignment: The counterparts of its tensors.
-        scopes: The scopes in the names of the nodes.
-        tree: The calls of the modules.
-        holders: Original weight → the module that holds it as a parameter.
+    ``scopes``: Those in the names of the nodes. ``holders``: Original weight → the module that holds it as a parameter.
     """
     return _Foreign(alignment, scopes, tree, holders).owners()
 

@@ -117,9 +117,7 @@ def is_distinctive(array: Array) -> bool:
 def largest_error(outputs: Iterable[tuple[Array, Sequence[Array]]], find: Callable[[Array], Likeness | None]) -> float:
     """The tolerance for tensors of two files, by the errors of their outputs; infinite if no output is recognised.
 
-    Args:
-        outputs: Output → the outputs of the original.
-        find: Recognises a tensor with the largest tolerance.
+    ``outputs``: Output, and the outputs of the original. ``find``: Recognises a tensor with the largest tolerance.
     """
     errors = []
     for array, originals in outputs:
@@ -160,11 +158,9 @@ class _Original:
 
 
 class Originals:
-    """The tensors of an original model that can be recognised by their numbers.
+    """The tensors of an original model that can be recognised by their numbers, up to a relative error.
 
-    Args:
-        tolerance: The relative error up to which a tensor is recognised.
-        weights: Whether they are weights: which may be scaled, and whose parts may be transposed.
+    ``weights``: Whether they are weights: which may be scaled, and whose parts may be transposed.
     """
 
     def __init__(self, tolerance: float = _LARGEST, *, weights: bool = False) -> None:
@@ -177,10 +173,7 @@ class Originals:
     def add(self, index: int, array: Array, load: Callable[[], Array]) -> tuple[int, ...]:
         """Add a tensor, if it is distinctive; return earlier ones with the same shape and numbers.
 
-        Args:
-            index: What it is called.
-            array: Its numbers.
-            load: Returns them later.
+        ``load`` returns its numbers later.
         """
         if not is_distinctive(array):
             return ()

@@ -63,12 +63,7 @@ def tag(
 ) -> tuple[Hierarchy, list[tuple[str, str, bool]]]:
     """Write tags into a tool's result; return its modules with their new fates, and its contamination.
 
-    Args:
-        model: The result.
-        nodes: Its nodes.
-        owned: The owners of each.
-        alignment: The counterparts of its tensors.
-        origin: The original model.
+    ``nodes`` and ``owned``: The nodes of the result, and the owners of each.
     """
     works = [origin.calls.work(entry.paths, entry.call) for entry in owned]
     evidence = _CarriedEvidence(alignment, origin, works)

@@ -91,12 +91,8 @@ def record_calls(
 ) -> list[ModuleCall]:
     """Run a model once, and return every call of every module, in the order in which they ended.
 
-    Args:
-        model: The model, in the wanted mode; its hooks are removed afterwards.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        store: The store for the values. Values that several modules see are stored once.
-        wanted: Whether to record an argument, by module path, number of the call, and name.
+    ``store``: For the values; those that several modules see are stored once. ``wanted``: Whether to record an
+    argument, by module path, number of the call, and name.
 
     Raises:
         InputError: If the model does not take these arguments, or fails on them.
