@@ -1,6 +1,6 @@
 """The counterpart of each tensor of a tool's result in the original model, by value number.
 
-Evidence, the strongest first: equal computations of equal tensors (`Numbering`), weights being equal by name or by
+AlignmentEvidence, the strongest first: equal computations of equal tensors (`Numbering`), weights being equal by name or by
 contents; names of tensors; names of nodes, or of their outputs. Then backwards from the outputs: a node that remains
 reads what it read before. If that contradicts a name, another tensor took over the name, as in optimisers that fold
 BatchNorm into a Conv. Last, and only if both models were run: equal values.
@@ -22,7 +22,7 @@ from htp_export.shapes.operator_kinds import base_op, ends_in, moves, resembles
 if TYPE_CHECKING:
     from htp_export.capabilities.carry.likenesses import Likeness
 
-__all__ = ["Alignment", "Evidence"]
+__all__ = ["Alignment", "AlignmentEvidence"]
 
 _FEW = 4  # consumers of a weight (a constant like 1 has more), and original nodes that one node replaces
 
@@ -31,7 +31,7 @@ _MOST_FOLLOWERS = 4
 
 
 @dataclass
-class Evidence:
+class AlignmentEvidence:
     """What is known of tensors after besides names and structure, by their places in the summary.
 
     Attributes:
@@ -54,8 +54,8 @@ class Evidence:
 class Alignment(Counterparts):
     """The counterparts of the tensors after a tool, as far as they are known."""
 
-    def __init__(self, before: GraphSummary, after: GraphSummary, evidence: Evidence | None = None) -> None:
-        self.evidence = Evidence() if evidence is None else evidence
+    def __init__(self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence | None = None) -> None:
+        self.evidence = AlignmentEvidence() if evidence is None else evidence
         layouts = {
             node: value for node, value in self.evidence.idle.items() if moves(before.nodes[node].op, views=True)
         }

@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.alignment import Alignment, Evidence
+from htp_export.capabilities.carry.alignment import Alignment, AlignmentEvidence
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, summarize
 from htp_export.capabilities.carry.inlined_names import restore_names
 from htp_export.capabilities.carry.maps import map_to_text, text_to_map
@@ -272,7 +272,7 @@ def _carried(origin: Origin, model: ir.Model, inputs: Mapping[str, Any] | None) 
     if functions and (origin.model is None or functions != _module_functions(origin.model)):
         dissolve(model, origin.hierarchy, origin.calls)
     after, nodes = summarize(model, model.functions.values())
-    evidence = Evidence()
+    evidence = AlignmentEvidence()
     if origin.model is not None:
         from htp_export.capabilities.carry.evidence import evidence_of_tool  # it loads numpy, and ONNX Runtime
 

@@ -1,4 +1,4 @@
-"""Evidence of which tensors of two models are the same: contents of weights, and values when both models run.
+"""AlignmentEvidence of which tensors of two models are the same: contents of weights, and values when both models run.
 
 Names and structure are no part of it: `Alignment` sees these itself. For `carry`, weights that a tool renamed and
 tensors with equal values are enough. For `adopt`, weights are recognised in other formats, layouts and parts, and
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.alignment import Evidence
+from htp_export.capabilities.carry.alignment import AlignmentEvidence
 from htp_export.capabilities.carry.feeds import feed_original, feed_other, pair_names, simpler_feeds
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary
 from htp_export.capabilities.carry.likenesses import (
@@ -52,13 +52,13 @@ _EQUAL = 1e-2
 """Relative error up to which values are equal for `carry`: that of half precision."""
 
 
-def evidence_of_tool(before: Model, after: Model, inputs: Mapping[str, Any] | None = None) -> Evidence:
+def evidence_of_tool(before: Model, after: Model, inputs: Mapping[str, Any] | None = None) -> AlignmentEvidence:
     """What contents of weights and, with ``inputs`` of the original, values say of what a tool made of it.
 
     Raises:
         InputError: If the inputs are not those of the models, or ONNX Runtime cannot run one of them.
     """
-    evidence = Evidence(weights=_renamed_weights(before, after))
+    evidence = AlignmentEvidence(weights=_renamed_weights(before, after))
     if inputs is not None:
         feed = Inputs.of(before[0]).feed(inputs).arrays
         others = Inputs.of(after[0]).feed_again(feed).arrays
@@ -69,7 +69,7 @@ def evidence_of_tool(before: Model, after: Model, inputs: Mapping[str, Any] | No
 
 def evidence_of_foreign(
     before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: int = 0
-) -> tuple[Evidence, str]:
+) -> tuple[AlignmentEvidence, str]:
     """What is known of the tensors of another file, and why values were not compared, if they were not.
 
     ``inputs``: Input name of the original → array; None for random ones.
@@ -77,7 +77,7 @@ def evidence_of_foreign(
     Raises:
         InputError: If ``inputs`` are given, and are not those of the original.
     """
-    evidence, problems = Evidence(inputs=_inputs(before, after)), list[str]()
+    evidence, problems = AlignmentEvidence(inputs=_inputs(before, after)), list[str]()
     evidence.weights, found = _weights(before, after)
     try:
         feed = feed_original(before[0], inputs, seed)
@@ -229,7 +229,7 @@ def _compared(
     feeds: tuple[Mapping[str, Array], Mapping[str, Array]],
     names: tuple[str, str],
     limit: float | None = None,
-) -> Evidence:
+) -> AlignmentEvidence:
     """Run both models, and find the tensors of one among those of the other, within the error of the outputs.
 
     If that error is larger than a ``limit``, tensors have to be equal.
@@ -237,7 +237,7 @@ def _compared(
     Raises:
         InputError: If ONNX Runtime cannot run one of them; or, without a ``limit``, no output is recognised.
     """
-    evidence, summary = Evidence(), before[1]
+    evidence, summary = AlignmentEvidence(), before[1]
     with ArrayStore.opened(PORTION_BYTES) as store:
         known, compared, results, idle = Originals(), set[int](), list[Array](), dict[int, int]()
         for index, array in _tensors_of_run(*before, feeds[0], names[0]):
