@@ -1,6 +1,6 @@
 """The counterpart of each tensor of a tool's result in the original model, by value number.
 
-AlignmentEvidence, the strongest first: equal computations of equal tensors (`Numbering`), weights being equal by name or by
+Evidence, the strongest first: equal computations of equal tensors (`Numbering`), weights being equal by name or by
 contents; names of tensors; names of nodes, or of their outputs. Then backwards from the outputs: a node that remains
 reads what it read before. If that contradicts a name, another tensor took over the name, as in optimisers that fold
 BatchNorm into a Conv. Last, and only if both models were run: equal values.

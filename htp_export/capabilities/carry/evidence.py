@@ -1,4 +1,4 @@
-"""AlignmentEvidence of which tensors of two models are the same: contents of weights, and values when both models run.
+"""Evidence of which tensors of two models are the same: contents of weights, and values when both models run.
 
 Names and structure are no part of it: `Alignment` sees these itself. For `carry`, weights that a tool renamed and
 tensors with equal values are enough. For `adopt`, weights are recognised in other formats, layouts and parts, and
