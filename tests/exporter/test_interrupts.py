@@ -19,6 +19,7 @@ from torch import nn
 from torch.onnx._internal.exporter import _core
 
 import htp_export
+from htp_export.capabilities.verify import pytorch_run
 from htp_export.exporter import exporting as exporter
 from htp_export.exporter import watched
 from htp_export.exporter.capture import (

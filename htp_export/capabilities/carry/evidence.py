@@ -239,7 +239,8 @@ def _compared(
     """
     evidence, summary = AlignmentEvidence(), before[1]
     with ArrayStore.opened(PORTION_BYTES) as store:
-        known, compared, results, idle = Originals(), set[int](), list[Array](), dict[int, int]()
+        known, compared = Originals(parts=limit is None), set[int]()
+        results, idle = list[Array](), dict[int, int]()
         for index, array in _tensors_of_run(*before, feeds[0], names[0]):
             held = store.keep(array)
             same = known.add(index, array, functools.partial(getattr, held, "array"))
