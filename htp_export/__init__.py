@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from htp_export.attention.decomposing import decomposed_attention
     from htp_export.capabilities.attention_report.attention_reporting import attention_report
-    from htp_export.capabilities.carry.adoption.adopted import Adopted, AdoptedModule
-    from htp_export.capabilities.carry.adoption.adopting import adopt
+    from htp_export.capabilities.carry.adopting import Adopted, AdoptedModule, adopt
     from htp_export.capabilities.carry.carrying import Carried, carry, embed_map
     from htp_export.capabilities.cost.costing import cost
     from htp_export.capabilities.cost.result import Cost
@@ -174,8 +173,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Adopted": "capabilities.carry.adoption.adopted",
-    "AdoptedModule": "capabilities.carry.adoption.adopted",
+    "Adopted": "capabilities.carry.adopting",
+    "AdoptedModule": "capabilities.carry.adopting",
     "Block": "capabilities.fingerprint.blocks",
     "Carried": "capabilities.carry.carrying",
     "Comparison": "capabilities.verify.results",
@@ -228,7 +227,7 @@ _HOMES = {
     "Verification": "capabilities.verify.results",
     "View": "capabilities.view.viewing",
     "Work": "capabilities.cost.work",
-    "adopt": "capabilities.carry.adoption.adopting",
+    "adopt": "capabilities.carry.adopting",
     "attention_report": "capabilities.attention_report.attention_reporting",
     "carry": "capabilities.carry.carrying",
     "compare": "capabilities.verify.file_comparing",

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from htp_export.capabilities.carry import alignment, graph_summary, maps, values
+from htp_export.capabilities.carry import alignment, graph_summary, likenesses, maps
 from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.graph_summary import summarize
 
@@ -40,22 +40,28 @@ def test_a_fused_node_is_followed_over_the_nodes_that_it_took_in(beyond: int) ->
 
 @pytest.mark.parametrize("fewer", [0, 1])
 def test_tensors_are_told_apart_by_a_number_of_different_values(fewer: int) -> None:
-    different = values._FEWEST - fewer
+    different = likenesses._FEWEST - fewer
     array = np.arange(1000, dtype=np.float32) % different
-    assert values._is_distinctive(array) == (not fewer)
+    assert likenesses.is_distinctive(array) == (not fewer)
 
 
 def test_values_outside_of_the_sample_count_too() -> None:
-    array = np.zeros(values._LOOKED_AT * 4, dtype=np.float32)
+    array = np.zeros(likenesses._PLACES * 4, dtype=np.float32)
     array[1:4] = 1, 2, 3
-    assert len(np.unique(values._sample(array))) == 1
-    assert values._is_distinctive(array)
+    assert likenesses.is_distinctive(array)
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_constants_are_compared_by_their_values_up_to_a_size(beyond: int) -> None:
     numbers = np.zeros(graph_summary._SMALL_BYTES // 4 + beyond, np.float32)
     assert bool(graph_summary._content(ir.tensor(numbers))) == (not beyond)
+
+
+def test_constants_of_many_plain_numbers_are_told_apart() -> None:
+    texts = [f"c = Constant <value_ints = [{', '.join([str(k)] * 40)}]> ()" for k in (1, 2)]
+    models = [ir.from_onnx_text(f"{HEADER} g () => (int64[40] y) {{ {text} y = Identity (c) }}") for text in texts]
+    first, second = (summarize(each)[0].nodes[0].attributes for each in models)
+    assert first != second
 
 
 @pytest.mark.parametrize("beyond", [0, 1])

@@ -6,7 +6,9 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from htp_export.capabilities.carry.optimized import optimized_owners
+from htp_export.capabilities.carry.ownership import optimized_works
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.model.tagged import TaggedModel
 
 
 def graph(body: str, inputs: str = "float[2] x") -> ir.Model:
@@ -21,8 +23,12 @@ def owners(original: str, optimized: str, inputs: str = "float[2] x") -> dict[st
     Each original node belongs to a module named as itself, or else as its operator.
     """
     before, after = graph(original, inputs), graph(optimized, inputs)
-    found = optimized_owners(before, after, lambda node: (node.name or node.op_type,))
-    return {node.name or node.op_type: list(paths) for node, paths in found.items()}
+    for node in before.graph.all_nodes():
+        node.metadata_props.update({"htp.module": node.name or node.op_type, "htp.reason": "scope"})
+    paths = dict.fromkeys(node.metadata_props["htp.module"] for node in before.graph.all_nodes())
+    modules = Hierarchy([ModuleInfo("", "Net"), *(ModuleInfo(path, "Module", 1) for path in paths)])
+    found = optimized_works(TaggedModel(before, modules, "htp"), after)
+    return {node.name or node.op_type: list(work.owners) for node, work in found.items()}
 
 
 def test_a_fused_node_replaces_the_chain_behind_its_output_and_no_more():

@@ -19,7 +19,7 @@ from torch import nn
 from torch.onnx._internal.exporter import _core
 
 import htp_export
-from htp_export.capabilities.verify import pytorch_calls
+from htp_export.capabilities.verify import pytorch_run
 from htp_export.exporter import exporting as exporter
 from htp_export.exporter import watched
 from htp_export.exporter.capture import (
@@ -45,7 +45,7 @@ SINGLE = {
     shared_settings: {"hold", "_enter", "_leave", "turn_attention_fast_path_off"},
     torchscript: {"trace", "returns"},
     dynamo_patches: {"_watch_bodies"},
-    pytorch_calls: {"evaluating"},
+    pytorch_run: {"evaluating"},
 }
 FUNCTIONS = {module.__file__: None for module in WHOLE} | {module.__file__: names for module, names in SINGLE.items()}
 PATCHED = [patch for group in patches.EVERY for patch in group.patches]
@@ -250,7 +250,7 @@ def test_an_interrupt_around_a_comparison_leaves_nothing_changed() -> None:
     model = watched_model()
 
     def evaluate() -> None:
-        with pytorch_calls.evaluating(model):
+        with pytorch_run.evaluating(model):
             pass
 
     count, changed = interrupted_everywhere(evaluate, model)

@@ -97,15 +97,11 @@ def test_an_adapter_of_a_tool_is_one_file(package: Path) -> None:
         __all__ = ["doubler"]
 
         @adapter
-        def doubler(operator="Abs"):
+        def doubler(source, _, operator="Abs"):
             \"\"\"Replace the first operator.\"\"\"
-
-            def tool(given, _):
-                changed = onnx.load(given)
-                changed.graph.node[0].op_type = operator
-                return changed
-
-            return tool
+            changed = onnx.load(source)
+            changed.graph.node[0].op_type = operator
+            return changed
         """,
     )
     code = """

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 import htp_export
-from htp_export.capabilities.verify.contradictions import contradictions
+from htp_export.capabilities.verify.locating import contradictions
 from tests.exporter.test_exactness import declare, retag
 from tests.exporting import SharedFiles
 from tests.nets import NETS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.verify.readers import parameter_readers
+from htp_export.capabilities.verify.pytorch_run import parameter_readers
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format.tags import is_under
 from tests import faults
@@ -73,6 +74,12 @@ def stack_file(stack_files):
     return stack_files["dynamo"]
 
 
+def verified(file: Any, **options: Any) -> htp_export.Verification:
+    """The stack against a file of it."""
+    model, kwargs = stack()
+    return htp_export.verify(model, file, (), kwargs, **options)
+
+
 def file_of(model: nn.Module, kwargs: dict[str, Any], folder: Path, exporter: str = "dynamo", **options: Any) -> Path:
     exported(model, kwargs, exporter, folder, **options)
     return folder / "model.onnx"
@@ -124,8 +131,7 @@ def test_what_was_exported_agrees_as_a_whole_and_each_module_alone(shared_files,
 @BOTH
 @MODES
 def test_calls_are_compared_one_by_one_and_outputs_in_order(stack_files, exporter, isolated):
-    model, kwargs = stack()
-    result = htp_export.verify(model, stack_files[exporter], (), kwargs, isolated=isolated)
+    result = verified(stack_files[exporter], isolated=isolated)
     assert result.ok
     assert [call.number for call in result.modules["blocks.1.first"].calls] == [0, 1]
     assert [output.name for output in result.modules[""].calls[0].outputs] == ["0", "1", "2"]
@@ -148,13 +154,12 @@ FAULTS = [
 
 @BOTH
 def test_each_fault_is_found_in_its_module(stack_files, exporter):
-    model, kwargs = stack()
     path = stack_files[exporter]
     for isolated in (False, True):
         for plant, at in FAULTS:
             tagged = htp_export.load(path)
             plant(tagged, at)
-            result = htp_export.verify(model, tagged, (), kwargs, isolated=isolated)
+            result = verified(tagged, isolated=isolated)
             assert not result.ok
             assert (plant.__name__, result.wrong) == (plant.__name__, (at,))
             assert result.modules[at].status == "differs"
@@ -163,26 +168,24 @@ def test_each_fault_is_found_in_its_module(stack_files, exporter):
 
 
 def test_in_a_whole_run_modules_after_the_fault_inherit_it_and_alone_they_agree(stack_file):
-    model, kwargs = stack()
     tagged = htp_export.load(stack_file)
     faults.weight_changed(tagged, "blocks.0.second")
-    whole = htp_export.verify(model, tagged, (), kwargs)
+    whole = verified(tagged)
     assert {whole.modules[path].status for path in ("blocks.0.norm", "blocks.1", "blocks.2.norm")} == {"inherits"}
     assert whole.wrong == ("blocks.0.second",)  # though the error fades in blocks.2.act and grows again after it
     assert whole.modules["blocks.0.first"].status == "agrees"
     assert "modules after it inherit the error" in whole.summary
-    alone = htp_export.verify(model, tagged, (), kwargs, isolated=True)
+    alone = verified(tagged, isolated=True)
     assert {alone.modules[path].status for path in ("blocks.0.norm", "blocks.1", "blocks.2.second")} == {"agrees"}
     assert {path for path, module in alone.modules.items() if module.status == "inherits"} == {"", "blocks.0"}
 
 
 def test_alone_two_faults_are_both_found_innermost_first(stack_file):
-    model, kwargs = stack()
     tagged = htp_export.load(stack_file)
     for path in ("blocks.2.second", "blocks.0.first"):
         faults.weight_changed(tagged, path)
-    assert htp_export.verify(model, tagged, (), kwargs).wrong == ("blocks.0.first",)
-    alone = htp_export.verify(model, tagged, (), kwargs, isolated=True)
+    assert verified(tagged).wrong == ("blocks.0.first",)
+    alone = verified(tagged, isolated=True)
     assert alone.wrong == ("blocks.0.first", "blocks.2.second")
     assert "also wrong: blocks.2.second" in alone.summary
 
@@ -209,8 +212,9 @@ def test_what_a_module_was_given_wrongly_is_blamed_on_who_made_it(tmp_path):
 
 def test_a_merged_module_is_named_with_those_it_was_merged_with(tmp_path):
     model, kwargs = NETS["conv_bn_relu"].build()
+    path = file_of(model, kwargs, tmp_path)
     for isolated in (False, True):
-        tagged = htp_export.load(file_of(model, kwargs, tmp_path))
+        tagged = htp_export.load(path)
         assert htp_export.verify(model, tagged, (), kwargs, isolated=isolated).modules["0"].status == "fused"
         faults.weight_changed(tagged, "1")
         result = htp_export.verify(model, tagged, (), kwargs, isolated=isolated)
@@ -219,11 +223,10 @@ def test_a_merged_module_is_named_with_those_it_was_merged_with(tmp_path):
 
 
 def test_a_wrong_output_of_the_file_is_found_where_no_module_makes_it(stack_file):
-    model, kwargs = stack()
     tagged = htp_export.load(stack_file)
     outputs = tagged.model.graph.outputs
     outputs[0], outputs[1] = outputs[1], outputs[0]
-    result = htp_export.verify(model, tagged, (), kwargs)
+    result = verified(tagged)
     assert not result.ok
     assert result.first_wrong == ""
 
@@ -247,42 +250,38 @@ def test_a_missing_output_is_no_agreement(tmp_path):
 
 @pytest.mark.parametrize("portion", [1, 200])
 def test_portions_give_the_same_as_one_run(stack_file, portion):
-    model, kwargs = stack()
-    path = stack_file
     for isolated in (False, True):
-        one = htp_export.verify(model, path, (), kwargs, isolated=isolated)
-        many = htp_export.verify(model, path, (), kwargs, isolated=isolated, portion_bytes=portion)
+        one = verified(stack_file, isolated=isolated)
+        many = verified(stack_file, isolated=isolated, portion_bytes=portion)
         assert many.to_dict() == one.to_dict()
 
 
 def test_a_tolerance_holds_for_the_modules_it_selects(stack_file):
-    model, kwargs = stack()
     tagged = htp_export.load(stack_file)
     faults.change(tagged, faults.weights(tagged, "blocks.2.second")[0], lambda array: array + 1e-3)
     tolerance = {"class:Linear": (0.0, 0.0), "blocks.2.**": (0.1, 0.1), ".": (0.1, 0.1)}
-    strict = htp_export.verify(model, tagged, (), kwargs)
+    strict = verified(tagged)
     assert strict.wrong == ("blocks.2.second",)
-    lenient = htp_export.verify(model, tagged, (), kwargs, tolerances={k: tolerance[k] for k in ("blocks.2.**", ".")})
+    lenient = verified(tagged, tolerances={k: tolerance[k] for k in ("blocks.2.**", ".")})
     assert lenient.ok
     with pytest.raises(InputError, match="class:Lnear"):
-        htp_export.verify(model, tagged, (), kwargs, tolerances={"class:Lnear": (0.1, 0.1)})
+        verified(tagged, tolerances={"class:Lnear": (0.1, 0.1)})
     with pytest.raises(InputError, match="not two numbers"):
-        htp_export.verify(model, tagged, (), kwargs, tolerances={"class:Linear": (-0.1, 0.1)})
+        verified(tagged, tolerances={"class:Linear": (-0.1, 0.1)})
 
 
 def test_only_selected_modules_are_compared(stack_file):
-    model, kwargs = stack()
     tagged = htp_export.load(stack_file)
     faults.weight_changed(tagged, "blocks.0.second")
-    result = htp_export.verify(model, tagged, (), kwargs, select="blocks.0.first")
+    result = verified(tagged, select="blocks.0.first")
     assert list(result.modules) == ["blocks.0.first"]
     assert result.ok
-    assert htp_export.verify(model, tagged, (), kwargs, select="blocks.0.norm").ok is False
+    assert verified(tagged, select="blocks.0.norm").ok is False
 
 
-def renamed(path: Path) -> Path:
+def renamed(source: Path, path: Path) -> Path:
     """As by a tool that gives tensors other names."""
-    file = onnx.load(path)
+    file = onnx.load(source)
     kept = {value.name for value in (*file.graph.input, *file.graph.output, *file.graph.initializer)}
     for node in file.graph.node:
         for names in (node.input, node.output):
@@ -293,16 +292,15 @@ def renamed(path: Path) -> Path:
 
 
 @BOTH
-def test_tensors_with_other_names_are_found_at_the_borders_of_regions(tmp_path, exporter):
-    model, kwargs = stack()
-    path = renamed(file_of(model, kwargs, tmp_path, exporter))
-    result = htp_export.verify(model, path, (), kwargs)
+def test_tensors_with_other_names_are_found_at_the_borders_of_regions(stack_files, tmp_path, exporter):
+    path = renamed(stack_files[exporter], tmp_path / "renamed.onnx")
+    result = verified(path)
     assert result.ok, str(result)
     assert result.modules["blocks.0.first"].status == "agrees"
     assert "the file does not name them" in result.modules["blocks.0.first"].reason
     tagged = htp_export.load(path)
     faults.weight_changed(tagged, "blocks.0.second")
-    assert htp_export.verify(model, tagged, (), kwargs).first_wrong == "blocks.0.second"
+    assert verified(tagged).first_wrong == "blocks.0.second"
 
 
 def test_a_file_without_our_tags_is_compared_by_torchs_scopes(tmp_path):
@@ -334,11 +332,10 @@ def state(model: nn.Module) -> tuple[Any, ...]:
 
 def test_the_model_is_left_as_it_was(stack_file):
     model, kwargs = stack()
-    path = stack_file
     model.train()
     model.blocks[0].eval()
     before, values = state(model), {name: value.clone() for name, value in model.state_dict().items()}
-    assert htp_export.verify(model, path, (), kwargs).ok
+    assert htp_export.verify(model, stack_file, (), kwargs).ok
     assert state(model) == before
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
 
@@ -406,24 +403,21 @@ def test_a_file_that_lacks_modules_of_the_model_is_refused(tmp_path):
 
 def test_wrong_inputs_are_said_with_what_the_file_wants(stack_file):
     model, _ = stack()
-    path = stack_file
     with pytest.raises(
         InputError, match=r"model\.onnx: input 'x': is float \[3, 4\], and the model wants float \[2, 4\]"
     ):
-        htp_export.verify(model, path, (x(3, 4),))
+        htp_export.verify(model, stack_file, (x(3, 4),))
     with pytest.raises(InputError, match="takes 1 inputs, and the call has 0 tensors"):
-        htp_export.verify(model, path)
+        htp_export.verify(model, stack_file)
 
 
-def test_an_untagged_file_is_refused(tmp_path):
-    model, kwargs = stack()
-    path = file_of(model, kwargs, tmp_path)
-    file = onnx.load(path)
+def test_an_untagged_file_is_refused(stack_file, tmp_path):
+    file = onnx.load(stack_file)
     for entries in (file.metadata_props, *(node.metadata_props for node in file.graph.node)):
         del entries[:]
-    onnx.save(file, path)
-    with pytest.raises(UntaggedModelError, match=r"model\.onnx: has no module tags"):
-        htp_export.verify(model, path, (), kwargs)
+    onnx.save(file, tmp_path / "plain.onnx")
+    with pytest.raises(UntaggedModelError, match=r"plain\.onnx: has no module tags"):
+        verified(tmp_path / "plain.onnx")
 
 
 def test_missing_weights_are_said_with_their_name(tmp_path):
@@ -435,13 +429,12 @@ def test_missing_weights_are_said_with_their_name(tmp_path):
 
 
 def test_what_cannot_be_run_is_said_with_the_module(stack_file):
-    model, kwargs = stack()
     tagged = htp_export.load(stack_file)
     node = next(node for node in tagged["blocks.2.act"].nodes if node.op_type == "Relu")
     node.op_type = "Relux"
     with pytest.raises(InputError, match=r"ONNX Runtime cannot load it in module 'blocks.2.act'.*Relux"):
-        htp_export.verify(model, tagged, (), kwargs)
-    alone = htp_export.verify(model, tagged, (), kwargs, isolated=True)
+        verified(tagged)
+    alone = verified(tagged, isolated=True)
     assert alone.wrong == ("blocks.2.act",)
     assert "Relux" in alone.summary
     assert alone.modules["blocks.1"].status == "agrees"
@@ -582,24 +575,20 @@ def test_other_float_types_are_compared_in_their_own_precision(tmp_path, dtype):
 
 def test_nan_agrees_with_nan(stack_file):
     model, kwargs = stack()
-    path = stack_file
-    assert htp_export.verify(model, path, (), {"x": torch.full((2, 4), float("nan"))}).ok
+    assert htp_export.verify(model, stack_file, (), {"x": torch.full((2, 4), float("nan"))}).ok
     with torch.no_grad():
         model.blocks[1].second.bias[0] = float("nan")
-    result = htp_export.verify(model, path, (), kwargs)
+    result = htp_export.verify(model, stack_file, (), kwargs)
     assert result.first_wrong == "blocks.1.second"
     assert np.isnan(result.modules["blocks.1.second"].max_abs)
     assert "NaN on one side only" in result.summary
 
 
-def test_a_result_is_plain_data(tmp_path):
-    import json
-
+def test_a_result_is_plain_data(stack_file):
     model, kwargs = stack()
     with torch.no_grad():
-        path = file_of(model, kwargs, tmp_path)
         model.blocks[0].first.weight[0, 0] = float("nan")
-    plain = json.loads(json.dumps(htp_export.verify(model, path, (), kwargs).to_dict(), allow_nan=False))
+    plain = json.loads(json.dumps(htp_export.verify(model, stack_file, (), kwargs).to_dict(), allow_nan=False))
     assert plain["first_wrong"] == "blocks.0.first"
     assert plain["modules"]["blocks.0.first"]["max_abs"] == "nan"
     assert plain["modules"]["blocks.1.first"]["calls"][1]["call"] == 1

@@ -33,8 +33,10 @@ class Branching(nn.Module):
         return result
 
 
-def exported_branching(folder: Path) -> tuple[nn.Module, Path]:
-    model = spread(Branching()).eval()
+@pytest.fixture(scope="module")
+def branching(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """The model, and its file, which is not to be written to."""
+    model, folder = spread(Branching()).eval(), tmp_path_factory.mktemp("branching")
     exported(model, {"x": x(2, 4)}, "dynamo", folder)
     return model, folder / "model.onnx"
 
@@ -51,9 +53,9 @@ def of_sum(total: float) -> torch.Tensor:
     ids=["both", "second_alone", "first_alone"],
 )
 def test_each_call_in_the_branches_that_run_is_compared_with_the_call_of_the_file(
-    total: float, numbers: list[int], not_taken: set[str], isolated: bool, tmp_path: Path
+    total: float, numbers: list[int], not_taken: set[str], isolated: bool, branching: tuple[nn.Module, Path]
 ) -> None:
-    model, path = exported_branching(tmp_path)
+    model, path = branching
     result = htp_export.verify(model, path, (of_sum(total),), isolated=isolated)
     assert (result.ok, result.misplaced) == (True, ())
     assert [call.number for call in result.modules["b.0"].calls] == numbers
@@ -64,9 +66,9 @@ def test_each_call_in_the_branches_that_run_is_compared_with_the_call_of_the_fil
 @MODES
 @pytest.mark.parametrize("fault", [faults.weight_changed, faults.matrix_transposed, faults.nan_planted])
 def test_a_fault_in_a_branch_is_found_in_the_module_where_it_is(
-    fault: Callable[..., None], isolated: bool, tmp_path: Path
+    fault: Callable[..., None], isolated: bool, branching: tuple[nn.Module, Path]
 ) -> None:
-    model, path = exported_branching(tmp_path)
+    model, path = branching
     tagged = htp_export.load(path)
     fault(tagged, "a")
     assert htp_export.verify(model, tagged, (of_sum(3.0),), isolated=isolated).ok
@@ -74,8 +76,10 @@ def test_a_fault_in_a_branch_is_found_in_the_module_where_it_is(
     assert (result.ok, result.wrong[0]) == (False, "a")
 
 
-def test_a_file_that_takes_the_other_branch_is_wrong_where_the_branches_are(tmp_path: Path) -> None:
-    model, path = exported_branching(tmp_path)
+def test_a_file_that_takes_the_other_branch_is_wrong_where_the_branches_are(
+    branching: tuple[nn.Module, Path],
+) -> None:
+    model, path = branching
     tagged = htp_export.load(path)
     choice = next(node for node in tagged.nodes if node.op_type == "If")
     then, other = choice.attributes["then_branch"].as_graph(), choice.attributes["else_branch"].as_graph()
@@ -88,8 +92,10 @@ def test_a_file_that_takes_the_other_branch_is_wrong_where_the_branches_are(tmp_
     assert result.modules["a"].reason == "it runs in a branch that PyTorch took now, and the file did not"
 
 
-@pytest.mark.parametrize("name", ["modules_in_branches", "branches_inside_branches"])
-def test_two_files_are_compared_in_the_branches_that_run(name: str, shared_files: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["modules_in_branches", pytest.param("branches_inside_branches", marks=pytest.mark.slow)]
+)
+def test_two_files_are_compared_in_the_branches_that_run(name: str, shared_files: Any) -> None:
     model, kwargs = NETS[name].build()
     path = shared_files.net(name, "dynamo")
     verified = htp_export.verify(model, path, (), kwargs)

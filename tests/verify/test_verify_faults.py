@@ -88,7 +88,7 @@ CASES = [
         exporter,
         isolated,
         id=f"{name}-{exporter}-{'isolated' if isolated else 'whole'}",
-        marks=() if exporter == "torchscript" and not isolated else pytest.mark.slow,
+        marks=() if exporter == "torchscript" and not isolated and name != "gpt2" else pytest.mark.slow,
     )
     for name in MODELS
     for exporter in EXPORTERS

@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import onnx
 import onnx_ir as ir
@@ -26,18 +26,15 @@ from htp_export.files.targets import check_target
 from htp_export.files.written_check import made_from
 from htp_export.model.tagged import ModelSource, model_of, name_of
 
-__all__ = ["Tool", "adapted", "adapter", "library", "share_unchanged"]
+__all__ = ["adapter", "library", "share_unchanged"]
 
 P = ParamSpec("P")
-
-Tool = Callable[[Path, Path], "onnx.ModelProto | ir.Model | None"]
-"""Called with the file of the model and a target: returns the result, or writes it to the target."""
 
 _NAMED_HERE = "htp_export/"
 
 
 class Adapter(Protocol[P]):
-    """What `adapter` makes of a function that takes the options of a tool."""
+    """What `adapter` makes of a function that runs a tool."""
 
     def __call__(
         self, model: ModelSource, output: str | os.PathLike[str] | None = None, *args: P.args, **kwargs: P.kwargs
@@ -45,34 +42,27 @@ class Adapter(Protocol[P]):
         """Run the tool on a tagged model, and restore the tags."""
 
 
-def adapter(options_of: Callable[P, Tool]) -> Adapter[P]:
-    """Make an adapter: what a function that takes the options of a tool returns is run on a tagged model.
+def adapter(tool: Callable[Concatenate[Path, Path, P], Any]) -> Adapter[P]:
+    """Make an adapter of a function that takes the file of a model, a target, and the options of a tool.
 
-    What all adapters have in common is added to the signature and to the docstring: the model, the file to write, what
-    is returned and raised, and a model for the examples.
-
-    Args:
-        options_of: Takes the options, checks them, imports the library, and returns the tool.
+    It checks the options, imports the library, and returns the result, or writes it to the target. What all adapters
+    have in common is added to the signature and to the docstring.
     """
+    options = list(inspect.signature(tool).parameters.values())[2:]
 
     def run(model: ModelSource, output: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Carried:
-        return adapted(options_of.__name__, options_of(*args, **kwargs), model, output)
+        inspect.Signature(options).bind(*args, **kwargs)
+        return _run(tool.__name__, lambda source, target: tool(source, target, *args, **kwargs), model, output)
 
     common = list(inspect.signature(run).parameters.values())[:2]
-    options = inspect.signature(options_of).parameters.values()
-    functools.update_wrapper(run, options_of, assigned=("__module__", "__name__", "__qualname__"))
+    functools.update_wrapper(run, tool, assigned=("__module__", "__name__", "__qualname__"))
     del run.__wrapped__  # type: ignore[attr-defined] # readers of signatures would go on to it
     run.__signature__ = inspect.Signature([*common, *options], return_annotation="Carried")  # type: ignore[attr-defined]
-    run.__doc__ = _documented(inspect.getdoc(options_of) or "")
-    return run
-
-
-def _documented(doc: str) -> str:
-    """The docstring of an adapter: its own summary, options and examples, in what all have in common."""
-    said, _, examples = doc.partition("\nExamples:\n")
-    summary, _, options = said.partition("\nArgs:\n")
+    text, _, examples = (inspect.getdoc(tool) or "").partition("\nExamples:\n")
+    summary, _, described = text.partition("\nArgs:\n")
     shown = f"{_EXAMPLE_MODEL}\n{examples}" if examples else ""
-    return "\n\n".join(filter(None, (summary.rstrip(), f"{_ARGS}\n{options}".rstrip(), _RESULT, shown)))
+    run.__doc__ = "\n\n".join(filter(None, (summary.rstrip(), f"{_ARGS}\n{described}".rstrip(), _RESULT, shown)))
+    return run
 
 
 _ARGS = """Args:
@@ -105,22 +95,13 @@ def library(name: str, extra: str | None = "tools") -> Any:
         raise InputError(f"{name} cannot be imported ({error}); pip install {what}") from error
 
 
-def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike[str] | None) -> Carried:
+def _run(
+    name: str, tool: Callable[[Path, Path], Any], model: ModelSource, output: str | os.PathLike[str] | None
+) -> Carried:
     """Run a tool on a tagged model and put the tags on its result.
 
     Nodes without a unique name get one for the time. torch's metadata of weights is removed for the time: it repeats
     their shapes, which tools do not update when they transpose a weight.
-
-    Args:
-        name: The tool's name, for messages.
-        tool: The tool.
-        model: The tagged model.
-        output: The file to write.
-
-    Raises:
-        UntaggedModelError: The model has no tags of htp_export.
-        ToolError: The tool failed; its own error is the cause.
-        FileError: A file cannot be read or written.
     """
     check_target(output)
     before = read_flat(tagged_model(model), others=False).model  # tools rename what they inline

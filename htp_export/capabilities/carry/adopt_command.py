@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export.capabilities.carry.adoption import LEAST_KNOWN
+from htp_export.capabilities.carry import LEAST_KNOWN
 from htp_export.command.file_options import FeedDimsOption, JsonOption, OutputOption, ShareOption
 from htp_export.command.model_options import ModelOptions
 from htp_export.command.outputs import report
@@ -44,7 +44,7 @@ def adopt_command(
     SOURCE is a tagged ONNX file, or a model as export takes it.
     Exit status 1 where fewer nodes have known owners than --require asks for; then nothing is written.
     """
-    from htp_export.capabilities.carry.adoption.adopting import adopt
+    from htp_export.capabilities.carry.adopting import adopt
     from htp_export.files.model_files import write_model
 
     if model.entry is not None and foreign is None and model.source is not None:
@@ -100,9 +100,9 @@ def _most_alike(calls: Mapping[str, SourceCall], foreign: ir.Model) -> SourceCal
 
 def _inputs_of(model: ir.Model, call: SourceCall) -> dict[str, Any]:
     """The example inputs by the names of the graph's inputs."""
-    from htp_export.capabilities.carry.adoption.feeds import inputs_in_order
+    from htp_export.capabilities.carry.feeds import inputs_of_call
 
     names = [str(value.name) for value in model.graph.inputs]
     if set(names) <= set(call.inputs):
         return {name: call.inputs[name] for name in names}
-    return inputs_in_order(names, call.args, call.kwargs)
+    return inputs_of_call(names, call.args, call.kwargs)

@@ -9,16 +9,20 @@ BatchNorm into a Conv. Last, and only if both models were run: equal values.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from htp_export.capabilities.carry.backwards import go_backwards
-from htp_export.capabilities.carry.counterparts import LOOK_BACK, Counterparts
+from htp_export.capabilities.carry.counterparts import LOOK_BACK, Counterparts, repeats
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
-from htp_export.capabilities.carry.numbering import repeats
 from htp_export.format.reasons import Reason
 from htp_export.shapes.operator_kinds import base_op, ends_in, moves, resembles
 
-__all__ = ["Alignment"]
+if TYPE_CHECKING:
+    from htp_export.capabilities.carry.likenesses import Likeness
+
+__all__ = ["Alignment", "AlignmentEvidence"]
 
 _FEW = 4  # consumers of a weight (a constant like 1 has more), and original nodes that one node replaces
 
@@ -26,32 +30,41 @@ _MOST_FOLLOWERS = 4
 """Nodes after a product that one fused node may have taken in: bias, residual, scale and activation."""
 
 
-class Alignment(Counterparts):
-    """The counterparts of the tensors after a tool, as far as they are known.
+@dataclass
+class AlignmentEvidence:
+    """What is known of tensors after besides names and structure, by their places in the summary.
 
-    Args:
-        before: The original model.
-        after: The result of the tool.
-        equal: Value after → original values that were equal when both models ran.
-        renamed: Weight after → original weight with the same contents under another name.
-        idle: Original nodes that are known to give back an input → this input.
+    Attributes:
+        inputs: Input → original input.
+        weights: Weight, or tensor that is computed from weights only → the original weights that it stands for.
+        values: Tensor → the original tensors with its numbers.
+        unequal: Tensors that were compared, and that have the numbers of no original.
+        compared: Original tensors that took part.
+        idle: Original node → the input that it gives back on these inputs.
     """
 
-    def __init__(
-        self,
-        before: GraphSummary,
-        after: GraphSummary,
-        equal: Mapping[int, Sequence[int]] | None = None,
-        renamed: Mapping[int, int] | None = None,
-        idle: Mapping[int, int] | None = None,
-    ) -> None:
-        super().__init__(before, after, idle)
-        self._renamed = renamed or {}
+    inputs: Mapping[int, int] = field(default_factory=dict)
+    weights: Mapping[int, Likeness] = field(default_factory=dict)
+    values: Mapping[int, Likeness] = field(default_factory=dict)
+    unequal: Collection[int] = frozenset()
+    compared: Collection[int] = frozenset()
+    idle: Mapping[int, int] = field(default_factory=dict)
+
+
+class Alignment(Counterparts):
+    """The counterparts of the tensors after a tool, as far as they are known."""
+
+    def __init__(self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence | None = None) -> None:
+        self.evidence = AlignmentEvidence() if evidence is None else evidence
+        layouts = {
+            node: value for node, value in self.evidence.idle.items() if moves(before.nodes[node].op, views=True)
+        }
+        super().__init__(before, after, layouts)
         self._settled, self._denied = set[int](), set[int]()
         self._node_names = {node.name: index for index, node in enumerate(before.nodes) if node.name}
         self._sources()
         self._look()
-        if equal and self._by_values(equal):
+        if self.evidence.values and self._by_values():
             self._settled = {value for value, number in enumerate(self.counterpart) if number != NOTHING}
             self._look()  # what is known now may tell more
 
@@ -75,7 +88,8 @@ class Alignment(Counterparts):
             same = self.numbers.constant(value.content) if value.content else NOTHING
             candidate = same
             if same == NOTHING:
-                candidate = self._renamed.get(index, before.find(value.name, value.scope))
+                renamed = self.evidence.weights.get(index)
+                candidate = before.find(value.name, value.scope) if renamed is None else renamed.originals[0]
                 if candidate != NOTHING and (before.values[candidate].content or not self.alike(index, candidate)):
                     candidate = NOTHING  # the same name, but other contents
                 candidate = NOTHING if candidate == NOTHING else self.numbers.number[candidate]
@@ -86,8 +100,9 @@ class Alignment(Counterparts):
                     if self.counterpart[index] == NOTHING and self.after.values[index].kind != "initializer":
                         self.match(index, self.numbers.number[original], self.alike(index, original))
 
-    def _by_values(self, equal: Mapping[int, Sequence[int]]) -> bool:
+    def _by_values(self) -> bool:
         """Match tensors with equal values, even if names or structure contradict; return whether that added matches."""
+        equal = {value: like.originals for value, like in self.evidence.values.items() if like.same_shape}
         matched = set[int]()
         for value, candidates in equal.items():
             numbers = list(dict.fromkeys(self.numbers.number[candidate] for candidate in candidates))
@@ -98,10 +113,10 @@ class Alignment(Counterparts):
                 matched.add(numbers[0])
                 if len(numbers) > 1:
                     self.also[value] = tuple(c for c in candidates if self.numbers.number[c] != numbers[0])
-        self._deny(matched - {self.counterpart[value] for value in self.also}, equal)
+        self._deny(matched - {self.counterpart[value] for value in self.also}, equal.keys())
         return bool(matched)
 
-    def _deny(self, matched: Set[int], equal: Mapping[int, Sequence[int]]) -> None:
+    def _deny(self, matched: Set[int], equal: Set[int]) -> None:
         """If a tensor matches an original by value, drop the match of another tensor with its name and other values."""
         fixed = {*self.after.inputs, *self.after.outputs}
         for value, number in enumerate(self.counterpart):

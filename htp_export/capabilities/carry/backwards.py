@@ -33,25 +33,26 @@ class _Backwards:
     def node(self, index: int) -> None:
         """Match the inputs of one node."""
         node = self.after.nodes[index]
-        known = [value for value in node.outputs if value != NOTHING and self.counterpart[value] != NOTHING]
-        if not known or not node.inputs:
+        known = [value for value in node.makes if self.counterpart[value] != NOTHING]
+        old = self._original(known[0]) if known and node.inputs else None
+        if old is None:
             return
-        origin = self._of.origin(known[0])
-        maker = NOTHING if origin == NOTHING else self.before.maker[origin]
-        if maker == NOTHING:
-            return
+        same, exact = node.attributes == old.attributes, self.exact[known[0]]
         if moves(node.op):
-            old = self.before.nodes[maker]
             if old.op == node.op:
                 self._pair_movers(node, old)
                 if len(node.inputs) == len(old.inputs) == 1 and NOTHING not in (node.inputs[0], old.inputs[0]):
-                    same = node.attributes == old.attributes
-                    self._settle(index, node.inputs[0], old.inputs[0], same, self.exact[known[0]])
-            self._through(node, origin)
-        elif self.before.nodes[maker].op == node.op:
-            same = node.attributes == self.before.nodes[maker].attributes
-            for mine, theirs in self._pairs(node, self.before.nodes[maker]):
-                self._settle(index, mine, theirs, same, self.exact[known[0]])
+                    self._settle(index, node.inputs[0], old.inputs[0], same, exact)
+            self._through(node, self._of.origin(known[0]))
+        elif old.op == node.op:
+            for mine, theirs in self._pairs(node, old):
+                self._settle(index, mine, theirs, same, exact)
+
+    def _original(self, value: int) -> SummaryNode | None:
+        """The original node that makes the counterpart of a value."""
+        origin = self._of.origin(value)
+        maker = NOTHING if origin == NOTHING else self.before.maker[origin]
+        return None if maker == NOTHING else self.before.nodes[maker]
 
     def _pairs(self, node: SummaryNode, old: SummaryNode) -> Iterator[tuple[int, int]]:
         """The inputs of a node with those of the original, without constants; nothing if their number differs."""
@@ -124,7 +125,7 @@ class _Backwards:
                 continue
             seen.add(maker)
             between.append(maker)
-            queue.extend(v for v in self.before.nodes[maker].reads if v != NOTHING)
+            queue += self.before.nodes[maker].reads
         return between if reached and not queue else None
 
     def _confirmed(self, value: int, but: int) -> bool:
@@ -132,17 +133,11 @@ class _Backwards:
         mine = self.numbers.current(self.counterpart[value])
         for reader in self.after.readers[value]:
             node = self.after.nodes[reader]
-            known_outputs = [v for v in node.outputs if v != NOTHING and self.counterpart[v] != NOTHING]
-            if reader == but or not known_outputs:
+            known = [v for v in node.makes if self.counterpart[v] != NOTHING]
+            if reader == but or not known:
                 continue
-            maker = (
-                self.before.maker[self._of.origin(known_outputs[0])]
-                if self._of.origin(known_outputs[0]) != NOTHING
-                else NOTHING
-            )
-            if maker != NOTHING and any(
-                self.numbers.number[v] == mine for v in self.before.nodes[maker].inputs if v != NOTHING
-            ):
+            old = self._original(known[0])
+            if old is not None and any(self.numbers.number[v] == mine for v in old.inputs if v != NOTHING):
                 return True
         return False
 

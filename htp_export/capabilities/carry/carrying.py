@@ -6,21 +6,19 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.alignment import Alignment
-from htp_export.capabilities.carry.fates import CarriedEvidence
+from htp_export.capabilities.carry.alignment import Alignment, AlignmentEvidence
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, summarize
-from htp_export.capabilities.carry.inlined_names import flat_and_calls, restore_names
+from htp_export.capabilities.carry.inlined_names import restore_names
 from htp_export.capabilities.carry.maps import map_to_text, text_to_map
-from htp_export.capabilities.carry.ownership import Owned, owners_after
-from htp_export.capabilities.carry.renamed_weights import renamed_weights
+from htp_export.capabilities.carry.ownership import owners_after
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
-from htp_export.editing.flattening import dissolve, read_flat
+from htp_export.capabilities.carry.tagging import Origin, lasting_metadata, tag
+from htp_export.editing.flattening import InlinedCall, dissolve, read_flat
 from htp_export.editing.function_records import DOMAIN
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files.model_files import write_model
@@ -28,16 +26,12 @@ from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.signatures import Signature, signatures_from_json
-from htp_export.model.fates import find_fates
+from htp_export.format.signatures import signatures_from_json
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of
 from htp_export.process.garbage_collection import no_collection
 
-__all__ = ["Carried", "carry", "carry_in_place", "embed_map", "lasting_metadata", "tagged_model", "write_tags"]
-
-_IR_VERSION = 10  # the first with metadata on nodes
+__all__ = ["Carried", "carry", "carry_in_place", "embed_map", "tagged_model"]
 
 
 @dataclass(frozen=True)
@@ -196,28 +190,6 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
     return mapped
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """What is known of the original model.
-
-    Attributes:
-        summary: Its nodes and their owners.
-        hierarchy: Its modules.
-        signatures: Their inputs and outputs in PyTorch.
-        lasting: Metadata that stays true whatever a tool does: the parameters of PyTorch's modules, which call ran in
-            which, and the steps that made the model before the tool.
-        has_map: Whether its metadata has a map.
-        model: The model; None if only its map is known.
-    """
-
-    summary: GraphSummary
-    hierarchy: Hierarchy
-    signatures: Mapping[str, Sequence[Signature]]
-    lasting: Mapping[str, str]
-    has_map: bool
-    model: ir.Model | None = None
-
-
 def tagged_model(source: ModelSource) -> ir.Model:
     """A tagged model that may be changed: that of a file, or a copy of one in memory.
 
@@ -250,28 +222,24 @@ def _map_of(model: ir.Model) -> str:
     return map_to_text(_tagged_summary(read_flat(model, others=False).model))
 
 
-def _from_model(source: ModelSource, after: ir.Model) -> _Origin:
+def _from_model(source: ModelSource, after: ir.Model) -> Origin:
     """From the model before; if the tool inlined functions that were made of modules, from its flat graph.
 
     A node of such a function stands for one in each call. What a tool makes of it in one of them is that call's.
     """
     tagged = _tagged(source)
     if _module_functions(tagged.model) != _module_functions(after):
-        flat, inlined = flat_and_calls(tagged)
+        flat, inlined = tagged.model.clone(), list[InlinedCall]()
+        dissolve(flat, tagged.hierarchy, tagged.calls, inlined)
         tagged = load(flat)
         restore_names(after, inlined)
     props = tagged.model.metadata_props
-    return _Origin(
-        _tagged_summary(tagged.model),
-        tagged.hierarchy,
-        tagged.signatures,
-        lasting_metadata(props),
-        tags.MAP in props,
-        tagged.model,
-    )
+    summary, lasting = _tagged_summary(tagged.model), lasting_metadata(props)
+    calls = _calls(lasting, tagged.hierarchy)
+    return Origin(summary, tagged.hierarchy, tagged.signatures, calls, lasting, tagged.model, tags.MAP in props)
 
 
-def _from_map(model: ir.Model) -> _Origin:
+def _from_map(model: ir.Model) -> Origin:
     """From the map in the model after the tool."""
     props = model.metadata_props
     if tags.MAP not in props or tags.MODULES not in props:
@@ -281,50 +249,43 @@ def _from_map(model: ir.Model) -> _Origin:
         )
     try:
         signatures = signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
-        hierarchy = Hierarchy.from_json(props[tags.MODULES])
-        return _Origin(text_to_map(props[tags.MAP]), hierarchy, signatures, lasting_metadata(props), True)
+        hierarchy, summary = Hierarchy.from_json(props[tags.MODULES]), text_to_map(props[tags.MAP])
     except ValueError as error:
         raise InputError(f"model {model.graph.name!r}: {error}") from error
+    lasting = lasting_metadata(props)
+    return Origin(summary, hierarchy, signatures, _calls(lasting, hierarchy), lasting, has_map=True)
+
+
+def _calls(lasting: Mapping[str, str], hierarchy: Hierarchy) -> CallTree:
+    try:
+        return CallTree.from_json(lasting.get(tags.CALLERS), hierarchy)
+    except ValueError as error:
+        raise InputError(f"the first model: {error}") from error
 
 
 def _module_functions(model: ir.Model) -> set[ir.OperatorIdentifier]:
     return {key for key in model.functions if key[0] == DOMAIN}
 
 
-def lasting_metadata(props: Mapping[str, str]) -> dict[str, str]:
-    """Metadata of a model that stays true whatever a tool does to it."""
-    return {key: props[key] for key in (tags.PARAMETERS, tags.CALLERS, tags.PROVENANCE) if key in props}
-
-
-def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None) -> Carried:
-    try:
-        calls = CallTree.from_json(origin.lasting.get(tags.CALLERS), origin.hierarchy)
-    except ValueError as error:
-        raise InputError(f"the first model: {error}") from error
+def _carried(origin: Origin, model: ir.Model, inputs: Mapping[str, Any] | None) -> Carried:
     functions = _module_functions(model)
     if functions and (origin.model is None or functions != _module_functions(origin.model)):
-        dissolve(model, origin.hierarchy, calls)
+        dissolve(model, origin.hierarchy, origin.calls)
     after, nodes = summarize(model, model.functions.values())
-    equal: Mapping[int, Sequence[int]] = {}
-    if inputs is not None and origin.model is not None:
-        from htp_export.capabilities.carry.values import equal_values  # it loads numpy, and ONNX Runtime
+    evidence = AlignmentEvidence()
+    if origin.model is not None:
+        from htp_export.capabilities.carry.evidence import evidence_of_tool  # it loads numpy, and ONNX Runtime
 
-        equal = equal_values((origin.model, origin.summary), (model, after), inputs)
-    renamed = {} if origin.model is None else renamed_weights((origin.model, origin.summary), (model, after))
-    alignment = Alignment(origin.summary, after, equal, renamed)
+        evidence = evidence_of_tool((origin.model, origin.summary), (model, after), inputs)
+    alignment = Alignment(origin.summary, after, evidence)
     for value in (*after.inputs, *after.outputs):
         if alignment.counterpart[value] == NOTHING:
             raise InputError(
                 f"the second model was not made of the first, which has no {after.values[value].name!r} of that shape"
             )
-    owners = owners_after(origin.summary, after, replaced_nodes(alignment), calls)
+    owners = owners_after(origin.summary, after, replaced_nodes(alignment), origin.calls)
     owned = [entry if entry.paths else replace(entry, paths=("",)) for entry in owners]
-    works = [calls.work(entry.paths, entry.call) for entry in owned]
-    evidence = CarriedEvidence(alignment, origin.hierarchy, origin.signatures, works, calls)
-    hierarchy, unknown = find_fates(origin.hierarchy, evidence)
-    contamination = list(dict.fromkeys((path, after.values[value].name, leaves) for path, value, leaves in unknown))
-    write_tags(model, nodes, owned, hierarchy, evidence.signatures(), contamination)
-    model.metadata_props.update(origin.lasting)
+    hierarchy, contamination = tag(model, nodes, owned, alignment, origin)
     if origin.has_map:
         model.metadata_props[tags.MAP] = _map_of(model)
     return Carried(
@@ -335,31 +296,3 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
         fates={path: info.fate for path, info in hierarchy.items() if info.fate != origin.hierarchy[path].fate},
         contamination=contamination,
     )
-
-
-def write_tags(
-    model: ir.Model,
-    nodes: Sequence[ir.Node],
-    owned: Sequence[Owned],
-    hierarchy: Hierarchy,
-    signatures: Mapping[str, Sequence[Signature]],
-    contamination: Sequence[tuple[str, str, bool]],
-) -> None:
-    """Write tags into a model.
-
-    Args:
-        model: The model.
-        nodes: Its nodes.
-        owned: The owners of each.
-        hierarchy: The modules, with their fates in this model.
-        signatures: Their inputs and outputs, by names of tensors in this model.
-        contamination: What else crosses their boundaries.
-    """
-    entry = cache(lambda paths, reason, call: tags.node_tags(paths, reason, hierarchy.called, call))
-    for node, owner in zip(nodes, owned, strict=True):
-        tags.tag_node(node.metadata_props, entry(owner.paths, owner.reason, owner.call))
-    for key in tags.MODEL_KEYS:
-        model.metadata_props.pop(key, None)
-    write_model_metadata(model.metadata_props, hierarchy, signatures=signatures, contamination=contamination)
-    model.graph.name = hierarchy.root.simple_class or model.graph.name
-    model.ir_version = max(model.ir_version, _IR_VERSION)

@@ -1,13 +1,19 @@
-"""Counterparts of the tensors of a tool's result: their value numbers in the original model."""
+"""Value numbers of the original model, and which of them each tensor of a tool's result has.
+
+Equal tensors have the same number, in one model and across two: two nodes with the same operator and attributes that
+read the same tensors compute the same tensors (Click, "Global code motion, global value numbering", PLDI 1995). With
+the numbers of the original model, a tensor of the result is found whatever its name. The output of a node without
+effect has the number of its input.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, Shape
-from htp_export.capabilities.carry.numbering import Numbering
+from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, Shape, SummaryNode
+from htp_export.shapes.operator_kinds import COMMUTATIVE, RANDOM, RESHAPING
 
-__all__ = ["FLOATS", "LEVELS", "LOOK_BACK", "Counterparts"]
+__all__ = ["FLOATS", "LEVELS", "LOOK_BACK", "Counterparts", "Numbering", "repeats"]
 
 LOOK_BACK = 40
 """Original nodes that are searched behind one tensor: tools seldom merge more than ten, which are close by."""
@@ -15,6 +21,106 @@ LOOK_BACK = 40
 FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
 
 LEVELS = frozenset((2, 3, 17, 18, 19, 20, 21, 22))  # types of quantized numbers: integers and floats of at most 8 bits
+
+
+# Without effect if shape and element type stay.
+_KEEPS_ORDER = RESHAPING | {"Cast", "CastLike", "Expand"}
+
+Key = tuple[object, ...]
+
+
+def repeats(node: SummaryNode) -> bool:
+    """Whether the output of a node is its first input in any case."""
+    return node.op == "Identity" or (node.op == "Dropout" and len(node.inputs) == 1)
+
+
+class Numbering:
+    """The numbers of a model's tensors: ``number`` by value, and by node ``idle``, whether its output is its input.
+
+    The argument ``idle`` has further nodes that give back an input → this input.
+    """
+
+    def __init__(self, summary: GraphSummary, idle: Mapping[int, int] | None = None) -> None:
+        self.summary, self._known_idle = summary, idle or {}
+        self.number = list(range(len(summary.values)))  # the index of the first value of a tensor is its number
+        self.idle = [False] * len(summary.nodes)
+        self._nodes: dict[Key, int] = {}
+        self._constants: dict[str, int] = {}
+        self._members: dict[int, list[int]] | None = None
+        self._united: dict[int, int] = {}
+        for index, value in enumerate(summary.values):
+            if value.content:
+                self.number[index] = self._constants.setdefault(value.content, index)
+        for index, node in enumerate(summary.nodes):
+            self._add(index, node)
+
+    def _add(self, index: int, node: SummaryNode) -> None:
+        same = node.inputs[0] if self.passes_on(self.summary, node) else self._known_idle.get(index, NOTHING)
+        if same != NOTHING:
+            self.idle[index] = True
+            self.number[node.outputs[0]] = self.number[same]
+            return
+        key = self.key(node, [NOTHING if value == NOTHING else self.number[value] for value in node.inputs])
+        if key is None:
+            return
+        first = self._nodes.setdefault(key, index)
+        if first != index:
+            for mine, theirs in zip(node.outputs, self.summary.nodes[first].outputs, strict=False):
+                if mine != NOTHING and theirs != NOTHING:
+                    self.number[mine] = self.number[theirs]
+
+    @staticmethod
+    def passes_on(summary: GraphSummary, node: SummaryNode) -> bool:
+        """Whether a node gives back its first input, as its operator, shapes and element types tell."""
+        if not node.inputs or node.inputs[0] == NOTHING or len(node.outputs) != 1 or node.outputs[0] == NOTHING:
+            return False
+        if repeats(node):
+            return True
+        if node.op not in _KEEPS_ORDER:
+            return False
+        (shape, dtype), result = summary.shape(node.inputs[0]), summary.shape(node.outputs[0])
+        return shape is not None and dtype != 0 and "?" not in shape and (shape, dtype) == result
+
+    @staticmethod
+    def key(node: SummaryNode, numbers: list[int]) -> Key | None:
+        """Equal for nodes that compute the same tensors; None for a node that equals no other."""
+        if node.has_bodies or not numbers or node.op in RANDOM:
+            return None
+        return (node.op, node.attributes, *(sorted(numbers) if node.op in COMMUTATIVE else numbers))
+
+    def made_by(self, node: SummaryNode, numbers: list[int]) -> SummaryNode | None:
+        """The node of this model that computes the same as a node with these inputs."""
+        key = self.key(node, numbers)
+        index = None if key is None else self._nodes.get(key)
+        return None if index is None else self.summary.nodes[index]
+
+    def constant(self, content: str) -> int:
+        """The number of a small constant; `NOTHING` if the model has no equal one."""
+        value = self._constants.get(content)
+        return NOTHING if value is None else self.number[value]
+
+    def unite(self, number: int, equal: int) -> None:
+        """Make two numbers one, the first: they are numbers of one tensor."""
+        members = self.members
+        self._united[equal] = number
+        for value in members.pop(equal, ()):
+            self.number[value] = number
+            members.setdefault(number, []).append(value)
+
+    def current(self, number: int) -> int:
+        """The present number of a tensor whose number may have been united with another."""
+        while number in self._united:
+            number = self._united[number]
+        return number
+
+    @property
+    def members(self) -> dict[int, list[int]]:
+        """Number → the values that have it, in order of execution."""
+        if self._members is None:
+            self._members = {}
+            for value, number in enumerate(self.number):
+                self._members.setdefault(number, []).append(value)
+        return self._members
 
 
 class Counterparts:
@@ -81,3 +187,8 @@ class Counterparts:
                 return member
         busy = [m for m in members if self.before.maker[m] == NOTHING or not self.numbers.idle[self.before.maker[m]]]
         return (busy or [*members, NOTHING])[0]
+
+    def makers(self, number: int) -> list[int]:
+        """The original nodes that compute a tensor or give it back."""
+        makers = (self.before.maker[value] for value in self.numbers.members.get(number, ()))
+        return [maker for maker in makers if maker != NOTHING]

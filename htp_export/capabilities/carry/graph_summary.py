@@ -86,9 +86,14 @@ class SummaryNode:
     reason: str = ""
 
     @property
-    def reads(self) -> tuple[int, ...]:
-        """Its inputs, and what its subgraphs capture."""
-        return self.inputs + self.captured if self.captured else self.inputs
+    def reads(self) -> list[int]:
+        """The values that it and its subgraphs read."""
+        return [value for value in self.inputs + self.captured if value != NOTHING]
+
+    @property
+    def makes(self) -> list[int]:
+        """The values that it makes."""
+        return [value for value in self.outputs if value != NOTHING]
 
 
 @dataclass
@@ -124,9 +129,8 @@ class GraphSummary:
         """Value → its producer."""
         producers = [NOTHING] * len(self.values)
         for index, node in enumerate(self.nodes):
-            for value in node.outputs:
-                if value != NOTHING:
-                    producers[value] = index
+            for value in node.makes:
+                producers[value] = index
         return producers
 
     @cached_property
@@ -135,8 +139,7 @@ class GraphSummary:
         consumers: list[list[int]] = [[] for _ in self.values]
         for index, node in enumerate(self.nodes):
             for value in dict.fromkeys(node.reads):
-                if value != NOTHING:
-                    consumers[value].append(index)
+                consumers[value].append(index)
         return consumers
 
     @cached_property
@@ -144,6 +147,23 @@ class GraphSummary:
         """Value → whether it depends on the values of the model's inputs; sizes of tensors do not count."""
         dependent = dependence(self._steps(), self._given())
         return [index in dependent for index in range(len(self.values))]
+
+    def consumers(self, index: int) -> list[int]:
+        """The nodes that read what a node makes; one that reads several of its outputs as often."""
+        return [reader for value in self.nodes[index].makes for reader in self.readers[value]]
+
+    def producers(self, index: int) -> list[int]:
+        """The nodes that make what a node reads."""
+        makers = (self.maker[value] for value in self.nodes[index].reads)
+        return [maker for maker in makers if maker != NOTHING]
+
+    def depends(self, index: int) -> bool:
+        """Whether an output of a node depends on the values of the model's inputs."""
+        return any(self.live[value] for value in self.nodes[index].makes)
+
+    def with_several_owners(self, nodes: Iterable[int]) -> bool:
+        """Whether not all of some nodes have the same owners, in the same calls."""
+        return len({(self.nodes[index].owners, self.nodes[index].call) for index in nodes}) > 1
 
     def _given(self) -> dict[int, int]:
         """The inputs of the main graph and of functions; those of subgraphs are given by the node that holds them."""
@@ -169,8 +189,7 @@ class GraphSummary:
         for index, node in enumerate(self.nodes):
             if node.op not in SIZES_ONLY:
                 captured = (value for value in node.captured if value in values[index] or value not in sizes[index])
-                outputs = (value for value in node.outputs if value != NOTHING)
-                yield (*values_read(node.op, node.inputs), *captured), (*outputs, *body_inputs[index])
+                yield (*values_read(node.op, node.inputs), *captured), (*node.makes, *body_inputs[index])
 
     @cached_property
     def by_name(self) -> dict[str, list[int]]:
@@ -190,38 +209,32 @@ class GraphSummary:
 
 
 def summarize(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[GraphSummary, list[ir.Node]]:
-    """Summarize a model.
+    """Summarize a model, without reading external data; return also its nodes in the same order.
 
-    Args:
-        model: The model; no external data of it is read.
-        functions: Functions whose bodies are summarized too, each as a scope of its own.
-
-    Returns:
-        The summary, and the model's nodes in the same order.
+    The bodies of ``functions`` are summarized too, each as a scope of its own.
     """
     summarizer = _Summarizer()
+    summary, values = summarizer.summary, summarizer.values
     summarizer.graph(model.graph, "", NOTHING)
-    summarizer.summary.infer = functools.partial(_infer_shapes, model)
-    summarizer.summary.inputs = [summarizer.values[value] for value in model.graph.inputs]
-    summarizer.summary.outputs = [
-        summarizer.values[value] for value in model.graph.outputs if value in summarizer.values
-    ]
+    summary.infer = functools.partial(_infer_shapes, model)
+    summary.inputs = [values[value] for value in model.graph.inputs]
+    summary.outputs = [values[value] for value in model.graph.outputs if value in values]
     for function in functions:
         summarizer.graph(function.graph, f"{function.domain}::{function.name}", NOTHING)
-    return summarizer.summary, summarizer.nodes
+    return summary, summarizer.nodes
 
 
 def _infer_shapes(model: ir.Model) -> dict[str, Shape]:
     """Name → dimensions and element type of what the nodes of the main graph make."""
     known = Symbolic(model.graph, functions=model.functions)
     described = (known.described(value) for node in model.graph for value in node.outputs if value.name)
-    return {
-        str(value.name): (
-            None if value.shape is None else tuple(map(_dimension, value.shape.dims)),
-            int(value.dtype or 0),
-        )
-        for value in described
-    }
+    return {str(value.name): (_dimensions(value.shape), int(value.dtype or 0)) for value in described}
+
+
+def _dimensions(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
+    if shape is None:
+        return None
+    return tuple(size if isinstance(size, int) else getattr(size, "value", None) or "?" for size in shape)
 
 
 class _Summarizer:
@@ -239,47 +252,38 @@ class _Summarizer:
         for node in graph:
             self._node(node, scope, holder)
 
-    def _value(self, value: ir.Value, scope: str, kind: str, content: str = "") -> int:
+    def _value(self, value: ir.Value | None, scope: str, kind: str = "node", content: str = "") -> int:
+        if value is None:
+            return NOTHING
         if value in self.values:
             return self.values[value]
-        shape = None if value.shape is None else tuple(map(_dimension, value.shape.dims))
+        shape = _dimensions(value.shape)
         if shape is None and value.const_value is not None:
-            shape = tuple(map(_dimension, value.const_value.shape.dims))
+            shape = _dimensions(value.const_value.shape)
         dtype = int(value.dtype) if value.dtype is not None else 0
         self.values[value] = index = len(self.summary.values)
         self.summary.values.append(SummaryValue(value.name or "", scope, shape, dtype, kind, content))
         return index
 
-    def _read(self, value: ir.Value | None, scope: str) -> int:
-        if value is None:
-            return NOTHING
-        index = self.values.get(value)
-        return self._value(value, scope, "node") if index is None else index
-
     def _node(self, node: ir.Node, scope: str, holder: int) -> None:
-        metadata, bodies = node.metadata_props, list[tuple[str, ir.Graph]]()
-        words: tuple[str, ...] = ()
-        index, attributes, content = len(self.nodes), "", ""
-        if node.attributes:
-            attributes, words, bodies = _attributes(node)
-            if node.op_type == "Constant":
-                content = attributes
+        metadata, index = node.metadata_props, len(self.nodes)
+        attributes, words, bodies = _attributes(node) if node.attributes else ("", (), [])
+        content = attributes if node.op_type == "Constant" else ""
         self.nodes.append(node)
         self.summary.nodes.append(
             SummaryNode(
                 sys.intern(operator_of(node)),
                 node.name or "",
-                tuple([self._read(value, scope) for value in node.inputs]),
-                tuple([self._value(value, scope, "node", content) for value in node.outputs]),
-                (),
-                attributes,
-                words,
-                scope,
-                holder,
-                bool(bodies),
-                tags.owners_of(metadata),
-                tags.encoded_calls(metadata),
-                metadata.get(tags.REASON, ""),
+                tuple([self._value(value, scope) for value in node.inputs]),
+                tuple([self._value(value, scope, content=content) for value in node.outputs]),
+                attributes=attributes,
+                words=words,
+                scope=scope,
+                holder=holder,
+                has_bodies=bool(bodies),
+                owners=tags.owners_of(metadata),
+                call=tags.encoded_calls(metadata),
+                reason=metadata.get(tags.REASON, ""),
             )
         )
         for name, body in bodies:
@@ -291,15 +295,9 @@ class _Summarizer:
         inside = self.summary.nodes[first:]
         reads = (value for node in inside for value in node.reads)
         results = (self.values[value] for value in body.outputs if value in self.values)
-        captured = dict.fromkeys(value for value in (*reads, *results) if NOTHING < value < before)
+        captured = dict.fromkeys(value for value in (*reads, *results) if value < before)
         holder_node = self.summary.nodes[holder]
         holder_node.captured = tuple(dict.fromkeys((*holder_node.captured, *captured)))
-
-
-def _dimension(dimension: object) -> int | str:
-    if isinstance(dimension, int):
-        return dimension
-    return getattr(dimension, "value", None) or "?"
 
 
 def _attributes(node: ir.Node) -> tuple[str, tuple[str, ...], list[tuple[str, ir.Graph]]]:
@@ -321,22 +319,11 @@ def _attributes(node: ir.Node) -> tuple[str, tuple[str, ...], list[tuple[str, ir
                 words.append(str(value))
             parts.append(f"{name}={value!r}")
     if node.op_type == "Constant" and len(parts) == 1 and "=" in parts[0]:
-        parts = [_plain_content(node.attributes[next(iter(node.attributes))])]
+        parts = [_content(ir.convenience.get_const_tensor(node.outputs[0])) or parts[0]]  # plain numbers, as a tensor
     text = ";".join(parts)
     if len(text) > 24:
         text = hashlib.blake2b(text.encode(), digest_size=9).hexdigest()
     return sys.intern(text), tuple(words), bodies
-
-
-def _plain_content(attribute: ir.Attr) -> str:
-    """The contents of a ``Constant`` that is written as plain numbers, as those of a tensor."""
-    kinds = {ir.AttributeType.INT: "int64", ir.AttributeType.INTS: "int64"}
-    kinds |= {ir.AttributeType.FLOAT: "float32", ir.AttributeType.FLOATS: "float32"}
-    if attribute.type not in kinds:
-        return f"{attribute.name}={attribute.value!r}"
-    import numpy as np
-
-    return _content(ir.tensor(np.asarray(attribute.value, dtype=kinds[attribute.type]))) or "constant"
 
 
 def _content(tensor: ir.TensorProtocol | None) -> str:

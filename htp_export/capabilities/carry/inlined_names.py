@@ -13,31 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from htp_export.editing.flattening import InlinedCall, dissolve
-from htp_export.model.tagged import TaggedModel
+from htp_export.editing.flattening import InlinedCall
 
-__all__ = ["flat_and_calls", "restore_names"]
+__all__ = ["restore_names"]
 
 _Key = tuple[ir.OperatorIdentifier, str, str]  # function, what stands before the name in the body, and after it
-
-
-def flat_and_calls(tagged: TaggedModel) -> tuple[ir.Model, list[InlinedCall]]:
-    """The flat graph of a model with functions that were made of modules, and what became of each call.
-
-    Raises:
-        InputError: If a function cannot be inlined.
-    """
-    model, inlined = tagged.model.clone(), list[InlinedCall]()
-    dissolve(model, tagged.hierarchy, tagged.calls, inlined)
-    return model, inlined
 
 
 def restore_names(after: ir.Model, calls: Sequence[InlinedCall]) -> None:
     """Name the tensors of inlined functions as in the flat graph, where it is known which call they come from.
 
-    Args:
-        after: The model after a tool; its tensors are renamed. Inputs, outputs and initializers keep their names.
-        calls: The calls, in the order in which they ran.
+    Inputs, outputs and initializers of ``after`` keep their names. ``calls`` are in the order in which they ran.
     """
     found = _groups(after, calls)
     by_function: defaultdict[ir.OperatorIdentifier, list[InlinedCall]] = defaultdict(list)

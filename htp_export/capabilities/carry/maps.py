@@ -86,36 +86,21 @@ def _summary(columns: dict[str, Any]) -> GraphSummary:
         *(_listed(words), _listed(scopes), _listed(held), _listed(owned)),
         strict=True,
     )
-    nodes = [
-        SummaryNode(
-            _text(op),
-            _text(name),
-            _absolute(ins, index, len(values)),
-            _absolute(outs, index, len(values)),
-            _within(inner, len(values)),
-            _text(node_attributes),
-            tuple(map(_text, node_words)),
-            _text(scope),
-            holder if NOTHING <= holder < index else NOTHING,
-            bool(has_bodies),
-            tuple(map(_text, owners)),
-            _text(call),
-        )
-        for index, (
-            op,
-            name,
-            ins,
-            outs,
-            inner,
-            node_attributes,
-            node_words,
-            scope,
-            (holder, has_bodies),
-            (owners, call),
-        ) in (enumerate(rows))
-    ]
+    nodes = [_node(index, row, len(values)) for index, row in enumerate(rows)]
     graph_inputs, graph_outputs = (list(_within(columns[key], len(values))) for key in ("inputs", "outputs"))
     return GraphSummary(nodes, values, graph_inputs, graph_outputs)
+
+
+def _node(index: int, row: tuple[Any, ...], count: int) -> SummaryNode:
+    op, name, inputs, outputs, captured, attributes, words, scope, (holder, has_bodies), (owners, call) = row
+    return SummaryNode(
+        *(_text(op), _text(name), _absolute(inputs, index, count), _absolute(outputs, index, count)),
+        *(_within(captured, count), _text(attributes), tuple(map(_text, words)), _text(scope)),
+        holder=holder if NOTHING <= holder < index else NOTHING,
+        has_bodies=bool(has_bodies),
+        owners=tuple(map(_text, owners)),
+        call=_text(call),
+    )
 
 
 def _table(column: Iterable[T]) -> list[Any]:

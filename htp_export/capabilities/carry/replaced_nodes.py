@@ -76,16 +76,15 @@ class _Division:
         behind, ahead = [_SHARED] * len(nodes), [_SHARED] * len(nodes)
         carried: dict[int, frozenset[int]] = {}
         for index, node in enumerate(nodes):
-            nearest = set[int]().union(*(self.known.numbers_of(v) for v in node.reads if v != NOTHING))
+            nearest = set[int]().union(*(self.known.numbers_of(v) for v in node.reads))
             behind[index] = frozenset(nearest.union(*(carried.get(v, _SHARED) for v in node.reads)))
-            carried.update((v, behind[index]) for v in node.outputs if v != NOTHING and counterpart[v] == NOTHING)
+            carried.update((v, behind[index]) for v in node.makes if counterpart[v] == NOTHING)
         carried = {}
         for index in range(len(nodes) - 1, -1, -1):
-            outputs = [v for v in nodes[index].outputs if v != NOTHING]
-            nearest = {v for v in outputs if counterpart[v] != NOTHING}
-            ahead[index] = frozenset(nearest.union(*(carried.get(v, _SHARED) for v in outputs)))
+            nearest = {v for v in nodes[index].makes if counterpart[v] != NOTHING}
+            ahead[index] = frozenset(nearest.union(*(carried.get(v, _SHARED) for v in nodes[index].makes)))
             for value in nodes[index].reads:
-                if value != NOTHING and counterpart[value] == NOTHING:
+                if counterpart[value] == NOTHING:
                     carried[value] = carried.get(value, _SHARED) | ahead[index]
         return behind, ahead
 
@@ -101,24 +100,23 @@ class _Division:
 
     def _work(self, index: int, node: SummaryNode) -> ReplacedNodes:
         counterpart, nodes = self.known.counterpart, self.before.nodes
-        outputs = [v for v in node.outputs if v != NOTHING]
-        unknown = [v for v in outputs if counterpart[v] == NOTHING and self.after.readers[v]]
+        unknown = [v for v in node.makes if counterpart[v] == NOTHING and self.after.readers[v]]
         if not node.inputs and not node.has_bodies and unknown:
             return ReplacedNodes((), Reason.INSERTED)
         part = self._between(self._ahead[index], self._behind[index])
-        inner = [v for v in node.reads if v != NOTHING and counterpart[v] == NOTHING]
+        inner = [v for v in node.reads if counterpart[v] == NOTHING]
         done = _SHARED.union(*(self._done.get(v, _SHARED) for v in inner))
-        if any(v in self.known.also for v in outputs):
+        if any(v in self.known.also for v in node.makes):
             done = _SHARED  # it may be any of several equal tensors
         rest = tuple(n for n in part if n not in done) if done else part
-        if outputs and not any(self.after.live[v] for v in outputs):  # it computes on weights only
-            rest = tuple(n for n in rest if not any(v != NOTHING and self.before.live[v] for v in nodes[n].outputs))
+        if node.makes and not self.after.depends(index):  # it computes on weights only
+            rest = tuple(n for n in rest if not self.before.depends(n))
         rest = self._without_movers(node, rest)
         if moves(node.op):
             work = self._moved(index, node, rest, bool(unknown))
         elif not rest:
             work = self._inserted(index, node)
-        elif unknown and self._several_owners(rest):
+        elif unknown and self.before.with_several_owners(rest):
             work = self._pointed_at(index, node, rest)
         else:
             work = ReplacedNodes(rest, self._reason(node, rest), coarse=bool(unknown or inner))
@@ -147,13 +145,10 @@ class _Division:
 
     def _reason(self, node: SummaryNode, part: tuple[int, ...]) -> str:
         """The evidence of its outputs' matches if a node replaces one node; otherwise ``region``."""
-        named = [self.known.named[v] for v in node.outputs if v != NOTHING and self.known.named[v]]
+        named = [self.known.named[v] for v in node.makes if self.known.named[v]]
         if named and len(part) == 1:
             return named[0]
         return Reason.REGION
-
-    def _several_owners(self, part: Iterable[int]) -> bool:
-        return len({(self.before.nodes[n].owners, self.before.nodes[n].call) for n in part}) > 1
 
     def _moved(self, index: int, node: SummaryNode, part: tuple[int, ...], open_ended: bool) -> ReplacedNodes:
         """The original nodes of a layout operator: those of its kind."""
@@ -169,8 +164,8 @@ class _Division:
     def _inserted(self, index: int, node: SummaryNode) -> ReplacedNodes:
         """An inserted node; it may restore original tensors, under their names or others."""
         known, ends = self.known, dict[int, None]()
-        for value in node.outputs:
-            origin = NOTHING if value == NOTHING or known.counterpart[value] == NOTHING else known.origin(value)
+        for value in node.makes:
+            origin = known.origin(value)
             if origin == NOTHING or self.before.maker[origin] == NOTHING:
                 continue
             named = self.before.values[origin].name == self.after.values[value].name
@@ -181,7 +176,7 @@ class _Division:
     def _gives_back(self, index: int, node: SummaryNode, value: int) -> bool:
         """Whether the output of a node is exactly an original tensor, and no input is, except in another form."""
         known = self.known
-        same = [v for v in node.reads if v != NOTHING and known.counterpart[value] in known.numbers_of(v)]
+        same = [v for v in node.reads if known.counterpart[value] in known.numbers_of(v)]
         if not known.exact[value] or any(known.exact[v] for v in same):
             return False
         return bool(same) or known.counterpart[value] not in self._behind[index]
@@ -208,7 +203,7 @@ class _Division:
         inside, queue, behind = set(part), list(ends), set(ends)
         while queue:
             for value in self.before.nodes[queue.pop()].reads:
-                maker = self.before.maker[value] if value != NOTHING else NOTHING
+                maker = self.before.maker[value]
                 if maker in inside and maker not in behind:
                     behind.add(maker)
                     queue.append(maker)
@@ -247,7 +242,7 @@ class _Division:
             seen.add(maker)
             if not self.known.numbers.idle[maker] or at in first:
                 collected.add(maker)
-            queue.extend(v for v in before.nodes[maker].reads if v != NOTHING)
+            queue += before.nodes[maker].reads
         for at in elsewhere:
             collected |= self._repeated(at, behind, live)
 
@@ -278,8 +273,8 @@ class _Division:
         """Of equal constants, those that the counterparts of its consumers read; all if there is none."""
         if len(equal) < 2 or any(self.before.nodes[self.before.maker[one]].inputs for one in equal):
             return equal
-        outputs = (output for reader in self.after.readers[value] for output in self.after.nodes[reader].outputs)
-        origins = {self.known.origin(output) for output in outputs if output != NOTHING}
+        outputs = (output for reader in self.after.readers[value] for output in self.after.nodes[reader].makes)
+        origins = {self.known.origin(output) for output in outputs}
         consumers = {self.before.maker[origin] for origin in origins if origin != NOTHING}
         return [one for one in equal if not consumers.isdisjoint(self.before.readers[one])] or equal
 
@@ -290,8 +285,8 @@ class _Division:
         consumers, queue, seen = set[int](), [value], {value}
         while queue:
             for reader in self.after.readers[queue.pop()]:
-                for output in self.after.nodes[reader].outputs:
-                    if output in seen or output == NOTHING:
+                for output in self.after.nodes[reader].makes:
+                    if output in seen:
                         continue
                     seen.add(output)
                     makers = self._makers_of_equal(output)
@@ -312,16 +307,15 @@ class _Division:
             for v in self.after.nodes[self.after.maker[value]].inputs
         ):
             return set()
-        makers = {self.before.maker[member] for member in self.known.numbers.members.get(number, ())} - {NOTHING}
-        return {maker for maker in makers if not self.known.numbers.idle[maker]}
+        return {maker for maker in self.known.makers(number) if not self.known.numbers.idle[maker]}
 
     def _in_order(self, value: int, equal: list[int]) -> list[int]:
         """Of equal tensors, the one in the place of a value, if both files compute them equally often; or all."""
         number = self.known.numbers.current(self.known.counterpart[value])
         if not self._equal_after:
             for node in self.after.nodes:
-                for output in node.outputs:
-                    if output != NOTHING and self._makers_of_equal(output):
+                for output in node.makes:
+                    if self._makers_of_equal(output):
                         found = self.known.numbers.current(self.known.counterpart[output])
                         self._equal_after.setdefault(found, []).append(output)
         mine = self._equal_after.get(number, [])
@@ -334,7 +328,7 @@ class _Division:
             for reader in self.before.readers[queue.pop()]:
                 if reader in nodes:
                     return True
-                outputs = [v for v in self.before.nodes[reader].outputs if v != NOTHING and v not in seen]
+                outputs = [v for v in self.before.nodes[reader].makes if v not in seen]
                 seen.update(outputs)
                 queue += [v for v in outputs if len(self.known.numbers.members[self.number[v]]) > 1]
         return False
@@ -354,5 +348,5 @@ class _Division:
             if len(repeated) == _REPEATED:
                 return set()
             repeated.add(maker)
-            queue.extend(v for v in before.nodes[maker].reads if v != NOTHING)
+            queue += before.nodes[maker].reads
         return {maker for maker in repeated if not self.known.numbers.idle[maker]}

@@ -78,7 +78,7 @@ def trace_kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None)
         tagged: The model before optimisation, without functions.
         optimized: The graph that ran; None if it is unknown: then only kernels that kept their names have owners.
     """
-    from htp_export.capabilities.carry.optimized import optimized_works
+    from htp_export.capabilities.carry.ownership import optimized_works
 
     graph = tagged.model if optimized is None else optimized
     works, nodes = optimized_works(tagged, graph), _nodes(trace.times, graph)

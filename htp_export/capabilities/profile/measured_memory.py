@@ -127,7 +127,7 @@ def memory_by_module(
     Raises:
         OnnxRuntimeError: If ONNX Runtime cannot load or run the model.
     """
-    from htp_export.capabilities.carry.optimized import optimized_works
+    from htp_export.capabilities.carry.ownership import optimized_works
     from htp_export.capabilities.cost.costing import cost
 
     nodes, optimized = measured_memory(model, settings, feed, temporary)

@@ -39,13 +39,7 @@ def report_comparison(result: Comparison, *, everything: bool, as_json: bool) ->
 
 
 def verified_runs(call: SourceCall, file: Path, **options: Any) -> dict[str, Verification]:
-    """Run → what `verify` says of a file: in prefill and in decoding, or in its one run.
-
-    Args:
-        call: The call that the file was exported from.
-        file: The file.
-        **options: Of `verify`.
-    """
+    """Run → what `verify` says of a file: in prefill and in decoding, or in its one run; ``options`` are its own."""
     from htp_export.capabilities.verify.verifying import verify
 
     with call.adapted():

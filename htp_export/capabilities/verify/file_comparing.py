@@ -6,22 +6,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from htp_export.capabilities.verify.checking import CheckedCall, check_calls
-from htp_export.capabilities.verify.file_calls import calls_in_file
-from htp_export.capabilities.verify.file_run import FileRun, check_has_modules
+import onnx_ir as ir
+
+from htp_export.capabilities.verify.checking import CheckedCall, check_calls, leaving_tensors, named_results, pair_call
+from htp_export.capabilities.verify.file_run import (
+    FileRun,
+    check_has_modules,
+    half_precisions,
+    with_sorted_results,
+    with_taken_branches,
+)
 from htp_export.capabilities.verify.locating import blame_by_graph
-from htp_export.capabilities.verify.pairing import pair_call
-from htp_export.capabilities.verify.pytorch_calls import ModuleCall
+from htp_export.capabilities.verify.pytorch_run import ModuleCall
 from htp_export.capabilities.verify.reporting import module_results, tolerance_of
 from htp_export.capabilities.verify.results import NOT_COMPARED, Comparison, ModuleResult
-from htp_export.capabilities.verify.stable_sorting import with_sorted_results
-from htp_export.capabilities.verify.taken_branches import with_taken_branches
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
-from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
+from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, StoredArray
+from htp_export.runtime.bound_shapes import infer_bound
 from htp_export.runtime.inputs import Feed, Inputs
 from htp_export.runtime.sessions import SessionSettings
 
@@ -163,3 +168,64 @@ def _around(results: Mapping[str, ModuleResult], result: ModuleResult, lacking: 
     at = next(around, None)
     where = f"; compared at {at or '(root)'}" if at is not None else ""
     return replace(result, status=NOT_COMPARED, reason=lacking + where, compared_at=at)
+
+
+# --- the calls that a file knows of ---
+
+
+def calls_in_file(run: FileRun, store: ArrayStore) -> list[ModuleCall]:
+    """Return every call of every module that a file knows of, with its tensors, in the order in which they end.
+
+    Raises:
+        InputError: If ONNX Runtime cannot run the file.
+    """
+    tensors = _tensors_of_calls(run.tagged)
+    known = infer_bound(run.tagged.model, {name: array.shape for name, array in run.feed.items()})
+    wanted = dict.fromkeys(value for _, _, entered, back in tensors for value in (*entered.values(), *back) if value)
+    arrays: dict[str, StoredArray] = {}
+
+    def keep(name: str, array: Array) -> None:
+        arrays[name] = store.keep(array)
+
+    run.fetch({str(value.name): known.bytes_of(value) or 0 for value in wanted}, keep)
+    calls, halves = [], half_precisions(run.tagged)
+    for path, number, entered, back in tensors:
+        outputs = tuple(arrays[str(value.name)] if value is not None else None for value in back)
+        inputs = {argument: arrays[str(value.name)] for argument, value in entered.items()}
+        computed_in = tuple(halves.get(str(value.name), "") if value is not None else "" for value in back)
+        calls.append(ModuleCall(path, number, inputs, outputs, computed_in=computed_in))
+    return calls
+
+
+_CallTensors = tuple[str, int, dict[str, ir.Value], list["ir.Value | None"]]
+
+
+def _tensors_of_calls(tagged: TaggedModel) -> list[_CallTensors]:
+    """Path, number, arguments and results of every call that a file knows of, in the order in which they end."""
+    order = {value: place for place, value in enumerate(tagged.values.values())}
+    calls: list[_CallTensors] = []
+    for path, info in tagged.hierarchy.items():
+        for number in range(max(len(tagged.signatures.get(path, ())), info.calls)):
+            signature = tagged.signature(path, number)
+            names = {} if signature is None else signature.inputs
+            inputs = {
+                arg: tagged.values[name] for arg, name in names.items() if name is not None and name in tagged.values
+            }
+            calls.append((path, number, inputs, _results(tagged, path, number)))
+
+    def end(call: _CallTensors) -> tuple[int, int]:
+        path, _, _, results = call
+        last = max((order.get(value, -1) for value in results if value is not None), default=-1)
+        return last, -path.count(".") - bool(path)
+
+    return sorted(calls, key=end)
+
+
+def _results(tagged: TaggedModel, path: str, number: int) -> list[ir.Value | None]:
+    named = next(named_results(tagged, path, number), None)
+    if named is not None or tagged.source == "none":
+        return named or []
+    try:
+        return list(leaving_tensors(tagged, path, number))
+    except InputError:
+        return []

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from htp_export.capabilities.verify.checking import CheckedCall, Tolerances, check_calls
+from htp_export.capabilities.verify.checking import CheckedCall, Pair, PairedCall, Tolerances, check_calls, pair_call
 from htp_export.capabilities.verify.file_run import FileRun
-from htp_export.capabilities.verify.pairing import Pair, PairedCall, pair_call
-from htp_export.capabilities.verify.pytorch_calls import ModuleCall
+from htp_export.capabilities.verify.pytorch_run import ModuleCall
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.cut_models import cut_model
@@ -50,16 +49,8 @@ def check_isolated(
     """Run every call alone, and compare its results.
 
     Tensors that a module needs and PyTorch did not give it, since they are computed outside for several modules at
-    once, are taken from a run of the whole file.
-
-    Args:
-        run: The file.
-        calls: The calls, in the order in which they ended.
-        store: The store for tensors of the whole file.
-        tolerances: The tolerance of each module.
-
-    Returns:
-        The calls that ran, in the same order, and why others did not: module path → reason.
+    once, are taken from a run of the whole file. Returned are the calls that ran, in the same order, and why others did
+    not: module path → reason.
 
     Raises:
         InputError: If the whole file is needed and cannot be run.

@@ -10,17 +10,28 @@ from tensors slightly within theirs is no origin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from htp_export.capabilities.verify.checking import CheckedCall, excesses
-from htp_export.capabilities.verify.pytorch_calls import ModuleCall
+from htp_export.capabilities.verify.pytorch_run import ModuleCall
 from htp_export.format import tags
+from htp_export.format.call_tree import Instance, NodeCalls
+from htp_export.format.model_metadata import read_contamination
+from htp_export.model.dependence import input_dependent_values
 from htp_export.model.tagged import TaggedModel
+from htp_export.shapes.operator_kinds import SIZES_ONLY
 
-__all__ = ["Blame", "blame_by_graph", "blame_by_nesting", "with_missing_outputs"]
+__all__ = [
+    "Blame",
+    "blame_by_graph",
+    "blame_by_nesting",
+    "contradictions",
+    "with_contradictions",
+    "with_missing_outputs",
+]
 
 _SUDDEN = 4
 """How many times the error at its inputs a correct module may have at its output: sums of rounding errors grow."""
@@ -40,12 +51,7 @@ class Blame:
 
 
 def blame_by_graph(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> Blame:
-    """Return the modules that return origins of errors.
-
-    Args:
-        tagged: The file.
-        calls: The calls, in the order in which they ended.
-    """
+    """Return the modules that return origins of errors; the calls are in the order in which they ended."""
     excess = excesses(calls)
     origins = _origins(tagged, excess)
     blamed: list[int] = []
@@ -111,11 +117,7 @@ def _sources(tagged: TaggedModel, value: ir.Value) -> Iterator[ir.Value]:
 
 
 def blame_by_nesting(calls: Sequence[CheckedCall]) -> Blame:
-    """Return the wrong calls inside of which no other call is wrong, for calls that each ran on the right inputs.
-
-    Args:
-        calls: The calls, in the order in which they ended.
-    """
+    """Return the wrong calls inside of which no other call is wrong, for calls that each ran on the right inputs."""
     blamed: list[int] = []
     latest_wrong = -1  # when the last wrong call so far began
     for index, call in enumerate(calls):
@@ -128,15 +130,93 @@ def blame_by_nesting(calls: Sequence[CheckedCall]) -> Blame:
 
 
 def with_missing_outputs(tagged: TaggedModel, blame: Blame, root: ModuleCall) -> Blame:
-    """Add the root if the file returns fewer tensors than the model.
-
-    Args:
-        tagged: The file.
-        blame: The modules that are wrong themselves.
-        root: The call of the model.
-    """
+    """Add the root if the file returns fewer tensors than the model."""
     missing = len(root.outputs) - len(tagged.model.graph.outputs)
     if missing <= 0:
         return blame
     reason = f"{missing} of the {len(root.outputs)} tensors that PyTorch returns are not among the file's outputs"
     return replace(blame, modules={**blame.modules, root.path: reason})
+
+
+# --- tags that contradict the graph, whatever the values of the tensors ---
+
+# A tensor with the right values may still be computed by nodes of another module. The graph shows this, together with
+# the names of the inputs and outputs of modules in PyTorch (`htp.signatures`).
+
+
+def with_contradictions(tagged: TaggedModel, blame: Blame, paths: Collection[str]) -> Blame:
+    """Add the modules whose tags contradict the graph, after those whose values are wrong."""
+    known = blame.modules
+    contradicting = {path: why for path, why in contradictions(tagged).items() if path in paths and path not in known}
+    return replace(blame, modules={**known, **contradicting}) if contradicting else blame
+
+
+def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
+    """Return module path → the contradiction between its tags and the graph.
+
+    - A constant or dead module returns a tensor that depends on the inputs, or that a result depends on.
+    - A computed module returns a tensor that no node of its region computes.
+    - A call of it has an input that nodes of this call compute, and that is none of its outputs.
+
+    Modules whose boundary differs from PyTorch according to the export (``htp.contamination``) are left out.
+    """
+    if tagged.source != "htp" or not tagged.signatures:
+        return {}
+    excused = {path for path, *_ in read_contamination(tagged.model.metadata_props)}
+    facts = _Facts(tagged)
+    reasons = ((path, next(facts.reasons(path), "")) for path in tagged.paths if path and path not in excused)
+    return {path: reason for path, reason in reasons if reason}
+
+
+class _Facts:
+    """The tensors of modules in the graph."""
+
+    def __init__(self, tagged: TaggedModel) -> None:
+        self._tagged = tagged
+        self._varying = input_dependent_values(tagged.model, tagged.nodes)
+        self._useful = _useful(tagged)
+
+    def reasons(self, path: str) -> Iterator[str]:
+        """The contradictions of a module."""
+        fate = self._tagged.hierarchy[path].fate
+        calls = self._tagged.signatures.get(path, ())
+        outputs = self._values([name for call in calls for name in call.outputs])
+        taken = [self._values(list(call.inputs.values())) for call in calls]
+        new = [value for value in outputs if not any(value in inputs_of_call for inputs_of_call in taken)]
+        if fate in ("constant", "dead"):
+            leads = "depends on the inputs" if fate == "constant" else "leads to a result"
+            for value in new:
+                if fate == "constant" or value in self._useful:
+                    yield f"it is said to be {fate}, but {value.name!r}, which it gives back, {leads}"
+        elif fate == "computed":
+            for value in new:
+                if path not in self._work(value).modules:
+                    owners = _listed(self._work(value).owners)
+                    yield f"{value.name!r}, which it gives back, is computed by {owners}"
+            for number, values in enumerate(taken):
+                inside = Instance(path, number)
+                for value in values:
+                    if value not in outputs and all(inside in part.running for part in self._work(value).parts):
+                        yield f"{value.name!r}, which it is given, is computed by its own nodes"
+
+    def _values(self, names: Sequence[str | None]) -> list[ir.Value]:
+        """The tensors with these names that nodes compute from the inputs."""
+        values = (self._tagged.values.get(name) for name in dict.fromkeys(names) if name is not None)
+        return [value for value in values if value in self._varying and value is not None and self._work(value).parts]
+
+    def _work(self, value: ir.Value) -> NodeCalls:
+        producer = value.producer()
+        return NodeCalls() if producer is None else self._tagged.work_of(producer)
+
+
+def _useful(tagged: TaggedModel) -> set[ir.Value]:
+    """The tensors of the main graph on whose values, not only sizes, a result of the model depends."""
+    useful = set(tagged.model.graph.outputs)
+    for node in reversed(tagged.model.graph):
+        if node.op_type not in SIZES_ONLY and any(value in useful for value in node.outputs):
+            useful.update(tagged.index.reads(node))
+    return useful
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return ", ".join(repr(path) if path else "the model itself" for path in paths)

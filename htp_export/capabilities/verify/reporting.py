@@ -27,11 +27,7 @@ __all__ = ["check_tolerances", "module_results", "tolerance_of"]
 def tolerance_of(
     tagged: TaggedModel, tolerances: Mapping[str, tuple[float, float]]
 ) -> Callable[[str], Tolerance | None]:
-    """Return a function from a module to its tolerance; None for modules without one.
-
-    Args:
-        tagged: The file.
-        tolerances: Selector → absolute and relative tolerance; the last selector that matches applies.
+    """A function from a module to its tolerance; None for modules without one. The last selector that matches applies.
 
     Raises:
         InputError: If a tolerance is negative or not a number.
@@ -64,16 +60,7 @@ def module_results(
     *,
     isolated: bool,
 ) -> dict[str, ModuleResult]:
-    """Return the result of every chosen module, in the order of the module tree.
-
-    Args:
-        tagged: The file.
-        chosen: The modules.
-        calls: Their calls.
-        blame: The modules that are wrong themselves.
-        reasons: Module path → why it was not compared.
-        isolated: Whether every call ran alone.
-    """
+    """The result of every chosen module, in the order of the module tree; ``reasons`` says why one was not compared."""
     blamed, by_module = set(blame.calls), defaultdict(list)
     for index, call in enumerate(calls):
         by_module[call.path].append(_call_result(tagged, call, index in blamed, isolated=isolated))

@@ -95,15 +95,12 @@ def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str
 def _shapes(tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, list[int | None]]:
     """Argument of the model → the shape that a file wants of it; None in place of a size that stays open.
 
-    Args:
-        tagged: The file.
-        dims: What ``--dims`` says.
-        given: What the file of ``--inputs`` says: argument → shape.
+    ``dims`` and ``given`` (argument → shape) are those of ``--dims`` and of the file of ``--inputs``.
 
     Raises:
         InputError: If the file leaves no such size open, or sizes contradict each other.
     """
-    from htp_export.capabilities.verify.pairing import input_arguments
+    from htp_export.capabilities.verify.checking import input_arguments
     from htp_export.runtime.inputs import Inputs
 
     arguments = input_arguments(tagged)
@@ -126,7 +123,7 @@ def _assumed(tagged: TaggedModel, call: SourceCall, dims: Mapping[str, int]) -> 
     Raises:
         InputError: If these have other sizes than those that were given.
     """
-    from htp_export.capabilities.verify.pairing import input_arguments
+    from htp_export.capabilities.verify.checking import input_arguments
     from htp_export.runtime.inputs import Inputs
 
     given = {name: call.inputs.get(argument) for name, argument in input_arguments(tagged).items()}

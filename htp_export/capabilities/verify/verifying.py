@@ -9,20 +9,38 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from htp_export.attention.decomposing import attention_as_in
-from htp_export.capabilities.verify.checking import CheckedCall, Tolerances, check_calls
-from htp_export.capabilities.verify.contradictions import with_contradictions
-from htp_export.capabilities.verify.file_run import FileRun, check_has_modules
+from htp_export.capabilities.verify.checking import (
+    CheckedCall,
+    Tolerances,
+    check_calls,
+    input_arguments,
+    pair_call,
+    unmatched_calls,
+)
+from htp_export.capabilities.verify.file_run import (
+    FileRun,
+    check_has_modules,
+    numbered_as_in_file,
+    with_sorted_results,
+    with_taken_branches,
+)
 from htp_export.capabilities.verify.isolating import check_isolated
-from htp_export.capabilities.verify.locating import Blame, blame_by_graph, blame_by_nesting, with_missing_outputs
-from htp_export.capabilities.verify.pairing import input_arguments, pair_call, unmatched_calls
-from htp_export.capabilities.verify.parameters import known_parameters, misplaced_parameters
-from htp_export.capabilities.verify.pytorch_calls import ModuleCall, evaluating, record_calls
-from htp_export.capabilities.verify.readers import parameter_readers
+from htp_export.capabilities.verify.locating import (
+    Blame,
+    blame_by_graph,
+    blame_by_nesting,
+    with_contradictions,
+    with_missing_outputs,
+)
+from htp_export.capabilities.verify.pytorch_run import ModuleCall, evaluating, parameter_readers, record_calls
 from htp_export.capabilities.verify.reporting import module_results, tolerance_of
 from htp_export.capabilities.verify.results import Verification
-from htp_export.capabilities.verify.same_model import check_same_model, check_same_modules_ran
-from htp_export.capabilities.verify.stable_sorting import with_sorted_results
-from htp_export.capabilities.verify.taken_branches import numbered_as_in_file, with_taken_branches
+from htp_export.capabilities.verify.same_model import (
+    check_same_model,
+    check_same_modules_ran,
+    known_parameters,
+    misplaced_parameters,
+)
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.exporter.caches import prepare_caches

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import onnx
 
-from htp_export.capabilities.carry.adapting import Tool, adapter, library
+from htp_export.capabilities.carry.adapting import adapter, library
 from htp_export.errors import InputError
 
 __all__ = ["float16", "symbolic_shape_infer", "version_converter"]
 
 
 @adapter
-def version_converter(*, opset: int) -> Tool:
+def version_converter(_source: Path, _target: Path, /, *, opset: int) -> Any:
     """Convert a model to another opset with ``onnx.version_converter`` and restore the tags.
 
     Args:
@@ -27,12 +28,11 @@ def version_converter(*, opset: int) -> Tool:
     latest = onnx.defs.onnx_opset_version()
     if not isinstance(opset, int) or not 1 <= opset <= latest:
         raise InputError(f"version_converter: opset {opset!r} is none of 1 to {latest}")
-    tool = library("onnx.version_converter", None)
-    return lambda source, _: tool.convert_version(onnx.load(source), opset)
+    return library("onnx.version_converter", None).convert_version(onnx.load(_source), opset)
 
 
 @adapter
-def float16(**options: Any) -> Tool:
+def float16(_source: Path, _target: Path, /, **options: Any) -> Any:
     """Convert a model to half precision with ``onnxruntime.transformers.float16`` and restore the tags.
 
     Args:
@@ -43,50 +43,40 @@ def float16(**options: Any) -> Tool:
         >>> result.model.graph.inputs[0].dtype.name, result.nodes
         ('FLOAT16', 2)
     """
-    tool = library("onnxruntime.transformers.float16", None)
-    return lambda source, _: tool.convert_float_to_float16(onnx.load(source), **options)
+    return library("onnxruntime.transformers.float16", None).convert_float_to_float16(onnx.load(_source), **options)
 
 
 @adapter
-def symbolic_shape_infer(**options: Any) -> Tool:
+def symbolic_shape_infer(
+    _source: Path,
+    _target: Path,
+    /,
+    int_max: int = 2**31 - 1,
+    auto_merge: bool = False,
+    guess_output_rank: bool = False,
+    verbose: int = 0,
+) -> Any:
     """Write the shapes of all tensors with ``onnxruntime.tools.symbolic_shape_infer`` and restore the tags.
 
     Args:
-        **options: Options of ``SymbolicShapeInference.infer_shapes``: ``auto_merge``, ``guess_output_rank`` and others.
+        int_max: As for ``SymbolicShapeInference.infer_shapes``, as all options: what a size is where it is not known.
+        auto_merge: Whether sizes with other names are merged where operators need equal ones.
+        guess_output_rank: Whether an operator of unknown shape has the rank of its first input.
+        verbose: How much is logged.
 
     Examples:
         >>> htp_export.tools.symbolic_shape_infer(program).kept
         2
     """
-    library("onnxruntime.tools.symbolic_shape_infer", None)
-    return lambda source, _: _infer_by_symbols(onnx.load(source), **options)
-
-
-def _infer_by_symbols(
-    model: onnx.ModelProto,
-    int_max: int = 2**31 - 1,
-    auto_merge: bool = False,
-    guess_output_rank: bool = False,
-    verbose: int = 0,
-) -> onnx.ModelProto | None:
-    """What ``SymbolicShapeInference.infer_shapes`` of ONNX Runtime gives, with the same arguments; no file is written.
-
-    It is run step by step: where it fails, ``infer_shapes`` leaves the model in the folder that the program runs in.
-
-    Raises:
-        Exception: Whatever its many rules come across; a RuntimeError where shapes stay unknown.
-    """
-    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
-
-    if (get_opset(model) or 0) < 7:
-        return None
-    inference = SymbolicShapeInference(int_max, auto_merge, guess_output_rank, verbose)
+    tool, model = library("onnxruntime.tools.symbolic_shape_infer", None), onnx.load(_source)
+    if (tool.get_opset(model) or 0) < 7:
+        raise ValueError("opsets before 7 are not supported")
+    # Step by step: where it fails, ``infer_shapes`` leaves the model in the folder that the program runs in.
+    inference, complete = tool.SymbolicShapeInference(int_max, auto_merge, guess_output_rank, verbose), False
     inference._preprocess(model)
-    complete = False
     while inference.run_:
         complete = inference._infer_impl()
     if not complete:
         raise RuntimeError("Incomplete symbolic shape inference")
     inference._update_output_from_vi()
-    result: onnx.ModelProto = inference.out_mp_
-    return result
+    return inference.out_mp_

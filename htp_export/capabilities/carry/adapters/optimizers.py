@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.adapting import Tool, adapter, library
+from htp_export.capabilities.carry.adapting import adapter, library
 from htp_export.editing.editing import register_constants
-from htp_export.errors import ToolError
+from htp_export.errors import InputError, ToolError
+from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings
 
-__all__ = ["onnxoptimizer", "onnxscript", "onnxsim", "onnxslim"]
+__all__ = ["onnxoptimizer", "onnxruntime", "onnxruntime_transformers", "onnxscript", "onnxsim", "onnxslim"]
+
+_LEVELS = ("basic", "extended", "all")
 
 
 @adapter
-def onnxslim(**options: Any) -> Tool:
+def onnxslim(_source: Path, _target: Path, /, **options: Any) -> Any:
     """Run OnnxSlim and restore the tags.
 
     Args:
@@ -28,36 +32,30 @@ def onnxslim(**options: Any) -> Tool:
         >>> [node.metadata_props["htp.module"] for node in result.model.graph]
         ['0', '1']
     """
-    tool = library("onnxslim")
-    return lambda source, _: tool.slim(onnx.load(source), **options)
+    return library("onnxslim").slim(onnx.load(_source), **options)
 
 
 @adapter
-def onnxsim(**options: Any) -> Tool:
+def onnxsim(_source: Path, _target: Path, /, **options: Any) -> Any:
     """Run onnx-simplifier and restore the tags.
 
     Args:
         **options: Options of ``onnxsim.simplify``.
 
     Examples:
-        >>> result = htp_export.tools.onnxsim(program)
-        >>> [node.metadata_props["htp.module"] for node in result.model.graph]
-        ['0', '1']
+        >>> htp_export.tools.onnxsim(program).recovered
+        {'tensor': 2}
     """
-    tool = library("onnxsim")
-
-    def simplify(source: Path, _: Path) -> onnx.ModelProto:
-        simplified, same = tool.simplify(onnx.load(source), **options)
-        if not same:
-            raise ToolError("onnxsim", "says that its result does not compute what the model did")
-        result: onnx.ModelProto = simplified
-        return result
-
-    return simplify
+    simplified, same = library("onnxsim").simplify(onnx.load(_source), **options)
+    if not same:
+        raise ToolError("onnxsim", "says that its result does not compute what the model did")
+    return simplified
 
 
 @adapter
-def onnxoptimizer(passes: Sequence[str] | None = None, fixed_point: bool = False) -> Tool:
+def onnxoptimizer(
+    _source: Path, _target: Path, /, passes: Sequence[str] | None = None, fixed_point: bool = False
+) -> Any:
     """Run onnxoptimizer and restore the tags.
 
     Args:
@@ -65,17 +63,16 @@ def onnxoptimizer(passes: Sequence[str] | None = None, fixed_point: bool = False
         fixed_point: Whether to repeat the passes until nothing changes.
 
     Examples:
-        >>> result = htp_export.tools.onnxoptimizer(program, passes=["eliminate_identity"])
-        >>> [node.metadata_props["htp.module"] for node in result.model.graph]
-        ['0', '1']
+        >>> htp_export.tools.onnxoptimizer(program, passes=["eliminate_identity"]).nodes
+        2
     """
     tool = library("onnxoptimizer")
     wanted = list(passes) if passes is not None else tool.get_fuse_and_elimination_passes()
-    return lambda source, _: tool.optimize(onnx.load(source), wanted, fixed_point)
+    return tool.optimize(onnx.load(_source), wanted, fixed_point)
 
 
 @adapter
-def onnxscript(fusions: bool = False, **options: Any) -> Tool:
+def onnxscript(_source: Path, _target: Path, /, fusions: bool = False, **options: Any) -> Any:
     """Run the optimizer and the rewriter of onnxscript and restore the tags.
 
     Args:
@@ -83,19 +80,56 @@ def onnxscript(fusions: bool = False, **options: Any) -> Tool:
         **options: Options of ``onnxscript.optimizer.optimize``.
 
     Examples:
-        >>> result = htp_export.tools.onnxscript(program)
-        >>> [node.metadata_props["htp.module"] for node in result.model.graph]
-        ['0', '1']
+        >>> htp_export.tools.onnxscript(program).nodes
+        2
     """
-    optimizer, rewriter = library("onnxscript.optimizer", None), library("onnxscript.rewriter", None)
+    loaded = ir.load(_source)
+    library("onnxscript.optimizer", None).optimize(loaded, **options)
+    rewritten: ir.Model = library("onnxscript.rewriter", None).rewrite(loaded)
+    if fusions:
+        library("onnxscript.rewriter.ort_fusions", None).optimize_for_ort(rewritten)
+    register_constants(rewritten.graph)
+    return rewritten
 
-    def optimize(source: Path, _: Path) -> ir.Model:
-        loaded = ir.load(source)
-        optimizer.optimize(loaded, **options)
-        rewritten: ir.Model = rewriter.rewrite(loaded)
-        if fusions:
-            library("onnxscript.rewriter.ort_fusions", None).optimize_for_ort(rewritten)
-        register_constants(rewritten.graph)
-        return rewritten
 
-    return optimize
+@adapter
+def onnxruntime(
+    _source: Path, _target: Path, /, level: str = "all", providers: Sequence[str] = ("CPUExecutionProvider",)
+) -> None:
+    """Write the graph that ONNX Runtime optimises when it loads a model, and restore the tags.
+
+    Args:
+        level: ``"basic"``, ``"extended"`` (with ONNX Runtime's own operators) or ``"all"`` (with layouts for the
+            processor; the result is for this machine).
+        providers: Execution providers, in order of preference.
+
+    Examples:
+        >>> result = htp_export.tools.onnxruntime(program, level="extended")
+        >>> [(node.op_type, node.metadata_props["htp.owners"]) for node in result.model.graph]
+        [('FusedGemm', '["0","1"]')]
+    """
+    if level not in _LEVELS:
+        raise InputError(f"level {level!r} is none of {', '.join(_LEVELS)}")
+    settings = SessionSettings(tuple(providers))
+    settings.check()
+    chosen = getattr(library("onnxruntime", None).GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
+    changes = OptionChanges({"graph_optimization_level": chosen, "optimized_model_filepath": os.fspath(_target)})
+    Session(RunnableModel(_source, "onnxruntime: the model"), settings, changes)
+
+
+@adapter
+def onnxruntime_transformers(_source: Path, _target: Path, /, model_type: str = "bert", **options: Any) -> None:
+    """Run ONNX Runtime's optimizer for transformers and restore the tags.
+
+    Args:
+        model_type: The architecture, as in ``onnxruntime.transformers.optimizer.optimize_model``.
+        **options: Options of that function: ``num_heads``, ``hidden_size``, ``opt_level`` and others.
+
+    Examples:
+        >>> htp_export.tools.onnxruntime_transformers(program, model_type="bert").nodes
+        2
+    """
+    external = _source.with_name("model.onnx.data").exists()
+    tool = library("onnxruntime.transformers.optimizer", None)
+    optimized = tool.optimize_model(os.fspath(_source), model_type=model_type, **options)
+    optimized.save_model_to_file(os.fspath(_target), use_external_data_format=external)

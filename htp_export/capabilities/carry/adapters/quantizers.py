@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from htp_export.capabilities.carry.adapting import Tool, adapter, library
+from htp_export.capabilities.carry.adapting import adapter, library
 from htp_export.errors import InputError
 from htp_export.files.npz_file import read_npz
 
@@ -26,7 +26,7 @@ _PROCESSORS = Path("/proc/cpuinfo")
 
 
 @adapter
-def quantize_dynamic(**options: Any) -> Tool:
+def quantize_dynamic(_source: Path, _target: Path, /, **options: Any) -> None:
     """Quantize weights, and activations at run time, and restore the tags.
 
     On x86 processors without VNNI, ONNX Runtime's products of unsigned activations and signed weights saturate, and a
@@ -42,13 +42,17 @@ def quantize_dynamic(**options: Any) -> Tool:
     """
     tool = library("onnxruntime.quantization", None)
     _warn_of_saturation(options)
-    return lambda source, target: tool.quantize_dynamic(source, target, **options)
+    tool.quantize_dynamic(_source, _target, **options)
 
 
 @adapter
 def quantize_static(
-    inputs: Iterable[Mapping[str, np.ndarray[Any, Any]]] | str | os.PathLike[str] | None = None, **options: Any
-) -> Tool:
+    _source: Path,
+    _target: Path,
+    /,
+    inputs: Iterable[Mapping[str, np.ndarray[Any, Any]]] | str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> None:
     """Quantize weights and activations, calibrated on inputs, and restore the tags.
 
     Args:
@@ -68,11 +72,11 @@ def quantize_static(
         def get_next(self) -> Mapping[str, Any] | None:
             return next(runs, None)
 
-    return lambda source, target: tool.quantize_static(source, target, Reader(), **options)
+    tool.quantize_static(_source, _target, Reader(), **options)
 
 
 @adapter
-def matmul_nbits(bits: int = 4, **options: Any) -> Tool:
+def matmul_nbits(_source: Path, _target: Path, /, bits: int = 4, **options: Any) -> Any:
     """Quantize the weights of matrix products to a few bits and restore the tags.
 
     Args:
@@ -89,14 +93,9 @@ def matmul_nbits(bits: int = 4, **options: Any) -> Tool:
     if bits not in _BITS:
         raise InputError(f"matmul_nbits: bits are {bits!r}, and can be {', '.join(map(str, _BITS))}")
     tool = library("onnxruntime.quantization.matmul_nbits_quantizer", None)
-
-    def quantize(source: Path, _: Path) -> onnx.ModelProto:
-        quantizer = tool.MatMulNBitsQuantizer(onnx.load(source), bits=bits, **options)
-        quantizer.process()
-        result: onnx.ModelProto = quantizer.model.model
-        return result
-
-    return quantize
+    quantizer = tool.MatMulNBitsQuantizer(onnx.load(_source), bits=bits, **options)
+    quantizer.process()
+    return quantizer.model.model
 
 
 def _warn_of_saturation(options: Mapping[str, Any]) -> None:

@@ -6,22 +6,20 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.adoption import LEAST_KNOWN
-from htp_export.capabilities.carry.adoption.adopted import Adopted, AdoptedModule
-from htp_export.capabilities.carry.adoption.feeds import inputs_in_order
-from htp_export.capabilities.carry.adoption.foreign_alignment import ForeignAlignment, without_names
-from htp_export.capabilities.carry.adoption.foreign_owners import foreign_owners
-from htp_export.capabilities.carry.adoption.gathering import gather
-from htp_export.capabilities.carry.adoption.name_scopes import scope_of
-from htp_export.capabilities.carry.carrying import lasting_metadata, write_tags
-from htp_export.capabilities.carry.fates import CarriedEvidence
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, summarize
-from htp_export.capabilities.carry.ownership import Owned
+from htp_export.capabilities.carry import LEAST_KNOWN
+from htp_export.capabilities.carry.evidence import evidence_of_foreign
+from htp_export.capabilities.carry.feeds import inputs_of_call
+from htp_export.capabilities.carry.foreign_alignment import ForeignAlignment, without_names
+from htp_export.capabilities.carry.foreign_owners import foreign_owners
+from htp_export.capabilities.carry.graph_summary import NOTHING, summarize
+from htp_export.capabilities.carry.name_scopes import scope_of
+from htp_export.capabilities.carry.tagging import Origin, lasting_metadata, tag
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
@@ -29,15 +27,79 @@ from htp_export.files.targets import check_target
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
 from htp_export.format.tags import below
-from htp_export.model.fates import find_fates
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of, name_of
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of, name_of
 from htp_export.process.garbage_collection import no_collection
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["adopt"]
+__all__ = ["Adopted", "AdoptedModule", "adopt"]
+
+
+@dataclass(frozen=True)
+class AdoptedModule:
+    """A module in a file that others exported.
+
+    Attributes:
+        path: Its path.
+        class_name: Its class.
+        nodes: Number of nodes in its region.
+        unknown: Number of these of which it is not known which module in this one computes them.
+        fate: Its fate in the file; see ``docs/format.md``.
+    """
+
+    path: str = field(repr=False)
+    class_name: str
+    nodes: int
+    unknown: int
+    fate: str
+
+
+@dataclass(frozen=True)
+class Adopted(HoldsModel):
+    """The result of `adopt`.
+
+    Attributes:
+        model: The file with tags on every node.
+        nodes: Number of nodes, including those in subgraphs and functions.
+        recovered: ``htp.reason`` → number of nodes whose owners were found by this evidence; see ``docs/format.md``.
+        unknown: Names of the nodes whose owners are not known; of those without a name, their first output.
+        modules: Module path → its nodes, for modules that have some.
+        contamination: ``(module, tensor, leaves)`` for tensors at boundaries that are no inputs or outputs of the
+            module in PyTorch.
+        not_compared: Why values were not compared; empty if they were.
+    """
+
+    model: ir.Model = field(repr=False)
+    nodes: int
+    recovered: Mapping[str, int]
+    unknown: Sequence[str]
+    modules: Mapping[str, AdoptedModule]
+    contamination: Sequence[tuple[str, str, bool]]
+    not_compared: str = ""
+
+    @property
+    def share_known(self) -> float:
+        """The share of nodes whose owners are known; 1 for a file without nodes."""
+        return 1 - len(self.unknown) / self.nodes if self.nodes else 1.0
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        return f"{self.nodes} nodes, {self.nodes - len(self.unknown)} with known owners, {len(self.unknown)} unknown"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know besides the numbers, a line each."""
+        return (f"values were not compared: {self.not_compared}",) if self.not_compared else ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.nodes:7} nodes"]
+        lines += [f"{count:7} by {reason}" for reason, count in self.recovered.items()]
+        lines += [f"{len(self.unknown):7} unknown"] if self.unknown else []
+        lines += [*self.notes]
+        return "\n".join(lines)
 
 
 @names_model_faults("foreign")
@@ -126,18 +188,12 @@ def _original(
         return tagged, inputs
     if inputs is not None:
         raise InputError("inputs are for a tagged model; for an nn.Module, give args and kwargs")
-    import torch
-
     from htp_export.exporter.exporting import export
 
     program = export(model, args, kwargs=dict(kwargs or {}), verbose=False)
     assert program is not None
     tagged = load(program)
-    names = [str(value.name) for value in tagged.model.graph.inputs]
-    by_keyword = {name: value for name, value in (kwargs or {}).items() if isinstance(value, torch.Tensor)}
-    if set(names) == set(by_keyword):
-        return tagged, by_keyword
-    return tagged, inputs_in_order(names, args, kwargs or {})
+    return tagged, inputs_of_call([str(value.name) for value in tagged.model.graph.inputs], args, kwargs or {})
 
 
 def _is_module(model: Any) -> bool:
@@ -150,64 +206,40 @@ def _adopted(tagged: TaggedModel, model: ir.Model, inputs: Mapping[str, Any] | N
     after, nodes = summarize(model, model.functions.values())
     for node in after.nodes:
         node.owners, node.call, node.reason = (), "", ""
-    evidence, not_compared = gather((tagged.model, before), (model, after), inputs, seed)
+    evidence, not_compared = evidence_of_foreign((tagged.model, before), (model, after), inputs, seed)
     scopes = [scope_of(node.name or "", *(str(value.name) for value in node.outputs[:1])) for node in nodes]
     names = without_names(after)
     alignment = ForeignAlignment(before, after, evidence)
-    owned = foreign_owners(alignment, scopes, tagged.calls, _holders(tagged, before))
+    places = {
+        path: [before.find(below(path, name)) for name in of.shapes] for path, of in (tagged.parameters or {}).items()
+    }
+    holders = {place: path for path, found in places.items() for place in found if place != NOTHING}
+    owned = foreign_owners(alignment, scopes, tagged.calls, holders)
     for value, name in zip(after.values, names, strict=True):
         value.name = name
-    hierarchy, contamination = _write(tagged, model, (alignment, after), nodes, owned)
-    unknown = [
-        node.name or str(node.outputs[0].name if node.outputs else "")
-        for node, entry in zip(nodes, owned, strict=True)
-        if entry.reason == Reason.UNKNOWN
-    ]
-    counts = Counter(str(entry.reason) for entry in owned if entry.reason != Reason.UNKNOWN)
+    lasting = lasting_metadata(tagged.model.metadata_props)
+    origin = Origin(before, tagged.hierarchy, tagged.signatures, tagged.calls, lasting)
+    hierarchy, contamination = tag(model, nodes, owned, alignment, origin)
+    reasons = [str(entry.reason) for entry in owned]
+    unknown = [node for node, reason in zip(nodes, reasons, strict=True) if reason == Reason.UNKNOWN]
     return Adopted(
         model=model,
         nodes=len(nodes),
-        recovered=dict(counts.most_common()),
-        unknown=unknown,
-        modules=_modules(load(model), hierarchy),
+        recovered=dict(Counter(reason for reason in reasons if reason != Reason.UNKNOWN).most_common()),
+        unknown=[node.name or str(node.outputs[0].name if node.outputs else "") for node in unknown],
+        modules=_modules(load(model), hierarchy, unknown),
         contamination=contamination,
         not_compared=not_compared,
     )
 
 
-def _holders(tagged: TaggedModel, before: GraphSummary) -> dict[int, str]:
-    """Weight → the module that holds it as a parameter."""
-    holders = {}
-    for path, parameters in (tagged.parameters or {}).items():
-        for name in parameters.shapes:
-            index = before.find(below(path, name))
-            if index != NOTHING:
-                holders[index] = path
-    return holders
-
-
-def _write(
-    tagged: TaggedModel,
-    model: ir.Model,
-    aligned: tuple[ForeignAlignment, GraphSummary],
-    nodes: Sequence[ir.Node],
-    owned: Sequence[Owned],
-) -> tuple[Hierarchy, list[tuple[str, str, bool]]]:
-    alignment, after = aligned
-    works = [tagged.calls.work(entry.paths, entry.call) for entry in owned]
-    evidence = CarriedEvidence(alignment, tagged.hierarchy, tagged.signatures, works, tagged.calls)
-    hierarchy, unknown = find_fates(tagged.hierarchy, evidence)
-    contamination = list(dict.fromkeys((path, after.values[value].name, leaves) for path, value, leaves in unknown))
-    write_tags(model, nodes, owned, hierarchy, evidence.signatures(), contamination)
-    model.metadata_props.update(lasting_metadata(tagged.model.metadata_props))
-    return hierarchy, contamination
-
-
-def _modules(tagged: TaggedModel, hierarchy: Hierarchy) -> dict[str, AdoptedModule]:
-    modules = {}
-    for path, info in hierarchy.items():
-        region = tagged[path].nodes
-        if region:
-            unknown = sum(node.metadata_props.get("htp.reason") == Reason.UNKNOWN for node in region)
-            modules[path] = AdoptedModule(path, info.class_name, len(region), unknown, info.fate)
-    return modules
+def _modules(tagged: TaggedModel, hierarchy: Hierarchy, unknown: Sequence[ir.Node]) -> dict[str, AdoptedModule]:
+    regions = {path: tagged[path].nodes for path in hierarchy}
+    is_unknown = set(unknown)
+    return {
+        path: AdoptedModule(
+            path, hierarchy[path].class_name, len(region), len(is_unknown & {*region}), hierarchy[path].fate
+        )
+        for path, region in regions.items()
+        if region
+    }

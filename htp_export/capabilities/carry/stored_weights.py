@@ -11,7 +11,7 @@ import onnx_ir as ir
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = ["StoredWeight", "stored_weights"]
+__all__ = ["WeightNumbers", "weight_numbers"]
 
 _SMALLEST = 4  # elements; smaller ones are constants of the graph
 _BLOCKS = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}
@@ -19,7 +19,7 @@ _BLOCKS = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}
 
 
 @dataclass(frozen=True)
-class StoredWeight:
+class WeightNumbers:
     """A weight of a file.
 
     Attributes:
@@ -33,7 +33,7 @@ class StoredWeight:
     plain: bool = False
 
 
-def stored_weights(graph: ir.Graph) -> Iterator[StoredWeight]:
+def weight_numbers(graph: ir.Graph) -> Iterator[WeightNumbers]:
     """The weights of a graph: floats, integers of at most eight bits, and what is quantized block by block.
 
     Longer integers are positions and sizes.
@@ -47,7 +47,7 @@ def stored_weights(graph: ir.Graph) -> Iterator[StoredWeight]:
     for value in graph.initializers.values():
         tensor = value.const_value
         if value not in taken and tensor is not None and tensor.size >= _SMALLEST and _is_weight(tensor.dtype):
-            yield StoredWeight([value], _Reader(value), tensor.dtype.is_floating_point())
+            yield WeightNumbers([value], _Reader(value), tensor.dtype.is_floating_point())
 
 
 def _is_weight(dtype: ir.DataType) -> bool:
@@ -65,7 +65,7 @@ class _Reader:
         return array if array.dtype.kind in "fiu" else array.astype(np.float32)  # types that numpy does not have
 
 
-def _quantized(node: ir.Node) -> StoredWeight | None:
+def _quantized(node: ir.Node) -> WeightNumbers | None:
     """The weight that a node dequantizes."""
     places = _BLOCKS.get(node.op_type) if node.domain == "com.microsoft" else None
     if places is None and not is_standard(node, "DequantizeLinear"):
@@ -74,32 +74,58 @@ def _quantized(node: ir.Node) -> StoredWeight | None:
     levels, scales, zeros = (None if value is None else value.const_value for value in inputs)
     if inputs[0] is None or levels is None or scales is None or levels.size < _SMALLEST:
         return None
+    number = node.attributes.get_int
     if places is None:
-        return StoredWeight([inputs[0], *node.outputs], lambda: _of_axis(node, levels, scales, zeros))
-    rows, bits, size = levels.shape.numpy()[0], _number(node, "bits", 4), _number(node, "block_size", 0)
-    if bits not in (2, 4, 8) or size < 1 or scales.size * size < rows * _number(node, "K", 0):
+        axis, block = number("axis", 1), number("block_size", 0)
+        return WeightNumbers([inputs[0], *node.outputs], lambda: _of_axis(levels, scales, zeros, axis, block))
+    rows, bits, block = levels.shape.numpy()[0], number("bits", 4), number("block_size", 0)
+    columns = number("K", 0)
+    if bits not in (2, 4, 8) or block < 1 or scales.size * block < rows * columns:
         return None
-    return StoredWeight([inputs[0]], lambda: _of_blocks(node, levels, scales, zeros))
+    return WeightNumbers([inputs[0]], lambda: _of_packed_blocks(levels, scales, zeros, bits, block, columns or None))
 
 
-def _number(node: ir.Node, name: str, default: int) -> int:
-    attribute = node.attributes.get(name)
-    return default if attribute is None or attribute.is_ref() else int(attribute.as_int())
-
-
-def _of_blocks(
-    node: ir.Node, levels: ir.TensorProtocol, scales: ir.TensorProtocol, zeros: ir.TensorProtocol | None
+def _of_axis(
+    levels: ir.TensorProtocol, scales: ir.TensorProtocol, zeros: ir.TensorProtocol | None, axis: int, block: int
 ) -> Array:
-    """Rows in blocks of some bits; without zero points, packed levels are around half of their range."""
-    rows, bits, size = levels.shape.numpy()[0], _number(node, "bits", 4), _number(node, "block_size", 0)
-    numbers = _unpacked(levels, bits, rows)
+    """The weight of a ``DequantizeLinear``: scales for the whole, along one axis, or in blocks of it."""
+    numbers, factors = levels.numpy().astype(np.float32), scales.numpy().astype(np.float32)
+    middle = np.zeros_like(factors) if zeros is None else zeros.numpy().astype(np.float32)
+    if factors.ndim == 1 and factors.size > 1:
+        along = [-1 if k == axis % numbers.ndim else 1 for k in range(numbers.ndim)]
+        return np.asarray((numbers - middle.reshape(along)) * factors.reshape(along))
+    return _scaled(numbers, factors, middle, axis, block)
+
+
+def _of_packed_blocks(
+    levels: ir.TensorProtocol,
+    scales: ir.TensorProtocol,
+    zeros: ir.TensorProtocol | None,
+    bits: int,
+    block: int,
+    columns: int | None,
+) -> Array:
+    """A weight of ONNX Runtime's operators: rows of blocks, each with a scale and a zero point.
+
+    Bytes hold several levels, and several zero points; both may have more than are used, as the last block and the last
+    byte of a row are filled up. Without zero points, packed levels are around half of their range.
+    """
+    rows = levels.shape.numpy()[0]
+    numbers = _unpacked(levels, bits, rows)[:, :columns]
     factors = scales.numpy().astype(np.float32).reshape(rows, -1)
-    middle = np.full_like(factors, 1 << (bits - 1) if levels.dtype == ir.DataType.UINT8 else 0)
     if zeros is not None:
         middle = _unpacked(zeros, bits, rows)[:, : factors.shape[1]]
-    columns = _number(node, "K", numbers.shape[1])  # the last block may be filled up
-    middle, factors = (np.repeat(each, size, axis=1)[:, :columns] for each in (middle, factors))
-    return np.asarray((numbers[:, :columns] - middle) * factors)
+    else:
+        middle = np.full_like(factors, 1 << (bits - 1) if levels.dtype == ir.DataType.UINT8 else 0)
+    return _scaled(numbers, factors, middle, 1, block)
+
+
+def _scaled(numbers: Array, factors: Array, middle: Array, axis: int, block: int) -> Array:
+    """Levels as numbers; with a ``block``, each scale and zero point is for so many of them along an axis."""
+    if block:
+        places = np.arange(numbers.shape[axis]) // block
+        factors, middle = np.take(factors, places, axis=axis), np.take(middle, places, axis=axis)
+    return np.asarray((numbers - middle) * factors)
 
 
 def _unpacked(tensor: ir.TensorProtocol, bits: int, rows: int) -> Array:
@@ -109,21 +135,3 @@ def _unpacked(tensor: ir.TensorProtocol, bits: int, rows: int) -> Array:
         return packed.astype(np.float32)
     parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return np.stack(parts, axis=-1).reshape(rows, -1).astype(np.float32)
-
-
-def _of_axis(
-    node: ir.Node, levels: ir.TensorProtocol, scales: ir.TensorProtocol, zeros: ir.TensorProtocol | None
-) -> Array:
-    """A weight with scales for the whole, along one axis, or in blocks of it."""
-    numbers, scale = (each.numpy().astype(np.float32) for each in (levels, scales))
-    zero = np.zeros_like(scale) if zeros is None else zeros.numpy().astype(np.float32)
-    axis, size = _number(node, "axis", 1), _number(node, "block_size", 0)
-    axis += numbers.ndim if axis < 0 else 0
-    if scale.ndim == 1 and scale.size > 1:
-        shape = [1] * numbers.ndim
-        shape[axis] = -1
-        scale, zero = scale.reshape(shape), zero.reshape(shape)
-    elif size:
-        whole = range(numbers.shape[axis])
-        scale, zero = (np.take(np.repeat(each, size, axis=axis), whole, axis=axis) for each in (scale, zero))
-    return np.asarray((numbers - zero) * scale)

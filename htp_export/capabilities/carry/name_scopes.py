@@ -34,9 +34,7 @@ def scope_of(*names: str) -> Scope | None:
 class NameScopes:
     """The modules for which scopes stand.
 
-    Args:
-        known: Scope of a node → the owners that are known, one entry for each such node.
-        modules: The paths of the modules that ran.
+    ``known``: Scope and known owners of each node that has both. ``modules``: Paths of the modules that ran.
 
     Examples:
         >>> known = [(("h.0", "q"), ("layer.0.query",)), (("h.0", "k"), ("layer.0.key",)), (("h.1",), ("layer.1",))]

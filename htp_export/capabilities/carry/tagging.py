@@ -1,4 +1,4 @@
-"""Evidence for the fates of modules after a tool, and their new signatures.
+"""What a tool's result says of modules: their fates, signatures and boundaries, and the tags of its nodes.
 
 A tensor at the boundary of a module is known if it was one before, in an exact boundary or a signature, and remains.
 """
@@ -6,44 +6,94 @@ A tensor at the boundary of a module is known if it was one before, in an exact 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+
+import onnx_ir as ir
 
 from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary
+from htp_export.capabilities.carry.ownership import Owned
+from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Fate, Hierarchy
+from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.model.boundaries import OUTSIDE, Boundaries
-from htp_export.model.fates import FateEvidence, Outcome
+from htp_export.model.fates import FateEvidence, Outcome, find_fates
 
-__all__ = ["CarriedEvidence"]
+__all__ = ["Origin", "lasting_metadata", "tag"]
 
-Signatures = Mapping[str, Sequence[Signature]]
+_IR_VERSION = 10  # the first with metadata on nodes
 
 
-class CarriedEvidence(FateEvidence[int]):
-    """The boundaries of modules after a tool, compared with those in the original model.
+@dataclass(frozen=True)
+class Origin:
+    """What is known of the original model.
 
-    Args:
-        alignment: The counterparts of the tensors after the tool.
-        hierarchy: The modules, with their original fates.
-        signatures: Their inputs and outputs in PyTorch, by original names of tensors.
-        works: The owners and calls of each node after.
-        calls: The calls of the modules.
+    Attributes:
+        summary: Its nodes and their owners.
+        hierarchy: Its modules.
+        signatures: Their inputs and outputs in PyTorch.
+        calls: Their calls.
+        lasting: Metadata that stays true whatever a tool does; see `lasting_metadata`.
+        model: The model; None if only its map is known.
+        has_map: Whether its metadata has a map.
     """
 
-    def __init__(
-        self,
-        alignment: Alignment,
-        hierarchy: Hierarchy,
-        signatures: Signatures,
-        works: Sequence[NodeCalls],
-        calls: CallTree,
-    ) -> None:
+    summary: GraphSummary
+    hierarchy: Hierarchy
+    signatures: Mapping[str, Sequence[Signature]]
+    calls: CallTree
+    lasting: Mapping[str, str]
+    model: ir.Model | None = None
+    has_map: bool = False
+
+
+def lasting_metadata(props: Mapping[str, str]) -> dict[str, str]:
+    """Metadata of a model that stays true whatever a tool does to it.
+
+    The parameters of PyTorch's modules, which call ran in which, and the steps that made the model before.
+    """
+    return {key: props[key] for key in (tags.PARAMETERS, tags.CALLERS, tags.PROVENANCE) if key in props}
+
+
+def tag(
+    model: ir.Model, nodes: Sequence[ir.Node], owned: Sequence[Owned], alignment: Alignment, origin: Origin
+) -> tuple[Hierarchy, list[tuple[str, str, bool]]]:
+    """Write tags into a tool's result; return its modules with their new fates, and its contamination.
+
+    ``nodes`` and ``owned``: The nodes of the result, and the owners of each.
+    """
+    works = [origin.calls.work(entry.paths, entry.call) for entry in owned]
+    evidence = _CarriedEvidence(alignment, origin, works)
+    hierarchy, crossing = find_fates(origin.hierarchy, evidence)
+    names = [value.name for value in alignment.after.values]
+    contamination = list(dict.fromkeys((path, names[value], leaves) for path, value, leaves in crossing))
+    entry_of = cache(lambda paths, reason, call: tags.node_tags(paths, reason, hierarchy.called, call))
+    for node, entry in zip(nodes, owned, strict=True):
+        tags.tag_node(node.metadata_props, entry_of(entry.paths, entry.reason, entry.call))
+    for key in tags.MODEL_KEYS:
+        model.metadata_props.pop(key, None)
+    signatures = evidence.signatures()
+    write_model_metadata(model.metadata_props, hierarchy, signatures=signatures, contamination=contamination)
+    model.metadata_props.update(origin.lasting)
+    model.graph.name = hierarchy.root.simple_class or model.graph.name
+    model.ir_version = max(model.ir_version, _IR_VERSION)
+    return hierarchy, contamination
+
+
+class _CarriedEvidence(FateEvidence[int]):
+    """The boundaries of modules after a tool, compared with those in the original model.
+
+    ``works``: The owners and calls of each node after.
+    """
+
+    def __init__(self, alignment: Alignment, origin: Origin, works: Sequence[NodeCalls]) -> None:
         super().__init__(_boundaries(alignment.after, works))
-        self._alignment, self._signatures, self._old = alignment, signatures, hierarchy
+        self._alignment, self._signatures, self._old = alignment, origin.signatures, origin.hierarchy
         self._number = alignment.numbers.number
-        before = [calls.work(node.owners, node.call) for node in alignment.before.nodes]
+        before = [origin.calls.work(node.owners, node.call) for node in alignment.before.nodes]
         self._before = _boundaries(alignment.before, before)
         self._remaining = {
             number: value

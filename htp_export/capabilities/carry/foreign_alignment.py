@@ -2,62 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from htp_export.capabilities.carry.adoption.likenesses import Likeness
 from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
+from htp_export.capabilities.carry.likenesses import Likeness
 from htp_export.format.reasons import Reason
 from htp_export.shapes.operator_kinds import moves, resembles
 
-__all__ = ["AlignmentEvidence", "ForeignAlignment"]
-
-
-@dataclass
-class AlignmentEvidence:
-    """What is known of the tensors of the other file, by their places in its summary.
-
-    Attributes:
-        inputs: Input → original input.
-        weights: Weight, or tensor that is computed from weights only → the original weights that it stands for.
-        values: Tensor → the original tensors with its numbers.
-        unequal: Tensors that were compared, and that have the numbers of no original.
-        compared: Original tensors that took part.
-        idle: Original node → the input that it gives back on these inputs.
-        idle_after: The same for nodes of the other file.
-    """
-
-    inputs: Mapping[int, int] = field(default_factory=dict)
-    weights: Mapping[int, Likeness] = field(default_factory=dict)
-    values: Mapping[int, Likeness] = field(default_factory=dict)
-    unequal: Collection[int] = frozenset()
-    compared: Collection[int] = frozenset()
-    idle: Mapping[int, int] = field(default_factory=dict)
-    idle_after: Mapping[int, int] = field(default_factory=dict)
+__all__ = ["ForeignAlignment", "without_names"]
 
 
 class ForeignAlignment(Alignment):
-    """The counterparts of the tensors of a file that was not made from the original.
-
-    Args:
-        before: The original model.
-        after: The other file, as `without_names` gives it.
-        evidence: What is known of its tensors.
-    """
+    """The counterparts of the tensors of a file that was not made from the original; its summary is `without_names`."""
 
     by_consumers = True
 
-    def __init__(self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence) -> None:
-        self._evidence = evidence
-        equal = {value: like.originals for value, like in evidence.values.items() if like.same_shape}
-        idle = {node: value for node, value in evidence.idle.items() if moves(before.nodes[node].op, views=True)}
-        super().__init__(before, after, equal or {NOTHING: ()}, idle=idle)
-
     def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
         """Match a value with a number, unless their numbers were compared and differ."""
-        members = self.numbers.members.get(number, ()) if value in self._evidence.unequal else ()
-        if not any(member in self._evidence.compared for member in members):
+        members = self.numbers.members.get(number, ()) if value in self.evidence.unequal else ()
+        if not any(member in self.evidence.compared for member in members):
             super().match(value, number, exact, named)
 
     def _sources(self) -> None:
@@ -65,9 +29,9 @@ class ForeignAlignment(Alignment):
         for index, value in enumerate(self.after.values):
             if value.content:
                 self.match(index, numbers.constant(value.content), True)
-        for index, original in self._evidence.inputs.items():
+        for index, original in self.evidence.inputs.items():
             self.match(index, numbers.number[original], self.alike(index, original))
-        for index, like in self._evidence.weights.items():
+        for index, like in self.evidence.weights.items():
             self._take(index, like, Reason.INITIALIZER)
 
     def _forward(self, node: SummaryNode) -> None:
@@ -77,9 +41,9 @@ class ForeignAlignment(Alignment):
         else:
             super()._forward(node)
 
-    def _by_values(self, equal: Mapping[int, Sequence[int]]) -> bool:
-        added = super()._by_values({value: originals for value, originals in equal.items() if value != NOTHING})
-        for value, like in self._evidence.values.items():
+    def _by_values(self) -> bool:
+        added = super()._by_values()
+        for value, like in self.evidence.values.items():
             if not like.same_shape and self.after.values[value].kind == "node":
                 current = self.numbers.current(self.counterpart[value])
                 if like.joined or current not in {self.numbers.number[original] for original in like.originals}:
@@ -89,11 +53,11 @@ class ForeignAlignment(Alignment):
 
     def _by_weights(self, node: SummaryNode, value: int) -> None:
         """Match the output of a node that reads one weight, or several joined ones, with the products of these."""
-        weights = [v for v in node.inputs if v in self._evidence.weights]
+        weights = [v for v in node.inputs if v in self.evidence.weights]
         live = [v for v in node.inputs if v != NOTHING and self.after.live[v]]
         if len(weights) != 1 or len(live) != 1:
             return
-        like = self._evidence.weights[weights[0]]
+        like = self.evidence.weights[weights[0]]
         products = [
             self._product(node, original) for original in (like.originals if like.joined else like.originals[:1])
         ]
@@ -148,12 +112,12 @@ class ForeignAlignment(Alignment):
 
     def weights_of(self, value: int) -> tuple[int, ...]:
         """The original weights that a value stands for."""
-        like = self._evidence.weights.get(value)
+        like = self.evidence.weights.get(value)
         return () if like is None else like.originals
 
     def anchors(self, value: int) -> set[int]:
         """The numbers of the original tensors that a value stands for, without those of small constants."""
-        if value in self._evidence.weights or self.after.live[value]:
+        if value in self.evidence.weights or self.after.live[value]:
             return self.numbers_of(value)
         return set()
 

@@ -117,9 +117,7 @@ def is_distinctive(array: Array) -> bool:
 def largest_error(outputs: Iterable[tuple[Array, Sequence[Array]]], find: Callable[[Array], Likeness | None]) -> float:
     """The tolerance for tensors of two files, by the errors of their outputs; infinite if no output is recognised.
 
-    Args:
-        outputs: Output → the outputs of the original.
-        find: Recognises a tensor with the largest tolerance.
+    ``outputs``: Output, and the outputs of the original. ``find``: Recognises a tensor with the largest tolerance.
     """
     errors = []
     for array, originals in outputs:
@@ -160,16 +158,15 @@ class _Original:
 
 
 class Originals:
-    """The tensors of an original model that can be recognised by their numbers.
+    """The tensors of an original model that can be recognised by their numbers, up to a relative error.
 
-    Args:
-        tolerance: The relative error up to which a tensor is recognised.
-        weights: Whether they are weights: which may be scaled, and whose parts may be transposed.
+    ``weights``: Whether they are weights: which may be scaled, and whose parts may be transposed. ``parts``: Whether
+    tensors are recognised that join originals, or are cut out of one.
     """
 
-    def __init__(self, tolerance: float = _LARGEST, *, weights: bool = False) -> None:
+    def __init__(self, tolerance: float = _LARGEST, *, weights: bool = False, parts: bool = True) -> None:
         self.tolerance = tolerance
-        self._weights = weights
+        self._weights, self._parts = weights, parts
         self._by_hash: dict[Hashable, list[_Original]] = {}
         self._by_size: dict[tuple[bool, int], list[_Original]] = {}
         self._by_rank: dict[int, list[_Original]] = {}
@@ -177,10 +174,7 @@ class Originals:
     def add(self, index: int, array: Array, load: Callable[[], Array]) -> tuple[int, ...]:
         """Add a tensor, if it is distinctive; return earlier ones with the same shape and numbers.
 
-        Args:
-            index: What it is called.
-            array: Its numbers.
-            load: Returns them later.
+        ``load`` returns its numbers later.
         """
         if not is_distinctive(array):
             return ()
@@ -218,7 +212,8 @@ class Originals:
         best = min((error for error, *_ in near), default=math.inf)
         if best <= self.tolerance or (near and not self._weights):
             return self._nearest(array, near, best)
-        return (self._scaled(array) if self._weights else None) or self._joined(array) or self._cut_out(array)
+        scaled = self._scaled(array) if self._weights else None
+        return scaled or (self._joined(array) or self._cut_out(array) if self._parts else None)
 
     def _near(self, array: Array, limit: float) -> Iterator[tuple[float, _Original, bool]]:
         """Originals near an array in any layout: their errors, and whether the layout is the same."""

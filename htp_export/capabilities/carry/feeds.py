@@ -15,18 +15,21 @@ from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input
 from htp_export.runtime.inputs import Inputs
 
-__all__ = ["feed_original", "feed_other", "inputs_in_order", "pair_names", "simpler_feeds"]
+__all__ = ["feed_original", "feed_other", "inputs_of_call", "pair_names", "simpler_feeds"]
 
 _SIZES = (2, 5, 3)  # of open dimensions, one after another
 
 
-def inputs_in_order(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a call of a PyTorch model by the names of the inputs of its file, in order.
+def inputs_of_call(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a call of a PyTorch model by the names of the inputs of its file: by keyword, otherwise in order.
 
     Raises:
         InputError: If there are not as many tensors as names.
     """
     tensors = list(tensors_in((tuple(args), dict(kwargs))))
+    by_keyword = {name: value for name, value in kwargs.items() if any(value is tensor for tensor in tensors)}
+    if set(names) == set(by_keyword):
+        return by_keyword
     if len(names) != len(tensors):
         raise InputError(
             f"the model has {len(tensors)} tensors as inputs, and its file {len(names)}: {', '.join(names)}"
@@ -52,9 +55,7 @@ def _split(name: str) -> list[str]:
 def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None]) -> dict[str, str]:
     """Pair names of two files: equal ones first, then those with the most words in common, then what is left in order.
 
-    Args:
-        ours: Name → rank of the tensor, None if it is unknown.
-        theirs: The same of the other file.
+    Each name has the rank of its tensor, None if it is unknown.
 
     Examples:
         >>> pair_names({"past_key_values.0.key": 4}, {"cache.layers.0.keys": 4, "cache.layers.0.values": 4})
@@ -70,13 +71,15 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
         if mine not in pairs and other not in pairs
         if _fit(ours[mine], theirs[other]) and (_numbers(mine) == _numbers(other) or not _numbers(other))
     }
-    for mine, other in sorted(likeness, key=lambda pair: -likeness[pair]):
-        rivals = [
-            pair for pair, likely in likeness.items() if likely == likeness[mine, other] and pair != (mine, other)
-        ]
-        shared = [pair for pair in rivals if (pair[0] == mine) != (pair[1] == other)]
-        open_rivals = [pair for pair in shared if pair[0] not in pairs and pair[1] not in pairs.values()]
-        if likeness[mine, other] and mine not in pairs and other not in pairs.values() and not open_rivals:
+
+    def is_open(pair: tuple[str, str]) -> bool:
+        return pair[0] not in pairs and pair[1] not in pairs.values()
+
+    for (mine, other), likely in sorted(likeness.items(), key=lambda entry: -entry[1]):
+        shared = (
+            pair for pair, rival in likeness.items() if rival == likely and (pair[0] == mine) != (pair[1] == other)
+        )
+        if likely and is_open((mine, other)) and not any(map(is_open, shared)):
             pairs[mine] = other
     left, free = [m for m in ours if m not in pairs], [t for t in theirs if t not in pairs.values()]
     if len(left) == len(free) and all(_fit(ours[m], theirs[t]) for m, t in zip(left, free, strict=True)):
