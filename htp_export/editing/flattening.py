@@ -23,7 +23,7 @@ from htp_export.model.rewiring import replace_inputs
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames, rename
 
-__all__ = ["InlinedCall", "dissolve", "flattened", "read_flat"]
+__all__ = ["InlinedCall", "dissolve", "dissolved", "flattened", "read_flat"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,19 +55,24 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
     if not any(others or domain == DOMAIN for domain, _, _ in tagged.model.functions):
         return tagged
     try:
-        return load(flattened(tagged, others=others)[0])
+        return load(flattened(tagged)[0]) if others else dissolved(tagged)
     except InputError as error:
         _log.warning("functions are looked at apart from the nodes that call them: %s", error)
         return tagged
 
 
-def flattened(tagged: TaggedModel, *, others: bool) -> tuple[ir.Model, dict[str, int]]:
+def flattened(tagged: TaggedModel) -> tuple[ir.Model, dict[str, int]]:
     """A copy of a model without functions, and how often each was called; see `read_flat`."""
     model = tagged.model.clone()
     counts = dissolve(model, tagged.hierarchy, tagged.calls)
-    if others:
-        counts.update(_inline_others(model))
-    return model, counts
+    return model, counts | _inline_others(model)
+
+
+def dissolved(tagged: TaggedModel, inlined: list[InlinedCall] | None = None) -> TaggedModel:
+    """A copy of a model without the functions that ``functions`` made; see `dissolve`."""
+    work = tagged.clone()
+    dissolve(work.model, work.hierarchy, work.calls, inlined)
+    return work
 
 
 def dissolve(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -259,7 +258,7 @@ class _Calls:
         self.numbers = {path: inside[path] for path in below if path in inside}
         holding = [up for up in tags.ancestors(part.path) if up != part.path and up in tree]
         above = [ModuleInfo(up, tree[up].class_name) for up in reversed(holding)]
-        infos = [*above, *(self._info(tree[path]) for path in below)]
+        infos = [*above, *(tree[path].counted(len(self.numbers.get(path, ()))) for path in below)]
         self.hierarchy = Hierarchy(infos if infos[0].path == "" else [tree.root, *infos])
         instances = (Instance(path, number) for path, numbers in self.numbers.items() for number in numbers)
         self._calls = {call: Instance(call.path, self.numbers[call.path].index(call.call)) for call in instances}
@@ -273,12 +272,6 @@ class _Calls:
     def number(self, call: Instance) -> Instance | None:
         """What a call of the whole is in the cut."""
         return self._calls.get(call)
-
-    def _info(self, info: ModuleInfo) -> ModuleInfo:
-        calls = len(self.numbers.get(info.path, ()))
-        if info.calls and not calls:  # it ran in other calls alone
-            return replace(info, calls=0, fate="uncalled", fused_with=())
-        return replace(info, calls=calls)
 
     def _caller(self, tree: CallTree, call: Instance, top: Instance) -> Instance | None:
         """The call in the cut that a call ran in; modules between that are registered elsewhere are not in it."""

@@ -175,16 +175,15 @@ class Cutter:
         info = region.info
         if call and not 0 <= call < info.calls:
             raise InputError(f"module {path!r} has no call {call}: it ran {info.calls} times, counted from 0")
-        if info.fate == "fused":
+        if info.fate.is_merged:
             others = ", ".join(map(repr, info.fused_with))
             raise InputError(
                 f"module {path!r} was fused with {others}: a tensor at its border is not in the file; "
                 f"take {self._whole_around(path)!r} instead"
             )
         if not region.nodes:
-            reasons = {"identity": "it gives back what it is given", "dead": "nothing that the model returns needs it"}
-            reasons |= {"constant": "it was folded into constants", "uncalled": "its forward did not run"}
-            raise InputError(f"module {path!r} has no nodes: {reasons.get(info.fate, 'the file gives it none')}")
+            reason = "the file gives it none" if info.fate.is_exact else info.fate.meaning
+            raise InputError(f"module {path!r} has no nodes: {reason}")
         if not any(node in self._order for node in region.nodes):
             *_, holder = self._index.scopes(region.nodes[0])
             raise InputError(
@@ -196,7 +195,7 @@ class Cutter:
     def _whole_around(self, path: str) -> str:
         """The nearest module above one whose border is in the file."""
         above = (up for up in tags.ancestors(path) if up != path and up in self._tagged)
-        return next((up for up in above if self._tagged.hierarchy[up].fate == "computed"), "")
+        return next((up for up in above if self._tagged.hierarchy[up].fate.is_exact), "")
 
     def _ends(self, region: Region, path: str, call: int) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
         """The tensors that the call was given and that it gave back, as the file tells or as the graph shows."""

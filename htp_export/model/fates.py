@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from htp_export.format import tags
-from htp_export.format.hierarchy import Fate, Hierarchy
+from htp_export.format.fates import Fate
+from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.boundaries import Boundaries
 
 __all__ = ["FateEvidence", "Outcome", "fate_of", "find_fates", "fused_with"]
@@ -135,14 +136,14 @@ def find_fates(hierarchy: Hierarchy, evidence: FateEvidence[Key]) -> tuple[Hiera
     outcomes = {path: fate_of(path, evidence) for path in hierarchy}
     contamination: dict[tuple[str, Key, bool], None] = {}
     for path, outcome in outcomes.items():
-        if outcome.fate == Fate.COMPUTED and not evidence.is_closed(path) and evidence.settled(path) is None:
+        if outcome.fate.is_exact and not evidence.is_closed(path) and evidence.settled(path) is None:
             contamination.update(((path, key, leaves), None) for key, _, leaves in evidence.unknown([path]))
     tree = hierarchy.with_results(
         fates={path: outcome.fate for path, outcome in outcomes.items()},
         fused_with={
             path: outcome.fused_with or (hierarchy.parent(path) or "",)
             for path, outcome in outcomes.items()
-            if outcome.fate == Fate.FUSED
+            if outcome.fate.is_merged
         },
     )
     return tree, list(contamination)

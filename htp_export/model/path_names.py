@@ -103,7 +103,7 @@ def give_path_names(tagged: TaggedModel) -> Renamed:
 
     Args:
         tagged: A model with tags of htp_export, without functions that were made of its modules. What it found out
-            about its graph is out of date afterwards; ``load`` the model again.
+            about its graph is out of date afterwards; `refresh` it.
     """
     graph, namer = tagged.model.graph, _Namer(tagged)
     node_names, tensor_names = namer.named()

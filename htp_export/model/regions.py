@@ -13,13 +13,14 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls
+from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.dependence import input_dependent_values
 from htp_export.model.runs import runs_below
 from htp_export.shapes.operator_kinds import RANDOM, subgraphs
 
-__all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "subgraphs", "twins_of"]
+__all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "named_values", "subgraphs", "twins_of"]
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -58,6 +59,12 @@ def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
         yield from node.outputs
         for body in subgraphs(node):
             yield from all_values(body)
+
+
+def named_values(graph: ir.Graph) -> dict[str, ir.Value]:
+    """The tensors of a graph by name, without those of its subgraphs: inputs, initializers, and what its nodes make."""
+    results = (value for node in graph for value in node.outputs)
+    return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *results) if value.name}
 
 
 class GraphIndex:
@@ -249,8 +256,8 @@ class Region:
         return self.info.calls
 
     @property
-    def fate(self) -> str:
-        """What became of the module, one of ``hierarchy.FATES``."""
+    def fate(self) -> Fate:
+        """What became of the module."""
         return self.info.fate
 
     @property

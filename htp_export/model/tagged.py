@@ -26,7 +26,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_scopes import scopes_of
-from htp_export.model.regions import GraphIndex, Region, all_nodes
+from htp_export.model.regions import GraphIndex, Region, all_nodes, named_values
 from htp_export.results.drawn_levels import drawn_parents
 from htp_export.results.result import Result
 from htp_export.results.tables import html_table, html_tree
@@ -57,7 +57,7 @@ class HoldsModel(Result):
 
     @cached_property
     def tagged(self) -> TaggedModel:
-        """The model with its module tree, read once; after changing the graph, ``load(result.model)``."""
+        """The model with its module tree, read once; after changing the graph, `refresh` it."""
         return load(self.model)
 
 
@@ -75,7 +75,7 @@ class TaggedResult(HoldsModel):
 class TaggedModel:
     """An ONNX model and its module tree; indexed by module path.
 
-    What it knows of the graph is found once, when first asked for. After changing the graph, ``load(tagged.model)``.
+    What it knows of the graph is found once, when first asked for. After changing the graph, `refresh` it.
 
     Args:
         model: The model.
@@ -122,7 +122,7 @@ class TaggedModel:
             levels[path] = 0 if above is None else levels[above] + 1
             remarks = [module.simple_class, f"{nodes} node{'s' * (nodes != 1)}"]
             remarks += [f"{module.calls} calls"] if module.calls > 1 else []
-            remarks += [module.fate] if module.fate != "computed" else []
+            remarks += filter(None, [module.fate.remark])
             short = path[len(above) + 1 if above else 0 :]
             yield levels[path], short or "(root)", path or "(root)", " · ".join(remarks)
 
@@ -143,6 +143,16 @@ class TaggedModel:
 
     def __contains__(self, path: object) -> bool:
         return path in self.hierarchy
+
+    def refresh(self, hierarchy: Hierarchy | None = None) -> TaggedModel:
+        """Find owners, regions, shapes and signatures anew, after the graph was changed.
+
+        Args:
+            hierarchy: The modules, where these have changed, too.
+        """
+        lasting = {"model": self.model, "hierarchy": hierarchy or self.hierarchy, "source": self.source}
+        self.__dict__ = {**lasting, "_regions": WeakValueDictionary(), "_file": self._file}
+        return self
 
     def clone(self) -> TaggedModel:
         """The same of a copy of the model, whose graph may be changed; the module tree is not read again."""
@@ -216,9 +226,7 @@ class TaggedModel:
     @cached_property
     def values(self) -> Mapping[str, ir.Value]:
         """The tensors of the main graph by name: inputs, initializers, and what its nodes make."""
-        graph = self.model.graph
-        results = (value for node in graph for value in node.outputs)
-        return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *results) if value.name}
+        return named_values(self.model.graph)
 
     @cached_property
     def inferred(self) -> Symbolic:
@@ -406,7 +414,7 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
         raise ValueError(f"{error}; {newer}, so that it needs a newer htp_export" if newer else str(error)) from error
     if newer:
         _log.warning("%s: %s; what that adds is passed over", name, newer)
-    hierarchy = known or Hierarchy([ModuleInfo("", "", 1, "computed")])
+    hierarchy = known or Hierarchy([ModuleInfo("", "", 1)])
     calls: dict[str, int] = {}
     for node in all_nodes(model):
         owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "0")
@@ -420,7 +428,7 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
     if not classes:
         return TaggedModel(model, hierarchy, "none")
     if declared is None:
-        hierarchy = Hierarchy([ModuleInfo("", classes.get("", ""), 1, "computed")])
+        hierarchy = Hierarchy([ModuleInfo("", classes.get("", ""), 1)])
     if not model.meta.get(_WARNED):
         model.meta[_WARNED] = True
         _log.warning(

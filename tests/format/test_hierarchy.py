@@ -7,7 +7,7 @@ import json
 import pytest
 from torch import nn
 
-from htp_export.format.hierarchy import FATES, Hierarchy, ModuleInfo
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 
 
 class Tied(nn.Module):
@@ -127,7 +127,3 @@ def test_modules_that_only_nodes_name_are_added_below_what_is_known(tree: Hierar
     assert new["tail.0.fc"] == ModuleInfo("tail.0.fc", "net.Fc", 2, "computed")
     assert new["tail"] == ModuleInfo("tail", "", 0, "uncalled")
     assert new.children("tail") == ("tail.0",)
-
-
-def test_the_words_for_fates_are_those_of_the_format() -> None:
-    assert FATES == ("computed", "identity", "fused", "constant", "dead", "uncalled")

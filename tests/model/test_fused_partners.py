@@ -15,7 +15,8 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.optimize.fates import SignatureEvidence
 from htp_export.format.call_tree import CallTree
-from htp_export.format.hierarchy import Fate, Hierarchy, ModuleInfo
+from htp_export.format.fates import Fate
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.boundaries import Boundaries
 from htp_export.model.fates import FateEvidence, Outcome, find_fates, fused_with
 from htp_export.tools import onnxscript, onnxslim

@@ -337,3 +337,17 @@ def test_a_clone_has_the_modules_of_the_model_and_a_graph_of_its_own() -> None:
     assert (clone.hierarchy, clone.source) == (tagged.hierarchy, tagged.source)
     assert [node.name for node in clone.nodes] == [node.name for node in tagged.nodes]
     assert not {*clone.nodes} & {*tagged.nodes}
+
+
+def test_a_model_that_was_changed_finds_its_regions_and_tensors_anew():
+    relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act", "htp.reason": "scope"})
+    graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20})
+    tagged = load(ir.Model(graph, ir_version=10))
+    assert [node.op_type for node in tagged["act"].nodes] == ["Relu"]
+    values = tagged.values
+    tanh = ir.node("Tanh", relu.outputs, metadata_props=dict(relu.metadata_props))
+    graph.append(tanh)
+    assert tagged.refresh() is tagged
+    assert [node.op_type for node in tagged["act"].nodes] == ["Relu", "Tanh"]
+    assert tagged.values is not values
+    assert tagged.refresh(tagged.hierarchy.including({"head": 1})).paths == ["", "act", "head"]

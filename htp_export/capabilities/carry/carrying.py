@@ -15,12 +15,12 @@ import onnx_ir as ir
 from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.fates import CarriedEvidence
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, summarize
-from htp_export.capabilities.carry.inlined_names import flat_and_calls, restore_names
+from htp_export.capabilities.carry.inlined_names import restore_names
 from htp_export.capabilities.carry.maps import map_to_text, text_to_map
 from htp_export.capabilities.carry.ownership import Owned, owners_after
 from htp_export.capabilities.carry.renamed_weights import renamed_weights
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
-from htp_export.editing.flattening import dissolve, read_flat
+from htp_export.editing.flattening import InlinedCall, dissolve, dissolved, read_flat
 from htp_export.editing.function_records import DOMAIN
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files.model_files import write_model
@@ -257,8 +257,8 @@ def _from_model(source: ModelSource, after: ir.Model) -> _Origin:
     """
     tagged = _tagged(source)
     if _module_functions(tagged.model) != _module_functions(after):
-        flat, inlined = flat_and_calls(tagged)
-        tagged = load(flat)
+        inlined: list[InlinedCall] = []
+        tagged = dissolved(tagged, inlined)
         restore_names(after, inlined)
     props = tagged.model.metadata_props
     return _Origin(

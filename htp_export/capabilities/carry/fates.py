@@ -11,7 +11,8 @@ from functools import cache
 from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary
 from htp_export.format.call_tree import CallTree, NodeCalls
-from htp_export.format.hierarchy import Fate, Hierarchy
+from htp_export.format.fates import Fate
+from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.signatures import Signature
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.fates import FateEvidence, Outcome
@@ -70,7 +71,7 @@ class CarriedEvidence(FateEvidence[int]):
         inputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.taken}
         outputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.given}
         leaving = set[int]()
-        if info is not None and (info.fate == Fate.COMPUTED or path not in self._signatures):
+        if info is not None and (info.fate.is_exact or path not in self._signatures):
             for value, _, leaves in self._before.of([path]):
                 (leaving if leaves else inputs).add(self._number[value])
         if not path:
@@ -93,8 +94,8 @@ class CarriedEvidence(FateEvidence[int]):
     def settled(self, path: str) -> Outcome | None:
         """The original fate of a module that had no nodes."""
         info = self._old[path]
-        is_open = info.fate in (Fate.COMPUTED, Fate.FUSED) and path in self._before.below
-        return None if is_open else Outcome(Fate(info.fate), info.fused_with)
+        is_open = info.fate.does_work and path in self._before.below
+        return None if is_open else Outcome(info.fate, info.fused_with)
 
     def without_work(self, path: str) -> Fate | None:
         """``constant`` if the nodes of a module were folded, ``identity`` if its outputs are its inputs."""
@@ -110,10 +111,10 @@ class CarriedEvidence(FateEvidence[int]):
     def partners(self, path: str) -> Collection[str] | None:
         """The original owners beyond the tensors that a module lost, if its boundary is not exact any more."""
         info = self._old[path]
-        if info.fate == Fate.COMPUTED and self.is_closed(path) and self._makes_all(path):
+        if info.fate.is_exact and self.is_closed(path) and self._makes_all(path):
             return None
         lost = {number for number in self.known(path) if number not in self._remaining}
-        return [*info.fused_with, *self._beyond(path, lost)] if lost or info.fate == Fate.FUSED else None
+        return [*info.fused_with, *self._beyond(path, lost)] if lost or info.fate.is_merged else None
 
     def _makes_all(self, path: str) -> bool:
         nodes = self._alignment.after.nodes

@@ -13,23 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from htp_export.editing.flattening import InlinedCall, dissolve
-from htp_export.model.tagged import TaggedModel
+from htp_export.editing.flattening import InlinedCall
 
-__all__ = ["flat_and_calls", "restore_names"]
+__all__ = ["restore_names"]
 
 _Key = tuple[ir.OperatorIdentifier, str, str]  # function, what stands before the name in the body, and after it
-
-
-def flat_and_calls(tagged: TaggedModel) -> tuple[ir.Model, list[InlinedCall]]:
-    """The flat graph of a model with functions that were made of modules, and what became of each call.
-
-    Raises:
-        InputError: If a function cannot be inlined.
-    """
-    model, inlined = tagged.model.clone(), list[InlinedCall]()
-    dissolve(model, tagged.hierarchy, tagged.calls, inlined)
-    return model, inlined
 
 
 def restore_names(after: ir.Model, calls: Sequence[InlinedCall]) -> None:

@@ -96,7 +96,7 @@ class ModuleFunctions:
 
 def _is_missed(module: ModuleInfo) -> bool:
     """Whether one expects a function of a module; that a Dropout is none surprises nobody."""
-    return bool(module.path) and module.fate in ("computed", "fused")
+    return bool(module.path) and module.fate.does_work
 
 
 def _no_modules(value: Any) -> InputError:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from htp_export.errors import InputError
-from htp_export.format.hierarchy import Fate
 from htp_export.model.tagged import Region, TaggedModel
 from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.products import LINEAR
@@ -138,7 +137,7 @@ def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
 
 def _result(tagged: TaggedModel, path: str, region: Region, call: int) -> ir.Value:
     """The result of a module, which it alone computes."""
-    if tagged.hierarchy[path].fate != Fate.COMPUTED:
+    if not tagged.hierarchy[path].fate.is_exact:
         raise InputError(f"module {path!r} is {tagged.hierarchy[path].fate}: its result is not in the graph by itself")
     signature = tagged.signature(path, call)
     named = [tagged.values.get(name or "") for name in signature.outputs] if signature else []

@@ -22,7 +22,7 @@ from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.plans.rules import Assigned, assigned
 from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.process.progress import counted
@@ -136,7 +136,7 @@ def _pruned(
     for weight, mask in masks.items():
         _apply(weight, mask)
     matrices = {weight: value for weight, value in values.items() if value.kind == "rank" and weight in left}
-    factors, whole = factorise(load(tagged.model) if cut else tagged, matrices) if matrices else ({}, {})
+    factors, whole = factorise(tagged.refresh(), matrices) if matrices else ({}, {})
     _refuse_full_ranks(wanted, owners, factors, whole)
     counts = [
         Counted(
@@ -144,7 +144,7 @@ def _pruned(
         )
         for weight in counted(weights, "weights")
     ]
-    rows = pruned_modules(_facts(load(tagged.model)).values(), counts, bytes_before)
+    rows = pruned_modules(_facts(tagged.refresh()).values(), counts, bytes_before)
     said = {path: str(value) for path, value in wanted.modules.items()}
     ranks = {weight.name: found.rank for weight, found in factors.items()}
     kept = {weight.name: reason for weight, reason in whole.items()}

@@ -9,11 +9,11 @@ import onnx_ir as ir
 from htp_export.editing.editing import remove_unused, take_place
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.format.hierarchy import Fate
+from htp_export.format.fates import Fate
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
-from htp_export.model.tagged import TaggedModel, load
+from htp_export.model.tagged import TaggedModel
 
 __all__ = ["ends_of", "remove_blocks"]
 
@@ -39,6 +39,7 @@ def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
     Raises:
         InputError: If a module is no residual block, runs several times, or gives more than one tensor.
     """
+    had_nodes = [path for path, module in tagged.hierarchy.items() if module.fate.does_work and tagged[path].nodes]
     now: dict[ir.Value, ir.Value] = {}
     for path in paths:
         taken, given = ends_of(tagged, path)
@@ -52,8 +53,7 @@ def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
         names[str(given.name)] = str(stands.name)
         _replace(tagged, graph, given, stands, names)
     remove_unused(tagged.model)
-    _describe(tagged, paths, names)
-    return load(tagged.model)
+    return _describe(tagged, paths, names, had_nodes)
 
 
 def ends_of(tagged: TaggedModel, path: str) -> tuple[ir.Value, ir.Value]:
@@ -111,20 +111,15 @@ def _replace(tagged: TaggedModel, graph: ir.Graph, given: ir.Value, stands: ir.V
     given.replace_all_uses_with(stands)
 
 
-def _describe(tagged: TaggedModel, paths: Sequence[str], names: dict[str, str]) -> None:
+def _describe(
+    tagged: TaggedModel, paths: Sequence[str], names: dict[str, str], had_nodes: Sequence[str]
+) -> TaggedModel:
     """Write the fates and signatures of the modules that are gone."""
-    left = load(tagged.model)
-    fates = dict.fromkeys(paths, Fate.IDENTITY)
-    for path, module in tagged.hierarchy.items():
-        if (
-            path not in fates
-            and module.fate in (Fate.COMPUTED, Fate.FUSED)
-            and tagged[path].nodes
-            and not left[path].nodes
-        ):
-            fates[path] = Fate.DEAD
+    tagged.refresh()
+    fates = dict.fromkeys((path for path in had_nodes if not tagged[path].nodes), Fate.DEAD)
+    fates |= dict.fromkeys(paths, Fate.IDENTITY)
     hierarchy = tagged.hierarchy.with_results(fates=fates)
-    there = left.values
+    there = tagged.values
     signatures = {}
     for path, calls in tagged.signatures.items():
         if fates.get(path) == Fate.DEAD:
@@ -138,3 +133,4 @@ def _describe(tagged: TaggedModel, paths: Sequence[str], names: dict[str, str]) 
         if path in paths:
             signatures[path] = [Signature(call.inputs, call.outputs[:1]) for call in signatures[path]]
     write_model_metadata(tagged.model.metadata_props, hierarchy, signatures=signatures)
+    return tagged.refresh(hierarchy)

@@ -35,7 +35,7 @@ from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
 from htp_export.model.regions import twins_of
-from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
+from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.model.tensor_names import Names
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array, nan_in
@@ -161,8 +161,7 @@ def quantize(
             same.metadata_props.clear()
             same.metadata_props.update(node.metadata_props)
     metrics = None if control is None else (control.before, control.check(changed.model, _most_drop(choice)))
-    after = load(changed.model)
-    sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(after).modules.items()}
+    sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(changed.refresh()).modules.items()}
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
     notes = [*_notes(choice, random=random), *stayed]

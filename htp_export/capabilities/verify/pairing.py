@@ -196,11 +196,11 @@ def unmatched_calls(tagged: TaggedModel, ran: Mapping[str, int], in_branches: Ma
             )
             continue
         known = in_branches.get(path, known)
-        if not now and known and info.fate != "uncalled":
+        if not now and known and info.fate.ran:
             reasons[path] = (
                 "its calls cannot be seen: it runs in a branch, its forward is called directly, or the model is traced"
             )
-        elif now != known and known and info.fate != "uncalled":
+        elif now != known and known and info.fate.ran:
             reasons[path] = f"it ran {_times(now)} now and {_times(known)} in the export"
     return reasons
 

@@ -85,7 +85,7 @@ def _misplaced(
     tagged: TaggedModel, initializer: ir.Value, name: str, readers: Mapping[str, frozenset[str]], model: nn.Module
 ) -> Iterator[str]:
     right = readers[name]
-    if any(path in tagged and tagged.hierarchy[path].fate == "constant" for path in right):
+    if any(path in tagged and tagged.hierarchy[path].fate.is_folded for path in right):
         return  # what it was folded into is read wherever the module's result is
     outside_readers = [use.node for use in initializer.uses() if not _reads(tagged, use.node, right)]
     if outside_readers:  # exporters merge equal tensors under one name: then it may be read wherever any of them is

@@ -97,7 +97,7 @@ def _check_values(
     different = looked_at = 0
     for value, tensor in shared:
         owner = str(value.name).rpartition(".")[0]
-        fused = owner in tagged and tagged.hierarchy[owner].fate == "fused"  # then a neighbour's were worked into it
+        fused = owner in tagged and tagged.hierarchy[owner].fate.is_merged  # then a neighbour's were worked into it
         floats = value.const_value.dtype.is_floating_point()  # type: ignore[union-attr] # see _initializers
         if fused or not floats or not tensor.is_floating_point():
             continue
