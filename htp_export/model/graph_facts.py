@@ -12,7 +12,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
-from htp_export.shapes.facts import constant_tensor
+from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.symbolic import Symbolic, written_shape
 

@@ -26,7 +26,7 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.tagged import TaggedModel
-from htp_export.shapes.facts import constant_tensor
+from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import is_standard
 
 __all__ = [

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 import onnx_ir as ir
 
-from htp_export.shapes.facts import Fact
-from htp_export.shapes.known import Known, Operation, objects
+from htp_export.shapes.known import Fact, Operation, objects
 from htp_export.shapes.sizes import Dim
+
+if TYPE_CHECKING:
+    from htp_export.shapes.inference import Inference
 
 __all__ = ["CONTROL_FLOW_RULES"]
 
 _MOST_TRIPS = 2**31
 """A loop that only its condition ends has a trip count of so much or more, which says nothing of its results."""
 
-
-class _Walk(Known, Protocol):
-    def fact(self, value: ir.Value | None) -> Fact | None: ...
-    def body(self, name: str, graph: ir.Graph, inputs: Sequence[Fact], times: int | None) -> list[Fact]: ...
-    def either(self, first: Fact, second: Fact) -> Fact: ...
-    def trips(self, trips: Dim | None, certain: bool) -> Dim | None: ...
-    def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]: ...
+ControlFlowRule: TypeAlias = Callable[["Inference", Operation], list[Fact]]
 
 
-ControlFlowRule: TypeAlias = Callable[[_Walk, Operation], list[Fact]]
-
-
-def _if(walk: _Walk, operation: Operation) -> list[Fact]:
+def _if(walk: Inference, operation: Operation) -> list[Fact]:
     decided = walk.constant(operation.inputs[0])
     taken = ("then_branch", "else_branch") if decided is None else ("then_branch" if decided[0] else "else_branch",)
     results = [walk.body(name, operation.attributes[name].as_graph(), (), 1) for name in taken]
@@ -37,7 +30,7 @@ def _if(walk: _Walk, operation: Operation) -> list[Fact]:
     return [walk.either(first, second) for first, second in zip(*results, strict=True)]
 
 
-def _loop(walk: _Walk, operation: Operation) -> list[Fact]:
+def _loop(walk: Inference, operation: Operation) -> list[Fact]:
     graph = operation.attributes["body"].as_graph()
     most, condition, *_ = (*operation.inputs, None, None)  # both may be left out
     count, goes_on = walk.contents(most), walk.constant(condition)
@@ -62,7 +55,7 @@ def _loop(walk: _Walk, operation: Operation) -> list[Fact]:
     return [*state, *(_stacked(fact, trips) for fact in results[1 + len(state) :])]
 
 
-def _scan(walk: _Walk, operation: Operation) -> list[Fact]:
+def _scan(walk: Inference, operation: Operation) -> list[Fact]:
     graph, count = operation.attributes["body"].as_graph(), operation.attributes["num_scan_inputs"].as_int()
     first = len(operation.inputs) - count
     facts = [_forgetful(walk.fact(value)) for value in operation.inputs]

@@ -10,8 +10,7 @@ import onnx_ir as ir
 
 from htp_export.errors import described
 from htp_export.shapes.control_flow import CONTROL_FLOW_RULES
-from htp_export.shapes.facts import Fact, Facts, constant_tensor, small_array
-from htp_export.shapes.known import Dims, Known, Operation, small_contents
+from htp_export.shapes.known import Dims, Fact, Known, Operation, constant_tensor, small_array, small_contents
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
 from htp_export.shapes.registry import rules_of
 from htp_export.shapes.schemas import Given, evaluated, inferred, type_source
@@ -40,7 +39,7 @@ class _Called:
     attributes = property(lambda self: self.resolved.attributes)
 
 
-class Inference(Facts):
+class Inference(Known):
     """Infers shapes while it walks over a graph.
 
     A subclass may look at every node that is visited, by overriding `visit`, `body` and `call`.

@@ -18,6 +18,7 @@ __all__ = [
     "Size",
     "divide",
     "equal",
+    "is_natural",
     "is_smaller_of",
     "is_unnamed",
     "not_negative",
@@ -192,7 +193,13 @@ def not_negative(size: Dim) -> Dim:
     """
     if isinstance(size, int):
         return max(size, 0)
-    return size if size.least is not None and size.least >= 0 else symbol(f"Max(0, {size})")
+    return size if is_natural(size) else symbol(f"Max(0, {size})")
+
+
+def is_natural(size: Dim) -> bool:
+    """Whether a size is certain not to be negative."""
+    least = size.least if isinstance(size, Size) else size
+    return least is not None and least >= 0
 
 
 def is_smaller_of(size: Dim, limited: Dim) -> bool:
