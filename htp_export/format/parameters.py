@@ -17,7 +17,7 @@ from htp_export.format.module_paths import module_paths
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ModuleParameters", "parameters_from_json", "parameters_of", "parameters_to_json"]
+__all__ = ["Declared", "ModuleParameters", "declared", "parameters_from_json", "parameters_of", "parameters_to_json"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,43 @@ class ModuleParameters:
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A parameter that PyTorch had.
+
+    Attributes:
+        name: Its full name, ``encoder.fc.weight``.
+        module: The module that holds it.
+        shape: Its shape.
+        tied: The name of the same parameter in an earlier module; ``""`` if this is the first.
+    """
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    tied: str = ""
+
+    @property
+    def first(self) -> str:
+        """The name that the parameter has in the first module that holds it."""
+        return self.tied or self.name
+
+
+def declared(parameters: Mapping[str, ModuleParameters]) -> dict[str, Declared]:
+    """Full name → parameter, of every module.
+
+    Examples:
+        >>> declared({"tail": ModuleParameters({"w": (3, 4)}, {"w": "head.w"})})["tail.w"].first
+        'head.w'
+    """
+    listed = (
+        Declared(tags.below(path, name), path, tuple(shape), held.tied.get(name, ""))
+        for path, held in parameters.items()
+        for name, shape in held.shapes.items()
+    )
+    return {parameter.name: parameter for parameter in listed}
 
 
 def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:
@@ -50,7 +87,7 @@ def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(parameter, UninitializedParameter):
                 continue
-            full = f"{path}.{name}" if path else name
+            full = tags.below(path, name)
             shapes[name] = tuple(parameter.shape)
             if first.setdefault(id(parameter), full) != full:
                 tied[name] = first[id(parameter)]
@@ -74,7 +111,7 @@ def parameters_to_json(parameters: Mapping[str, ModuleParameters]) -> str:
         for name, shape in module.shapes.items():
             first = module.tied.get(name)
             plain[path][name] = first if first in written and first is not None else list(shape)
-            written.add(f"{path}.{name}" if path else name)
+            written.add(tags.below(path, name))
     return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -106,6 +143,6 @@ def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
                 module_shapes[name] = tuple(shape)
             else:
                 raise ValueError(f"{tags.PARAMETERS}: {name!r} of module {path!r} has no shape: {shape!r}")
-            shapes[f"{path}.{name}" if path else name] = module_shapes[name]
+            shapes[tags.below(path, name)] = module_shapes[name]
         parameters[path] = ModuleParameters(module_shapes, tied)
     return parameters

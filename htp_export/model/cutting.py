@@ -49,25 +49,12 @@ class Cut:
 
 
 def cut(tagged: TaggedModel, path: str, call: int = 0) -> Cut:
-    """Cut one call of a module out of a model; for several cuts of one model, keep a `Cutter`.
-
-    Args:
-        tagged: The model.
-        path: The module.
-        call: Which of its calls, from 0.
+    """Cut one call of a module, counted from 0, out of a model; for several cuts of one model, keep a `Cutter`.
 
     Raises:
         UnknownModuleError: If the model has no such module.
         InputError: If the module has no such call, or cannot be cut out: the message says why, and what to cut instead.
         UntaggedModelError: If the model has no tags.
-
-    Examples:
-        >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
-        >>> part = cut(tagged, "1")
-        >>> list(part.inputs), [node.op_type for node in part.nodes]
-        (['input'], ['Relu'])
     """
     return Cutter(tagged).cut(path, call)
 
@@ -108,9 +95,6 @@ class Cutter:
             comes_along: Whether a constant value, an initializer or what is made of such, is taken into the cut by
                 whoever needs it. The others are taken where their node is a member, and else they enter.
             stops: Values that enter even if a member computes them.
-
-        Returns:
-            The cut of the root. Its inputs are model inputs and what other nodes compute, by their names.
         """
         walk = _Walk(self, members, frozenset(stops), comes_along)
         walk.from_outputs(outputs.values())
@@ -164,10 +148,10 @@ class Cutter:
         sizes.update(dict.fromkeys(value for node in both for value in node.outputs))
         nodes = tuple(sorted(walk.nodes - size_nodes.keys(), key=self._order.__getitem__))
         ordered = tuple(sorted(size_nodes, key=self._order.__getitem__))
-        read = dict.fromkeys(self._initializers((*nodes, *ordered), wanted.values()))
+        read = (value for node in (*nodes, *ordered) for value in self.reads(node))
         entering = set(reached.values())
-        initializers = tuple(value for value in read if value not in entering)
-        return Cut(path, call, reached, wanted, nodes, initializers, tuple(sizes), ordered)
+        initializers = (v for v in dict.fromkeys((*read, *wanted.values())) if v.is_initializer() and v not in entering)
+        return Cut(path, call, reached, wanted, nodes, tuple(initializers), tuple(sizes), ordered)
 
     def _region(self, path: str, call: int) -> Region:
         """The module's region, all calls together, once it is certain that it can be cut."""
@@ -217,11 +201,6 @@ class Cutter:
         if not known or any(name not in values for name in known):  # a tool renamed or removed them
             return inputs, _named(call_region.outputs)
         return inputs, {name: values[name] for name in known}
-
-    def _initializers(self, nodes: Sequence[ir.Node], outputs: Iterable[ir.Value]) -> Iterator[ir.Value]:
-        for node in nodes:
-            yield from (value for value in self.reads(node) if value.is_initializer())
-        yield from (value for value in outputs if value.is_initializer())
 
     def reads(self, node: ir.Node) -> Iterator[ir.Value]:
         """What a node reads of the main graph, in its subgraphs too."""
@@ -282,12 +261,9 @@ class Cutter:
             else:
                 inputs = [operand for operand in node.inputs if operand is not None]
                 unknown = [operand for operand in inputs if operand not in self._only_sizes]
-                if unknown:
-                    stack.extend(unknown)
-                else:
-                    self._only_sizes[stack.pop()] = bool(inputs) and all(
-                        self._only_sizes[operand] for operand in inputs
-                    )
+                stack.extend(unknown)
+                if not unknown:
+                    self._only_sizes[stack.pop()] = bool(inputs) and all(map(self._only_sizes.__getitem__, inputs))
         return self._only_sizes[value]
 
     def is_free(self, value: ir.Value) -> bool:
@@ -296,14 +272,7 @@ class Cutter:
 
 
 class _Walk:
-    """The way back from outputs to where the values come from.
-
-    Args:
-        cutter: What knows the graph.
-        members: The nodes that may be taken.
-        stops: Values that enter even where a member makes them.
-        comes_along: Whether a constant value is taken whoever makes it.
-    """
+    """The way back from outputs to where the values come from; see `Cutter.cut_nodes`."""
 
     def __init__(
         self,
@@ -335,13 +304,9 @@ class _Walk:
 
 
 def same_dimensions(shape_node: ir.Node, inputs: Sequence[ir.Value]) -> list[int | tuple[ir.Value, int]] | None:
-    """For what a ``Shape`` node reads, where each of its dimensions can be read instead.
+    """For each dimension that a ``Shape`` node gives, the number that it is, or an input and which of its dimensions.
 
-    Dimensions are the same where the file gives them the same name.
-
-    Returns:
-        For each dimension that the node gives, the number that it is, or an input and which of its dimensions; None
-        where one of them is nowhere among the inputs.
+    Dimensions are the same where the file gives them the same name. None if one of them is nowhere among the inputs.
     """
     source = shape_node.inputs[0]
     if source is None or source.shape is None:

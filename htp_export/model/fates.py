@@ -27,29 +27,18 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one module.
-
-    Attributes:
-        fate: The word for it.
-        fused_with: For ``fused``, the modules with which it can be cut out as a whole.
-    """
+    """What became of one module; if it was merged, the modules with which it can be cut out as a whole."""
 
     fate: Fate
     fused_with: tuple[str, ...] = ()
 
 
 class FateEvidence(ABC, Generic[Key]):
-    """What is known of the modules of a graph.
-
-    Args:
-        boundaries: What crosses the boundaries of modules in the graph as it is.
-    """
+    """What is known of the modules of a graph, and what crosses their boundaries in the graph as it is."""
 
     def __init__(self, boundaries: Boundaries[Key]) -> None:
         self.boundaries = boundaries
         self._closed: dict[str, bool] = {}
-
-    # --- what an export, `carry` and the passes know, each in its own way ---
 
     @abstractmethod
     def settled(self, path: str) -> Outcome | None:
@@ -81,8 +70,6 @@ class FateEvidence(ABC, Generic[Key]):
     def counterpart(self, tensor: Key) -> Hashable:
         """What a tensor of the graph is among those of ``known``."""
         return tensor
-
-    # --- what follows from that ---
 
     def has_nodes(self, path: str) -> bool:
         """Whether a node has an owner at or below a module."""

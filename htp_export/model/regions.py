@@ -15,9 +15,8 @@ from htp_export.errors import InputError
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.model.boundaries import OUTSIDE, Boundaries
+from htp_export.model.boundaries import OUTSIDE, Boundaries, runs_below
 from htp_export.model.dependence import input_dependent_values
-from htp_export.model.runs import runs_below
 from htp_export.shapes.operator_kinds import RANDOM, subgraphs
 
 __all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "named_values", "subgraphs", "twins_of"]
@@ -71,10 +70,6 @@ class GraphIndex:
     """What one pass over a model tells about every region of it.
 
     It is made of the model as it is; once the graph is changed, make a new one.
-
-    Args:
-        model: The model.
-        work_of: Whose work a node does; that of nobody for an untagged one.
 
     Attributes:
         nodes: Every node, in the order of ``all_nodes``.
@@ -217,14 +212,8 @@ class GraphIndex:
 class Region:
     """The nodes of a module, and its boundary.
 
-    A node's subgraphs (the branches of an ``If``) count with the node: what they capture enters the region.
-
-    Args:
-        index: The model's index.
-        hierarchy: The module tree.
-        calls: Which call ran in which.
-        path: The module.
-        call: Only the nodes of this call of the module; all calls where it is None.
+    A node's subgraphs (the branches of an ``If``) count with the node: what they capture enters the region. If ``call``
+    is given, it has only the nodes of this call of the module.
     """
 
     def __init__(

@@ -6,10 +6,10 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal, NoReturn, Protocol, TypeAlias
+from typing import ClassVar, Literal, NoReturn, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import onnx
@@ -23,7 +23,7 @@ from htp_export.files.written_check import made_from
 from htp_export.format import selectors, tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.parameters import ModuleParameters, parameters_from_json
+from htp_export.format.parameters import Declared, ModuleParameters, declared, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_scopes import scopes_of
 from htp_export.model.regions import GraphIndex, Region, all_nodes, named_values
@@ -41,6 +41,8 @@ _WARNED = "htp_export.warned_of_scopes"
 """In ``meta`` of a model whose modules are read from torch's scopes: a warning has said so."""
 
 TagSource: TypeAlias = Literal["htp", "torch", "none"]
+
+_T = TypeVar("_T")
 
 
 class _HasModel(Protocol):
@@ -195,11 +197,7 @@ class TaggedModel:
         Raises:
             InputError: If the model's ``htp.signatures`` is not what the file format says.
         """
-        written = self.model.metadata_props.get(tags.SIGNATURES)
-        try:
-            return {} if written is None else signatures_from_json(written)
-        except ValueError as error:
-            raise InputError(f"model {self.model.graph.name!r}: {error}") from error
+        return self._read(tags.SIGNATURES, signatures_from_json) or {}
 
     def signature(self, path: str, call: int = 0) -> Signature | None:
         """What one call of a module took and gave in PyTorch; None where the file does not say."""
@@ -216,16 +214,17 @@ class TaggedModel:
         Raises:
             InputError: If the model's ``htp.parameters`` is not what the file format says.
         """
-        written = self.model.metadata_props.get(tags.PARAMETERS)
-        try:
-            known = None if written is None else parameters_from_json(written)
-        except ValueError as error:
-            raise InputError(f"model {self.model.graph.name!r}: {error}") from error
+        known = self._read(tags.PARAMETERS, parameters_from_json)
         return known if known is not None and all(path in self.hierarchy for path in known) else None
 
     @cached_property
+    def declared(self) -> Mapping[str, Declared] | None:
+        """The same by full name: a parameter that several modules hold has several."""
+        return None if self.parameters is None else declared(self.parameters)
+
+    @cached_property
     def values(self) -> Mapping[str, ir.Value]:
-        """The tensors of the main graph by name: inputs, initializers, and what its nodes make."""
+        """The tensors of the main graph by name."""
         return named_values(self.model.graph)
 
     @cached_property
@@ -256,9 +255,17 @@ class TaggedModel:
         Raises:
             InputError: If the model's ``htp.callers`` is not what the file format says.
         """
-        written = self.model.metadata_props.get(tags.CALLERS) if self.source == "htp" else None
+        known = self._read(tags.CALLERS, self._calls) if self.source == "htp" else None
+        return known or self._calls(None)
+
+    def _calls(self, written: str | None) -> CallTree:
+        return CallTree.from_json(written, self.hierarchy)
+
+    def _read(self, key: str, parse: Callable[[str], _T]) -> _T | None:
+        """What the metadata says under a key; None if it says nothing."""
+        written = self.model.metadata_props.get(key)
         try:
-            return CallTree.from_json(written, self.hierarchy)
+            return None if written is None else parse(written)
         except ValueError as error:
             raise InputError(f"model {self.model.graph.name!r}: {error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import onnx_ir as ir
 
@@ -13,7 +13,7 @@ from htp_export.shapes.control_flow import CONTROL_FLOW_RULES
 from htp_export.shapes.known import Dims, Fact, Known, Operation, constant_tensor, small_array, small_contents
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
 from htp_export.shapes.registry import rules_of
-from htp_export.shapes.schemas import Given, evaluated, inferred, type_source
+from htp_export.shapes.schemas import evaluated, inferred, type_source
 from htp_export.shapes.sizes import Dim, is_unnamed
 
 __all__ = ["Inference"]
@@ -119,17 +119,7 @@ class Inference(Known):
         self._conclude(operation, results, "its function does not tell")
 
     def body(self, name: str, graph: ir.Graph, inputs: Sequence[Fact], times: int | None) -> list[Fact]:
-        """Walk over a subgraph.
-
-        Args:
-            name: The attribute that holds it.
-            graph: The subgraph.
-            inputs: What is known of its inputs.
-            times: How often it runs; None where that is not known.
-
-        Returns:
-            What it gives back.
-        """
+        """Walk over the subgraph of an attribute, which runs so many times if that is known; what it gives back."""
         for value, fact in zip(graph.inputs, inputs, strict=False):
             self.state(value, fact)
         self._depth += 1
@@ -140,19 +130,16 @@ class Inference(Known):
     def either(self, first: Fact, second: Fact) -> Fact:
         """What is true of two tensors, as those that two branches give."""
         kind = first.type if first.type == second.type else None
-        shape = _common(first.shape, second.shape)
+        shape = None
+        if first.shape is not None and second.shape is not None and len(first.shape) == len(second.shape):
+            shape = [a if a == b else None for a, b in zip(first.shape, second.shape, strict=True)]
         if first.contents is None or second.contents is None or first.contents.shape != second.contents.shape:
             return Fact(kind, shape)
         same = all(a == b for a, b in zip(first.contents.reshape(-1), second.contents.reshape(-1), strict=True))
         return Fact(kind, shape, first.contents if same else None)
 
     def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
-        """What is true of the state of a loop before each run of its body, and after the last one.
-
-        Args:
-            state: What is known of it before the first run.
-            run: Runs the body; its state afterwards.
-        """
+        """What is true of the state of a loop before each run of its body, and after the last one."""
         while True:  # each round forgets at least one dimension
             after = run(state)
             common = [self.either(b, a).forgetting_values() for b, a in zip(state, after, strict=False)]
@@ -191,7 +178,7 @@ class Inference(Known):
         try:
             results = CONTROL_FLOW_RULES[operation.op_type](self, operation)
         except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            self._unknown(operation, _text(error))
+            self._unknown(operation, described(error))
         else:
             self._conclude(operation, results, "its subgraphs do not tell")
 
@@ -209,8 +196,8 @@ class Inference(Known):
         value = operation.outputs[0]
         if value.const_value is not None:
             return  # that is looked at when it is asked for
-        for facts in (self._contents, self._arrays):
-            facts.pop(value, None)
+        self._contents.pop(value, None)
+        self._arrays.pop(value, None)
         tensor = constant_tensor(operation.resolved.outputs[0] if isinstance(operation, _Called) else value)
         if tensor is None:
             self._note(operation, value, "its value is not written as ONNX has it")
@@ -266,7 +253,7 @@ class Inference(Known):
         """Compute what a node makes, where all that it reads is known and small."""
         if not operation.inputs or any(value is not None and self.array(value) is None for value in operation.inputs):
             return False
-        arrays = evaluated(operation, self._version(operation.domain), self._given(operation))
+        arrays = evaluated(operation, self._version(operation.domain), list(map(self.fact, operation.inputs)))
         if arrays is None:
             return False
         for value, array in zip(operation.outputs, arrays, strict=True):
@@ -276,7 +263,9 @@ class Inference(Known):
 
     def _ask_onnx(self, operation: Operation, shapes: Sequence[Dims | None], reason: str) -> None:
         """Complete what a rule said, or did not, with what ONNX's own inference says of the node."""
-        results, its_reason = inferred(operation, self._version(operation.domain), self._given(operation))
+        results, its_reason = inferred(
+            operation, self._version(operation.domain), list(map(self.fact, operation.inputs))
+        )
         for place, (value, (kind, shape)) in enumerate(zip(operation.outputs, results, strict=True)):
             dims = shapes[place] if place < len(shapes) else None
             if dims is None:
@@ -287,10 +276,6 @@ class Inference(Known):
             if kind is not None and (self._types.get(value) is None or self._in_function):
                 self._types[value] = kind
             self._note(operation, value, reason or its_reason)
-
-    def _given(self, operation: Operation) -> list[Given | None]:
-        inputs = operation.inputs
-        return [None if v is None else (self.type(v), self.shape(v), self.array(v)) for v in inputs]
 
     def _version(self, domain: str) -> int:
         return self._opsets.get("" if domain == "ai.onnx" else domain, 0)
@@ -303,13 +288,6 @@ class Inference(Known):
             self._reasons[value] = f"node {operation.name or value.name!r} ({operation.op_type}): {reason}"
 
 
-def _common(first: Sequence[Any] | None, second: Sequence[Any] | None) -> Any:
-    """The dimensions that two shapes have in common; others are new symbols."""
-    if first is None or second is None or len(first) != len(second):
-        return None
-    return tuple(a if a == b else None for a, b in zip(first, second, strict=True))
-
-
 def _safely(
     rule: Callable[[Operation, Known], _T | None] | None, node: Operation, known: Known
 ) -> tuple[_T | None, str]:
@@ -319,8 +297,4 @@ def _safely(
     try:
         return rule(node, known), ""
     except (ArithmeticError, AttributeError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
-        return None, _text(error)
-
-
-def _text(error: Exception) -> str:
-    return described(error)
+        return None, described(error)

@@ -76,7 +76,7 @@ class Fact:
     """What is known of one tensor.
 
     Attributes:
-        type: Its type, None where it is not known.
+        type: Its type.
         shape: Its shape.
         contents: What it holds, where that are a few integers, sizes or booleans.
         array: Its numbers, where they are few and the same in every run.
@@ -93,11 +93,7 @@ class Fact:
 
 
 class Known:
-    """What is known of the tensors of a model.
-
-    Args:
-        sizes: Name of an open dimension → size, for the dimensions that are to be numbers.
-    """
+    """What is known of the tensors of a model; ``sizes`` are those of open dimensions that are to be numbers."""
 
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self._sizes = dict(sizes or {})

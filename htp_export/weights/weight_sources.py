@@ -117,11 +117,7 @@ def _moved(node: ir.Node) -> ir.Value | None:
 
 
 def owners_within(owners: Sequence[str], within: Sequence[str]) -> tuple[str, ...]:
-    """The owners of a node of a function in one call of it: those at or below the module of the call, or all.
-
-    Args:
-        owners: The owners of the node, of all calls.
-        within: The modules of the calls, the outermost first.
+    """Of the owners of a function's node, those at or below the modules of its calls, the outermost first; or all.
 
     Examples:
         >>> owners_within(("layer.0.fc", "layer.1.fc"), ["layer.1"]), owners_within(("head",), ["layer.1"])

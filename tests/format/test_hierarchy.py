@@ -88,6 +88,7 @@ def test_json_is_the_file_format_and_comes_back_the_same(tree: Hierarchy) -> Non
         ('{"": {"class": "a", "calls": 1, "fate": "eaten"}}', "'fate' is none of computed"),
         ('{"": {"class": "a", "calls": 1, "fate": ["computed"]}}', "'fate' is none of computed"),
         ('{"": {"class": "a", "calls": 1, "fate": "fused", "with": [1]}}', "'with' is not a list"),
+        ('{"": {"class": "a", "calls": 1, "fate": "computed", "name": 3}}', "'name' is not a string: 3"),
     ],
 )
 def test_malformed_json_is_refused_with_what_is_wrong(text: str, message: str) -> None:

@@ -83,7 +83,7 @@ def partners(model: Any) -> dict[str, tuple[str, ...]]:
     return {path: tree[path].fused_with for path in tree if tree[path].fate == "fused"}
 
 
-@pytest.mark.parametrize("count", [2, 3, 8, 14])
+@pytest.mark.parametrize("count", [3, 14, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 8))])
 def test_modules_merged_into_one_node_are_exact_however_many_they_are(count: int, tmp_path: Path) -> None:
     model, kwargs = spread(Merged(count)).eval(), {"x": x(3, 3, 3, 3)}
     file = exported(model, kwargs, "dynamo", tmp_path)
@@ -215,11 +215,7 @@ def test_modules_without_a_node_take_the_nearest_that_has_one() -> None:
     ("evidence", "outcome", "contamination"),
     [
         (Told(), Outcome(Fate.COMPUTED), []),
-        (
-            Told("x"),
-            Outcome(Fate.COMPUTED),
-            [("m", "y", True)],
-        ),  # nothing is lost, but said
+        (Told("x"), Outcome(Fate.COMPUTED), [("m", "y", True)]),  # nothing is lost, but said
         (Told(settled=Outcome(Fate.DEAD)), Outcome(Fate.DEAD), []),
         (Told("", settled=Outcome(Fate.COMPUTED)), Outcome(Fate.COMPUTED), []),
         (Told(has_nodes=False, without_work=Fate.IDENTITY), Outcome(Fate.IDENTITY), []),
@@ -235,5 +231,5 @@ def test_the_fate_of_a_module_follows_from_the_evidence(
 ) -> None:
     tree = Hierarchy([ModuleInfo("", "Net", 1), ModuleInfo("m", "M", 1)])
     found, unknown = find_fates(tree, evidence)
-    assert Outcome(Fate(found["m"].fate), found["m"].fused_with) == outcome
+    assert Outcome(found["m"].fate, found["m"].fused_with) == outcome
     assert [entry for entry in unknown if entry[0] == "m"] == contamination

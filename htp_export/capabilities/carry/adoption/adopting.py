@@ -28,7 +28,6 @@ from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
-from htp_export.format.tags import below
 from htp_export.model.fates import find_fates
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of, name_of
@@ -178,11 +177,10 @@ def _adopted(tagged: TaggedModel, model: ir.Model, inputs: Mapping[str, Any] | N
 def _holders(tagged: TaggedModel, before: GraphSummary) -> dict[int, str]:
     """Weight → the module that holds it as a parameter."""
     holders = {}
-    for path, parameters in (tagged.parameters or {}).items():
-        for name in parameters.shapes:
-            index = before.find(below(path, name))
-            if index != NOTHING:
-                holders[index] = path
+    for name, parameter in (tagged.declared or {}).items():
+        index = before.find(name)
+        if index != NOTHING:
+            holders[index] = parameter.module
     return holders
 
 
