@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 import onnx_ir as ir
 
@@ -66,7 +67,6 @@ class Cutter:
         self._tagged = tagged
         self._index = tagged.index
         self._order = {node: place for place, node in enumerate(tagged.model.graph)}
-        self._only_sizes: dict[ir.Value, bool] = {}
 
     def cut(self, path: str, call: int = 0) -> Cut:
         """Cut one call of a module out; see the function `cut`."""
@@ -206,8 +206,6 @@ class Cutter:
         """What a node reads of the main graph, in its subgraphs too."""
         return self._index.reads(node)
 
-    # --- sizes ------------------------------------------------------------------------------------------
-
     def _size_cone(
         self, value: ir.Value, inputs: Sequence[ir.Value], comes_along: Callable[[ir.Value], bool]
     ) -> tuple[list[ir.Node], set[ir.Value]] | None:
@@ -228,7 +226,7 @@ class Cutter:
             source = node.inputs[0] if node.op_type in SIZES_ONLY else None
             if source is not None and source in inputs:
                 used.add(source)
-            elif node.op_type == "Shape" and not all(map(self._constant, node.inputs)):
+            elif node.op_type == "Shape" and not self.is_free(current):
                 places = same_dimensions(node, inputs)
                 if places is None:
                     return None
@@ -239,32 +237,19 @@ class Cutter:
                 queue.extend(operand for operand in node.inputs if operand is not None)
         return list(cone), used
 
-    def _constant(self, value: ir.Value | None) -> bool:
-        return value is None or value.is_initializer() or value in self._index.constant
-
     def is_size(self, value: ir.Value) -> bool:
         """Whether a value depends on the model's inputs, and that through sizes of tensors alone."""
-        return not self._constant(value) and self._is_of_sizes(value)
+        return value in self._sizes
 
-    def _is_of_sizes(self, value: ir.Value) -> bool:
-        """Whether a value depends on the model's inputs through sizes of tensors alone, or not at all."""
-        stack = [value]
-        while stack:
-            current = stack[-1]
-            node = current.producer()
-            if current in self._only_sizes:
-                stack.pop()
-            elif self._constant(current) or (node is not None and node.op_type in SIZES_ONLY):
-                self._only_sizes[stack.pop()] = True
-            elif node is None or node in self._index.bodies or node.graph is not self._tagged.model.graph:
-                self._only_sizes[stack.pop()] = False
-            else:
-                inputs = [operand for operand in node.inputs if operand is not None]
-                unknown = [operand for operand in inputs if operand not in self._only_sizes]
-                stack.extend(unknown)
-                if not unknown:
-                    self._only_sizes[stack.pop()] = bool(inputs) and all(map(self._only_sizes.__getitem__, inputs))
-        return self._only_sizes[value]
+    @cached_property
+    def _sizes(self) -> frozenset[ir.Value]:
+        sizes: set[ir.Value] = set()
+        for node in self._order:
+            read = [value for value in node.inputs if value is not None]
+            computed = bool(read) and node not in self._index.bodies
+            if node.op_type in SIZES_ONLY or (computed and all(self.is_free(v) or v in sizes for v in read)):
+                sizes.update(value for value in node.outputs if not self.is_free(value))
+        return frozenset(sizes)
 
     def is_free(self, value: ir.Value) -> bool:
         """Whether a value comes along with whatever needs it: an initializer, or made of constants."""

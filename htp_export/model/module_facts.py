@@ -227,10 +227,10 @@ def _declared(tagged: TaggedModel) -> dict[str, _TensorHolders] | None:
 def _readers(tagged: TaggedModel) -> dict[ir.Value, dict[str, None]]:
     """Each weight of the file → the modules whose nodes read it, in order."""
     index, functions = tagged.index, tagged.model.functions
-    calls = Counter(node.op_identifier() for node in index.nodes) if functions else Counter[ir.OperatorIdentifier]()
     readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
     for node, owners in index.owners.items():
-        if node.op_identifier() in functions and calls[node.op_identifier()] == 1:
+        function = functions.get(node.op_identifier()) if functions else None
+        if function is not None and len(index.calls[function.graph]) == 1:
             continue  # the nodes of the function read its arguments
         for value in _sources(tagged, node):
             if is_weight(value, node):

@@ -106,7 +106,7 @@ class GraphIndex:
         return {node: bodies[node.op_identifier()] for node in self.nodes if node.op_identifier() in bodies}
 
     @cached_property
-    def _calls(self) -> dict[ir.Graph, list[ir.Node]]:
+    def calls(self) -> Mapping[ir.Graph, Sequence[ir.Node]]:
         """Body of a function of the model → the nodes that call it."""
         calls: dict[ir.Graph, list[ir.Node]] = {graph: [] for graph in self._functions}
         for node, (graph,) in self._called.items():
@@ -149,7 +149,7 @@ class GraphIndex:
 
     def _boundaries(self, counts: Callable[[ir.Value], bool], holders: Sequence[int]) -> Boundaries[ir.Value]:
         results = {*self.model.graph.outputs}
-        results.update(value for graph, calls in self._calls.items() if not calls for value in graph.outputs)
+        results.update(value for graph, calls in self.calls.items() if not calls for value in graph.outputs)
         works = [self.works[node] for node in self.nodes]
         return Boundaries([self.passed(node) for node in self.nodes], works, counts, results, holders)
 
@@ -189,7 +189,7 @@ class GraphIndex:
         """The nodes that run a graph: the one it is a subgraph of, or the calls of the function; none for the main."""
         if graph is None or graph is self.model.graph:
             return ()
-        return (self._holder[graph],) if graph in self._holder else self._calls.get(graph, ())
+        return (self._holder[graph],) if graph in self._holder else self.calls.get(graph, ())
 
     def initializer(self, value: ir.Value) -> ir.Value | None:
         """The initializer that a value is, directly or as the argument of the one call of its function."""
@@ -198,7 +198,7 @@ class GraphIndex:
             if value in seen:  # a function that calls itself: no valid model, but files come from anywhere
                 return None
             seen.add(value)
-            calls = self._calls.get(value.graph, ()) if value.graph is not None else ()
+            calls = self.calls.get(value.graph, ()) if value.graph is not None else ()
             if not value.is_graph_input() or len(calls) != 1 or value.graph is None:
                 return None
             position = next(k for k, formal in enumerate(value.graph.inputs) if formal is value)

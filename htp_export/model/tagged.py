@@ -79,16 +79,11 @@ class TaggedModel:
 
     What it knows of the graph is found once, when first asked for. After changing the graph, `refresh` it.
 
-    Args:
+    Attributes:
         model: The model.
         hierarchy: Its modules, every owner of a node among them.
         source: Where the owners come from: ``"htp"``, the exact tags of this package; ``"torch"``, torch's own scopes;
             ``"none"`` of them.
-
-    Attributes:
-        model: The model.
-        hierarchy: Its modules.
-        source: Where the owners come from.
 
     Examples:
         >>> import onnx_ir as ir

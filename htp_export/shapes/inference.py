@@ -9,12 +9,12 @@ from typing import TypeVar
 import onnx_ir as ir
 
 from htp_export.errors import described
-from htp_export.shapes.control_flow import CONTROL_FLOW_RULES
+from htp_export.shapes.control_flow import ControlFlow
 from htp_export.shapes.known import Dims, Fact, Known, Operation, constant_tensor, small_array, small_contents
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
 from htp_export.shapes.registry import rules_of
 from htp_export.shapes.schemas import evaluated, inferred, type_source
-from htp_export.shapes.sizes import Dim, is_unnamed
+from htp_export.shapes.sizes import is_unnamed
 
 __all__ = ["Inference"]
 
@@ -39,7 +39,7 @@ class _Called:
     attributes = property(lambda self: self.resolved.attributes)
 
 
-class Inference(Known):
+class Inference(ControlFlow):
     """Infers shapes while it walks over a graph.
 
     A subclass may look at every node that is visited, by overriding `visit`, `body` and `call`.
@@ -127,30 +127,6 @@ class Inference(Known):
         self._depth -= 1
         return [self.fact(value) or Fact() for value in graph.outputs]
 
-    def either(self, first: Fact, second: Fact) -> Fact:
-        """What is true of two tensors, as those that two branches give."""
-        kind = first.type if first.type == second.type else None
-        shape = None
-        if first.shape is not None and second.shape is not None and len(first.shape) == len(second.shape):
-            shape = [a if a == b else None for a, b in zip(first.shape, second.shape, strict=True)]
-        if first.contents is None or second.contents is None or first.contents.shape != second.contents.shape:
-            return Fact(kind, shape)
-        same = all(a == b for a, b in zip(first.contents.reshape(-1), second.contents.reshape(-1), strict=True))
-        return Fact(kind, shape, first.contents if same else None)
-
-    def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
-        """What is true of the state of a loop before each run of its body, and after the last one."""
-        while True:  # each round forgets at least one dimension
-            after = run(state)
-            common = [self.either(b, a).forgetting_values() for b, a in zip(state, after, strict=False)]
-            if all(b.shape == c.shape and b.type == c.type for b, c in zip(state, common, strict=False)):
-                return common
-            state = common
-
-    def trips(self, trips: Dim | None, certain: bool) -> Dim | None:
-        """How often the body of a loop runs: as often as it may, if it is certain that nothing ends it before."""
-        return trips if certain else None
-
     def why(self, value: ir.Value) -> str:
         """Why the shape of a tensor is not known, or not all of it; empty where it is.
 
@@ -176,7 +152,7 @@ class Inference(Known):
 
     def _control_flow(self, operation: Operation) -> None:
         try:
-            results = CONTROL_FLOW_RULES[operation.op_type](self, operation)
+            results = self.run_subgraphs(operation)
         except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             self._unknown(operation, described(error))
         else:
