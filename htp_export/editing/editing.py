@@ -34,7 +34,6 @@ __all__ = [
     "times",
 ]
 
-
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 BOUNDARY = "htp_export.boundary"
@@ -52,7 +51,7 @@ def add_constant(graph: ir.Graph, array: Array, name: str) -> ir.Value:
 
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-    """A tensor as a new initializer; the name is made unique."""
+    """The same of a tensor."""
     shape = ir.Shape(tensor.shape.numpy())
     value = ir.Value(name=_unique(graph, name), shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
@@ -121,13 +120,7 @@ def _reciprocal(number: Array) -> Array | None:
 
 
 def times(one: Array, other: Array) -> Array | None:
-    """The product of two factors; None if an element overflows or underflows, where one after the other may not.
-
-    Examples:
-        >>> factors = np.float32([0, 2, 1e30])
-        >>> times(factors, np.float32(4)).tolist() == [0, 8, np.float32(4e30)], times(factors, np.float32(1e20))
-        (True, None)
-    """
+    """The product of two factors; None if an element overflows or underflows, where one after the other may not."""
     with np.errstate(all="ignore"):
         return _normal(np.multiply(one, other, dtype=other.dtype), (one == 0) | (other == 0))
 
@@ -166,11 +159,8 @@ def take_place(
 ) -> None:
     """Let a value have the place of another one: its name, its place among the outputs of the graph, and its consumers.
 
-    Args:
-        old: The value.
-        new: The value in its place; its type and shape are those of the other where it has none.
-        readers: The consumers that read it from now on, each with the place of the input; None for all.
-        rest: The name that the other one has from now on, where it stays.
+    Its type and shape are those of the other where it has none. If ``readers`` are given, only these consumers read it
+    from now on, each at the place of an input; ``rest`` is the name that the other one has then.
 
     Examples:
         >>> x, old, new = (ir.val(name) for name in ("x", "old", "new"))

@@ -12,18 +12,18 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from htp_export.editing.editing import take_place
-from htp_export.editing.function_records import DOMAIN, Expectations, Instance, Record, Records, entry_of, restore
+from htp_export.editing.function_records import DOMAIN, Expectations, Record, Records, entry_of, restore
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.format.call_tree import CallTree
+from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import all_nodes, all_values, subgraphs
-from htp_export.model.rewiring import replace_inputs
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames, rename
 
-__all__ = ["InlinedCall", "dissolve", "flattened", "read_flat"]
+__all__ = ["InlinedCall", "dissolve", "dissolved", "flattened", "read_flat"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,51 +35,40 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
     """A model whose functions are dissolved, each node in the module whose work it does; as it is where it has none.
 
     Functions that cannot be dissolved stay: one that calls itself, or has graphs as attributes. A warning says so.
-
-    Args:
-        source: Whatever ``load`` takes; a model in memory is not changed.
-        others: Dissolve functions that were not made of modules, too.
+    Functions that were not made of modules are dissolved with ``others`` only. A model in memory is not changed.
 
     Raises:
         FileError: If a file cannot be read.
         InputError: If the flat graph is too large.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act"})
-        >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
-        >>> read_flat(model).model is model
-        True
     """
     tagged = load(source)
     if not any(others or domain == DOMAIN for domain, _, _ in tagged.model.functions):
         return tagged
     try:
-        return load(flattened(tagged, others=others)[0])
+        return load(flattened(tagged)[0]) if others else dissolved(tagged)
     except InputError as error:
         _log.warning("functions are looked at apart from the nodes that call them: %s", error)
         return tagged
 
 
-def flattened(tagged: TaggedModel, *, others: bool) -> tuple[ir.Model, dict[str, int]]:
+def flattened(tagged: TaggedModel) -> tuple[ir.Model, dict[str, int]]:
     """A copy of a model without functions, and how often each was called; see `read_flat`."""
     model = tagged.model.clone()
     counts = dissolve(model, tagged.hierarchy, tagged.calls)
-    if others:
-        counts.update(_inline_others(model))
-    return model, counts
+    return model, counts | _inline_others(model)
+
+
+def dissolved(tagged: TaggedModel, inlined: list[InlinedCall] | None = None) -> TaggedModel:
+    """A copy of a model without the functions that ``functions`` made; see `dissolve`."""
+    work = tagged.clone()
+    dissolve(work.model, work.hierarchy, work.calls, inlined)
+    return work
 
 
 def dissolve(
     model: ir.Model, hierarchy: Hierarchy, calls: CallTree, inlined: list[InlinedCall] | None = None
 ) -> dict[str, int]:
-    """Inline the functions that ``functions`` made, in place.
-
-    Args:
-        model: The model.
-        hierarchy: Its modules.
-        calls: Which of their calls ran in which.
-        inlined: Gets an entry for each call, in the order in which they are inlined.
+    """Inline the functions that ``functions`` made, in place; ``inlined`` gets an entry for each call, in order.
 
     Returns:
         Identifier of each function → how often it was called.
@@ -107,12 +96,7 @@ def dissolve(
 
 @dataclass(frozen=True)
 class InlinedCall:
-    """One call of a function that was inlined.
-
-    Attributes:
-        function: The function.
-        values: Name in the body → the value in the flat graph; those of inner calls are replaced later.
-    """
+    """One call of a function that was inlined; name in its body → value in the flat graph, until an inner call is."""
 
     function: ir.OperatorIdentifier
     values: Mapping[str, ir.Value]
@@ -129,9 +113,6 @@ class _Dissolver:
     to call and is written down by the names in the function's body, for the results of inner calls, too; the pass gives
     every node and tensor a new name, merges the metadata of the call into it, and inner calls are gone when it is done.
     It also looks for each free name from 2 on, which takes time by the square of the calls.
-
-    Attributes:
-        counts: Identifier of each function → calls dissolved so far.
     """
 
     def __init__(
@@ -147,11 +128,7 @@ class _Dissolver:
         self._value_names = UsedNames(str(value.name) for value in all_values(graph))
 
     def dissolve(self, call: ir.Node, record: Record) -> None:
-        """Replace a call, and the calls in what comes in its place.
-
-        Args:
-            call: The call, in the model's graph or a subgraph of it.
-            record: What its nodes were, where that is not expected.
+        """Replace a call in the model's graph or a subgraph of it, and the calls in what comes in its place.
 
         Raises:
             ValueError: If a function calls itself.

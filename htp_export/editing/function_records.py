@@ -56,15 +56,8 @@ class Records:
     order: Sequence[int] = ()
 
     def to_json(self) -> str:
-        """What is written.
-
-        Examples:
-            >>> Records({}, [1, 0]).to_json()
-            '{"calls":{},"order":[1,0]}'
-        """
-        written: dict[str, Any] = {"calls": self.calls}
-        if self.order:
-            written["order"] = self.order
+        """What is written: the order only where it is another one."""
+        written = {"calls": self.calls, **({"order": self.order} if self.order else {})}
         return json.dumps(written, separators=(",", ":"), ensure_ascii=False)
 
     @classmethod
@@ -75,8 +68,8 @@ class Records:
             ValueError: If it is something else.
 
         Examples:
-            >>> Records.from_json('{"calls": {}}')
-            Records(calls={}, order=())
+            >>> Records.from_json(Records({}, [1, 0]).to_json())
+            Records(calls={}, order=[1, 0])
         """
         try:
             written = json.loads(text)
@@ -112,13 +105,9 @@ class Expectations:
         self._owned: dict[ir.Node, list[tuple[str, int]]] = {}  # owners and their places, sorted
 
     def metadata(self, shared: ir.Node, instance: Instance) -> dict[str, str]:
-        """The metadata that a node of a body has in one call.
+        """The metadata that a node of a body has when the function is called for ``instance``.
 
         Of its owners, those at or below the module that is called; all, where none is.
-
-        Args:
-            shared: The node of the body.
-            instance: The module call that the function is called for.
         """
         metadata = dict(shared.metadata_props)
         if not self._owners_of(shared):
@@ -151,9 +140,7 @@ class Expectations:
     def _owners_in(self, shared: ir.Node, path: str) -> Sequence[str]:
         """The node's owners at or below a path; all, where none is."""
         owners = self._owners_of(shared)
-        if len(owners) == 1:
-            return owners
-        if not path:
+        if len(owners) == 1 or not path:
             return owners
         if shared not in self._owned:
             self._owned[shared] = sorted((f"{owner}.", place) for place, owner in enumerate(owners))
@@ -174,12 +161,7 @@ class Expectations:
 
 
 def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
-    """Make a copy of a body's node what it was.
-
-    Args:
-        node: The copy.
-        entry: What is written down about it; nothing, where it was as expected.
-        metadata: Its expected metadata.
+    """Make a copy of a body's node what it was: as expected, but for what its entry says.
 
     Raises:
         ValueError: If the entry is not what ``share_bodies`` writes.

@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.editing.editing import take_place
+from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import all_values, twins_of
 from htp_export.model.tensor_names import Names, UsedNames, rename
 from htp_export.shapes.symbolic import Symbolic
@@ -29,10 +30,10 @@ class Submodel:
     Attributes:
         model: The model; its tensors have the names that they have in the whole, its nodes have unique ones.
         nodes: The nodes in the whole, in order.
-        inputs: Name of an input → the value in the whole.
-        outputs: Name of an output → the value in the whole.
+        inputs: Name of an input → the value in the whole; so are outputs and weights.
+        outputs: What leaves.
         types: Name of an output → its type and shape, as far as they can be inferred.
-        weights: Name of an initializer → the value in the whole.
+        weights: The initializers.
         names: Name of a node in the model → its name in the whole, for the nodes that got another one.
     """
 
@@ -42,7 +43,7 @@ class Submodel:
     outputs: Mapping[str, ir.Value]
     types: Mapping[str, ir.Value]
     weights: Mapping[str, ir.Value]
-    names: Mapping[str, str | None]
+    names: dict[str, str | None]
 
     def proto(self) -> onnx.ModelProto:
         """The model with all its weights in memory, as tools read it."""
@@ -73,12 +74,9 @@ def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def cut_out(model: ir.Model, nodes: Sequence[ir.Node], types: Symbolic) -> Submodel:
-    """Nodes of one graph as a model. The model shares their weights; the graph is not changed.
+    """Nodes of one graph of a model, in its order and without subgraphs, as a model that shares their weights.
 
-    Args:
-        model: The whole.
-        nodes: Nodes of one of its graphs, in the order of that graph; without subgraphs.
-        types: The types and shapes of the graph's tensors.
+    The graph is not changed; ``types`` knows the types and shapes of its tensors.
     """
     chosen = frozenset(nodes)
     graph_inputs: dict[str, ir.Value] = {}
@@ -86,55 +84,38 @@ def cut_out(model: ir.Model, nodes: Sequence[ir.Node], types: Symbolic) -> Submo
     outputs: dict[str, ir.Value] = {}
     for node in nodes:
         for value in node.inputs:
-            if value is None or value.producer() in chosen:
-                continue
-            (graph_inputs if constant_of(value) is None else weights)[str(value.name)] = value
+            if value is not None and value.producer() not in chosen:
+                (graph_inputs if constant_of(value) is None else weights)[str(value.name)] = value
         for value in node.outputs:
             if value.is_graph_output() or any(use.node not in chosen for use in value.uses()):
                 outputs[str(value.name)] = value
-    copies = {
-        value: ir.Value(name=name, type=known.type, shape=known.shape)
-        for name, value in graph_inputs.items()
-        for known in (types.described(value),)
-    }
-    initializers = []
-    for name, value in weights.items():
-        tensor = constant_of(value)
-        assert tensor is not None
-        copies[value] = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()))
-        copies[value].const_value = tensor
-        initializers.append(copies[value])
-    names, made, unique = dict[str, str | None](), list[ir.Node](), UsedNames()
-    for place, node in enumerate(nodes):
-        name = unique.unused(node.name) if node.name else unique.unused(f"{_UNNAMED}{place}")
-        if name != node.name:
-            names[name] = node.name
-        copy = ir.Node(
-            node.domain,
-            node.op_type,
-            [None if value is None else copies[value] for value in node.inputs],
-            list(node.attributes.values()),
-            overload=node.overload,
-            num_outputs=len(node.outputs),
-            name=name,
-            metadata_props=dict(node.metadata_props),
-        )
-        for old, new in zip(node.outputs, copy.outputs, strict=True):
-            known = types.described(old)
-            new.name, new.type, new.shape = old.name, known.type, known.shape
-            copies[old] = new
-        made.append(copy)
-    graph = ir.Graph(
-        [copies[value] for value in graph_inputs.values()],
-        [copies[value] for value in outputs.values()],
-        nodes=made,
-        initializers=initializers,
-        opset_imports=dict(model.graph.opset_imports),
-        name="part",
-    )
+    given = (*graph_inputs.values(), *weights.values())
+    opsets = dict(model.graph.opset_imports)
+    graph = ir.GraphView(given, [*outputs.values()], nodes=nodes, opset_imports=opsets, name="part").clone()
+    names, unique = dict[str, str | None](), UsedNames()
+    for value, copy in zip(given, graph.inputs, strict=True):
+        copy.const_value = constant_of(value)
+        _describe(copy, types.described(value))
+    for place, (node, twin) in enumerate(zip(nodes, graph, strict=True)):
+        twin.name = unique.unused(node.name or f"{_UNNAMED}{place}")
+        if twin.name != node.name:
+            names[twin.name] = node.name
+        for value, copy in zip(node.outputs, twin.outputs, strict=True):
+            _describe(copy, types.described(value))
+    initializers = graph.inputs[len(graph_inputs) :]
+    del graph.inputs[len(graph_inputs) :]
+    for copy in initializers:
+        graph.initializers.add(copy)
     part = ir.Model(graph, ir_version=max(model.ir_version, 10))
     described = {name: types.described(value) for name, value in outputs.items()}
     return Submodel(part, tuple(nodes), graph_inputs, outputs, described, weights, names)
+
+
+def _describe(value: ir.Value, known: ir.Value) -> None:
+    """Give a value the type and shape that are known; those of a weight are its tensor's."""
+    tensor = value.const_value
+    value.type = known.type if tensor is None else ir.TensorType(tensor.dtype)
+    value.shape = known.shape if tensor is None else ir.Shape(tensor.shape.numpy())
 
 
 def in_copy(part: Submodel, whole: ir.Model, copy: ir.Model) -> Submodel:
@@ -151,32 +132,22 @@ def in_copy(part: Submodel, whole: ir.Model, copy: ir.Model) -> Submodel:
 
 
 def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> list[ir.Node]:
-    """Replace the nodes of a part by what a tool made of it.
+    """Replace the nodes of a part by what a tool made of it, which is used up; the new nodes.
 
-    Each new node stands after the last one in the whole that it depends on, so that the others keep their order.
-
-    Args:
-        whole: The whole, in which the nodes are; it is changed.
-        part: The part as it was cut out.
-        made: What the tool made of it; it is used up.
-        names: The names of the whole.
-
-    Returns:
-        The new nodes.
+    Each stands after the last one in the whole that it depends on, so that the others keep their order.
     """
     graph = part.nodes[0].graph
     assert isinstance(graph, ir.Graph)
     new_nodes = list(made.graph)
-    values: dict[ir.Value, ir.Value] = {value: part.inputs[str(value.name)] for value in made.graph.inputs}
+    values: dict[ir.Value, ir.Value | None] = {value: part.inputs[str(value.name)] for value in made.graph.inputs}
     for name, value in list(made.graph.initializers.items()):
         original = part.weights.get(name)
         made.graph.initializers.pop(name)
         if original is not None and _is_same(original, value):
             values[value] = original
-            continue
-        values[value] = value
-        rename(value, names.tensors.unused(name))
-        whole.graph.register_initializer(value)
+        else:
+            rename(value, names.tensors.unused(name))
+            whole.graph.register_initializer(value)
     made.graph.outputs.clear()
     made.graph.remove(new_nodes)
     ends = {
@@ -187,9 +158,7 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
     }
     free = _freed_names(part)
     for node in new_nodes:
-        for place, read in enumerate(node.inputs):
-            if read is not None and read in values:
-                node.replace_input_with(place, values[read])
+        replace_inputs(node, values)
         for result in node.outputs:
             if result not in ends and result.name and result.name not in free:
                 result.name = names.tensors.unused(result.name)
@@ -248,19 +217,15 @@ def _is_same(original: ir.Value, value: ir.Value) -> bool:
 
 def _place(graph: ir.Graph, old: Sequence[ir.Node], new: Sequence[ir.Node]) -> None:
     """Insert new nodes, in order, each after the last node that it depends on."""
-    order = {node: place for place, node in enumerate(graph)}
-    anchors = _anchors(order, new)
     at = list(graph)
-    last: dict[int, ir.Node] = {}
+    anchors = _anchors({node: place for place, node in enumerate(at)}, new)
+    last = dict(enumerate(at))  # place → what the next node that depends on it stands after
     for node in new:
-        anchor = anchors[node]
-        if anchor in last:
-            graph.insert_after(last[anchor], node)
-        elif anchor < 0:
-            graph.insert_before(at[0], node)
+        if anchors[node] in last:
+            graph.insert_after(last[anchors[node]], node)
         else:
-            graph.insert_after(at[anchor], node)
-        last[anchor] = node
+            graph.insert_before(at[0], node)
+        last[anchors[node]] = node
 
 
 def _anchors(order: Mapping[ir.Node, int], new: Sequence[ir.Node]) -> dict[ir.Node, int]:
@@ -288,14 +253,12 @@ def _anchors(order: Mapping[ir.Node, int], new: Sequence[ir.Node]) -> dict[ir.No
 
 def _name_nodes(part: Submodel, new: Sequence[ir.Node], names: Names) -> None:
     """Give nodes the names that they had; what was named after a node that had none has none either."""
-    had = {node.name for node in part.nodes}
+    had = {str(node.name): node.name for node in part.nodes if node.name} | part.names
     for node in new:
         name = node.name or ""
-        original = part.names.get(name, name)
-        if name in part.names or name in had:
-            node.name = original
-            continue
-        if name.startswith(_UNNAMED):
+        if name in had:
+            node.name = had[name]
+        elif name.startswith(_UNNAMED):
             node.name = None
         elif name:
             node.name = names.nodes.unused(name)

@@ -111,7 +111,7 @@ def _crossing(tagged: TaggedModel, work_of: Callable[[ir.Node], NodeCalls]) -> _
     boundaries, hierarchy = GraphIndex(tagged.model, work_of).boundaries_by_values, tagged.hierarchy
     found: _Border = {}
     for path in hierarchy:
-        if hierarchy[path].calls and hierarchy[path].fate == "computed":
+        if hierarchy[path].calls and hierarchy[path].fate.is_exact:
             for value, other, leaves in boundaries.of([path]):
                 found.setdefault((path, str(value.name), leaves), other)
     return found

@@ -8,31 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from htp_export.format import tags
+from htp_export.format.fates import Fate
 from htp_export.format.module_paths import module_paths
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FATES", "Fate", "Hierarchy", "ModuleInfo"]
-
-
-class Fate(StrEnum):
-    """What an export can make of a module; each is defined in ``docs/format.md``."""
-
-    COMPUTED = "computed"
-    IDENTITY = "identity"
-    FUSED = "fused"
-    CONSTANT = "constant"
-    DEAD = "dead"
-    UNCALLED = "uncalled"
-
-
-FATES = tuple(map(str, Fate))
+__all__ = ["Hierarchy", "ModuleInfo"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +29,7 @@ class ModuleInfo:
         path: Its name in ``named_modules()``, made unique if an earlier module has that name; ``""`` for the root.
         class_name: Its fully qualified class, ``torch.nn.modules.linear.Linear``; ``""`` if unknown.
         calls: Number of runs of its ``forward`` during the export.
-        fate: Its fate, one of ``FATES``.
+        fate: What became of it; a word will do. If none is given, what ``calls`` say.
         fused_with: For ``fused``: the paths of the modules with which it was merged.
         torch_name: Its name in ``named_modules()``, if that differs from the path; else None.
         synthetic: Whether it is no module of the model but a step of one, as `decomposed_attention` makes them.
@@ -52,10 +38,14 @@ class ModuleInfo:
     path: str
     class_name: str
     calls: int = 0
-    fate: str = "uncalled"
+    fate: Fate = field(default="")  # type: ignore[assignment] # see __post_init__
     fused_with: tuple[str, ...] = ()
     torch_name: str | None = field(default=None, repr=False)
     synthetic: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Make a fate of the word."""
+        object.__setattr__(self, "fate", Fate(self.fate) if self.fate else Fate.of_calls(self.calls))
 
     @property
     def simple_class(self) -> str:
@@ -83,6 +73,12 @@ class ModuleInfo:
         known = all(each.class_name and not each.is_generated for each in (self, other))
         return not known or self.simple_class == other.simple_class
 
+    def counted(self, calls: int) -> ModuleInfo:
+        """The module in a model where it runs another number of times; it is ``uncalled`` if that is 0 now."""
+        if self.calls and not calls:
+            return replace(self, calls=0, fate=Fate.UNCALLED, fused_with=())
+        return replace(self, calls=calls)
+
 
 _GENERATED = ("torch.fx.graph_module.", "torch.export.", "torch.nn.modules.module.Module")
 
@@ -97,7 +93,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         ValueError: If there is no root, or a path stands there twice.
 
     Examples:
-        >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo("fc", "torch.nn.Linear")])
+        >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1), ModuleInfo("fc", "torch.nn.Linear")])
         >>> list(tree), tree["fc"].fate, tree.children(""), tree.called
         (['', 'fc'], 'uncalled', ('fc',), CalledModules({''}))
     """
@@ -165,7 +161,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         entries: dict[str, dict[str, Any]] = {}
         for module in self.values():
             entries[module.path] = {"class": module.class_name, "calls": module.calls, "fate": module.fate}
-            if module.fate == "fused":
+            if module.fate.is_merged:
                 entries[module.path]["with"] = list(module.fused_with)
             if module.torch_name is not None:
                 entries[module.path]["name"] = module.torch_name
@@ -183,7 +179,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         """Return a tree that knows what an export did; modules that are not named stay as they are.
 
         Raises:
-            ValueError: If a path is not in the tree, a fate is none of ``FATES``, or a module is said to be merged
+            ValueError: If a path is not in the tree, a fate is none of the format's, or a module is said to be merged
                 with others whose fate is not ``fused``.
 
         Examples:
@@ -197,12 +193,13 @@ class Hierarchy(Mapping[str, ModuleInfo]):
                 raise ValueError(f"no module {path!r} in the tree")
         modules = []
         for path, module in self.items():
-            fate = str(fates.get(path, module.fate))
-            if fate not in FATES:
-                raise ValueError(f"module {path!r}: fate {fate!r} is none of {', '.join(FATES)}")
-            if path in fused_with and fate != "fused":
+            word = fates.get(path, module.fate)
+            if word not in tuple(Fate):
+                raise ValueError(f"module {path!r}: fate {word!r} is none of {', '.join(Fate)}")
+            fate = Fate(word)
+            if path in fused_with and not fate.is_merged:
                 raise ValueError(f"module {path!r} is merged with others, but its fate is {fate!r}")
-            merged = tuple(fused_with.get(path, module.fused_with)) if fate == "fused" else ()
+            merged = tuple(fused_with.get(path, module.fused_with)) if fate.is_merged else ()
             modules.append(replace(module, calls=calls.get(path, module.calls), fate=fate, fused_with=merged))
         return Hierarchy(modules)
 
@@ -212,7 +209,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         Known modules stay as they are; what lies above one that ran and is not named is a container, which never runs.
 
         Examples:
-            >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1, "computed")]).including({"layer.0": 2})
+            >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1)]).including({"layer.0": 2})
             >>> [(path, module.calls) for path, module in tree.items()]
             [('', 1), ('layer', 0), ('layer.0', 2)]
         """
@@ -220,9 +217,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         for path in calls:
             for up in reversed(list(tags.ancestors(path))):
                 if up not in modules:
-                    ran = calls.get(up, 0)
-                    fate = "computed" if ran else "uncalled"
-                    modules[up] = ModuleInfo(up, (classes or {}).get(up, ""), ran, fate)
+                    modules[up] = ModuleInfo(up, (classes or {}).get(up, ""), calls.get(up, 0))
         return Hierarchy(modules.values())
 
     def __getitem__(self, path: str) -> ModuleInfo:
@@ -286,8 +281,8 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
         problem = f"'class' is not a string: {class_name!r}"
     elif not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
         problem = f"'calls' is not a count: {calls!r}"
-    elif fate not in FATES:
-        problem = f"'fate' is none of {', '.join(FATES)}: {fate!r}"
+    elif fate not in tuple(Fate):
+        problem = f"'fate' is none of {', '.join(Fate)}: {fate!r}"
     elif not isinstance(merged, list) or not all(isinstance(path_of_other, str) for path_of_other in merged):
         problem = f"'with' is not a list of module paths: {merged!r}"
     elif not (torch_name is None or isinstance(torch_name, str)):
@@ -295,8 +290,9 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
     elif not isinstance(synthetic, bool):
         problem = f"'synthetic' is neither true nor false: {synthetic!r}"
     else:
-        partners = tuple(merged) if fate == "fused" else ()
-        return ModuleInfo(path, class_name, calls, fate, partners, torch_name, synthetic)
+        known = Fate(fate)
+        partners = tuple(merged) if known.is_merged else ()
+        return ModuleInfo(path, class_name, calls, known, partners, torch_name, synthetic)
     raise ValueError(f"{tags.MODULES}: module {path!r}: {problem}")
 
 

@@ -31,7 +31,7 @@ def write_model_metadata(
     Examples:
         >>> from htp_export.format.hierarchy import ModuleInfo
         >>> metadata: dict[str, str] = {}
-        >>> write_model_metadata(metadata, Hierarchy([ModuleInfo("", "Net", 1, "computed")]))
+        >>> write_model_metadata(metadata, Hierarchy([ModuleInfo("", "Net", 1)]))
         >>> metadata
         {'htp.version': '1', 'htp.modules': '{"":{"class":"Net","calls":1,"fate":"computed"}}'}
     """

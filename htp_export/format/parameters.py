@@ -17,7 +17,7 @@ from htp_export.format.module_paths import module_paths
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ModuleParameters", "parameters_from_json", "parameters_of", "parameters_to_json"]
+__all__ = ["Declared", "ModuleParameters", "declared", "parameters_from_json", "parameters_of", "parameters_to_json"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,43 @@ class ModuleParameters:
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A parameter that PyTorch had.
+
+    Attributes:
+        name: Its full name, ``encoder.fc.weight``.
+        module: The module that holds it.
+        shape: Its shape.
+        tied: The name of the same parameter in an earlier module; ``""`` if this is the first.
+    """
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    tied: str = ""
+
+    @property
+    def first(self) -> str:
+        """The name that the parameter has in the first module that holds it."""
+        return self.tied or self.name
+
+
+def declared(parameters: Mapping[str, ModuleParameters]) -> dict[str, Declared]:
+    """Full name → parameter, of every module.
+
+    Examples:
+        >>> declared({"tail": ModuleParameters({"w": (3, 4)}, {"w": "head.w"})})["tail.w"].first
+        'head.w'
+    """
+    listed = (
+        Declared(tags.below(path, name), path, tuple(shape), held.tied.get(name, ""))
+        for path, held in parameters.items()
+        for name, shape in held.shapes.items()
+    )
+    return {parameter.name: parameter for parameter in listed}
 
 
 def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:

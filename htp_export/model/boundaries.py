@@ -9,17 +9,77 @@ and out of *calls* is another question, which only an export can answer (`htp_ex
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, overload
 
 from htp_export.format.call_tree import Block, Instance, NodeCalls
-from htp_export.model.runs import runs_below
 
-__all__ = ["OUTSIDE", "Boundaries"]
+__all__ = ["OUTSIDE", "Boundaries", "runs_below"]
 
 OUTSIDE = -1  # in place of a node: the graph's own inputs and outputs, weights
 
 Key = TypeVar("Key", bound=Hashable)
+T = TypeVar("T")
+
+
+class _Runs(Sequence[T]):
+    """Some elements of a sequence, in its order.
+
+    What a module computes lies together in a graph, so that a module takes the memory of a few numbers. As lists, the
+    nodes of all modules take memory for each pair of a node and a module around it.
+
+    Examples:
+        >>> runs = _Runs("abcdef")
+        >>> for place in (0, 1, 4):
+        ...     runs.add(place)
+        >>> list(runs), len(runs), runs[-1], "c" in runs
+        (['a', 'b', 'e'], 3, 'e', False)
+    """
+
+    __slots__ = ("_bounds", "_elements", "_size")
+
+    def __init__(self, elements: Sequence[T]) -> None:
+        self._elements = elements
+        self._bounds = array("q")  # start and end of each run
+        self._size = 0
+
+    def add(self, place: int) -> None:
+        """Add the element at a place behind those that were added."""
+        if self._bounds and self._bounds[-1] == place:
+            self._bounds[-1] += 1
+        else:
+            self._bounds.extend((place, place + 1))
+        self._size += 1
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[T]:
+        bounds = zip(self._bounds[::2], self._bounds[1::2], strict=True)
+        return itertools.chain.from_iterable(self._elements[start:stop] for start, stop in bounds)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return list(self)[index]
+
+
+def runs_below(elements: Sequence[T], works: Iterable[NodeCalls | None]) -> dict[str, _Runs[T]]:
+    """Module path → the nodes in its region; those whose work is None are left out.
+
+    It has the nodes with an owner at or below it, except what such a module computed when another one called it.
+    """
+    below: dict[str, _Runs[T]] = {}
+    for place, work in enumerate(works):
+        for path in () if work is None else work.modules:
+            if path not in below:
+                below[path] = _Runs(elements)
+            below[path].add(place)
+    return below
 
 
 class Boundaries(Generic[Key]):
@@ -100,24 +160,14 @@ class Boundaries(Generic[Key]):
         return (() if node == OUTSIDE else self.works[node].owners) or ("",)
 
     def of(self, paths: Sequence[str]) -> Iterator[tuple[Key, int, bool]]:
-        """``(tensor, node on the other side or OUTSIDE, whether it leaves)`` for what crosses modules' common boundary.
-
-        Args:
-            paths: The modules; their region has all nodes with an owner at or below one of them.
-        """
+        """``(tensor, node on the other side or OUTSIDE, whether it leaves)`` for the common boundary of modules."""
         region = {index for path in paths for index in self.below.get(path, ())}
         return self.around(sorted(region), paths)
 
     def around(
         self, nodes: Iterable[int], paths: Sequence[str], call: Instance | None = None
     ) -> Iterator[tuple[Key, int, bool]]:
-        """The same for a region whose nodes are given: those of one call, or with all that they hold.
-
-        Args:
-            nodes: The nodes, in order.
-            paths: The modules whose work they do.
-            call: The one call that they do, where it is one.
-        """
+        """The same for a region whose nodes are given, in order: those of one call, or with all that they hold."""
         nodes = list(nodes)
         region = {*nodes}
         for index in nodes:

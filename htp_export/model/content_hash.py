@@ -30,11 +30,7 @@ def content_hash(model: ir.Model) -> str:
     Names of files, descriptions, the metadata of the model, and where weights are stored make no difference. Weights
     are read one after the other.
 
-    Args:
-        model: The model; not changed.
-
-    Returns:
-        ``sha256:`` and 64 hexadecimal digits.
+    The result is ``sha256:`` and 64 hexadecimal digits.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x")])
@@ -60,11 +56,7 @@ def body_hash(graph: ir.Graph, *, constants: bool = True) -> str:
     """Hash what the body of a function computes: all of it but names, metadata, types and shapes.
 
     Bodies whose nodes do the same in another order are told apart. External tensors are told by their place: reading
-    them could take gigabytes.
-
-    Args:
-        graph: The body: it reads nothing from outside.
-        constants: Whether the values of ``Constant`` nodes count, too; those in subgraphs always do.
+    them could take gigabytes. Values of ``Constant`` nodes outside of subgraphs count only with ``constants``.
 
     Examples:
         >>> def body(name, op):

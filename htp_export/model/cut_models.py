@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -25,17 +24,7 @@ _FIRST_SHAPE_WITH_RANGE = 15  # opset in which Shape got its attributes start an
 
 
 def cut_model(tagged: TaggedModel, part: Cut) -> ir.Model:
-    """A stand-alone model of a cut; it shares the tensors of its weights with the whole model, and nothing else.
-
-    Examples:
-        >>> import torch, htp_export
-        >>> from htp_export.model.cutting import cut
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
-        >>> model = cut_model(tagged, cut(tagged, "1"))
-        >>> model.graph.inputs[0].name, model.graph.node(0).metadata_props["htp.module"]
-        ('input', '1')
-    """
+    """A stand-alone model of a cut; it shares the tensors of its weights with the whole model, and nothing else."""
     graph, renamed = cut_graph(tagged, part)
     model = model_around(tagged, graph)
     calls = _Calls(tagged, part)
@@ -61,13 +50,7 @@ def write_part_metadata(
 ) -> None:
     """Write into a part of a model what is known of its modules, as far as the whole says it.
 
-    Args:
-        tagged: The whole.
-        model: The part.
-        hierarchy: Its modules.
-        calls: Their calls.
-        signatures: What they took and gave.
-        inside: Whether the parameters of a module are the part's.
+    ``inside`` tells whether the parameters of a module are the part's; the rest is that of the part.
     """
     known = tagged.parameters
     write_model_metadata(
@@ -80,10 +63,7 @@ def write_part_metadata(
 
 
 def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]:
-    """The graph of a cut, and what changed its name in it: name in the whole → name here.
-
-    Inputs are named as the cut says; outputs by ``output_name``.
-    """
+    """The graph of a cut, and what was renamed: name in the whole → name here; see `Cut.inputs` and `output_name`."""
     model = tagged.model
     view = ir.GraphView(
         [*part.inputs.values(), *part.sizes],
@@ -96,7 +76,10 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
     graph = view.clone()
     for value in graph.inputs:
         value.const_value = None  # of a weight that is given, not held
-    _know_types(graph, tagged)
+    for value in (*graph.inputs, *graph.outputs):  # where the file did not say it
+        known = tagged.typed.get(str(value.name)) if value.dtype is None or value.shape is None else None
+        if known is not None:
+            value.type, value.shape = value.type or known.type, value.shape or known.shape
     _compute_sizes(graph, part)
     _own_outputs(graph, part.path)
     return graph, _name_inputs(graph, list(part.inputs))
@@ -105,19 +88,15 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
 def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
     """A model of a graph that was cut out: with the functions that it calls, and of the whole's versions."""
     source = tagged.model
+    way = {key: way for key, way in source.metadata_props.items() if key == tags.WAY}  # a part is no ONNX model either
     return ir.Model(
         graph,
         ir_version=source.ir_version,
         producer_name=source.producer_name,
         producer_version=source.producer_version,
         functions=_functions_used(source, graph),
-        metadata_props={tags.FORMAT: tags.VERSION, **_way_of(source)},
+        metadata_props={tags.FORMAT: tags.VERSION, **way},
     )
-
-
-def _way_of(source: ir.Model) -> dict[str, str]:
-    """What says that a graph is no ONNX model, if it is none: nor is a part of it."""
-    return {key: way for key, way in source.metadata_props.items() if key == tags.WAY}
 
 
 def output_name(value: ir.Value) -> str:
@@ -126,17 +105,6 @@ def output_name(value: ir.Value) -> str:
     It is its own, but for what no node makes: an initializer and an output cannot be one tensor.
     """
     return str(value.name) if value.producer() is not None else f"{value.name}.returned"
-
-
-# --- the graph ------------------------------------------------------------------------------------------
-
-
-def _know_types(graph: ir.Graph, tagged: TaggedModel) -> None:
-    """Say types and shapes of what enters and leaves, where the file did not."""
-    for value in (*graph.inputs, *graph.outputs):
-        known = tagged.typed.get(str(value.name)) if value.dtype is None or value.shape is None else None
-        if known is not None:
-            value.type, value.shape = value.type or known.type, value.shape or known.shape
 
 
 def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
@@ -240,9 +208,6 @@ def _functions_used(model: ir.Model, graph: ir.Graph) -> list[ir.Function]:
     return list(functions.values())
 
 
-# --- the module tree --------------------------------------------------------------------------------------
-
-
 class _Calls:
     """The calls that are in a cut, and what they are there.
 
@@ -259,7 +224,7 @@ class _Calls:
         self.numbers = {path: inside[path] for path in below if path in inside}
         holding = [up for up in tags.ancestors(part.path) if up != part.path and up in tree]
         above = [ModuleInfo(up, tree[up].class_name) for up in reversed(holding)]
-        infos = [*above, *(self._info(tree[path]) for path in below)]
+        infos = [*above, *(tree[path].counted(len(self.numbers.get(path, ()))) for path in below)]
         self.hierarchy = Hierarchy(infos if infos[0].path == "" else [tree.root, *infos])
         instances = (Instance(path, number) for path, numbers in self.numbers.items() for number in numbers)
         self._calls = {call: Instance(call.path, self.numbers[call.path].index(call.call)) for call in instances}
@@ -273,12 +238,6 @@ class _Calls:
     def number(self, call: Instance) -> Instance | None:
         """What a call of the whole is in the cut."""
         return self._calls.get(call)
-
-    def _info(self, info: ModuleInfo) -> ModuleInfo:
-        calls = len(self.numbers.get(info.path, ()))
-        if info.calls and not calls:  # it ran in other calls alone
-            return replace(info, calls=0, fate="uncalled", fused_with=())
-        return replace(info, calls=calls)
 
     def _caller(self, tree: CallTree, call: Instance, top: Instance) -> Instance | None:
         """The call in the cut that a call ran in; modules between that are registered elsewhere are not in it."""
@@ -305,8 +264,8 @@ def narrow_owners(
         model: The part.
         inside: Whether a module is in it.
         otherwise: The owner of nodes that have none inside.
-        calls: The calls of the part's modules; None where they are those of the whole.
-        number: A call of the whole → what it is in the part; None where all keep their numbers.
+        calls: The calls of the part's modules, if they are not those of the whole.
+        number: A call of the whole → what it is in the part, if they do not keep their numbers.
     """
     called, tree = tagged.hierarchy.called, calls or tagged.calls
     number = number or (lambda call: call if inside(call.path) else None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 import onnx_ir as ir
 
@@ -49,25 +50,12 @@ class Cut:
 
 
 def cut(tagged: TaggedModel, path: str, call: int = 0) -> Cut:
-    """Cut one call of a module out of a model; for several cuts of one model, keep a `Cutter`.
-
-    Args:
-        tagged: The model.
-        path: The module.
-        call: Which of its calls, from 0.
+    """Cut one call of a module, counted from 0, out of a model; for several cuts of one model, keep a `Cutter`.
 
     Raises:
         UnknownModuleError: If the model has no such module.
         InputError: If the module has no such call, or cannot be cut out: the message says why, and what to cut instead.
         UntaggedModelError: If the model has no tags.
-
-    Examples:
-        >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
-        >>> part = cut(tagged, "1")
-        >>> list(part.inputs), [node.op_type for node in part.nodes]
-        (['input'], ['Relu'])
     """
     return Cutter(tagged).cut(path, call)
 
@@ -79,7 +67,6 @@ class Cutter:
         self._tagged = tagged
         self._index = tagged.index
         self._order = {node: place for place, node in enumerate(tagged.model.graph)}
-        self._only_sizes: dict[ir.Value, bool] = {}
 
     def cut(self, path: str, call: int = 0) -> Cut:
         """Cut one call of a module out; see the function `cut`."""
@@ -108,9 +95,6 @@ class Cutter:
             comes_along: Whether a constant value, an initializer or what is made of such, is taken into the cut by
                 whoever needs it. The others are taken where their node is a member, and else they enter.
             stops: Values that enter even if a member computes them.
-
-        Returns:
-            The cut of the root. Its inputs are model inputs and what other nodes compute, by their names.
         """
         walk = _Walk(self, members, frozenset(stops), comes_along)
         walk.from_outputs(outputs.values())
@@ -164,10 +148,10 @@ class Cutter:
         sizes.update(dict.fromkeys(value for node in both for value in node.outputs))
         nodes = tuple(sorted(walk.nodes - size_nodes.keys(), key=self._order.__getitem__))
         ordered = tuple(sorted(size_nodes, key=self._order.__getitem__))
-        read = dict.fromkeys(self._initializers((*nodes, *ordered), wanted.values()))
+        read = (value for node in (*nodes, *ordered) for value in self.reads(node))
         entering = set(reached.values())
-        initializers = tuple(value for value in read if value not in entering)
-        return Cut(path, call, reached, wanted, nodes, initializers, tuple(sizes), ordered)
+        initializers = (v for v in dict.fromkeys((*read, *wanted.values())) if v.is_initializer() and v not in entering)
+        return Cut(path, call, reached, wanted, nodes, tuple(initializers), tuple(sizes), ordered)
 
     def _region(self, path: str, call: int) -> Region:
         """The module's region, all calls together, once it is certain that it can be cut."""
@@ -175,16 +159,15 @@ class Cutter:
         info = region.info
         if call and not 0 <= call < info.calls:
             raise InputError(f"module {path!r} has no call {call}: it ran {info.calls} times, counted from 0")
-        if info.fate == "fused":
+        if info.fate.is_merged:
             others = ", ".join(map(repr, info.fused_with))
             raise InputError(
                 f"module {path!r} was fused with {others}: a tensor at its border is not in the file; "
                 f"take {self._whole_around(path)!r} instead"
             )
         if not region.nodes:
-            reasons = {"identity": "it gives back what it is given", "dead": "nothing that the model returns needs it"}
-            reasons |= {"constant": "it was folded into constants", "uncalled": "its forward did not run"}
-            raise InputError(f"module {path!r} has no nodes: {reasons.get(info.fate, 'the file gives it none')}")
+            reason = "the file gives it none" if info.fate.is_exact else info.fate.meaning
+            raise InputError(f"module {path!r} has no nodes: {reason}")
         if not any(node in self._order for node in region.nodes):
             *_, holder = self._index.scopes(region.nodes[0])
             raise InputError(
@@ -196,7 +179,7 @@ class Cutter:
     def _whole_around(self, path: str) -> str:
         """The nearest module above one whose border is in the file."""
         above = (up for up in tags.ancestors(path) if up != path and up in self._tagged)
-        return next((up for up in above if self._tagged.hierarchy[up].fate == "computed"), "")
+        return next((up for up in above if self._tagged.hierarchy[up].fate.is_exact), "")
 
     def _ends(self, region: Region, path: str, call: int) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
         """The tensors that the call was given and that it gave back, as the file tells or as the graph shows."""
@@ -219,16 +202,9 @@ class Cutter:
             return inputs, _named(call_region.outputs)
         return inputs, {name: values[name] for name in known}
 
-    def _initializers(self, nodes: Sequence[ir.Node], outputs: Iterable[ir.Value]) -> Iterator[ir.Value]:
-        for node in nodes:
-            yield from (value for value in self.reads(node) if value.is_initializer())
-        yield from (value for value in outputs if value.is_initializer())
-
     def reads(self, node: ir.Node) -> Iterator[ir.Value]:
         """What a node reads of the main graph, in its subgraphs too."""
         return self._index.reads(node)
-
-    # --- sizes ------------------------------------------------------------------------------------------
 
     def _size_cone(
         self, value: ir.Value, inputs: Sequence[ir.Value], comes_along: Callable[[ir.Value], bool]
@@ -250,7 +226,7 @@ class Cutter:
             source = node.inputs[0] if node.op_type in SIZES_ONLY else None
             if source is not None and source in inputs:
                 used.add(source)
-            elif node.op_type == "Shape" and not all(map(self._constant, node.inputs)):
+            elif node.op_type == "Shape" and not self.is_free(current):
                 places = same_dimensions(node, inputs)
                 if places is None:
                     return None
@@ -261,35 +237,19 @@ class Cutter:
                 queue.extend(operand for operand in node.inputs if operand is not None)
         return list(cone), used
 
-    def _constant(self, value: ir.Value | None) -> bool:
-        return value is None or value.is_initializer() or value in self._index.constant
-
     def is_size(self, value: ir.Value) -> bool:
         """Whether a value depends on the model's inputs, and that through sizes of tensors alone."""
-        return not self._constant(value) and self._is_of_sizes(value)
+        return value in self._sizes
 
-    def _is_of_sizes(self, value: ir.Value) -> bool:
-        """Whether a value depends on the model's inputs through sizes of tensors alone, or not at all."""
-        stack = [value]
-        while stack:
-            current = stack[-1]
-            node = current.producer()
-            if current in self._only_sizes:
-                stack.pop()
-            elif self._constant(current) or (node is not None and node.op_type in SIZES_ONLY):
-                self._only_sizes[stack.pop()] = True
-            elif node is None or node in self._index.bodies or node.graph is not self._tagged.model.graph:
-                self._only_sizes[stack.pop()] = False
-            else:
-                inputs = [operand for operand in node.inputs if operand is not None]
-                unknown = [operand for operand in inputs if operand not in self._only_sizes]
-                if unknown:
-                    stack.extend(unknown)
-                else:
-                    self._only_sizes[stack.pop()] = bool(inputs) and all(
-                        self._only_sizes[operand] for operand in inputs
-                    )
-        return self._only_sizes[value]
+    @cached_property
+    def _sizes(self) -> frozenset[ir.Value]:
+        sizes: set[ir.Value] = set()
+        for node in self._order:
+            read = [value for value in node.inputs if value is not None]
+            computed = bool(read) and node not in self._index.bodies
+            if node.op_type in SIZES_ONLY or (computed and all(self.is_free(v) or v in sizes for v in read)):
+                sizes.update(value for value in node.outputs if not self.is_free(value))
+        return frozenset(sizes)
 
     def is_free(self, value: ir.Value) -> bool:
         """Whether a value comes along with whatever needs it: an initializer, or made of constants."""
@@ -297,14 +257,7 @@ class Cutter:
 
 
 class _Walk:
-    """The way back from outputs to where the values come from.
-
-    Args:
-        cutter: What knows the graph.
-        members: The nodes that may be taken.
-        stops: Values that enter even where a member makes them.
-        comes_along: Whether a constant value is taken whoever makes it.
-    """
+    """The way back from outputs to where the values come from; see `Cutter.cut_nodes`."""
 
     def __init__(
         self,
@@ -336,13 +289,9 @@ class _Walk:
 
 
 def same_dimensions(shape_node: ir.Node, inputs: Sequence[ir.Value]) -> list[int | tuple[ir.Value, int]] | None:
-    """For what a ``Shape`` node reads, where each of its dimensions can be read instead.
+    """For each dimension that a ``Shape`` node gives, the number that it is, or an input and which of its dimensions.
 
-    Dimensions are the same where the file gives them the same name.
-
-    Returns:
-        For each dimension that the node gives, the number that it is, or an input and which of its dimensions; None
-        where one of them is nowhere among the inputs.
+    Dimensions are the same where the file gives them the same name. None if one of them is nowhere among the inputs.
     """
     source = shape_node.inputs[0]
     if source is None or source.shape is None:

@@ -27,14 +27,11 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def dependence(steps: Iterable[tuple[Iterable[_Key], Iterable[_Key]]], starts: Mapping[_Key, int]) -> dict[_Key, int]:
-    """What depends on which starts.
+    """Each value that depends on a start, itself included → the bits of those starts.
 
     Args:
         steps: What each node reads and makes, in an order in which it can run; without those that read sizes alone.
         starts: Where to start → a bit, or several.
-
-    Returns:
-        Each value that depends on a start, itself included → the bits of those starts.
 
     Examples:
         >>> steps = [(("x", "w"), ("h",)), (("w",), ("v",)), (("h", "y"), ("z",))]
@@ -53,11 +50,7 @@ def dependence(steps: Iterable[tuple[Iterable[_Key], Iterable[_Key]]], starts: M
 
 
 def reads_and_results(nodes: Iterable[ir.Node]) -> Iterator[tuple[Sequence[ir.Value | None], Sequence[ir.Value]]]:
-    """What nodes read the values of, and what these go into.
-
-    Args:
-        nodes: Nodes, in an order in which they can run; those in subgraphs after the node that holds them.
-    """
+    """What nodes read the values of, and what these go into; nodes in subgraphs come after the one that holds them."""
     for node in nodes:
         if is_standard(node, *SIZES_ONLY):
             continue
@@ -89,9 +82,7 @@ def given_values(model: ir.Model) -> Mapping[ir.Value | None, int]:
 def input_dependent_values(model: ir.Model, nodes: Iterable[ir.Node]) -> set[ir.Value]:
     """The values that depend on values of the model's inputs, not on their sizes alone.
 
-    Args:
-        model: The model.
-        nodes: Its nodes, those in subgraphs after the node that holds them, as of ``all_nodes``.
+    ``nodes`` are those of the model, as of ``all_nodes``.
 
     Examples:
         >>> x = ir.val("x")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from htp_export.format import tags
-from htp_export.format.hierarchy import Fate, Hierarchy
+from htp_export.format.fates import Fate
+from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.boundaries import Boundaries
 
 __all__ = ["FateEvidence", "Outcome", "fate_of", "find_fates", "fused_with"]
@@ -26,29 +27,18 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one module.
-
-    Attributes:
-        fate: The word for it.
-        fused_with: For ``fused``, the modules with which it can be cut out as a whole.
-    """
+    """What became of one module; if it was merged, the modules with which it can be cut out as a whole."""
 
     fate: Fate
     fused_with: tuple[str, ...] = ()
 
 
 class FateEvidence(ABC, Generic[Key]):
-    """What is known of the modules of a graph.
-
-    Args:
-        boundaries: What crosses the boundaries of modules in the graph as it is.
-    """
+    """What is known of the modules of a graph, and what crosses their boundaries in the graph as it is."""
 
     def __init__(self, boundaries: Boundaries[Key]) -> None:
         self.boundaries = boundaries
         self._closed: dict[str, bool] = {}
-
-    # --- what an export, `carry` and the passes know, each in its own way ---
 
     @abstractmethod
     def settled(self, path: str) -> Outcome | None:
@@ -80,8 +70,6 @@ class FateEvidence(ABC, Generic[Key]):
     def counterpart(self, tensor: Key) -> Hashable:
         """What a tensor of the graph is among those of ``known``."""
         return tensor
-
-    # --- what follows from that ---
 
     def has_nodes(self, path: str) -> bool:
         """Whether a node has an owner at or below a module."""
@@ -135,14 +123,14 @@ def find_fates(hierarchy: Hierarchy, evidence: FateEvidence[Key]) -> tuple[Hiera
     outcomes = {path: fate_of(path, evidence) for path in hierarchy}
     contamination: dict[tuple[str, Key, bool], None] = {}
     for path, outcome in outcomes.items():
-        if outcome.fate == Fate.COMPUTED and not evidence.is_closed(path) and evidence.settled(path) is None:
+        if outcome.fate.is_exact and not evidence.is_closed(path) and evidence.settled(path) is None:
             contamination.update(((path, key, leaves), None) for key, _, leaves in evidence.unknown([path]))
     tree = hierarchy.with_results(
         fates={path: outcome.fate for path, outcome in outcomes.items()},
         fused_with={
             path: outcome.fused_with or (hierarchy.parent(path) or "",)
             for path, outcome in outcomes.items()
-            if outcome.fate == Fate.FUSED
+            if outcome.fate.is_merged
         },
     )
     return tree, list(contamination)

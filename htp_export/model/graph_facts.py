@@ -12,7 +12,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
-from htp_export.shapes.facts import constant_tensor
+from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.symbolic import Symbolic, written_shape
 
@@ -29,12 +29,13 @@ Shape: TypeAlias = tuple[int | str | None, ...]
 class GraphFacts:
     """A tagged model as patterns look at it; each answer costs the same however large the model is.
 
+    Large tensors are not read.
+
     Args:
-        tagged: The model. It is not changed, and large tensors are not read.
+        tagged: The model.
         inferred: Types and shapes of its tensors; those that it says itself, completed, where it is None.
 
     Attributes:
-        tagged: The model.
         nodes: Every node, in subgraphs and functions too.
         by_op: ONNX operator → the nodes that compute it, in order.
 

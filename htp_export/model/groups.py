@@ -56,10 +56,10 @@ def connected(
     belong: Callable[[ir.Node, ir.Node], bool] = lambda producer, node: True,
     reads: Callable[[ir.Node], Iterable[ir.Value | None]] = lambda node: node.inputs,
 ) -> Groups[ir.Node]:
-    """Nodes in sets of those that read each other.
+    """Nodes, each after those that it reads, in sets of those that read each other.
 
     Args:
-        nodes: The nodes, those that make a value before those that read it.
+        nodes: The nodes.
         belong: Whether two of them, of which the second reads the first, are of one set.
         reads: What a node reads: its inputs, unless its subgraphs count as well.
 

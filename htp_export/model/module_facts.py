@@ -26,7 +26,7 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.tagged import TaggedModel
-from htp_export.shapes.facts import constant_tensor
+from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import is_standard
 
 __all__ = [
@@ -78,14 +78,7 @@ class ModuleFacts(ModuleInfo):
 
 @dataclass(frozen=True)
 class ModuleContents:
-    """What stands in one module.
-
-    Attributes:
-        facts: How much it is.
-        nodes: The nodes of the module and of those below it, in order.
-        own_nodes: Of those, the nodes that it owns itself.
-        own_weights: The weights that its own nodes read.
-    """
+    """What stands in one module: its nodes, those that it owns itself, and the weights that the latter read."""
 
     facts: ModuleFacts
     nodes: Sequence[ir.Node]
@@ -98,7 +91,7 @@ class Contents:
     """What stands in the modules of a model.
 
     Attributes:
-        modules: Module path → what stands in it, for every module.
+        modules: Module path → what stands in it.
         shared: Name of each parameter that belongs to several modules → these modules.
         from_pytorch: Whether the parameters are those that PyTorch had; else they are the weights in the file.
     """
@@ -121,10 +114,7 @@ class _TensorHolders:
 
 
 def contents_of(tagged: TaggedModel) -> Contents:
-    """What stands in each module of a model. No values are read.
-
-    Args:
-        tagged: The model. Without tags, everything is the root's.
+    """What stands in each module of a model; without tags, everything is the root's. No values are read.
 
     Examples:
         >>> import torch, htp_export
@@ -165,14 +155,7 @@ def contents_of(tagged: TaggedModel) -> Contents:
 
 @dataclass(frozen=True)
 class _WeightSizes:
-    """Sizes in bytes of the weights that modules read.
-
-    Attributes:
-        by_dtype: Module path → element type → weights read at or below the module.
-        shared: Of those, the weights that nodes outside the module read too.
-        first_read: Module path → weights of which its own nodes are the first readers.
-        read: Module path → the weights that its own nodes read.
-    """
+    """Module path → sizes in bytes of the weights that it reads, as `ModuleFacts` has them, and what its nodes read."""
 
     by_dtype: defaultdict[str, dict[str, int]]
     shared: defaultdict[str, Counter[str]]
@@ -184,7 +167,9 @@ def _weight_sizes(stored: Mapping[ir.Value, _TensorHolders]) -> _WeightSizes:
     sizes = _WeightSizes(defaultdict(dict), defaultdict(Counter), Counter(), defaultdict(list))
     alike: defaultdict[str, list[_TensorHolders]] = defaultdict(list)
     for value, tensor in stored.items():
-        size, dtype = _bytes(value), dtype_name(_dtype(value))
+        held = stored_tensor(value)
+        assert held is not None  # it is a weight
+        size, dtype = held.nbytes, dtype_name(held.dtype)
         sizes.first_read[tensor.holders[0]] += size
         for path in tensor.holders:
             sizes.read[path].append(value)
@@ -200,12 +185,7 @@ def _weight_sizes(stored: Mapping[ir.Value, _TensorHolders]) -> _WeightSizes:
 
 
 def dtype_name(dtype: ir.DataType) -> str:
-    """The element type as numpy names it.
-
-    Examples:
-        >>> dtype_name(ir.DataType.FLOAT), dtype_name(ir.DataType.STRING)
-        ('float32', 'string')
-    """
+    """The element type as numpy names it: ``float32``, ``string``."""
     return "string" if dtype == ir.DataType.STRING else str(dtype.numpy().name)
 
 
@@ -229,41 +209,28 @@ def _summed(listed: Sequence[_TensorHolders]) -> tuple[Counter[str], Counter[str
     return total, first
 
 
-# --- parameters -----------------------------------------------------------------------------------------
-
-
 def _declared(tagged: TaggedModel) -> dict[str, _TensorHolders] | None:
     """Full name of each parameter of the PyTorch model → the modules that hold it; None where it is not known."""
-    if tagged.parameters is None:
+    if tagged.declared is None:
         return None
-    initializers = tagged.model.graph.initializers
-    shapes: dict[str, tuple[int, ...]] = {}
-    holders: defaultdict[str, list[str]] = defaultdict(list)
-    for path, module in tagged.parameters.items():
-        for name, shape in module.shapes.items():
-            full = module.tied.get(name) or (f"{path}.{name}" if path else name)
-            shapes[full] = shape
-            if path not in holders[full]:
-                holders[full].append(path)
-    parameters = {}
-    for full, shape in shapes.items():
-        tensor = initializers[full].const_value if full in initializers else None
-        floating = tensor is not None and tensor.dtype.is_floating_point()
-        sizes = tensor.shape.numpy() if tensor is not None and floating else shape
-        parameters[full] = _TensorHolders(math.prod(sizes), holders[full])
-    return parameters
-
-
-# --- weights --------------------------------------------------------------------------------------------
+    shapes = {parameter.first: parameter.shape for parameter in tagged.declared.values()}
+    holders: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for parameter in tagged.declared.values():
+        holders[parameter.first][parameter.module] = None
+        value = tagged.model.graph.initializers.get(parameter.first)
+        tensor = None if value is None else value.const_value
+        if tensor is not None and tensor.dtype.is_floating_point():
+            shapes[parameter.first] = tuple(tensor.shape.numpy())
+    return {name: _TensorHolders(math.prod(shape), tuple(holders[name])) for name, shape in shapes.items()}
 
 
 def _readers(tagged: TaggedModel) -> dict[ir.Value, dict[str, None]]:
     """Each weight of the file → the modules whose nodes read it, in order."""
     index, functions = tagged.index, tagged.model.functions
-    calls = Counter(node.op_identifier() for node in index.nodes) if functions else Counter[ir.OperatorIdentifier]()
     readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
     for node, owners in index.owners.items():
-        if node.op_identifier() in functions and calls[node.op_identifier()] == 1:
+        function = functions.get(node.op_identifier()) if functions else None
+        if function is not None and len(index.calls[function.graph]) == 1:
             continue  # the nodes of the function read its arguments
         for value in _sources(tagged, node):
             if is_weight(value, node):
@@ -311,23 +278,13 @@ def elements_of(value: ir.Value) -> int:
     return 0 if tensor is None else math.prod(tensor.shape.numpy())
 
 
-def _bytes(value: ir.Value) -> int:
-    tensor = stored_tensor(value)
-    return 0 if tensor is None else tensor.nbytes
-
-
-def _dtype(value: ir.Value) -> ir.DataType:
-    tensor = stored_tensor(value)
-    return ir.DataType.UNDEFINED if tensor is None else tensor.dtype
-
-
 def tied_parameters(tagged: TaggedModel) -> dict[str, dict[str, str]]:
     """Module path → its parameters that another module before it holds too: full name → full name there.
 
     Empty where the file does not say what PyTorch had.
     """
-    return {
-        path: {f"{path}.{name}" if path else name: first for name, first in module.tied.items()}
-        for path, module in (tagged.parameters or {}).items()
-        if module.tied
-    }
+    tied: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for parameter in (tagged.declared or {}).values():
+        if parameter.tied:
+            tied[parameter.module][parameter.name] = parameter.tied
+    return tied

@@ -1,12 +1,17 @@
-"""The nodes beside a tensor: its producer, and its only consumer."""
+"""The nodes beside a tensor: its producer, and its only consumer; and what a node reads, replaced."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = ["only_consumer", "producer_of"]
+__all__ = ["only_consumer", "producer_of", "replace_inputs"]
+
+_FEW = 32
+"""Up to so many inputs are replaced one by one, each in time by the number of the node's inputs."""
 
 
 def producer_of(value: ir.Value | None, *op_types: str) -> ir.Node | None:
@@ -31,3 +36,32 @@ def only_consumer(value: ir.Value, *op_types: str) -> ir.Node | None:
         return None
     node = next(iter(uses)).node
     return node if not op_types or is_standard(node, *op_types) else None
+
+
+def replace_inputs(node: ir.Node, replaced: Mapping[ir.Value, ir.Value | None]) -> None:
+    """Let a node read other values, each at all inputs that are this value.
+
+    ``Node.replace_input_with`` copies all inputs of the node for each one that it replaces. The call of a function has
+    an input for each weight in it, thousands where a module holds a whole model; so the inputs of such a node are put
+    in place together, by the members of onnx_ir's classes that ``replace_input_with`` itself uses.
+
+    Examples:
+        >>> x, y = ir.val("x"), ir.val("y")
+        >>> node = ir.node("Add", [x, x])
+        >>> replace_inputs(node, {x: y})
+        >>> node.inputs == (y, y), list(x.uses()), len(list(y.uses()))
+        (True, [], 2)
+    """
+    places = [place for place, value in enumerate(node.inputs) if value is not None and value in replaced]
+    if len(places) <= _FEW:
+        for place in places:
+            node.replace_input_with(place, replaced[node.inputs[place]])  # type: ignore[index]
+        return
+    inputs = list(node.inputs)
+    for place in places:
+        before = inputs[place]
+        inputs[place] = after = replaced[before]  # type: ignore[index]
+        before._remove_usage(node, place)  # type: ignore[union-attr]
+        if after is not None:
+            after._add_usage(node, place)
+    node._inputs = tuple(inputs)

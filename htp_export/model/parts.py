@@ -25,10 +25,6 @@ class Constants:
     other initializer, and every other tensor in a ``Constant`` node, is a weight. What is computed from cheap ones
     alone is cheap, and so are sizes of tensors and what is computed from them.
 
-    Args:
-        tagged: The model.
-        cutter: Its cutter.
-
     Attributes:
         weights: The initializers that are weights.
         sizes: The nodes that compute cheap values from sizes of tensors.
@@ -101,12 +97,9 @@ class PartTensor(NamedTuple):
 def part_tensors(
     tagged: TaggedModel, part_of: Mapping[ir.Node, int], counts: Callable[[ir.Value], bool]
 ) -> Iterator[PartTensor]:
-    """The tensors that nodes of the main graph read, in their subgraphs too, and those that it returns.
+    """The tensors that count, of those that nodes of the main graph read, in their subgraphs too, and that it returns.
 
-    Args:
-        tagged: The model.
-        part_of: Node of the main graph → the number of its part; others are outside.
-        counts: Whether a tensor counts.
+    ``part_of`` tells the number of a node's part; other nodes are outside.
     """
     consumers: defaultdict[ir.Value, set[int]] = defaultdict(set)
     for node in tagged.model.graph:

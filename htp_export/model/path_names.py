@@ -7,7 +7,7 @@ for those that stay: inputs and outputs of the model, and parameters of the PyTo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +15,13 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import read_contamination, write_model_metadata
-from htp_export.format.parameters import ModuleParameters
-from htp_export.model.canonical_order import bodies_of, canonical_order
 from htp_export.model.regions import all_values
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames, rename
+from htp_export.shapes.operator_kinds import subgraphs
 
-__all__ = ["STYLES", "Renamed", "check_style", "check_tags", "give_path_names", "path_prefix"]
+__all__ = ["STYLES", "Renamed", "bodies_of", "check_style", "check_tags", "give_path_names", "path_prefix"]
 
 _SEPARATORS = re.compile(r"[\s,:*'\"\x00-\x1f\x7f]")
 """What separates names, or is a wildcard, on the command lines of tools; ``/``, ``;`` and ``%`` are escaped already."""
@@ -31,21 +29,15 @@ _SEPARATORS = re.compile(r"[\s,:*'\"\x00-\x1f\x7f]")
 _QUANTIZATION = "quant_parameter_tensor_names"
 """Key in the ``meta`` of an ``ir.Value``: names of the tensors with its scale and zero point, as onnx_ir reads them."""
 
-
 STYLES = ("path",)
 """The styles of names that there are."""
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """What was renamed in a model; without what is in functions.
+    """Old name → new name of what was renamed in a model, and how many there are; without what is in functions.
 
-    Attributes:
-        nodes: Old name → new name of each node whose name changed. Nodes without a name are left out; of several with
-            one name, the first in the graph counts.
-        tensors: The same of tensors.
-        nodes_total: How many nodes there are.
-        tensors_total: How many tensors there are.
+    Nodes without a name are left out; of several with one name, the first in the graph counts.
     """
 
     nodes: Mapping[str, str]
@@ -83,9 +75,7 @@ def check_tags(tagged: TaggedModel) -> None:
 def path_prefix(path: str, called: Iterable[str]) -> str:
     """What the names of a module's nodes begin with.
 
-    Args:
-        path: The module.
-        called: The modules that ran; others, such as ``nn.ModuleList``, are joined with what they hold.
+    Modules that did not run, such as ``nn.ModuleList``, are joined with what they hold.
 
     Examples:
         >>> path_prefix("layer.0.query", {"", "layer.0", "layer.0.query"}), path_prefix("", {""})
@@ -99,11 +89,9 @@ def path_prefix(path: str, called: Iterable[str]) -> str:
 
 
 def give_path_names(tagged: TaggedModel) -> Renamed:
-    """Rename the nodes and tensors of a model, in place, and what its metadata says of them.
+    """Rename the nodes and tensors of a model, in place, and what its metadata says of them; then `refresh` it.
 
-    Args:
-        tagged: A model with tags of htp_export, without functions that were made of its modules. What it found out
-            about its graph is out of date afterwards; ``load`` the model again.
+    It has tags of htp_export, and no functions that were made of its modules.
     """
     graph, namer = tagged.model.graph, _Namer(tagged)
     node_names, tensor_names = namer.named()
@@ -129,11 +117,7 @@ def give_path_names(tagged: TaggedModel) -> Renamed:
 
 @dataclass
 class _Namer:
-    """Finds the names of one model.
-
-    Attributes:
-        tagged: The model.
-    """
+    """Finds the names of one model."""
 
     tagged: TaggedModel
     _nodes: dict[ir.Node, str] = field(default_factory=dict)
@@ -175,7 +159,7 @@ class _Namer:
 
     def _ordered(self, graph: ir.Graph) -> Iterator[ir.Node]:
         """The nodes of a graph, each followed by those in its subgraphs."""
-        for node in canonical_order(graph, self._key):
+        for node in _canonical_order(graph, self._key):
             yield node
             for _, body in bodies_of(node):
                 yield from self._ordered(body)
@@ -200,16 +184,10 @@ class _Namer:
 
 
 class _Kept:
-    """Tells which tensors have the name of a parameter or buffer of the PyTorch model, or one that begins with it.
-
-    Args:
-        tagged: The model.
-    """
+    """Tells which tensors have the name of a parameter or buffer of the PyTorch model, or one that begins with it."""
 
     def __init__(self, tagged: TaggedModel) -> None:
-        parameters: Mapping[str, ModuleParameters] = tagged.parameters or {}
-        self._parameters = {tags.below(path, name) for path, module in parameters.items() for name in module.shapes}
-        self._modules: Hierarchy = tagged.hierarchy
+        self._parameters, self._modules = tagged.declared or {}, tagged.hierarchy
 
     def __call__(self, value: ir.Value) -> bool:
         name = value.name or ""
@@ -248,12 +226,7 @@ def _rename_tensors(model: ir.Model, names: Mapping[ir.Value, str]) -> None:
 
 
 def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None:
-    """Rename tensors in signatures, contamination and notes on quantization; others are not in the graph any more.
-
-    Args:
-        tagged: The model, with its old metadata.
-        renamed: Old name → new name of every tensor.
-    """
+    """Rename tensors in signatures, contamination and notes on quantization; others are not in the graph any more."""
     props = tagged.model.metadata_props
     signatures = {path: [call.renamed(renamed.get) for call in calls] for path, calls in tagged.signatures.items()}
     contamination = sorted(
@@ -266,3 +239,81 @@ def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None
             value.meta[_QUANTIZATION] = {
                 key: renamed.get(name, name) for key, name in value.meta[_QUANTIZATION].items()
             }
+
+
+# --- an order of nodes that depends on the graph alone: not on names, and not on the order in the file ---
+
+
+def _canonical_order(graph: ir.Graph, key: Callable[[ir.Node], Any]) -> list[ir.Node]:
+    """The nodes of a graph, each after those that it reads; those inside subgraphs are left out.
+
+    From the outputs of the graph, one after the other, every node is reached through its inputs, one after the other,
+    and follows the last of its producers. Outputs and inputs have an order that is part of what the graph computes. So
+    the result is the same whatever nodes and tensors are called, and wherever independent nodes are in the file.
+
+    Nodes whose results nothing needs come last, ordered by ``key``.
+
+    Examples:
+        >>> x = ir.val("x")
+        >>> left, right = ir.node("Relu", [x]), ir.node("Tanh", [x])
+        >>> add = ir.node("Add", [right.outputs[0], left.outputs[0]])
+        >>> graph = ir.Graph([x], add.outputs, nodes=[left, right, add], opset_imports={"": 20})
+        >>> [node.op_type for node in _canonical_order(graph, lambda node: node.op_type)]
+        ['Tanh', 'Relu', 'Add']
+    """
+    order: dict[ir.Node, None] = {}
+    for value in graph.outputs:
+        _reach(value.producer(), graph, order)
+    unneeded = [node for node in graph if node not in order]
+    for node in sorted((node for node in unneeded if not any(value.uses() for value in node.outputs)), key=key):
+        _reach(node, graph, order)
+    for node in unneeded:  # on a cycle, in a graph that is not valid
+        _reach(node, graph, order)
+    return list(order)
+
+
+def bodies_of(node: ir.Node) -> Iterator[tuple[str, ir.Graph]]:
+    """The subgraphs of a node, each with the name of its attribute, by these names."""
+    for name in sorted(node.attributes):
+        attribute = node.attributes[name]
+        if attribute.is_ref():
+            continue
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield name, attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from ((f"{name}.{place}", body) for place, body in enumerate(attribute.as_graphs()))
+
+
+def _reach(start: ir.Node | None, graph: ir.Graph, order: dict[ir.Node, None]) -> None:
+    """Add a node, after everything that it needs and that is not there yet."""
+    if start is None or start.graph is not graph or start in order:
+        return
+    entered, waiting = {start}, [(start, iter(_producers(start, graph)))]
+    while waiting:
+        node, producers = waiting[-1]
+        for producer in producers:
+            if producer not in order and producer not in entered:
+                entered.add(producer)
+                waiting.append((producer, iter(_producers(producer, graph))))
+                break
+        else:
+            order[node] = None
+            waiting.pop()
+
+
+def _producers(node: ir.Node, graph: ir.Graph) -> Sequence[ir.Node]:
+    """The nodes of a graph that one of its nodes reads, those that its subgraphs read last."""
+    read: Iterable[ir.Value | None] = node.inputs
+    if subgraphs(node):
+        read = (*node.inputs, *(value for _, body in bodies_of(node) for value in _read_in(body)))
+    makers = (value.producer() for value in read if value is not None)
+    return [maker for maker in makers if maker is not None and maker.graph is graph]
+
+
+def _read_in(body: ir.Graph) -> Iterator[ir.Value]:
+    """What a subgraph reads, in its canonical order: also what is its own, or lies several graphs above."""
+    for node in _canonical_order(body, lambda node: node.op_type):
+        yield from (value for value in node.inputs if value is not None)
+        for _, inner in bodies_of(node):
+            yield from _read_in(inner)
+    yield from body.outputs

@@ -13,13 +13,13 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls
+from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.model.boundaries import OUTSIDE, Boundaries
+from htp_export.model.boundaries import OUTSIDE, Boundaries, runs_below
 from htp_export.model.dependence import input_dependent_values
-from htp_export.model.runs import runs_below
 from htp_export.shapes.operator_kinds import RANDOM, subgraphs
 
-__all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "subgraphs", "twins_of"]
+__all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "named_values", "subgraphs", "twins_of"]
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -60,14 +60,16 @@ def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
             yield from all_values(body)
 
 
+def named_values(graph: ir.Graph) -> dict[str, ir.Value]:
+    """The tensors of a graph by name, without those of its subgraphs: inputs, initializers, and what its nodes make."""
+    results = (value for node in graph for value in node.outputs)
+    return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *results) if value.name}
+
+
 class GraphIndex:
     """What one pass over a model tells about every region of it.
 
     It is made of the model as it is; once the graph is changed, make a new one.
-
-    Args:
-        model: The model.
-        work_of: Whose work a node does; that of nobody for an untagged one.
 
     Attributes:
         nodes: Every node, in the order of ``all_nodes``.
@@ -104,7 +106,7 @@ class GraphIndex:
         return {node: bodies[node.op_identifier()] for node in self.nodes if node.op_identifier() in bodies}
 
     @cached_property
-    def _calls(self) -> dict[ir.Graph, list[ir.Node]]:
+    def calls(self) -> Mapping[ir.Graph, Sequence[ir.Node]]:
         """Body of a function of the model → the nodes that call it."""
         calls: dict[ir.Graph, list[ir.Node]] = {graph: [] for graph in self._functions}
         for node, (graph,) in self._called.items():
@@ -147,7 +149,7 @@ class GraphIndex:
 
     def _boundaries(self, counts: Callable[[ir.Value], bool], holders: Sequence[int]) -> Boundaries[ir.Value]:
         results = {*self.model.graph.outputs}
-        results.update(value for graph, calls in self._calls.items() if not calls for value in graph.outputs)
+        results.update(value for graph, calls in self.calls.items() if not calls for value in graph.outputs)
         works = [self.works[node] for node in self.nodes]
         return Boundaries([self.passed(node) for node in self.nodes], works, counts, results, holders)
 
@@ -187,7 +189,7 @@ class GraphIndex:
         """The nodes that run a graph: the one it is a subgraph of, or the calls of the function; none for the main."""
         if graph is None or graph is self.model.graph:
             return ()
-        return (self._holder[graph],) if graph in self._holder else self._calls.get(graph, ())
+        return (self._holder[graph],) if graph in self._holder else self.calls.get(graph, ())
 
     def initializer(self, value: ir.Value) -> ir.Value | None:
         """The initializer that a value is, directly or as the argument of the one call of its function."""
@@ -196,7 +198,7 @@ class GraphIndex:
             if value in seen:  # a function that calls itself: no valid model, but files come from anywhere
                 return None
             seen.add(value)
-            calls = self._calls.get(value.graph, ()) if value.graph is not None else ()
+            calls = self.calls.get(value.graph, ()) if value.graph is not None else ()
             if not value.is_graph_input() or len(calls) != 1 or value.graph is None:
                 return None
             position = next(k for k, formal in enumerate(value.graph.inputs) if formal is value)
@@ -210,14 +212,8 @@ class GraphIndex:
 class Region:
     """The nodes of a module, and its boundary.
 
-    A node's subgraphs (the branches of an ``If``) count with the node: what they capture enters the region.
-
-    Args:
-        index: The model's index.
-        hierarchy: The module tree.
-        calls: Which call ran in which.
-        path: The module.
-        call: Only the nodes of this call of the module; all calls where it is None.
+    A node's subgraphs (the branches of an ``If``) count with the node: what they capture enters the region. If ``call``
+    is given, it has only the nodes of this call of the module.
     """
 
     def __init__(
@@ -249,8 +245,8 @@ class Region:
         return self.info.calls
 
     @property
-    def fate(self) -> str:
-        """What became of the module, one of ``hierarchy.FATES``."""
+    def fate(self) -> Fate:
+        """What became of the module."""
         return self.info.fate
 
     @property

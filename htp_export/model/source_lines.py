@@ -15,14 +15,7 @@ _FRAME = re.compile(r'File "([^"\n]*)", line (\d+), in ([^\n]*)(?:\n *([^\n]*))?
 
 
 class SourceLine(NamedTuple):
-    """One line of the stack.
-
-    Attributes:
-        file: The file.
-        line: Number of the line.
-        function: The function.
-        code: The line; ``""`` if the file was not there when the model was exported.
-    """
+    """One line of the stack; its code is ``""`` if the file was not there when the model was exported."""
 
     file: str
     line: int

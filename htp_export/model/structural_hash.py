@@ -55,15 +55,14 @@ class Hasher:
         self._leaves: dict[ir.Value, str] = {}
 
     def part(self, nodes: Collection[ir.Node]) -> str:
-        """The hash of a part of a graph.
-
-        Args:
-            nodes: Its nodes, each after those that it reads.
-        """
+        """The hash of a part of a graph, whose nodes come after those that they read."""
         below: dict[ir.Value | None, str] = {}
         members = frozenset(nodes)
         for node in nodes:
-            read = [below.get(value) or _outside(value, leaf, members) for value, leaf in self.inputs(node)]
+            read = [
+                below.get(value) or (_LATER if value is not None and value.producer() in members else leaf)
+                for value, leaf in self.inputs(node)
+            ]
             digest = _digest((self.node(node), *read))
             for place, value in enumerate(node.outputs):
                 below[value] = f"{digest}.{place}"
@@ -72,10 +71,9 @@ class Hasher:
     def node(self, node: ir.Node) -> str:
         """The hash of what a node does to whatever it reads."""
         if node not in self._own:
-            written = {
-                name: self._attribute(attribute) for name, attribute in node.attributes.items() if name != "doc_string"
-            }
-            self._own[node] = _digest((node.domain, node.op_type, *_pairs(written)))
+            written = sorted(item for item in node.attributes.items() if item[0] != "doc_string")
+            settings = (f"{name}={self._attribute(attribute)}" for name, attribute in written)
+            self._own[node] = _digest((node.domain, node.op_type, *settings))
         return self._own[node]
 
     def inputs(self, node: ir.Node) -> Sequence[tuple[ir.Value | None, str]]:
@@ -105,9 +103,9 @@ class Hasher:
         if attribute.is_ref():
             return f"ref {attribute.ref_attr_name}"
         if attribute.type == ir.AttributeType.GRAPH:
-            return self._body(attribute.as_graph())
+            return self.part(list(attribute.as_graph()))
         if attribute.type == ir.AttributeType.GRAPHS:
-            return _digest(self._body(graph) for graph in attribute.as_graphs())
+            return _digest(self.part(list(graph)) for graph in attribute.as_graphs())
         if attribute.type == ir.AttributeType.TENSOR:
             tensor: ir.TensorProtocol = attribute.value  # as_tensor() looks at every method of it
             small = tensor.size <= _MOST_NUMBERS and tensor.dtype != ir.DataType.STRING
@@ -116,24 +114,9 @@ class Hasher:
             return str(attribute.type)
         return repr(attribute.value)
 
-    def _body(self, graph: ir.Graph) -> str:
-        return self.part(list(graph))
-
 
 class RegionHashes:
-    """Module path → the hash of its region, the same in every process; ``""`` is the whole model.
-
-    Args:
-        facts: The model, as it is now.
-
-    Examples:
-        >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ReLU(), torch.nn.Tanh()).eval()
-        >>> facts = GraphFacts(htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False)))
-        >>> hashes = RegionHashes(facts)
-        >>> hashes["0"] == hashes["1"], hashes["1"] == hashes["2"]
-        (True, False)
-    """
+    """Module path → the hash of its region, the same in every process; ``""`` is the whole model."""
 
     def __init__(self, facts: GraphFacts) -> None:
         self._index, self._hasher = facts.tagged.index, Hasher(facts)
@@ -170,7 +153,8 @@ class RegionHashes:
             for value, leaf in self._hasher.inputs(node):
                 hashed *= _ODD
                 hashed += self._read(node, value, leaf, hashes)
-            hashes[node] = [_mix(hashed + step) for step in self._steps(len(node.outputs))]
+            steps = (self._text(f"output {place}") for place in range(len(node.outputs)))  # tell its outputs apart
+            hashes[node] = [_mix(hashed + step) for step in steps]
             for output in hashes[node]:
                 totals[:, regions[node]] += output
             for producer in (*_producers(node), node):  # what nobody reads any more needs no memory
@@ -193,10 +177,6 @@ class RegionHashes:
         read = np.repeat(entering, len(mine), axis=1)
         read[:, here] = made[:, there] if producer in hashes else made
         return read
-
-    def _steps(self, count: int) -> list[_Array]:
-        """Numbers that tell the outputs of a node apart."""
-        return [self._text(f"output {place}") for place in range(count)]
 
     def _text(self, text: str) -> _Array:
         if text not in self._texts:
@@ -230,12 +210,6 @@ def _common(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[_Pl
     return here, there
 
 
-def _outside(value: ir.Value | None, leaf: str, members: Collection[ir.Node]) -> str:
-    if value is not None and value.producer() in members:
-        return _LATER
-    return leaf
-
-
 def _was_measured(value: ir.Value) -> bool:
     """Whether a constant is a scale or zero point of quantization."""
     for use in value.uses():
@@ -247,10 +221,6 @@ def _was_measured(value: ir.Value) -> bool:
             if any(maker is not None and maker.op_type == "DynamicQuantizeLinear" and k == 1 for maker, k in makers):
                 return True
     return False
-
-
-def _pairs(written: Mapping[str, str]) -> Iterable[str]:
-    return (f"{name}={value}" for name, value in sorted(written.items()))
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -6,10 +6,10 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal, NoReturn, Protocol, TypeAlias
+from typing import ClassVar, Literal, NoReturn, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import onnx
@@ -23,10 +23,10 @@ from htp_export.files.written_check import made_from
 from htp_export.format import selectors, tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.parameters import ModuleParameters, parameters_from_json
+from htp_export.format.parameters import Declared, ModuleParameters, declared, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_scopes import scopes_of
-from htp_export.model.regions import GraphIndex, Region, all_nodes
+from htp_export.model.regions import GraphIndex, Region, all_nodes, named_values
 from htp_export.results.drawn_levels import drawn_parents
 from htp_export.results.result import Result
 from htp_export.results.tables import html_table, html_tree
@@ -41,6 +41,8 @@ _WARNED = "htp_export.warned_of_scopes"
 """In ``meta`` of a model whose modules are read from torch's scopes: a warning has said so."""
 
 TagSource: TypeAlias = Literal["htp", "torch", "none"]
+
+_T = TypeVar("_T")
 
 
 class _HasModel(Protocol):
@@ -57,7 +59,7 @@ class HoldsModel(Result):
 
     @cached_property
     def tagged(self) -> TaggedModel:
-        """The model with its module tree, read once; after changing the graph, ``load(result.model)``."""
+        """The model with its module tree, read once; after changing the graph, `refresh` it."""
         return load(self.model)
 
 
@@ -75,18 +77,13 @@ class TaggedResult(HoldsModel):
 class TaggedModel:
     """An ONNX model and its module tree; indexed by module path.
 
-    What it knows of the graph is found once, when first asked for. After changing the graph, ``load(tagged.model)``.
+    What it knows of the graph is found once, when first asked for. After changing the graph, `refresh` it.
 
-    Args:
+    Attributes:
         model: The model.
         hierarchy: Its modules, every owner of a node among them.
         source: Where the owners come from: ``"htp"``, the exact tags of this package; ``"torch"``, torch's own scopes;
             ``"none"`` of them.
-
-    Attributes:
-        model: The model.
-        hierarchy: Its modules.
-        source: Where the owners come from.
 
     Examples:
         >>> import onnx_ir as ir
@@ -122,7 +119,7 @@ class TaggedModel:
             levels[path] = 0 if above is None else levels[above] + 1
             remarks = [module.simple_class, f"{nodes} node{'s' * (nodes != 1)}"]
             remarks += [f"{module.calls} calls"] if module.calls > 1 else []
-            remarks += [module.fate] if module.fate != "computed" else []
+            remarks += filter(None, [module.fate.remark])
             short = path[len(above) + 1 if above else 0 :]
             yield levels[path], short or "(root)", path or "(root)", " · ".join(remarks)
 
@@ -143,6 +140,16 @@ class TaggedModel:
 
     def __contains__(self, path: object) -> bool:
         return path in self.hierarchy
+
+    def refresh(self, hierarchy: Hierarchy | None = None) -> TaggedModel:
+        """Find owners, regions, shapes and signatures anew, after the graph was changed.
+
+        Args:
+            hierarchy: The modules, where these have changed, too.
+        """
+        lasting = {"model": self.model, "hierarchy": hierarchy or self.hierarchy, "source": self.source}
+        self.__dict__ = {**lasting, "_regions": WeakValueDictionary(), "_file": self._file}
+        return self
 
     def clone(self) -> TaggedModel:
         """The same of a copy of the model, whose graph may be changed; the module tree is not read again."""
@@ -185,11 +192,7 @@ class TaggedModel:
         Raises:
             InputError: If the model's ``htp.signatures`` is not what the file format says.
         """
-        written = self.model.metadata_props.get(tags.SIGNATURES)
-        try:
-            return {} if written is None else signatures_from_json(written)
-        except ValueError as error:
-            raise InputError(f"model {self.model.graph.name!r}: {error}") from error
+        return self._read(tags.SIGNATURES, signatures_from_json) or {}
 
     def signature(self, path: str, call: int = 0) -> Signature | None:
         """What one call of a module took and gave in PyTorch; None where the file does not say."""
@@ -206,19 +209,18 @@ class TaggedModel:
         Raises:
             InputError: If the model's ``htp.parameters`` is not what the file format says.
         """
-        written = self.model.metadata_props.get(tags.PARAMETERS)
-        try:
-            known = None if written is None else parameters_from_json(written)
-        except ValueError as error:
-            raise InputError(f"model {self.model.graph.name!r}: {error}") from error
+        known = self._read(tags.PARAMETERS, parameters_from_json)
         return known if known is not None and all(path in self.hierarchy for path in known) else None
 
     @cached_property
+    def declared(self) -> Mapping[str, Declared] | None:
+        """The same by full name: a parameter that several modules hold has several."""
+        return None if self.parameters is None else declared(self.parameters)
+
+    @cached_property
     def values(self) -> Mapping[str, ir.Value]:
-        """The tensors of the main graph by name: inputs, initializers, and what its nodes make."""
-        graph = self.model.graph
-        results = (value for node in graph for value in node.outputs)
-        return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *results) if value.name}
+        """The tensors of the main graph by name."""
+        return named_values(self.model.graph)
 
     @cached_property
     def inferred(self) -> Symbolic:
@@ -248,9 +250,17 @@ class TaggedModel:
         Raises:
             InputError: If the model's ``htp.callers`` is not what the file format says.
         """
-        written = self.model.metadata_props.get(tags.CALLERS) if self.source == "htp" else None
+        known = self._read(tags.CALLERS, self._calls) if self.source == "htp" else None
+        return known or self._calls(None)
+
+    def _calls(self, written: str | None) -> CallTree:
+        return CallTree.from_json(written, self.hierarchy)
+
+    def _read(self, key: str, parse: Callable[[str], _T]) -> _T | None:
+        """What the metadata says under a key; None if it says nothing."""
+        written = self.model.metadata_props.get(key)
         try:
-            return CallTree.from_json(written, self.hierarchy)
+            return None if written is None else parse(written)
         except ValueError as error:
             raise InputError(f"model {self.model.graph.name!r}: {error}") from error
 
@@ -406,7 +416,7 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
         raise ValueError(f"{error}; {newer}, so that it needs a newer htp_export" if newer else str(error)) from error
     if newer:
         _log.warning("%s: %s; what that adds is passed over", name, newer)
-    hierarchy = known or Hierarchy([ModuleInfo("", "", 1, "computed")])
+    hierarchy = known or Hierarchy([ModuleInfo("", "", 1)])
     calls: dict[str, int] = {}
     for node in all_nodes(model):
         owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "0")
@@ -420,7 +430,7 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
     if not classes:
         return TaggedModel(model, hierarchy, "none")
     if declared is None:
-        hierarchy = Hierarchy([ModuleInfo("", classes.get("", ""), 1, "computed")])
+        hierarchy = Hierarchy([ModuleInfo("", classes.get("", ""), 1)])
     if not model.meta.get(_WARNED):
         model.meta[_WARNED] = True
         _log.warning(

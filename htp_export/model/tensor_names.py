@@ -15,9 +15,7 @@ __all__ = ["Names", "UsedNames", "rename"]
 class UsedNames:
     """Names that are in use. It grows, and finds names that are not in it.
 
-    Args:
-        names: The names.
-        first: The number of the second tensor or node that wants a name.
+    The second tensor or node that wants a name gets it with the number ``first``.
 
     Examples:
         >>> used = UsedNames(["input"])

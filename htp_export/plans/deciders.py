@@ -10,7 +10,6 @@ import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance, Part
-from htp_export.format.hierarchy import Fate
 from htp_export.format.linked_sets import LinkedSet
 from htp_export.model.module_facts import elements_of, is_weight
 from htp_export.model.tagged import TaggedModel
@@ -51,7 +50,7 @@ class Deciders:
                 yield self._keepers(node, tuple(said))
 
     def _is_fused(self, part: Part) -> bool:
-        return self._tagged.hierarchy[part.call.path].fate == Fate.FUSED
+        return self._tagged.hierarchy[part.call.path].fate.is_merged
 
     @cached_property
     def _sources(self) -> WeightSources:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import onnx_ir as ir
 
 from htp_export.errors import described
-from htp_export.shapes.control_flow import CONTROL_FLOW_RULES
-from htp_export.shapes.facts import Fact, Facts, constant_tensor, small_array
-from htp_export.shapes.known import Dims, Known, Operation, small_contents
+from htp_export.shapes.control_flow import ControlFlow
+from htp_export.shapes.known import Dims, Fact, Known, Operation, constant_tensor, small_array, small_contents
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
 from htp_export.shapes.registry import rules_of
-from htp_export.shapes.schemas import Given, evaluated, inferred, type_source
-from htp_export.shapes.sizes import Dim, is_unnamed
+from htp_export.shapes.schemas import evaluated, inferred, type_source
+from htp_export.shapes.sizes import is_unnamed
 
 __all__ = ["Inference"]
 
@@ -40,7 +39,7 @@ class _Called:
     attributes = property(lambda self: self.resolved.attributes)
 
 
-class Inference(Facts):
+class Inference(ControlFlow):
     """Infers shapes while it walks over a graph.
 
     A subclass may look at every node that is visited, by overriding `visit`, `body` and `call`.
@@ -120,50 +119,13 @@ class Inference(Facts):
         self._conclude(operation, results, "its function does not tell")
 
     def body(self, name: str, graph: ir.Graph, inputs: Sequence[Fact], times: int | None) -> list[Fact]:
-        """Walk over a subgraph.
-
-        Args:
-            name: The attribute that holds it.
-            graph: The subgraph.
-            inputs: What is known of its inputs.
-            times: How often it runs; None where that is not known.
-
-        Returns:
-            What it gives back.
-        """
+        """Walk over the subgraph of an attribute, which runs so many times if that is known; what it gives back."""
         for value, fact in zip(graph.inputs, inputs, strict=False):
             self.state(value, fact)
         self._depth += 1
         self.walk(graph)
         self._depth -= 1
         return [self.fact(value) or Fact() for value in graph.outputs]
-
-    def either(self, first: Fact, second: Fact) -> Fact:
-        """What is true of two tensors, as those that two branches give."""
-        kind = first.type if first.type == second.type else None
-        shape = _common(first.shape, second.shape)
-        if first.contents is None or second.contents is None or first.contents.shape != second.contents.shape:
-            return Fact(kind, shape)
-        same = all(a == b for a, b in zip(first.contents.reshape(-1), second.contents.reshape(-1), strict=True))
-        return Fact(kind, shape, first.contents if same else None)
-
-    def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
-        """What is true of the state of a loop before each run of its body, and after the last one.
-
-        Args:
-            state: What is known of it before the first run.
-            run: Runs the body; its state afterwards.
-        """
-        while True:  # each round forgets at least one dimension
-            after = run(state)
-            common = [self.either(b, a).forgetting_values() for b, a in zip(state, after, strict=False)]
-            if all(b.shape == c.shape and b.type == c.type for b, c in zip(state, common, strict=False)):
-                return common
-            state = common
-
-    def trips(self, trips: Dim | None, certain: bool) -> Dim | None:
-        """How often the body of a loop runs: as often as it may, if it is certain that nothing ends it before."""
-        return trips if certain else None
 
     def why(self, value: ir.Value) -> str:
         """Why the shape of a tensor is not known, or not all of it; empty where it is.
@@ -190,9 +152,9 @@ class Inference(Facts):
 
     def _control_flow(self, operation: Operation) -> None:
         try:
-            results = CONTROL_FLOW_RULES[operation.op_type](self, operation)
+            results = self.run_subgraphs(operation)
         except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            self._unknown(operation, _text(error))
+            self._unknown(operation, described(error))
         else:
             self._conclude(operation, results, "its subgraphs do not tell")
 
@@ -210,8 +172,8 @@ class Inference(Facts):
         value = operation.outputs[0]
         if value.const_value is not None:
             return  # that is looked at when it is asked for
-        for facts in (self._contents, self._arrays):
-            facts.pop(value, None)
+        self._contents.pop(value, None)
+        self._arrays.pop(value, None)
         tensor = constant_tensor(operation.resolved.outputs[0] if isinstance(operation, _Called) else value)
         if tensor is None:
             self._note(operation, value, "its value is not written as ONNX has it")
@@ -267,7 +229,7 @@ class Inference(Facts):
         """Compute what a node makes, where all that it reads is known and small."""
         if not operation.inputs or any(value is not None and self.array(value) is None for value in operation.inputs):
             return False
-        arrays = evaluated(operation, self._version(operation.domain), self._given(operation))
+        arrays = evaluated(operation, self._version(operation.domain), list(map(self.fact, operation.inputs)))
         if arrays is None:
             return False
         for value, array in zip(operation.outputs, arrays, strict=True):
@@ -277,7 +239,9 @@ class Inference(Facts):
 
     def _ask_onnx(self, operation: Operation, shapes: Sequence[Dims | None], reason: str) -> None:
         """Complete what a rule said, or did not, with what ONNX's own inference says of the node."""
-        results, its_reason = inferred(operation, self._version(operation.domain), self._given(operation))
+        results, its_reason = inferred(
+            operation, self._version(operation.domain), list(map(self.fact, operation.inputs))
+        )
         for place, (value, (kind, shape)) in enumerate(zip(operation.outputs, results, strict=True)):
             dims = shapes[place] if place < len(shapes) else None
             if dims is None:
@@ -288,10 +252,6 @@ class Inference(Facts):
             if kind is not None and (self._types.get(value) is None or self._in_function):
                 self._types[value] = kind
             self._note(operation, value, reason or its_reason)
-
-    def _given(self, operation: Operation) -> list[Given | None]:
-        inputs = operation.inputs
-        return [None if v is None else (self.type(v), self.shape(v), self.array(v)) for v in inputs]
 
     def _version(self, domain: str) -> int:
         return self._opsets.get("" if domain == "ai.onnx" else domain, 0)
@@ -304,13 +264,6 @@ class Inference(Facts):
             self._reasons[value] = f"node {operation.name or value.name!r} ({operation.op_type}): {reason}"
 
 
-def _common(first: Sequence[Any] | None, second: Sequence[Any] | None) -> Any:
-    """The dimensions that two shapes have in common; others are new symbols."""
-    if first is None or second is None or len(first) != len(second):
-        return None
-    return tuple(a if a == b else None for a, b in zip(first, second, strict=True))
-
-
 def _safely(
     rule: Callable[[Operation, Known], _T | None] | None, node: Operation, known: Known
 ) -> tuple[_T | None, str]:
@@ -320,8 +273,4 @@ def _safely(
     try:
         return rule(node, known), ""
     except (ArithmeticError, AttributeError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
-        return None, _text(error)
-
-
-def _text(error: Exception) -> str:
-    return described(error)
+        return None, described(error)

@@ -65,13 +65,8 @@ IN_PLACE = frozenset(
 )
 """They change where or how exactly a tensor is kept, and leave every number in its place."""
 
-_MOVING = (
-    LAYOUT
-    | IN_PLACE
-    | {"ReorderInput", "ReorderOutput", "Dropout", "DynamicQuantizeLinear"}
-    | {"Constant"}
-    | SIZES_ONLY
-)
+_MOVING = LAYOUT | IN_PLACE | SIZES_ONLY
+_MOVING |= {"ReorderInput", "ReorderOutput", "Dropout", "DynamicQuantizeLinear", "Constant"}
 """They give back the numbers that they are given, in another place, layout, shape or precision."""
 
 _SELECTING = frozenset(("Slice", "Split", "Concat", "Gather", "Pad", "Tile"))
@@ -79,12 +74,7 @@ _SELECTING = frozenset(("Slice", "Split", "Concat", "Gather", "Pad", "Tile"))
 
 
 def base_op(op: str) -> str:
-    """The operator without its domain.
-
-    Examples:
-        >>> base_op("com.microsoft.nchwc::Conv"), base_op("Conv")
-        ('Conv', 'Conv')
-    """
+    """The operator without its domain: ``Conv`` for ``com.microsoft.nchwc::Conv``."""
     return op.rpartition("::")[2]
 
 
@@ -115,11 +105,7 @@ def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
 
 
 def values_read(op: str, inputs: Sequence[_Input]) -> Sequence[_Input]:
-    """What a node reads, without what it reads for its type alone.
-
-    Args:
-        op: Its operator, with the domain where that is not ONNX's.
-        inputs: What it reads.
+    """What a node of an operator reads, without what it reads for its type alone.
 
     Examples:
         >>> values_read("CastLike", ["x", "like"]), values_read("my.domain::CastLike", ["x", "like"])
@@ -130,12 +116,7 @@ def values_read(op: str, inputs: Sequence[_Input]) -> Sequence[_Input]:
 
 
 def operator_of(node: ir.Node) -> str:
-    """A node's operator, with the domain where that is not ONNX's.
-
-    Examples:
-        >>> operator_of(ir.node("Gelu", [ir.val("x")], domain="com.microsoft"))
-        'com.microsoft::Gelu'
-    """
+    """A node's operator, with the domain where that is not ONNX's: ``com.microsoft::Gelu``."""
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 
 

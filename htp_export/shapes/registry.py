@@ -9,12 +9,21 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
-from htp_export.shapes.known import ContentRule, Rule, TypeRule
+import onnx_ir as ir
 
-__all__ = ["Rules", "content_rule", "rules_of", "shape_rule", "type_rule"]
+from htp_export.shapes.known import Contents, Dims, Known, Operation
+
+__all__ = ["ContentRule", "Rule", "Rules", "TypeRule", "content_rule", "rules_of", "shape_rule", "type_rule"]
+
+Rule: TypeAlias = Callable[[Operation, Known], Sequence[Dims | None] | None]
+"""What the shapes of a node's results are; None, as a whole or for one of them, where that is not known."""
+ContentRule: TypeAlias = Callable[[Operation, Known], Contents | None]
+"""What the first result holds."""
+TypeRule: TypeAlias = Callable[[Operation, Known], ir.DataType | None]
+"""What the element type of the first result is."""
 
 Key = tuple[str, str]
 
@@ -26,13 +35,7 @@ _type_rules: dict[Key, TypeRule] = {}
 
 
 class Rules(NamedTuple):
-    """The rules of one operator.
-
-    Attributes:
-        shape: How the shapes of what it gives are found.
-        contents: What the first result holds.
-        type: The element type of the first result.
-    """
+    """The rules of one operator; None where there is none."""
 
     shape: Rule | None
     contents: ContentRule | None
@@ -50,10 +53,6 @@ def _registering(table: dict[Key, _R], ops: tuple[str, ...], domain: str) -> Cal
 
 def shape_rule(*ops: str, domain: str = "") -> Callable[[Rule], Rule]:
     """Register how the shapes of what operators give are found.
-
-    Args:
-        ops: The operators.
-        domain: Their domain.
 
     Examples:
         >>> @shape_rule("Twice", domain="my.domain")
@@ -78,7 +77,7 @@ def type_rule(*ops: str, domain: str = "") -> Callable[[TypeRule], TypeRule]:
 
 @functools.cache
 def rules_of(domain: str, op: str) -> Rules:
-    """The rules of an operator, each None where there is none."""
+    """The rules of an operator."""
     _load()
     key = domain, op
     return Rules(_shape_rules.get(key), _content_rules.get(key), _type_rules.get(key))

@@ -15,24 +15,21 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from htp_export.shapes.known import MOST_ELEMENTS, Array, Dims, Operation, Shape, unknown_dims
+from htp_export.shapes.known import MOST_ELEMENTS, Array, Dims, Fact, Operation, unknown_dims
 from htp_export.shapes.operator_kinds import RANDOM
-from htp_export.shapes.sizes import LARGEST, Dim
+from htp_export.shapes.sizes import LARGEST, Dim, Size
 
-__all__ = ["Given", "Result", "evaluated", "inferred", "type_source"]
+__all__ = ["Result", "evaluated", "inferred", "type_source"]
 
 Result: TypeAlias = tuple[ir.TypeProtocol | None, Dims | None]
 """Type and shape of what a node makes."""
-
-Given: TypeAlias = tuple[ir.TypeProtocol | None, Shape | None, Array | None]
-"""Type, shape and numbers of what a node reads, as far as they are known; None instead where an input is left out."""
 
 # What these make may be far larger than what they read.
 _GROWING = frozenset(("ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "Resize", "Upsample", "EyeLike"))
 _NOT_EVALUATED = RANDOM | {"Dropout"}
 
 
-def inferred(node: Operation, version: int, inputs: Sequence[Given | None]) -> tuple[list[Result], str]:
+def inferred(node: Operation, version: int, inputs: Sequence[Fact | None]) -> tuple[list[Result], str]:
     """Types and shapes of the outputs, as far as the operator's schema tells them, and else the reason why not."""
     nothing: list[Result] = [(None, None)] * len(node.outputs)
     schema = _schema(node.op_type, version, node.domain)
@@ -43,12 +40,11 @@ def inferred(node: Operation, version: int, inputs: Sequence[Given | None]) -> t
     for place, known in enumerate(inputs):
         if known is None:
             continue
-        kind, shape, array = known
-        if kind is None:
+        if known.type is None:
             return nothing, f"the type of input {place} is not known"
-        types[f"i{place}"] = _type_proto(kind, shape, names)
-        if array is not None:
-            data[f"i{place}"] = ir.to_proto(ir.Tensor(array, dtype=kind.dtype))
+        types[f"i{place}"] = _type_proto(known.type, known.shape, names)
+        if known.array is not None:
+            data[f"i{place}"] = ir.to_proto(ir.Tensor(known.array, dtype=known.type.dtype))
     opsets = [onnx.OperatorSetIdProto(domain=node.domain, version=version)]
     proto = _node_proto(node, inputs)
     try:
@@ -58,11 +54,11 @@ def inferred(node: Operation, version: int, inputs: Sequence[Given | None]) -> t
     return [_read(protos.get(name), names) for name in proto.output], "sizes depend on values that are not known"
 
 
-def evaluated(node: Operation, version: int, inputs: Sequence[Given | None]) -> list[Array] | None:
+def evaluated(node: Operation, version: int, inputs: Sequence[Fact | None]) -> list[Array] | None:
     """The numbers of the outputs, where those of all inputs are known and all are small; else None."""
     if node.op_type in _NOT_EVALUATED or _schema(node.op_type, version, node.domain) is None:
         return None
-    arrays = {f"i{place}": known[2] for place, known in enumerate(inputs) if known is not None}
+    arrays = {f"i{place}": known.array for place, known in enumerate(inputs) if known is not None}
     if any(array is None for array in arrays.values()) or not all(value.name for value in node.outputs):
         return None
     broadcast = math.prod(max(1, array.size) for array in arrays.values() if array is not None)
@@ -103,7 +99,7 @@ def type_source(op_type: str, version: int, domain: str, place: int) -> ir.DataT
     return next((k for k, formal in enumerate(schema.inputs) if formal.type_str == output.type_str), None)
 
 
-def _node_proto(node: Operation, inputs: Sequence[Given | None]) -> onnx.NodeProto:
+def _node_proto(node: Operation, inputs: Sequence[Fact | None]) -> onnx.NodeProto:
     """The node alone, with inputs and outputs named by their positions; a subgraph is left out."""
     proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
     proto.input.extend("" if known is None else f"i{place}" for place, known in enumerate(inputs))
@@ -122,17 +118,12 @@ def _schema(op_type: str, version: int, domain: str) -> Any:
         return None
 
 
-def _type_proto(kind: ir.TypeProtocol, shape: Shape | None, names: dict[str, Dim]) -> onnx.TypeProto:
+def _type_proto(kind: ir.TypeProtocol, shape: Dims | None, names: dict[str, Dim]) -> onnx.TypeProto:
     """A type; sizes are given names, by which they are known again."""
     if not isinstance(kind, ir.TensorType):
         return ir.serde.serialize_type(kind)
-    sizes: list[int | str] | None = None if shape is None else []
-    for dim in shape or ():
-        name: int | str = dim if isinstance(dim, int) else str(dim)
-        if isinstance(name, str):
-            names[name] = dim
-        if sizes is not None:
-            sizes.append(name)
+    names.update((str(dim), dim) for dim in shape or () if isinstance(dim, Size))
+    sizes = None if shape is None else [dim if isinstance(dim, int) else str(dim) for dim in shape]
     return onnx.helper.make_tensor_type_proto(int(kind.dtype), sizes)
 
 

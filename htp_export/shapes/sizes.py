@@ -18,6 +18,7 @@ __all__ = [
     "Size",
     "divide",
     "equal",
+    "is_natural",
     "is_smaller_of",
     "is_unnamed",
     "not_negative",
@@ -46,8 +47,7 @@ _Monomial: TypeAlias = tuple[str, ...]
 class Size:
     """A polynomial of free dimensions, none of which is negative; what is constant is an ``int`` instead.
 
-    Attributes:
-        terms: Each product of dimensions, by name in order, with its factor; sorted, no factor is 0.
+    Its terms are products of dimensions, by name in order, each with its factor; sorted, no factor is 0.
     """
 
     terms: tuple[tuple[_Monomial, int], ...]
@@ -124,12 +124,7 @@ def is_unnamed(dim: Dim) -> bool:
 
 
 def product(dims: Iterable[Dim]) -> Dim:
-    """The product of dimensions: the number of elements of a shape.
-
-    Examples:
-        >>> str(product([symbol("batch"), 3, 4]))
-        '12*batch'
-    """
+    """The product of dimensions: the number of elements of a shape."""
     result: Dim = 1
     for dim in dims:
         result = dim * result
@@ -145,13 +140,9 @@ def equal(first: Dim, second: Dim) -> bool | None:
         (True, False, False, None)
     """
     difference = first - second
-    if isinstance(difference, int):
-        return difference == 0
-    for signed in (difference, -difference):
-        least = signed.least if isinstance(signed, Size) else None
-        if least is not None and least > 0:
-            return False
-    return None
+    if difference == 0:
+        return True
+    return False if is_natural(difference - 1) or is_natural(-1 - difference) else None
 
 
 def divide(dividend: Dim, divisor: Dim) -> Dim:
@@ -192,17 +183,17 @@ def not_negative(size: Dim) -> Dim:
     """
     if isinstance(size, int):
         return max(size, 0)
-    return size if size.least is not None and size.least >= 0 else symbol(f"Max(0, {size})")
+    return size if is_natural(size) else symbol(f"Max(0, {size})")
+
+
+def is_natural(size: Dim) -> bool:
+    """Whether a size is certain not to be negative."""
+    least = size.least if isinstance(size, Size) else size
+    return least is not None and least >= 0
 
 
 def is_smaller_of(size: Dim, limited: Dim) -> bool:
-    """Whether a size is the smaller of another one and a number.
-
-    Examples:
-        >>> length = symbol("length")
-        >>> is_smaller_of(smaller_of(512, length), length), is_smaller_of(length, length)
-        (True, False)
-    """
+    """Whether a size is the smaller of another one and a number, as of `smaller_of`."""
     text, end = str(size), f", {limited})"
     return text.startswith("Min(") and text.endswith(end) and text[4 : -len(end)].isdecimal()
 

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from htp_export.shapes.facts import Fact
 from htp_export.shapes.inference import Inference
-from htp_export.shapes.known import Shape
+from htp_export.shapes.known import Fact, Shape
 from htp_export.shapes.sizes import is_unnamed, product
 
 __all__ = ["Symbolic", "written_shape"]

@@ -11,51 +11,12 @@ from functools import cache
 import onnx
 import onnx_ir as ir
 
-__all__ = [
-    "Declared",
-    "Place",
-    "StoredWeight",
-    "WeightReader",
-    "beginnings",
-    "change_of",
-    "dims_of",
-    "is_fused",
-    "is_named_alike",
-    "is_read_alone",
-    "joined",
-    "may_hold",
-    "scales_of",
-]
+from htp_export.format.parameters import Declared
+
+__all__ = ["Place", "StoredWeight", "WeightReader", "beginnings", "dims_of", "scales_of"]
 
 _MOST_BITS = 8  # of the elements of a quantized tensor
 _FEWEST_BITS = 2
-
-
-@dataclass(frozen=True)
-class Declared:
-    """A parameter that PyTorch had.
-
-    Attributes:
-        name: Its full name, ``encoder.fc.weight``.
-        module: The module that holds it.
-        shape: Its shape.
-        tied: The name of the same parameter in an earlier module; ``""`` if this is the first.
-    """
-
-    name: str
-    module: str
-    shape: tuple[int, ...]
-    tied: str = ""
-
-    @property
-    def first(self) -> str:
-        """The name that the parameter has in the first module that holds it."""
-        return self.tied or self.name
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The dimensions, whatever their order, without those of 1."""
-        return dims_of(self.shape)
 
 
 @dataclass(frozen=True)
@@ -112,46 +73,61 @@ class StoredWeight:
     def put(self, parameter: str, *how: str, is_copy: bool = False) -> None:
         self.places.setdefault(parameter, Place(parameter, how, is_copy))
 
+    def is_fused(self, module: str) -> bool:
+        """Whether a node that does a part of the work of a module and of others reads the tensor."""
+        return any(module in reader.owners and reader.is_fused for reader in self.readers)
 
-def is_fused(stored: StoredWeight, module: str) -> bool:
-    """Whether a node that does a part of the work of a module and of others reads a tensor."""
-    return any(module in reader.owners and reader.is_fused for reader in stored.readers)
+    def is_read_alone(self, module: str, holder: str) -> bool:
+        """Whether a module reads the tensor of another one, or both do the same with it."""
+        readers = [reader for reader in self.readers if module in reader.owners]
+        return any(reader.is_shared or holder not in reader.owners for reader in readers)
 
+    def is_named_alike(self, parameter: Declared) -> bool:
+        """Whether the tensor has the name of a parameter in a module under another of the module's names."""
+        return "." in self.name and self.name.rpartition(".")[2] == parameter.name.rpartition(".")[2]
 
-def is_read_alone(stored: StoredWeight, module: str, holder: str) -> bool:
-    """Whether a module reads the tensor of another one, or both do the same with it."""
-    readers = [reader for reader in stored.readers if module in reader.owners]
-    return any(reader.is_shared or holder not in reader.owners for reader in readers)
+    def may_hold(self, parameter: Declared) -> bool:
+        """Whether it has as many elements as a parameter, or, where several are in a byte, may have them."""
+        elements, wanted = math.prod(self.shape), math.prod(parameter.shape)
+        if elements == wanted:
+            return dims_of(self.shape) == dims_of(parameter.shape)
+        return self.is_quantized and len(self.shape) > 1 and elements < wanted <= elements * 8 // _FEWEST_BITS
 
+    def change_of(self, parameter: Declared, *, renamed: bool) -> tuple[str, ...]:
+        """What was done to a parameter that it holds, by its shape and type.
 
-def is_named_alike(stored: StoredWeight, parameter: Declared) -> bool:
-    """Whether a tensor has the name of a parameter in a module under another of the module's names."""
-    return "." in stored.name and stored.name.rpartition(".")[2] == parameter.name.rpartition(".")[2]
+        A square matrix that lost its name was transposed: exporters keep the name of a weight that they do not change.
+        """
+        quantized = ("quantized",) if self.tensor.dtype.is_integer() else ()
+        if self.shape == parameter.shape and not (renamed and len(parameter.shape) == 2):
+            return quantized or (("computed",) if renamed else ())
+        if self.shape == parameter.shape[::-1]:
+            return ("transposed", *quantized)
+        return quantized or (("computed",) if self.shape == parameter.shape else ("reshaped",))
 
+    def joined(self, candidates: Sequence[Declared]) -> tuple[list[Declared], tuple[str, ...]]:
+        """The parameters that the tensor has beside each other, and what is to be said of them.
 
-def joined(stored: StoredWeight, candidates: Sequence[Declared]) -> tuple[list[Declared], tuple[str, ...]]:
-    """The parameters that a tensor has beside each other, and what is to be said of them.
-
-    These are all of its rank, as in products that were merged, or some of one shape, as the two directions of an LSTM.
-    """
-    dims = dims_of(stored.shape)
-    alike = [each for each in candidates if len(each.dims) == len(dims)]
-    if len(alike) > 1 and sum(math.prod(each.shape) for each in alike) == math.prod(stored.shape):
-        return alike, ("joined",)
-    groups: defaultdict[tuple[int, ...], list[Declared]] = defaultdict(list)
-    for each in candidates:
-        groups[each.dims].append(each)
-    counts = {shape: math.prod(dims) // max(math.prod(shape), 1) for shape in groups}
-    fitting = [
-        shape
-        for shape, group in groups.items()
-        if 1 < counts[shape] <= len(group) and _fits(shape, dims, counts[shape])
-    ]
-    fewest = [shape for shape in fitting if counts[shape] == min(map(counts.__getitem__, fitting))]
-    if len(fewest) != 1:
-        return [], ()
-    group = groups[fewest[0]]
-    return group, ("joined",) if len(group) == counts[fewest[0]] else ("joined", "one of several")
+        All of its rank, as in products that were merged, or some of one shape, as the two directions of an LSTM.
+        """
+        dims = dims_of(self.shape)
+        alike = [each for each in candidates if len(dims_of(each.shape)) == len(dims)]
+        if len(alike) > 1 and sum(math.prod(each.shape) for each in alike) == math.prod(self.shape):
+            return alike, ("joined",)
+        groups: defaultdict[tuple[int, ...], list[Declared]] = defaultdict(list)
+        for each in candidates:
+            groups[dims_of(each.shape)].append(each)
+        counts = {shape: math.prod(dims) // max(math.prod(shape), 1) for shape in groups}
+        fitting = {
+            shape: counts[shape]
+            for shape, group in groups.items()
+            if 1 < counts[shape] <= len(group) and _fits(shape, dims, counts[shape])
+        }
+        fewest = [shape for shape, count in fitting.items() if count == min(fitting.values())]
+        if len(fewest) != 1:
+            return [], ()
+        group = groups[fewest[0]]
+        return group, ("joined",) if len(group) == counts[fewest[0]] else ("joined", "one of several")
 
 
 def _fits(part: Sequence[int], whole: Sequence[int], count: int) -> bool:
@@ -174,27 +150,6 @@ def _fits(part: Sequence[int], whole: Sequence[int], count: int) -> bool:
 def dims_of(shape: Sequence[int]) -> tuple[int, ...]:
     """The dimensions of a tensor, whatever their order, without those of 1."""
     return tuple(sorted(size for size in shape if size != 1))
-
-
-def may_hold(stored: StoredWeight, parameter: Declared) -> bool:
-    """Whether a tensor has as many elements as a parameter, or, where several are in a byte, may have them."""
-    elements, wanted = math.prod(stored.shape), math.prod(parameter.shape)
-    if elements == wanted:
-        return dims_of(stored.shape) == parameter.dims
-    return stored.is_quantized and len(stored.shape) > 1 and elements < wanted <= elements * 8 // _FEWEST_BITS
-
-
-def change_of(stored: StoredWeight, parameter: Declared, *, renamed: bool) -> tuple[str, ...]:
-    """What was done to a parameter that a tensor holds, by its shape and type.
-
-    A square matrix that lost its name was transposed: exporters keep the name of a weight that they do not change.
-    """
-    quantized = ("quantized",) if stored.tensor.dtype.is_integer() else ()
-    if stored.shape == parameter.shape and not (renamed and len(parameter.shape) == 2):
-        return quantized or (("computed",) if renamed else ())
-    if stored.shape == parameter.shape[::-1]:
-        return ("transposed", *quantized)
-    return quantized or (("computed",) if stored.shape == parameter.shape else ("reshaped",))
 
 
 def beginnings(name: str) -> Iterator[str]:

@@ -19,41 +19,27 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx_ir as ir
 
 from htp_export.format import tags
+from htp_export.format.parameters import Declared
 from htp_export.format.reasons import Reason
 from htp_export.model.module_facts import is_weight, stored_tensor
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.parameter_evidence import (
-    Declared,
     Place,
     StoredWeight,
     WeightReader,
     beginnings,
-    change_of,
     dims_of,
-    is_fused,
-    is_named_alike,
-    is_read_alone,
-    joined,
-    may_hold,
     scales_of,
 )
 from htp_export.weights.weight_sources import WeightSources, owners_within
 
-__all__ = ["Declared", "ParameterPlaces", "Place", "declared_parameters"]
+__all__ = ["ParameterPlaces", "Place"]
 
 
-def declared_parameters(tagged: TaggedModel) -> dict[str, Declared]:
-    """Full name → parameter, of every module.
-
-    Where the file does not say what PyTorch had, these are the initializers of floats whose names begin with the path
-    of a module.
-    """
-    if tagged.parameters is not None:
-        return {
-            tags.below(path, name): Declared(tags.below(path, name), path, tuple(shape), held.tied.get(name, ""))
-            for path, held in tagged.parameters.items()
-            for name, shape in held.shapes.items()
-        }
+def _declared(tagged: TaggedModel) -> Mapping[str, Declared]:
+    """The parameters that the file declares; else initializers of floats that are named after a module."""
+    if tagged.declared is not None:
+        return tagged.declared
     parameters = {}
     for name, value in tagged.model.graph.initializers.items():
         module, tensor = name.rpartition(".")[0], value.const_value
@@ -75,7 +61,7 @@ class ParameterPlaces:
     """
 
     def __init__(self, tagged: TaggedModel, sources: WeightSources) -> None:
-        self.declared = declared_parameters(tagged)
+        self.declared = _declared(tagged)
         self._tagged = tagged
         self._names: defaultdict[str, list[str]] = defaultdict(list)  # a parameter → its names, the first one first
         self._held: defaultdict[str, list[str]] = defaultdict(list)  # a module that ran → parameters
@@ -151,26 +137,23 @@ class ParameterPlaces:
 
     def _by_longer_name(self) -> Iterator[str]:
         for stored in self._left():
-            name = next((name for name in beginnings(stored.name) if name in self.declared), None)
-            if name is None:
-                continue
-            known = self.declared[name]
-            if name in self._open and may_hold(stored, known):
-                stored.put(known.first, *change_of(stored, known, renamed=False))
-                yield name
+            known = next((self.declared[name] for name in beginnings(stored.name) if name in self.declared), None)
+            if known is not None and known.name in self._open and stored.may_hold(known):
+                stored.put(known.first, *stored.change_of(known, renamed=False))
+                yield known.name
 
     def _by_dims(self) -> Iterator[str]:
         found: list[str] = []
         for stored in list(self._left()):
             dims = dims_of(stored.shape)
             for reader in stored.readers if dims else ():
-                alike = [each for each in self._candidates(reader.owners) if each.dims == dims]
-                alike = [each for each in alike if is_named_alike(stored, each)] or alike
+                alike = [each for each in self._candidates(reader.owners) if dims_of(each.shape) == dims]
+                alike = [each for each in alike if stored.is_named_alike(each)] or alike
                 if len(alike) > 1 and reader.is_fused:
                     continue  # the weights of its modules were merged
                 doubt = ("one of several",) if len(alike) > len({each.module for each in alike}) else ()
                 for each in alike:
-                    stored.put(each.first, *change_of(stored, each, renamed=not is_named_alike(stored, each)), *doubt)
+                    stored.put(each.first, *stored.change_of(each, renamed=not stored.is_named_alike(each)), *doubt)
                     found.append(each.name)
         yield from found
 
@@ -178,9 +161,9 @@ class ParameterPlaces:
         found: list[str] = []
         for stored in list(self._left()):
             candidates = self._candidates(stored.owners)
-            alike, words = joined(stored, candidates)
+            alike, words = stored.joined(candidates)
             if not alike and stored.is_quantized:
-                matrices = [each for each in candidates if len(each.dims) > 1 and may_hold(stored, each)]
+                matrices = [each for each in candidates if len(dims_of(each.shape)) > 1 and stored.may_hold(each)]
                 alike = matrices if len(matrices) == 1 else []
             for each in alike:
                 stored.put(each.first, *words, *(("quantized",) if stored.is_quantized else ()))
@@ -192,9 +175,9 @@ class ParameterPlaces:
             alike = []
             for stored in self._readers.get(each.module, ()):
                 kept = self.declared.get(stored.name)
-                if kept is not None and kept.shape == each.shape and is_read_alone(stored, each.module, kept.module):
+                if kept is not None and kept.shape == each.shape and stored.is_read_alone(each.module, kept.module):
                     alike.append(stored)
-            alike = [stored for stored in alike if is_named_alike(stored, each)] or alike
+            alike = [stored for stored in alike if stored.is_named_alike(each)] or alike
             for stored in alike:
                 stored.put(each.first, *(("one of several",) if len(alike) > 1 else ()), is_copy=True)
                 yield each.name
@@ -208,7 +191,7 @@ class ParameterPlaces:
             for stored in self._readers.get(each.module, ()) if each.first not in known else ():
                 if not stored.is_weight:
                     continue
-                if stored.value in left or (each.module not in placed and is_fused(stored, each.module)):
+                if stored.value in left or (each.module not in placed and stored.is_fused(each.module)):
                     stored.put(each.first, "merged")
                     merged[stored.value] = stored
         for stored in merged.values():

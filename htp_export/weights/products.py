@@ -125,12 +125,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Copy:
-    """An initializer with the numbers of another one.
-
-    Attributes:
-        value: The initializer.
-        transposed: Whether they are transposed.
-    """
+    """An initializer with the numbers of another one, or their transpose."""
 
     value: ir.Value
     transposed: bool
@@ -152,19 +147,16 @@ class Weight:
 
     @property
     def name(self) -> str:
-        """The name of the initializer."""
         return str(self.value.name)
 
     @property
     def tensor(self) -> ir.TensorProtocol:
-        """Its numbers."""
         tensor = self.value.const_value
         assert tensor is not None
         return tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
         return tuple(self.tensor.shape.numpy())
 
     def owners(self, tagged: TaggedModel) -> tuple[str, ...]:
@@ -182,11 +174,6 @@ def changed_when_written(
 ) -> ir.LazyTensor:
     """A tensor with other numbers of the same type; they are computed when they are read, as when a file is written.
 
-    Args:
-        tensor: The tensor.
-        change: Numbers → other numbers.
-        shape: The shape of these; None for the same.
-
     Examples:
         >>> changed_when_written(ir.tensor(np.float32([1, 2])), lambda array: array[:1] * 3, [1]).numpy().tolist()
         [3.0]
@@ -200,12 +187,7 @@ def changed_when_written(
 
 
 def products_of(tagged: TaggedModel, nodes: Iterable[ir.Node]) -> Iterator[Product]:
-    """The products among nodes, one for each weight of floating point that a node multiplies with or looks up.
-
-    Args:
-        tagged: The model.
-        nodes: Nodes of it.
-    """
+    """The products among nodes, one for each weight of floating point that a node multiplies with or looks up."""
     sources = WeightSources(tagged)
     for node in nodes:
         for place in _PRODUCTS.get(operator_of(node), ()):
@@ -247,10 +229,9 @@ def readers_of(value: ir.Value) -> Iterator[ir.Node | None]:
 
 
 def weights_of(tagged: TaggedModel) -> list[Weight]:
-    """The weights of a model, each once, in the order in which they are first read.
+    """The weights of a model without functions, each once, in the order in which they are first read.
 
-    Args:
-        tagged: The model, without functions. Values are only read of weights that may be copies of a tied parameter.
+    Values are only read of weights that may be copies of a tied parameter.
 
     Examples:
         >>> import torch, htp_export
@@ -276,12 +257,11 @@ def _tied_pairs(tagged: TaggedModel, weights: Mapping[ir.Value, Weight]) -> Iter
     for value, weight in weights.items():
         for path in weight.owners(tagged):
             by_owner.setdefault(path, []).append(value)
-    for path, module in (tagged.parameters or {}).items():
-        for first in module.tied.values():
-            for one in by_owner.get(tags.parent_path(first) or "", ()):
-                for other in by_owner.get(path, ()):
-                    if one is not other and _sizes(one) == _sizes(other):
-                        yield one, other
+    for parameter in (tagged.declared or {}).values():
+        for one in by_owner.get(tags.parent_path(parameter.tied) or "", ()) if parameter.tied else ():
+            for other in by_owner.get(parameter.module, ()):
+                if one is not other and _sizes(one) == _sizes(other):
+                    yield one, other
 
 
 def _sizes(value: ir.Value) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -59,11 +58,6 @@ class WeightSources:
         self._tagged = tagged
         self._known: dict[ir.Value, tuple[WeightSource, ...]] = {}
         self._positions: dict[ir.Graph, dict[ir.Value, int]] = {}
-        self._calls: defaultdict[ir.Graph, list[ir.Node]] = defaultdict(list)
-        functions = tagged.model.functions
-        for node in tagged.nodes if functions else ():
-            if node.op_identifier() in functions:
-                self._calls[functions[node.op_identifier()].graph].append(node)
 
     def calls_function(self, node: ir.Node) -> bool:
         """Whether a node calls a function of the model: then the nodes of the function read its arguments."""
@@ -95,11 +89,11 @@ class WeightSources:
     def _ends(self, value: ir.Value) -> tuple[WeightSource, ...]:
         if value.is_initializer() or is_standard(value.producer(), "Constant"):
             return (WeightSource(value),) if stored_tensor(value) is not None else ()
-        if not value.is_graph_input() or value.graph not in self._calls or value.graph is None:
+        if not value.is_graph_input() or value.graph is None or value.graph not in self._tagged.index.calls:
             return ()
         self._known[value] = ()  # a function that calls itself: no valid model, but files come from anywhere
         formals = self._positions.setdefault(value.graph, {formal: k for k, formal in enumerate(value.graph.inputs)})
-        return tuple(self._passed(self._calls[value.graph], formals[value]))
+        return tuple(self._passed(self._tagged.index.calls[value.graph], formals[value]))
 
     def _passed(self, calls: Sequence[ir.Node], position: int) -> Iterator[WeightSource]:
         for call in calls:
@@ -117,11 +111,7 @@ def _moved(node: ir.Node) -> ir.Value | None:
 
 
 def owners_within(owners: Sequence[str], within: Sequence[str]) -> tuple[str, ...]:
-    """The owners of a node of a function in one call of it: those at or below the module of the call, or all.
-
-    Args:
-        owners: The owners of the node, of all calls.
-        within: The modules of the calls, the outermost first.
+    """Of the owners of a function's node, those at or below the modules of its calls, the outermost first; or all.
 
     Examples:
         >>> owners_within(("layer.0.fc", "layer.1.fc"), ["layer.1"]), owners_within(("head",), ["layer.1"])

@@ -17,9 +17,9 @@ from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model import graph_facts, structural_hash
 from htp_export.results import tables
-from htp_export.shapes import facts, inference, known, sizes
+from htp_export.shapes import inference, known, sizes
 from htp_export.shapes.control_flow import _MOST_TRIPS
-from htp_export.shapes.operators import spatial
+from htp_export.shapes.operators import sums
 from htp_export.shapes.symbolic import Symbolic
 
 HEADER = '<ir_version: 10, opset_import: ["": 20, "my.own": 1]>'
@@ -86,10 +86,10 @@ def test_a_loop_without_an_end_of_its_own_has_results_of_unknown_size(trips: int
 
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_constants_are_read_up_to_a_size(beyond: int) -> None:
-    for dtype, most in ((np.float32, facts._MOST_FRACTIONS), (np.int64, known.MOST_ELEMENTS)):
-        array = facts.Facts().array(constant((most + beyond,), 3, dtype))
+    for dtype, most in ((np.float32, known._MOST_FRACTIONS), (np.int64, known.MOST_ELEMENTS)):
+        array = known.Known().array(constant((most + beyond,), 3, dtype))
         assert (array is None) == bool(beyond)
-    contents = facts.Facts().contents(constant((known.LARGEST_CONTENTS + beyond,), 3))
+    contents = known.Known().contents(constant((known.LARGEST_CONTENTS + beyond,), 3))
     assert (contents is None) == bool(beyond)
 
 
@@ -101,7 +101,7 @@ def test_a_rank_is_believed_up_to_the_most_dimensions() -> None:
 
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_an_open_size_is_multiplied_by_a_factor_that_is_exact(beyond: int) -> None:
-    factor = 1 + 1 / (spatial._LARGEST_DENOMINATOR << beyond)
+    factor = 1 + 1 / (sums._LARGEST_DENOMINATOR << beyond)
     resize = model(f"""g (float[1, 3, n, m] x) => (y) <float[4] factors = {{1, 1, {factor!r}, 1}}> {{
         y = Resize (x, , factors) }}""")
     symbolic, values = inferred(resize)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from htp_export.format.module_paths import module_paths
 from htp_export.format.parameters import parameters_of
 from tests.exporting import exported
 from tests.nets import EXPORTERS, spread, x
-from tests.truth import nodes_of, owners_of
+from tests.truth import nodes_of, owners_of, tree_of
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
@@ -64,11 +63,6 @@ def built(kind: type[nn.Module]) -> nn.Module:
     return spread(kind()).eval()
 
 
-def modules_of(file: onnx.ModelProto) -> dict[str, Any]:
-    entries = {entry.key: entry.value for entry in file.metadata_props}
-    return dict(json.loads(entries["htp.modules"]))
-
-
 def owners_by_type(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...]]]:
     return [(node.op_type, owners_of(node)) for node in nodes_of(file) if node.op_type != "Constant"]
 
@@ -77,15 +71,10 @@ def owners_by_type(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...]]]:
 def test_a_module_with_the_name_of_the_root_has_a_path_of_its_own(exporter: str, tmp_path: Path) -> None:
     file = exported(built(EmptyName), {"x": x(2, 4)}, exporter, tmp_path)
     assert owners_by_type(file) == [("Gemm", ("#2.0",)), ("Sigmoid", ("#2.1",)), ("Sin", ("",)), ("Gemm", ("fc",))]
-    tree = modules_of(file)
+    tree = tree_of(file)
     assert {path: entry["fate"] for path, entry in tree.items()} == dict.fromkeys(tree, "computed")
-    assert {path: entry.get("name") for path, entry in tree.items()} == {
-        "": None,
-        "#2": "",
-        "#2.0": "0",
-        "#2.1": "1",
-        "fc": None,
-    }
+    names = {"": None, "#2": "", "#2.0": "0", "#2.1": "1", "fc": None}
+    assert {path: entry.get("name") for path, entry in tree.items()} == names
 
 
 @BOTH
@@ -125,10 +114,5 @@ def test_the_paths_of_modules_that_have_several_names_are_the_first_of_them() ->
     model.one, model.two = shared, shared
     model._modules["one.0"] = nn.ReLU()
     model._modules["one.0#2"] = nn.ReLU()
-    assert [(path, name) for path, name, _ in module_paths(model)] == [
-        ("", ""),
-        ("one", "one"),
-        ("one.0", "one.0"),
-        ("one.0#2", "one.0"),
-        ("one.0#2#2", "one.0#2"),
-    ]
+    paths = [("", ""), ("one", "one"), ("one.0", "one.0"), ("one.0#2", "one.0"), ("one.0#2#2", "one.0#2")]
+    assert [(path, name) for path, name, _ in module_paths(model)] == paths

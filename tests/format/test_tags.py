@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from htp_export.format import tags
-from htp_export.format.hierarchy import Fate
+from htp_export.format.fates import Fate
 from htp_export.format.reasons import Reason
 
 
@@ -21,6 +21,7 @@ def test_the_words_of_reasons_and_fates_are_those_of_the_format() -> None:
     text = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
     explained = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     assert explained >= {*Reason, *Fate}
+    assert list(Fate) == ["computed", "identity", "fused", "constant", "dead", "uncalled"]
 
 
 def test_tags_are_written_in_the_format_alone() -> None:

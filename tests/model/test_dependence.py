@@ -20,22 +20,10 @@ def dependent(text: str) -> set[str]:
     return {str(value.name) for value in input_dependent_values(model, all_nodes(model))}
 
 
-def test_sizes_of_a_tensor_are_none_of_its_values() -> None:
-    text = "g (float[n] x) => (float[n] y) { s = Shape(x) c = Size(x) d = Add(s, c) y = Expand(x, d) }"
-    assert dependent(text) == {"x", "y"}
-
-
-def test_a_tensor_that_is_read_for_its_type_alone_gives_no_values() -> None:
-    text = "g (float[2] x, float[2] w) => (float[2] y) <float[2] c = {1, 2}> { y = CastLike(c, x) v = CastLike(w, x) }"
-    assert dependent(text) == {"x", "w", "v"}
-
-
-def test_an_operator_of_another_domain_that_is_called_shape_reads_values() -> None:
-    assert dependent("g (float[n] x) => (float[n] y) { y = my.Shape(x) }") == {"x", "y"}
-
-
-def test_a_weight_that_stands_among_the_inputs_is_none() -> None:
-    assert dependent("g (float[2] x, float[2] w = {1, 2}) => (y) { v = Neg(w) y = Add(x, v) }") == {"x", "y"}
+def live_in(model: ir.Model) -> set[str]:
+    """What depends on the inputs, as `carry` knows it."""
+    summary, _ = summarize(model, model.functions.values())
+    return {value.name for value, is_live in zip(summary.values, summary.live, strict=True) if is_live}
 
 
 BRANCHES = """
@@ -44,27 +32,45 @@ g (float[2] x, float[n] z) => (y, k) <bool c = {1}, float[2] w = {1, 2}> {
     k = If(c) <then_branch = t () => (int64[1] p) { p = Shape(z) }, else_branch = e () => (int64[1] q) { q = Shape(w) }>
 }
 """
+LOOP = """g (float[2] x, float[n] z) => (y) <int64 n = {3}, bool c = {1}, float[2] w = {1, 2}> {
+    y = Loop(n, c, w) <body = b (int64 i, bool go, float[2] v) => (bool go2, float[2] v2) {
+        go2 = Identity(go) s = Shape(z) u = Expand(v, s) v2 = Neg(u)
+    }>
+}"""
+FUNCTION = """g (float[2] x) => (y) { y = my.f(x) }
+<domain: "my", opset_import: ["": 20]> f (a) => (b) { s = Shape(a) b = Neg(a) }"""
+
+TEXTS = {
+    "sizes of a tensor are none of its values": (
+        "g (float[n] x) => (float[n] y) { s = Shape(x) c = Size(x) d = Add(s, c) y = Expand(x, d) }",
+        {"x", "y"},
+    ),
+    "a tensor that is read for its type alone gives no values": (
+        "g (float[2] x, float[2] w) => (float[2] y) <float[2] c = {1, 2}> { y = CastLike(c, x) v = CastLike(w, x) }",
+        {"x", "w", "v"},
+    ),
+    "an operator of another domain that is called Shape reads values": (
+        "g (float[n] x) => (float[n] y) { y = my.Shape(x) }",
+        {"x", "y"},
+    ),
+    "a weight that stands among the inputs is none": (
+        "g (float[2] x, float[2] w = {1, 2}) => (y) { v = Neg(w) y = Add(x, v) }",
+        {"x", "y"},
+    ),
+    "what subgraphs read goes into what their node makes": (BRANCHES, {"x", "z", "y", "a"}),  # k: sizes, a constant
+    "inputs of a loop body depend on what the loop reads": (
+        LOOP.replace("(n, c, w)", "(n, c, x)"),
+        {"x", "z", "i", "go", "go2", "v", "u", "v2", "y"},
+    ),
+    "and on nothing where it reads weights": (LOOP, {"x", "z"}),
+    "inputs of functions are starts": (FUNCTION, {"x", "y", "a", "b"}),
+}
 
 
-def test_what_subgraphs_read_goes_into_what_their_node_makes() -> None:
-    assert dependent(BRANCHES) == {"x", "z", "y", "a"}  # k depends on a constant condition and on sizes
-
-
-@pytest.mark.parametrize(("start", "found"), [("x", {"x", "y", "v", "v2"}), ("w", {"x"})])
-def test_inputs_of_a_loop_body_depend_on_what_the_loop_reads(start: str, found: set[str]) -> None:
-    text = f"""
-    g (float[2] x) => (y) <int64 n = {{3}}, bool c = {{1}}, float[2] w = {{1, 2}}> {{
-        y = Loop(n, c, {start}) <body = b (int64 i, bool go, float[2] v) => (bool go2, float[2] v2) {{
-            go2 = Identity(go) v2 = Neg(v)
-        }}>
-    }}"""
-    assert dependent(text) - {"i", "go", "go2"} == found
-
-
-def test_inputs_of_functions_are_starts() -> None:
-    text = """g (float[2] x) => (y) { y = my.f(x) }
-    <domain: "my", opset_import: ["": 20]> f (a) => (b) { s = Shape(a) b = Neg(a) }"""
-    assert dependent(text) == {"x", "y", "a", "b"}
+@pytest.mark.parametrize("rule", TEXTS)
+def test_what_depends_on_the_inputs_follows_from_rules(rule: str) -> None:
+    text, expected = TEXTS[rule]
+    assert dependent(text) == expected
 
 
 def test_starts_are_told_apart() -> None:
@@ -78,32 +84,17 @@ def test_an_output_that_is_left_out_makes_no_left_out_input_depend_on_anything()
         v = Clip(low, , )
     }"""
     model = ir.from_proto(onnx.parser.parse_model(f"{HEADER} {text}"))
-    summary, _ = summarize(model)
-    live = {value.name for value, is_live in zip(summary.values, summary.live, strict=True) if is_live}
-    assert live - {""} == {"x", "w", "y", "i"}
+    assert live_in(model) - {""} == {"x", "w", "y", "i"}
 
 
-LOOP = """g (float[2] x, float[n] z) => (y) <int64 n = {3}, bool c = {1}, float[2] w = {1, 2}> {
-    y = Loop(n, c, w) <body = b (int64 i, bool go, float[2] v) => (bool go2, float[2] v2) {
-        go2 = Identity(go) s = Shape(z) u = Expand(v, s) v2 = Neg(u)
-    }>
-}"""
-FUNCTION = """g (float[2] x) => (y) { y = my.f(x) }
-<domain: "my", opset_import: ["": 20]> f (a) => (b) { s = Shape(a) b = Neg(a) }"""
-
-
-@pytest.mark.parametrize("text", [BRANCHES, LOOP, LOOP.replace("(n, c, w)", "(n, c, x)"), FUNCTION])
-def test_carry_and_passes_see_the_same_dependence_as_files(text: str) -> None:
-    model = ir.from_proto(onnx.parser.parse_model(f"{HEADER} {text}"))
-    summary, _ = summarize(model, model.functions.values())
-    live = {value.name for value, is_live in zip(summary.values, summary.live, strict=True) if is_live}
-    assert live == dependent(text)
+@pytest.mark.parametrize("rule", TEXTS)
+def test_carry_and_passes_see_the_same_dependence_as_files(rule: str) -> None:
+    model = ir.from_proto(onnx.parser.parse_model(f"{HEADER} {TEXTS[rule][0]}"))
+    assert live_in(model) == TEXTS[rule][1]
     snapshot = Snapshot(model)
-    assert {str(value.name) for value in PassDifference.between(snapshot, snapshot).live_values} == dependent(text)
+    assert {str(value.name) for value in PassDifference.between(snapshot, snapshot).live_values} == TEXTS[rule][1]
 
 
 def test_what_a_branch_gives_back_from_outside_goes_into_what_its_node_makes() -> None:
     model = branching()
-    summary, _ = summarize(model)
-    live = {value.name for value, is_live in zip(summary.values, summary.live, strict=True) if is_live}
-    assert live == {value.name for value in input_dependent_values(model, all_nodes(model))}
+    assert live_in(model) == {value.name for value in input_dependent_values(model, all_nodes(model))}

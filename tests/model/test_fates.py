@@ -31,38 +31,38 @@ def of_type(file: onnx.ModelProto, op_type: str) -> list[dict[str, str]]:
 # --- fates ---------------------------------------------------
 
 
+# Net → module → its fate, its calls, and what it is merged with.
+TOLD: dict[str, dict[str, tuple[Any, ...]]] = {
+    "siblings": {"": ("computed", 1), "first": ("computed", 1), "second": ("computed", 1)},
+    "dropout_and_identity": {"1": ("identity", 1), "2": ("identity", 1)},
+    "conv_bn_relu": {"0": ("fused", 1, ["1"]), "1": ("fused", 1, ["0"]), "2": ("computed", 1), "3": ("computed", 1)},
+    "dead_branch_and_unused_module": {
+        "": ("computed", 1),
+        "main": ("computed", 1),
+        "dead": ("dead", 1),
+        "dead.0": ("dead", 1),
+        "dead.1": ("dead", 1),
+        "unused": ("uncalled", 0),
+    },
+    "mask_made_in_every_layer": {"layers": ("uncalled", 0)},  # a container is never called
+    "two_names": {"": ("computed", 1), "one": ("computed", 2)},  # listed under the first of its names
+}
+
+
 @BOTH
-def test_a_module_with_nodes_is_computed_and_says_its_class_and_calls(exporter: str, shared_files: SharedFiles) -> None:
-    tree = tree_of(shared_files.read("siblings", exporter))
-    linear = {"class": "torch.nn.modules.linear.Linear", "calls": 1, "fate": "computed"}
-    assert tree == {
-        "": {"class": "tests.nets.Siblings", "calls": 1, "fate": "computed"},
-        "first": linear,
-        "second": linear,
-    }
+@pytest.mark.parametrize("name", TOLD)
+def test_the_tree_says_the_fate_of_every_module(name: str, exporter: str, shared_files: SharedFiles) -> None:
+    tree, expected = tree_of(shared_files.read(name, exporter)), TOLD[name]
+    found = {path: (entry["fate"], entry["calls"], *filter(None, [entry.get("with")])) for path, entry in tree.items()}
+    assert {path: found[path] for path in expected} == expected
+    if "" in expected:
+        assert (set(tree), tree[""]["class"]) == (set(expected), f"tests.nets.{type(NETS[name].build()[0]).__name__}")
 
 
 @BOTH
 def test_modules_are_listed_in_the_order_of_named_modules(exporter: str, shared_files: SharedFiles) -> None:
     model, _ = NETS["nested_sequentials"].build()
     assert list(tree_of(shared_files.read("nested_sequentials", exporter))) == [p for p, _ in model.named_modules()]
-
-
-@BOTH
-def test_dropout_and_identity_are_identities_with_one_call_each(exporter: str, shared_files: SharedFiles) -> None:
-    tree = tree_of(shared_files.read("dropout_and_identity", exporter))
-    assert [(tree[path]["fate"], tree[path]["calls"]) for path in "12"] == [("identity", 1)] * 2
-
-
-@BOTH
-def test_conv_and_batchnorm_are_fused_with_each_other_and_relu_is_not(exporter: str, shared_files: SharedFiles) -> None:
-    tree = tree_of(shared_files.read("conv_bn_relu", exporter))
-    assert [(tree[path]["fate"], tree[path].get("with")) for path in "0123"] == [
-        ("fused", ["1"]),
-        ("fused", ["0"]),
-        ("computed", None),
-        ("computed", None),
-    ]
 
 
 @BOTH
@@ -83,49 +83,22 @@ def test_what_depends_on_no_input_is_constant_where_it_is_folded(shared_files: S
     assert not any("scale" in owners_of(node) for node in nodes_of(file) if node.op_type != "Constant")
 
 
-@BOTH
-def test_dead_and_uncalled_modules_are_told_apart(exporter: str, shared_files: SharedFiles) -> None:
-    tree = tree_of(shared_files.read("dead_branch_and_unused_module", exporter))
-    assert {path: (entry["fate"], entry["calls"]) for path, entry in tree.items()} == {
-        "": ("computed", 1),
-        "main": ("computed", 1),
-        "dead": ("dead", 1),
-        "dead.0": ("dead", 1),
-        "dead.1": ("dead", 1),
-        "unused": ("uncalled", 0),
-    }
-
-
-@BOTH
-def test_a_container_that_is_never_called_is_uncalled(exporter: str, shared_files: SharedFiles) -> None:
-    file = shared_files.read("mask_made_in_every_layer", exporter)
-    assert (fates(file)["layers"], tree_of(file)["layers"]["calls"]) == ("uncalled", 0)
-
-
-@BOTH
-def test_a_module_with_two_names_is_listed_under_the_first(exporter: str, shared_files: SharedFiles) -> None:
-    tree = tree_of(shared_files.read("two_names", exporter))
-    assert list(tree) == ["", "one"]
-    assert tree["one"]["calls"] == 2
-
-
 # --- calls, owners, reasons ---------------------------------------------------
 
 
 @BOTH
-def test_each_call_of_a_repeated_module_has_its_number(exporter: str, shared_files: SharedFiles) -> None:
-    file = shared_files.read("loop_of_three", exporter)
-    assert tree_of(file)["block"]["calls"] == tree_of(file)["block.0"]["calls"] == 3
-    assert [said["htp.call"] for said in of_type(file, "Gemm")] == ["0", "1", "2"]
-    assert [said["htp.call"] for said in of_type(file, "Tanh")] == ["0", "1", "2"]
-
-
-@BOTH
-def test_modules_that_run_once_have_no_call_number(exporter: str, shared_files: SharedFiles) -> None:
-    file = shared_files.read("called_twice", exporter)
-    assert [said.get("htp.call") for said in of_type(file, "Gemm")] == ["0", "1"]
-    assert [said.get("htp.call") for said in of_type(file, "Tanh")] == [None]
-    assert all("htp.call" not in metadata(node) for node in nodes_of(shared_files.read("siblings", exporter)))
+def test_calls_of_a_repeated_module_have_numbers_and_no_others_have(exporter: str, shared_files: SharedFiles) -> None:
+    tree = tree_of(shared_files.read("loop_of_three", exporter))
+    assert tree["block"]["calls"] == tree["block.0"]["calls"] == 3
+    for name, op_type, expected in (
+        ("loop_of_three", "Gemm", ["0", "1", "2"]),
+        ("loop_of_three", "Tanh", ["0", "1", "2"]),
+        ("called_twice", "Gemm", ["0", "1"]),
+        ("called_twice", "Tanh", [None]),
+        ("siblings", "Gemm", [None, None]),
+        ("two_parents", "Gemm", ["0", "1"]),
+    ):
+        assert [said.get("htp.call") for said in of_type(shared_files.read(name, exporter), op_type)] == expected, name
 
 
 @BOTH
@@ -164,26 +137,12 @@ def test_a_merged_node_is_fused_and_a_plain_one_has_its_scope(exporter: str, sha
 
 
 @BOTH
-def test_the_second_holder_of_a_module_owns_its_work_too(exporter: str, shared_files: SharedFiles) -> None:
-    file = shared_files.read("two_parents", exporter)
-    assert [set(owners_of(node)) for node in nodes_of(file) if node.op_type == "Gemm"] == [
-        {"left.shared"},
-        {"left.shared", "right"},
-    ]
-
-
-@BOTH
-def test_the_second_holder_stands_before_what_it_holds(exporter: str, shared_files: SharedFiles) -> None:
-    second = of_type(shared_files.read("two_parents", exporter), "Gemm")[1]
-    assert json.loads(second["htp.owners"]) == ["right", "left.shared"]
-
-
-@BOTH
-def test_a_repeated_module_with_a_second_holder_keeps_its_call_numbers(
+def test_the_second_holder_of_a_module_owns_its_work_too_and_stands_before_it(
     exporter: str, shared_files: SharedFiles
 ) -> None:
-    calls = [said.get("htp.call") for said in of_type(shared_files.read("two_parents", exporter), "Gemm")]
-    assert calls == ["0", "1"]
+    file = shared_files.read("two_parents", exporter)
+    gemms = [owners_of(node) for node in nodes_of(file) if node.op_type == "Gemm"]
+    assert [list(owners) for owners in gemms] == [["left.shared"], ["right", "left.shared"]]
 
 
 class LoopsOver(nn.Module):
@@ -250,13 +209,8 @@ def test_a_graph_module_has_the_class_that_was_traced(exporter: str, shared_file
 # --- keys ---------------------------------------------------
 
 SEVERAL = (
-    "siblings",
-    "loop_of_three",
-    "conv_bn_relu",
-    "mask_made_in_every_layer",
-    "odd_keys",
-    "lstm",
-    "dict_of_tuples",
+    *("siblings", "loop_of_three", "conv_bn_relu", "mask_made_in_every_layer"),
+    *("odd_keys", "lstm", "dict_of_tuples"),
 )
 REASONS = {"scope", "shared", "fused", "flow", "parameters"}
 
@@ -283,23 +237,15 @@ def test_every_node_keeps_to_the_format(name: str, exporter: str, shared_files: 
 
 
 @BOTH
-def test_names_with_slashes_and_semicolons_are_one_level_of_the_namespace(
-    exporter: str, shared_files: SharedFiles
-) -> None:
-    spaces = [said["namespace"] for said in of_type(shared_files.read("odd_keys", exporter), "Gemm")]
-    assert spaces == [
-        "by_name.a", "by_name.a%2Fb", "by_name.a-b", "by_name.a::b", "by_name.a%3Bb", "by_name.a b",
-        "by_name.ä%252F", "by_name.a",
-    ]  # fmt: skip
-
-
-@BOTH
 def test_the_namespace_has_one_level_for_each_module_that_runs(exporter: str, shared_files: SharedFiles) -> None:
-    nested = shared_files.read("nested_sequentials", exporter)
-    assert [said["namespace"] for said in of_type(nested, "Gemm")] == ["0/0/0/0", "1"]
-    layers = shared_files.read("mask_made_in_every_layer", exporter)
-    fcs = [metadata(node) for node in nodes_of(layers) if node.op_type in ("Gemm", "MatMul")]
-    assert [said["namespace"] for said in fcs] == [f"layers.{i}/fc" for i in range(3)]
+    odd = ["a", "a%2Fb", "a-b", "a::b", "a%3Bb"]  # slashes and semicolons are no levels
+    for name, expected in (
+        ("odd_keys", [f"by_name.{key}" for key in (*odd, "a b", "ä%252F", "a")]),
+        ("nested_sequentials", ["0/0/0/0", "1"]),
+        ("mask_made_in_every_layer", [f"layers.{i}/fc" for i in range(3)]),
+    ):
+        nodes = [node for node in nodes_of(shared_files.read(name, exporter)) if node.op_type in ("Gemm", "MatMul")]
+        assert [metadata(node)["namespace"] for node in nodes] == expected
 
 
 @BOTH
@@ -322,21 +268,15 @@ def test_the_model_keeps_to_the_format(name: str, exporter: str, shared_files: S
         assert ("with" in entry) == (entry["fate"] == "fused")
 
 
-def test_torch_keeps_its_own_keys_under_dynamo(shared_files: SharedFiles) -> None:
-    file = shared_files.read("siblings", "dynamo")
-    assert all(metadata(node)["pkg.torch.onnx.name_scopes"] for node in file.graph.node)
-    assert all("pkg.torch.onnx.fx_node" in metadata(node) for node in file.graph.node)
-
-
-def test_the_program_that_dynamo_returns_has_the_tags_of_the_file(tmp_path: Path) -> None:
+def test_the_program_that_dynamo_returns_has_the_tags_of_the_file_and_torchs_own_keys(tmp_path: Path) -> None:
     model, kwargs = NETS["loop_of_three"].build()
     program = htp_export.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, verbose=False)
     assert program is not None
     file = onnx.load(str(tmp_path / "model.onnx"))
     assert [dict(node.metadata_props) for node in program.model.graph] == [metadata(node) for node in file.graph.node]
-    assert program.model.metadata_props["htp.modules"] == json.dumps(
-        tree_of(file), separators=(",", ":"), ensure_ascii=False
-    )
+    assert json.loads(program.model.metadata_props["htp.modules"]) == tree_of(file)
+    assert all(metadata(node)["pkg.torch.onnx.name_scopes"] for node in file.graph.node)
+    assert all("pkg.torch.onnx.fx_node" in metadata(node) for node in file.graph.node)
 
 
 @BOTH

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 
@@ -142,11 +141,8 @@ def test_merged_work_that_another_module_reads_is_contamination_and_is_seen_by_t
 @BOTH
 def test_a_gain_is_cut_out_with_its_own_result_alone(exporter: str, shared_files: SharedFiles) -> None:
     file = shared_files.read("merged_work_read_in_both_blocks", exporter)
-    kept = [entry for entry in file.metadata_props if entry.key != tags.SIGNATURES]
-    bare = onnx.ModelProto()
-    bare.CopyFrom(file)
-    del bare.metadata_props[:]
-    bare.metadata_props.extend(kept)
+    bare = htp_export.load(file)
+    del bare.model.metadata_props[tags.SIGNATURES]
     result = htp_export.extract(bare, "blocks.0.gain").model
     assert [node.op_type for node in result.graph] == ["Exp", "Sigmoid"]
     assert len(result.graph.outputs) == 1
@@ -187,7 +183,6 @@ def test_such_work_that_is_read_outside_of_the_outer_module_leaves_the_inner_one
     file = shared_files.read(NESTED, exporter)
     flat = next(node.output[0] for node in file.graph.node if node.op_type == "Reshape")
     experts = next(node for node in file.graph.node if "routed.experts" in {each.value for each in node.metadata_props})
-    assert flat in experts.input
     del experts.metadata_props[:]
     experts.metadata_props.add(key=tags.MODULE, value="last")
     assert flat in {str(value.name) for value in htp_export.load(file)["routed.router"].outputs}

@@ -62,17 +62,12 @@ def test_a_shared_node_lies_in_the_regions_of_all_its_owners_and_leaves_none_of_
     assert tagged["layer.0"].owners_of(tagged.nodes[0]) == ("layer.0", "layer.1")
 
 
-def test_a_shared_tensor_that_somebody_else_reads_does_leave() -> None:
+def test_a_tensor_that_somebody_else_reads_or_that_the_model_returns_does_leave() -> None:
     model = encoder()
-    mask = model.graph.node("node_mask").outputs[0]
-    model.graph.append(tagged_node("Abs", [mask], "", "spy"))
+    model.graph.append(tagged_node("Abs", [model.graph.node("node_mask").outputs[0]], "", "spy"))
     assert names(load(model)["layer.0"].outputs) == ["mask", "layer0"]
-
-
-def test_a_tensor_that_the_model_returns_leaves_the_region_even_if_only_the_region_reads_it() -> None:
-    model = encoder()
     model.graph.outputs.append(model.graph.node("node_fc0").outputs[0])
-    assert names(load(model)["layer.0"].outputs) == ["fc0", "layer0"]
+    assert names(load(model)["layer.0"].outputs) == ["mask", "fc0", "layer0"]
 
 
 def test_random_values_do_enter_a_region() -> None:
@@ -103,17 +98,14 @@ def test_a_model_is_a_collection_of_module_paths() -> None:
     assert tagged.reasons == Counter({"scope": 6, "shared": 1})
 
 
-def test_selecting_uses_paths_and_classes() -> None:
+def test_selecting_uses_paths_and_classes_and_unknown_modules_are_refused_with_the_nearest() -> None:
     tagged = load(encoder())
     assert tagged.select("layer.*") == ["layer.0", "layer.1"]
     assert tagged.select(["class:Linear", "!layer.0.**"]) == ["layer.1.fc"]
     with pytest.raises(SelectorError, match="nearest: 'layer'"):
         tagged.select("layers")
-
-
-def test_an_unknown_module_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(UnknownModuleError, match=r"no module 'layer\.0\.fd' in this model; nearest: 'layer.0.fc'"):
-        load(encoder())["layer.0.fd"]
+        tagged["layer.0.fd"]
 
 
 def test_the_calls_of_a_module_split_its_region_and_what_ran_evenly_in_them() -> None:
@@ -124,12 +116,8 @@ def test_the_calls_of_a_module_split_its_region_and_what_ran_evenly_in_them() ->
     assert names(block.call(0).outputs) == ["fc1", "block0"]
     assert repr(block.call(1)) == "<Region 'block' (Block, call 1): 3 nodes>"
     assert made(load(called_twice())["block.fc"].call(2)) == ["fc2"]
-
-
-def test_the_only_call_of_a_module_is_its_whole_region() -> None:
-    tagged = load(called_twice())
-    assert tagged[""].call(0).nodes == tagged[""].nodes
-    assert load(encoder())["layer.1"].call(0).outputs[0].name == "layer1"
+    tagged = load(encoder())
+    assert tagged["layer.1"].call(0).nodes == tagged["layer.1"].nodes
 
 
 @pytest.mark.parametrize(("path", "call"), [("block", 2), ("block", -1), ("unused", 0)])
@@ -148,18 +136,12 @@ def test_what_a_branch_captures_enters_its_region_and_that_of_the_if() -> None:
 
 def test_an_untagged_branch_counts_with_the_if_that_holds_it() -> None:
     model = branching()
-    next(node for node in all_nodes(model) if node.outputs[0].name == "yes").metadata_props.clear()
-    tagged = load(model)
-    assert made(tagged["gate"]) == ["gated", "no"]
-    assert names(tagged["gate"].inputs) == ["condition", "x", "minus"]
-    assert [node.outputs[0].name for node in tagged.untagged] == ["yes"]
-
-
-def test_what_only_an_untagged_branch_of_the_region_reads_does_not_leave() -> None:
-    model = branching()
     model.graph.node("node_minus").metadata_props["htp.module"] = "gate"
     next(node for node in all_nodes(model) if node.outputs[0].name == "yes").metadata_props.clear()
-    assert names(load(model)["gate"].outputs) == ["gated"]
+    tagged = load(model)
+    assert made(tagged["gate"]) == ["minus", "gated", "no"]
+    assert (names(tagged["gate"].inputs), names(tagged["gate"].outputs)) == (["x", "condition"], ["gated"])
+    assert [node.outputs[0].name for node in tagged.untagged] == ["yes"]
 
 
 def test_modules_inside_a_function_have_regions_and_find_their_weights_at_its_call() -> None:
@@ -227,10 +209,12 @@ def test_an_untagged_model_loads_and_says_how_to_tag_it_when_modules_are_asked_f
         load(model)["layer.0"]
 
 
-def test_a_namespace_key_alone_is_no_tag() -> None:
+@pytest.mark.parametrize("key", ["namespace", "pkg.torch.onnx.name_scopes"])
+def test_a_namespace_alone_and_scopes_that_are_no_list_of_strings_are_no_tags(key: str) -> None:
     model = untag(encoder())
+    model.metadata_props.clear()
     for node in all_nodes(model):
-        node.metadata_props["namespace"] = "layer/0"
+        node.metadata_props[key] = "__import__('os').getcwd()"
     assert load(model).source == "none"
 
 
@@ -258,18 +242,14 @@ class Net(nn.Module):
         return x.exp()
 
 
-def exported(path: Path, dynamo: bool) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(Net().eval(), (torch.randn(2, 4),), path, dynamo=dynamo, verbose=False)
-    return path
-
-
 @pytest.mark.parametrize("dynamo", [True, False])
 def test_a_file_that_torch_wrote_is_read_with_its_scopes_and_a_warning(
     tmp_path: Path, dynamo: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = exported(tmp_path / "net.onnx", dynamo)
+    file = tmp_path / "net.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(Net().eval(), (torch.randn(2, 4),), file, dynamo=dynamo, verbose=False)
     with caplog.at_level(logging.WARNING, "htp_export"):
         tagged = load(file)
     assert tagged.source == "torch"
@@ -278,26 +258,9 @@ def test_a_file_that_torch_wrote_is_read_with_its_scopes_and_a_warning(
     assert [node.op_type for node in tagged["blocks.1"].nodes] == ["Gemm", "Relu"]
     assert [node.op_type for node in tagged[""].own_nodes] == ["Exp"]
     assert len(tagged["blocks.1.fc"].parameters) == 2
-    if dynamo:
+    if program is not None:
         assert tagged.select("class:Linear") == ["blocks.0.fc", "blocks.1.fc"]
-
-
-def test_what_torch_export_returns_is_loaded_without_a_file() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.onnx.export(Net().eval(), (torch.randn(2, 4),), dynamo=True, verbose=False)
-    assert program is not None
-    tagged = load(program)
-    assert tagged.model is program.model
-    assert [node.op_type for node in tagged["blocks.0"].nodes] == ["Gemm", "Relu"]
-
-
-def test_scopes_that_are_no_list_of_strings_are_no_scopes() -> None:
-    model = untag(encoder())
-    model.metadata_props.clear()
-    for node in all_nodes(model):
-        node.metadata_props["pkg.torch.onnx.name_scopes"] = "__import__('os').getcwd()"
-    assert load(model).source == "none"
+        assert [node.op_type for node in load(program)["blocks.1"].nodes] == ["Gemm", "Relu"]
 
 
 def test_tagged_models_are_saved_with_their_tags(tmp_path: Path) -> None:
@@ -326,14 +289,22 @@ def test_results_with_a_model_read_its_modules_once(result: Callable[[], Any]) -
     assert found.tagged.hierarchy == load(found.model).hierarchy
 
 
-def test_a_region_is_found_once() -> None:
-    tagged = load(encoder())
-    assert tagged["layer"] is tagged["layer"]
-
-
 def test_a_clone_has_the_modules_of_the_model_and_a_graph_of_its_own() -> None:
     tagged = load(encoder())
     clone = tagged.clone()
     assert (clone.hierarchy, clone.source) == (tagged.hierarchy, tagged.source)
     assert [node.name for node in clone.nodes] == [node.name for node in tagged.nodes]
     assert not {*clone.nodes} & {*tagged.nodes}
+
+
+def test_a_model_that_was_changed_finds_its_regions_and_tensors_anew() -> None:
+    tagged = load(encoder())
+    assert tagged["layer"] is (before := tagged["layer"])
+    assert "spy" not in tagged.values
+    tagged.model.graph.append(tagged_node("Abs", [tagged.model.graph.node("node_fc0").outputs[0]], "layer.0", "spy"))
+    assert made(tagged["layer.0"]) == ["mask", "turned", "fc0", "layer0"]
+    assert tagged.refresh() is tagged
+    assert made(tagged["layer.0"]) == ["mask", "turned", "fc0", "layer0", "spy"]
+    assert "spy" in tagged.values
+    assert tagged["layer"] is not before
+    assert "head" in tagged.refresh(tagged.hierarchy.including({"head": 1}))

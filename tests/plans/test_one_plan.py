@@ -47,7 +47,7 @@ def randoms(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module", params=["dynamo", "torchscript"])
+@pytest.fixture(scope="module", params=["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
 def exporter(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -187,8 +187,8 @@ def test_sensitivity_lists_a_merged_batch_norm_once(merged: Path) -> None:
     ("which", "space", "options"),
     [
         ("merged", ["int8", "fp16", "fp32"], {}),
-        ("file", ["int8", "fp16", "fp32"], {}),
-        ("file", ["int8", "fp16", "fp32"], {"depth": 1}),
+        pytest.param("file", ["int8", "fp16", "fp32"], {}, marks=pytest.mark.slow),
+        pytest.param("file", ["int8", "fp16", "fp32"], {"depth": 1}, marks=pytest.mark.slow),
         ("file", {"a": ["int8", "fp32"], "shared": ["fp16", "fp32"]}, {}),
     ],
     ids=["merged", "innermost", "depth", "space"],

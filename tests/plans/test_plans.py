@@ -26,12 +26,8 @@ def _tagged(nodes: dict[str, list[str]], fates: dict[str, str] | None = None) ->
         value = node.outputs[0]
     model = ir.Model(ir.Graph([first], [value], nodes=made, opset_imports={"": 20}), ir_version=10)
     tagged = load(model)
-    infos = [
-        ModuleInfo(
-            path, "torch.nn.Linear" if path.endswith("fc") else "net.Block", 1, (fates or {}).get(path, "computed")
-        )
-        for path in tagged
-    ]
+    classes = {path: "torch.nn.Linear" if path.endswith("fc") else "net.Block" for path in tagged}
+    infos = [ModuleInfo(path, classes[path], 1, (fates or {}).get(path, "computed")) for path in tagged]
     return TaggedModel(model, Hierarchy(infos), "htp")
 
 
@@ -90,13 +86,9 @@ def test_a_rule_that_matches_nothing_is_refused_with_the_nearest_paths() -> None
         assigned(_tagged(NET), {"enc.0": 8, "enc.2": 4})
     with pytest.raises(InputError, match="no rules"):
         assigned(_tagged(NET), {})
-
-
-def test_a_model_without_tags_is_refused() -> None:
-    relu = ir.node("Relu", [ir.val("x")])
-    model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
+    untagged = TaggedModel(_tagged(NET).model, Hierarchy([ModuleInfo("", "")]), "none")
     with pytest.raises(UntaggedModelError, match="no module tags"):
-        assigned(load(model), {".": 8})
+        assigned(untagged, {".": 8})
 
 
 def test_rules_are_typed_with_an_equals_sign_and_the_last_of_equal_selectors_holds() -> None:
@@ -111,11 +103,8 @@ def test_a_plan_file_is_an_ordered_mapping_in_yaml_or_json(tmp_path: Path) -> No
     yaml_file, json_file = tmp_path / "plan.yaml", tmp_path / "plan.json"
     yaml_file.write_text('"**": int8\n1.10: 0.5\nlm_head: {precision: int4, block_size: 64}\n', encoding="utf-8")
     json_file.write_text('{"b": "int8", "a": 0.5}', encoding="utf-8")
-    assert list(read_plan(yaml_file).items()) == [
-        ("**", "int8"),
-        ("1.10", 0.5),
-        ("lm_head", {"precision": "int4", "block_size": 64}),
-    ]
+    read = {"**": "int8", "1.10": 0.5, "lm_head": {"precision": "int4", "block_size": 64}}
+    assert list(read_plan(yaml_file).items()) == list(read.items())
     assert list(read_plan(json_file).items()) == [("b", "int8"), ("a", 0.5)]
 
 
@@ -147,12 +136,8 @@ def test_the_named_precisions_and_presets_are_these() -> None:
         "bf16": 16, "fp32": 32,
     }  # fmt: skip
     assert list(PRESETS) == ["int8", "w4", "fp16"]
-    assert [name for name, precision in PRECISIONS.items() if precision.calibrated] == [
-        "int8",
-        "u8s8",
-        "uint8",
-        "int16",
-    ]
+    calibrated = [name for name, precision in PRECISIONS.items() if precision.calibrated]
+    assert calibrated == ["int8", "u8s8", "uint8", "int16"]
 
 
 def test_a_precision_is_a_name_with_other_fields_or_a_dataclass() -> None:

@@ -113,28 +113,26 @@ def test_what_is_inferred_is_what_onnxruntime_computes(name):
             assert all(dim == size for dim, size in zip(dims, shape, strict=False) if isinstance(dim, int)), output
 
 
-def test_what_is_computed_of_open_sizes_is_known_in_their_terms():
-    found = inferred(MODELS["sizes that are computed"])
-    assert found["cut"] == ["m*n", 3, 2]
-    assert found["y"] == ["m*n", 6]
-    assert found["made"] == ["m//3"]
-    assert found["last"] == ["n", "Max(0, m + -1)", 6]
+KNOWN = {
+    "sizes that are computed": {
+        "cut": ["m*n", 3, 2],
+        "y": ["m*n", 6],
+        "made": ["m//3"],
+        "last": ["n", "Max(0, m + -1)", 6],
+    },
+    "slices up to a limit": {"cut": [1, "Min(512, m)"], "y": ["n", "m"]},  # a limit does not hide the size
+    "both branches": {"y": ["n", "m"], "z": ["?z#0", "?z#1"]},
+    "a state that grows": {"y": ["a", "m"]},
+    "a state that keeps its shape": {"y": ["n", "m"], "all": ["?all#0"]},
+    "a loop that may end before": {"all": ["?all#0", "n", "m"]},
+    "a scan": {"all": ["n", "2*m"]},
+}
 
 
-def test_a_limit_that_a_size_may_reach_does_not_hide_the_size():
-    found = inferred(MODELS["slices up to a limit"])
-    assert found["cut"] == [1, "Min(512, m)"]
-    assert found["y"] == ["n", "m"]
-
-
-def test_subgraphs_say_what_is_true_of_every_run():
-    assert inferred(MODELS["both branches"])["y"] == ["n", "m"]
-    assert inferred(MODELS["both branches"])["z"] == ["?z#0", "?z#1"]
-    assert inferred(MODELS["a state that grows"])["y"] == ["a", "m"]
-    kept = inferred(MODELS["a state that keeps its shape"])
-    assert (kept["y"], kept["all"]) == (["n", "m"], ["?all#0"])
-    assert inferred(MODELS["a loop that may end before"])["all"] == ["?all#0", "n", "m"]
-    assert inferred(MODELS["a scan"])["all"] == ["n", "2*m"]
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_computed_of_open_sizes_is_known_in_their_terms_and_for_every_run(name):
+    found = inferred(MODELS[name])
+    assert {output: found[output] for output in KNOWN[name]} == KNOWN[name]
 
 
 def test_every_call_of_a_function_has_its_own_sizes():
@@ -146,16 +144,11 @@ def test_every_call_of_a_function_has_its_own_sizes():
     known = Symbolic(model.graph, functions=model.functions)
     assert [str(dim) for dim in known.shape(model.graph.outputs[0])] == ["n", "6"]
     assert [str(dim) for dim in known.shape(model.graph.outputs[1])] == ["k", "4"]
-
-
-def test_unknown_sizes_of_two_calls_are_not_taken_for_the_same():
     text = """net (float[n] x, float[k] z) => (float[a] y) { p = own.f(x) q = own.f(z) y = Concat<axis=0>(p, q) }
     <domain: "own", opset_import: ["": 20]> f (v) => (r) {
         nz = NonZero(v) flat = Flatten<axis=0>(nz) r = Cast<to=1>(flat) }"""
-    model = parsed(text)
-    known = Symbolic(model.graph, functions=model.functions)
-    p, q = (known.shape(model.graph.node(place).outputs[0]) for place in (0, 1))
-    assert p is None or p != q
+    unknown = inferred(text)
+    assert unknown["p"] is None or unknown["p"] != unknown["q"]
 
 
 def test_sizes_in_another_file_are_read_if_it_is_there(tmp_path):

@@ -18,7 +18,7 @@ from htp_export.capabilities.carry.maps import map_to_text, text_to_map
 from htp_export.capabilities.carry.ownership import owners_after
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
 from htp_export.capabilities.carry.tagging import Origin, lasting_metadata, tag
-from htp_export.editing.flattening import InlinedCall, dissolve, read_flat
+from htp_export.editing.flattening import InlinedCall, dissolve, dissolved, read_flat
 from htp_export.editing.function_records import DOMAIN
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files.model_files import write_model
@@ -229,9 +229,8 @@ def _from_model(source: ModelSource, after: ir.Model) -> Origin:
     """
     tagged = _tagged(source)
     if _module_functions(tagged.model) != _module_functions(after):
-        flat, inlined = tagged.model.clone(), list[InlinedCall]()
-        dissolve(flat, tagged.hierarchy, tagged.calls, inlined)
-        tagged = load(flat)
+        inlined: list[InlinedCall] = []
+        tagged = dissolved(tagged, inlined)
         restore_names(after, inlined)
     props = tagged.model.metadata_props
     summary, lasting = _tagged_summary(tagged.model), lasting_metadata(props)

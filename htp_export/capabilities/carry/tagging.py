@@ -16,7 +16,8 @@ from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary
 from htp_export.capabilities.carry.ownership import Owned
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, NodeCalls
-from htp_export.format.hierarchy import Fate, Hierarchy
+from htp_export.format.fates import Fate
+from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.model.boundaries import OUTSIDE, Boundaries
@@ -120,7 +121,7 @@ class _CarriedEvidence(FateEvidence[int]):
         inputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.taken}
         outputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.given}
         leaving = set[int]()
-        if info is not None and (info.fate == Fate.COMPUTED or path not in self._signatures):
+        if info is not None and (info.fate.is_exact or path not in self._signatures):
             for value, _, leaves in self._before.of([path]):
                 (leaving if leaves else inputs).add(self._number[value])
         if not path:
@@ -143,8 +144,8 @@ class _CarriedEvidence(FateEvidence[int]):
     def settled(self, path: str) -> Outcome | None:
         """The original fate of a module that had no nodes."""
         info = self._old[path]
-        is_open = info.fate in (Fate.COMPUTED, Fate.FUSED) and path in self._before.below
-        return None if is_open else Outcome(Fate(info.fate), info.fused_with)
+        is_open = info.fate.does_work and path in self._before.below
+        return None if is_open else Outcome(info.fate, info.fused_with)
 
     def without_work(self, path: str) -> Fate | None:
         """``constant`` if the nodes of a module were folded, ``identity`` if its outputs are its inputs."""
@@ -160,10 +161,10 @@ class _CarriedEvidence(FateEvidence[int]):
     def partners(self, path: str) -> Collection[str] | None:
         """The original owners beyond the tensors that a module lost, if its boundary is not exact any more."""
         info = self._old[path]
-        if info.fate == Fate.COMPUTED and self.is_closed(path) and self._makes_all(path):
+        if info.fate.is_exact and self.is_closed(path) and self._makes_all(path):
             return None
         lost = {number for number in self.known(path) if number not in self._remaining}
-        return [*info.fused_with, *self._beyond(path, lost)] if lost or info.fate == Fate.FUSED else None
+        return [*info.fused_with, *self._beyond(path, lost)] if lost or info.fate.is_merged else None
 
     def _makes_all(self, path: str) -> bool:
         nodes = self._alignment.after.nodes

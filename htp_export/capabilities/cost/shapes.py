@@ -16,9 +16,8 @@ from htp_export.capabilities.cost.bindings import Bindings
 from htp_export.capabilities.cost.execution import Body, Origin, Run, RunStep, Tensor
 from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
-from htp_export.shapes.facts import Fact
 from htp_export.shapes.inference import Inference
-from htp_export.shapes.known import Dims, Operation
+from htp_export.shapes.known import Dims, Fact, Operation
 from htp_export.shapes.operator_kinds import RESHAPING, VIEW
 from htp_export.shapes.sizes import Dim
 

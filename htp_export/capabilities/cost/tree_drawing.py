@@ -21,9 +21,7 @@ __all__ = ["render", "tree_csv"]
 
 _ALWAYS = ("class_name", "nodes", "parameters")
 _WHERE_KNOWN = ("flops", "time_ms", "error")
-_FATE: Column[ModuleRow] = Column(
-    "fate", "fate", lambda row: "" if row.fate == "computed" else row.fate, style="yellow", right=False, keep=5
-)
+_FATE: Column[ModuleRow] = Column("fate", "fate", lambda row: row.fate.remark, style="yellow", right=False, keep=5)
 
 
 def render(

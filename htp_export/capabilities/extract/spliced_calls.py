@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, renumbered
+from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.signatures import Signature
 from htp_export.model.tagged import TaggedModel
@@ -141,11 +142,9 @@ class SplicedCalls:
         for path, info in tree.items():
             if path == self._path:
                 calls = counts[path] if info.calls else 0
-                infos += [replace(info, calls=calls, fate="computed", fused_with=()), *fresh.values()]
+                infos += [replace(info, calls=calls, fate=Fate.COMPUTED, fused_with=()), *fresh.values()]
             elif tags.is_under(path, self._path) and (self._whole or path in fresh):
                 continue
-            elif info.calls and not counts[path]:
-                infos.append(replace(info, calls=0, fate="uncalled", fused_with=()))
             else:
-                infos.append(replace(info, calls=counts[path]))
+                infos.append(info.counted(counts[path]))
         return infos

@@ -18,7 +18,7 @@ from htp_export.model.content_hash import array_hash
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.groups import connected
 from htp_export.model.neighbours import only_consumer, producer_of
-from htp_export.shapes.facts import constant_tensor
+from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
 from htp_export.model.content_hash import body_hash, constant_hash
+from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import GraphIndex, subgraphs
-from htp_export.model.rewiring import replace_inputs
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames
 from htp_export.shapes.operator_kinds import is_standard

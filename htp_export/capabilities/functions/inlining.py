@@ -82,7 +82,7 @@ def inline(model: ModelSource, output: str | os.PathLike[str] | None = None, *, 
     """
     check_target(output)
     tagged = load(model)
-    flat, calls = flattened(tagged, others=True)
+    flat, calls = flattened(tagged)
     if output is not None:
         write_model(flat, output, share_weights=share_weights)
     before, after = (sum(1 for _ in all_nodes(each)) for each in (tagged.model, flat))

@@ -13,7 +13,7 @@ from htp_export.capabilities.functions.bodies import Bodies, differing_constants
 from htp_export.capabilities.functions.levels import Levels
 from htp_export.capabilities.functions.originals import flat_order, share_bodies
 from htp_export.capabilities.functions.placing import Placement
-from htp_export.editing.flattening import dissolve
+from htp_export.editing.flattening import dissolved
 from htp_export.editing.function_records import DOMAIN, Instance, Records
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
@@ -139,7 +139,7 @@ def functions(
     tagged = load(model)
     selected = tagged.select(select)
     tagged.require_exact_tags()
-    wanted = [path for path in selected if path and tagged.hierarchy[path].fate == "computed"]
+    wanted = [path for path in selected if path and tagged.hierarchy[path].fate.is_exact]
     sources, index, placement, bodies = _built(_flat(tagged), wanted)
     model = bodies.model
     made = _functions_of(bodies)
@@ -163,9 +163,7 @@ def _flat(tagged: TaggedModel) -> TaggedModel:
     """The model without the functions that an earlier call made."""
     if all(function.domain != DOMAIN for function in tagged.model.functions.values()):
         return tagged
-    model = tagged.model.clone()
-    dissolve(model, tagged.hierarchy, tagged.calls)
-    return load(model)
+    return dissolved(tagged)
 
 
 def _built(
@@ -251,15 +249,12 @@ def _why_flat(module: ModuleInfo, index: GraphIndex, placement: Placement) -> st
     """Why a selected module is no function."""
     if not module.path:
         return "it is the graph itself"
-    reasons = {
-        "uncalled": "it never ran; select what it holds",
-        "fused": f"it is merged with {', '.join(map(repr, module.fused_with)) or 'its neighbours'}",
-        "identity": "it gives back what it is given",
-        "constant": "it was folded into constants",
-        "dead": "nothing that the model returns needs it",
-    }
-    if module.fate in reasons:
-        return reasons[module.fate]
+    if not module.fate.ran:
+        return "it never ran; select what it holds"
+    if module.fate.is_merged:
+        return f"it is merged with {', '.join(map(repr, module.fused_with)) or 'its neighbours'}"
+    if not module.fate.is_exact:
+        return module.fate.meaning
     if module.path in placement.flat:
         return placement.flat[module.path]
     nodes = index.below.get(module.path, ())

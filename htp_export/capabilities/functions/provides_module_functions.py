@@ -74,7 +74,7 @@ class ModuleFunctions:
             _log.warning("%s", error)
             return None
         # One expects a function of these; that a Dropout is none surprises nobody.
-        expected = {path for path, info in tagged.hierarchy.items() if path and info.fate in ("computed", "fused")}
+        expected = {path for path, info in tagged.hierarchy.items() if path and info.fate.does_work}
         listed = [f"{path!r} is no function: {why}" for path, why in nested.skipped.items() if path in expected]
         if listed:
             first = "; ".join(listed[:_MOST_SAID])

@@ -11,6 +11,7 @@ from htp_export.capabilities.inspect.merging import Piece, merged
 from htp_export.capabilities.inspect.runs import ModuleRun
 from htp_export.capabilities.inspect.stops import reason_of
 from htp_export.format import tags
+from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.module_paths import module_paths
 from htp_export.format.parameters import parameters_of
@@ -40,7 +41,7 @@ class Parts:
         self._modules = {path: module for path, _, module in module_paths(model)}
         self._tree = Hierarchy.from_module(model)
         self._tree = self._tree.with_results(
-            calls=run.counts, fates={path: "computed" if path in run.counts else "uncalled" for path in self._tree}
+            calls=run.counts, fates={path: Fate.of_calls(run.counts.get(path, 0)) for path in self._tree}
         )
         self._failures: dict[str, str] = {}
         self._done: dict[str, ir.Model] = {}  # of modules that were exported alone

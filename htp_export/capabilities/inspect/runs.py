@@ -15,6 +15,7 @@ from htp_export.exporter.capture.program_graph import drop_identities
 from htp_export.exporter.capture.torch_internals import changes_of
 from htp_export.exporter.capture.undoing import Before
 from htp_export.format import tags
+from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.leaves import tensors_in
 from htp_export.format.module_paths import module_paths
@@ -122,10 +123,10 @@ def tree_of(model: torch.nn.Module, run: ModuleRun, owners: Collection[str], ide
     tree = Hierarchy.from_module(model)
     ran, unchanged = {*owners, *tags.all_above(owners)}, {*identities, *run.identities}
 
-    def fate(path: str) -> str:
+    def fate(path: str) -> Fate:
         if path not in ran and not run.counts.get(path):
-            return "uncalled"
-        return "identity" if path in unchanged and path not in ran else "computed"
+            return Fate.UNCALLED
+        return Fate.IDENTITY if path in unchanged and path not in ran else Fate.COMPUTED
 
     calls = {path: run.counts[path] for path in tree if run.counts.get(path)}
     return tree.with_results(calls=calls, fates={path: fate(path) for path in tree})

@@ -9,7 +9,6 @@ import onnx_ir as ir
 from htp_export.capabilities.lora.adapters import factor_name
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.format.hierarchy import Fate
 from htp_export.format.lora import FACTORS, read_lora
 from htp_export.model.neighbours import only_consumer
 from htp_export.model.tagged import Region, TaggedModel
@@ -141,7 +140,7 @@ def _dequantized(value: ir.Value) -> ir.Value | None:
 
 def _result(tagged: TaggedModel, path: str, region: Region, call: int) -> ir.Value:
     """The result of a module, which it alone computes."""
-    if tagged.hierarchy[path].fate != Fate.COMPUTED:
+    if not tagged.hierarchy[path].fate.is_exact:
         raise InputError(f"module {path!r} is {tagged.hierarchy[path].fate}: its result is not in the graph by itself")
     signature = tagged.signature(path, call)
     named = [tagged.values.get(name or "") for name in signature.outputs] if signature else []

@@ -208,7 +208,7 @@ def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedMod
     signatures = {path: calls for path, calls in tagged.signatures.items() if path not in gone}
     write_model_metadata(tagged.model.metadata_props, hierarchy, signatures=signatures)
     write_lora(tagged.model.metadata_props, {})
-    return load(tagged.model)
+    return tagged.refresh(hierarchy)
 
 
 def _remove(graph: ir.Graph, path: str) -> None:

@@ -200,9 +200,7 @@ class _Insertion:
         sizes = {"A": (0, calls[0].inputs), "B": (calls[0].outputs, 0)}
         factors = {factor: self._input(path, factor, sizes[factor], dtype) for factor in FACTORS}
         children = {factor: factor_module(path, factor) for factor in FACTORS}
-        self._modules[path] = [
-            ModuleInfo(child, _CLASS, len(calls), "computed", synthetic=True) for child in children.values()
-        ]
+        self._modules[path] = [ModuleInfo(child, _CLASS, len(calls), synthetic=True) for child in children.values()]
         called = tags.CalledModules((*self._tagged.hierarchy.called, *children.values()))
         steps = [self._product(path, linear, factors, dtype, called, len(calls)) for linear in calls]
         for factor, child in children.items():

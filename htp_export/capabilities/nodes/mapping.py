@@ -167,7 +167,7 @@ class _Mapper:
                 uses[place.parameter].append(InitializerUse(self._names[value], place.how))
         parameters = {}
         for name, each in self._places.declared.items():
-            first = each.tied or name
+            first = each.first
             if self._chosen is None or each.module in self._chosen or nodes.get(first):
                 readers = tuple(nodes.get(first, ()))
                 parameters[name] = MappedParameter(

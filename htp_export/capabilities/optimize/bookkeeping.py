@@ -21,7 +21,7 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.model.fates import find_fates
-from htp_export.model.regions import GraphIndex
+from htp_export.model.regions import GraphIndex, named_values
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["Bookkeeping", "Mark"]
@@ -77,7 +77,7 @@ class Bookkeeping:
             self._excused = {path: evidence.strange(path) for path in self._signatures}
 
     def _find_signatures(self) -> None:
-        values = TaggedModel(self.model, self.hierarchy).values
+        values = named_values(self.model.graph)
         for name in _named(self._signatures):
             if self._where.get(name, name) is not None:
                 self._where[name] = values.get(name)
@@ -91,7 +91,7 @@ class Bookkeeping:
         outputs of modules with the fate ``identity``.
         """
         for path, calls in self._signatures.items():
-            if path in self.hierarchy and self.hierarchy[path].fate == "identity":
+            if path in self.hierarchy and self.hierarchy[path].fate.passes_on:
                 continue
             for call in calls:
                 yield from (name for name in call.inputs.values() if name is not None)
@@ -134,7 +134,7 @@ class Bookkeeping:
 
     def restore(self, mark: Mark) -> None:
         """Go back to a state; its model is a copy, with other objects of the same names."""
-        values = TaggedModel(mark.model, mark.hierarchy).values
+        values = named_values(mark.model.graph)
         self.model, self.hierarchy = mark.model, mark.hierarchy
         self._where = {name: None if now is None else values.get(now) for name, now in mark.names.items()}
         self._lost = defaultdict(dict, {path: dict.fromkeys(others) for path, others in mark.lost.items()})
@@ -190,7 +190,7 @@ class Bookkeeping:
         """Find the tensors of signatures in the changed graph; note those that are gone, and the owners around them."""
         if not self._where:
             return
-        values = TaggedModel(self.model, self.hierarchy).values
+        values = named_values(self.model.graph)
         here = set(values.values())
         lost: dict[str, ir.Value] = {}
         for name, value in self._where.items():
@@ -235,7 +235,7 @@ class Bookkeeping:
         return {
             path: module.fused_with
             for path, module in self.hierarchy.items()
-            if module.fate == "fused" and was[path].fate != "fused"
+            if module.fate.is_merged and not was[path].fate.is_merged
         }
 
     @property

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from htp_export.format.hierarchy import Fate, Hierarchy
+from htp_export.format.fates import Fate
+from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.signatures import Signature
 from htp_export.model.fates import FateEvidence, Outcome
 from htp_export.model.regions import GraphIndex
@@ -65,7 +66,7 @@ class SignatureEvidence(FateEvidence[ir.Value]):
     def settled(self, path: str) -> Outcome | None:
         """The fate of a module that had no nodes before."""
         info = self._hierarchy[path]
-        return None if info.fate in (Fate.COMPUTED, Fate.FUSED) else Outcome(Fate(info.fate))
+        return None if info.fate.does_work else Outcome(info.fate)
 
     def without_work(self, path: str) -> Fate | None:
         """``identity`` for a module without nodes that lost no tensor and has outputs, else ``constant``."""
@@ -76,7 +77,7 @@ class SignatureEvidence(FateEvidence[ir.Value]):
     def partners(self, path: str) -> list[str] | None:
         """The modules beyond tensors that are gone, and those that a fused module was fused with before."""
         info = self._hierarchy[path]
-        is_open = info.fate == Fate.FUSED or path in self._lost or self.strange(path) - {*self._excused.get(path, ())}
+        is_open = info.fate.is_merged or path in self._lost or self.strange(path) - {*self._excused.get(path, ())}
         beyond = (partner for partner in self._lost.get(path, ()) if partner in self._hierarchy)
         return [*info.fused_with, *beyond] if is_open else None
 

@@ -22,7 +22,7 @@ from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.plans.rules import Assigned, assigned
 from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.process.progress import counted
@@ -136,11 +136,11 @@ def _pruned(
     cut, short = cut_channels(tagged, structured, scores, together=together) if structured else ({}, {})
     for weight, mask in _masks(those("elements", "n:m"), scores, together=together).items():
         _apply(weight, mask)
-    factors, whole = factorise(load(tagged.model) if cut else tagged, matrices) if matrices else ({}, {})
+    factors, whole = factorise(tagged.refresh(), matrices) if matrices else ({}, {})
     _refuse_full_ranks(wanted, owners, factors, whole)
     after = {weight: _counts(*_tensors_of(weight, factors)) for weight in counted(list(left), "weights")}
     counts = [(owners[weight], before[weight], after.get(weight, (0, 0))) for weight in weights]
-    rows = pruned_modules(_facts(load(tagged.model)).values(), counts, bytes_before)
+    rows = pruned_modules(_facts(tagged.refresh()).values(), counts, bytes_before)
     said = {path: str(value) for path, value in wanted.modules.items()}
     ranks = {weight.name: found.rank for weight, found in factors.items()}
     kept = {weight.name: reason for weight, reason in whole.items()}

@@ -9,11 +9,11 @@ import onnx_ir as ir
 from htp_export.editing.editing import remove_unused, take_place
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.format.hierarchy import Fate
+from htp_export.format.fates import Fate
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
-from htp_export.model.tagged import TaggedModel, load
+from htp_export.model.tagged import TaggedModel
 
 __all__ = ["ends_of", "remove_blocks"]
 
@@ -32,6 +32,7 @@ def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
     Raises:
         InputError: If a module is no residual block, runs several times, or gives more than one tensor.
     """
+    had_nodes = [path for path, module in tagged.hierarchy.items() if module.fate.does_work and tagged[path].nodes]
     now: dict[ir.Value, ir.Value] = {}
     for path in paths:
         taken, given = ends_of(tagged, path)
@@ -44,8 +45,7 @@ def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
         names[str(given.name)] = str(stands.name)
         _replace(tagged, graph, given, stands, names)
     remove_unused(tagged.model)
-    _describe(tagged, paths, names)
-    return load(tagged.model)
+    return _describe(tagged, paths, names, had_nodes)
 
 
 def ends_of(tagged: TaggedModel, path: str) -> tuple[ir.Value, ir.Value]:
@@ -103,19 +103,18 @@ def _replace(tagged: TaggedModel, graph: ir.Graph, given: ir.Value, stands: ir.V
     given.replace_all_uses_with(stands)
 
 
-def _describe(tagged: TaggedModel, paths: Sequence[str], names: dict[str, str]) -> None:
+def _describe(
+    tagged: TaggedModel, paths: Sequence[str], names: dict[str, str], had_nodes: Sequence[str]
+) -> TaggedModel:
     """Write the fates and signatures of the modules that are gone."""
-    left = load(tagged.model)
-    fates = dict.fromkeys(paths, Fate.IDENTITY)
-    for path, module in tagged.hierarchy.items():
-        had_nodes = module.fate in (Fate.COMPUTED, Fate.FUSED) and tagged[path].nodes
-        if path not in fates and had_nodes and not left[path].nodes:
-            fates[path] = Fate.DEAD
+    tagged.refresh()
+    fates = dict.fromkeys((path for path in had_nodes if not tagged[path].nodes), Fate.DEAD)
+    fates |= dict.fromkeys(paths, Fate.IDENTITY)
     hierarchy = tagged.hierarchy.with_results(fates=fates)
 
     def present(name: str) -> str | None:
         name = names.get(name, name)
-        return name if name in left.values else None
+        return name if name in tagged.values else None
 
     signatures = {}
     for path, calls in tagged.signatures.items():
@@ -124,3 +123,4 @@ def _describe(tagged: TaggedModel, paths: Sequence[str], names: dict[str, str]) 
             one_output = [Signature(call.inputs, call.outputs[:1]) for call in renamed]
             signatures[path] = one_output if path in paths else renamed
     write_model_metadata(tagged.model.metadata_props, hierarchy, signatures=signatures)
+    return tagged.refresh(hierarchy)

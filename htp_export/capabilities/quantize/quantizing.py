@@ -24,7 +24,7 @@ from htp_export.files.targets import check_target, files_named_in
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
 from htp_export.model.regions import twins_of
-from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
+from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
 from htp_export.runtime.metrics import Metric
 
@@ -125,7 +125,7 @@ def quantize(
         control = Validation(metric, held_out, original.model, name)
     changed, stayed = _changed(choice, samples, name, control)
     metrics = None if control is None else (control.before, control.check(changed.model, _most_drop(choice.nodes)))
-    sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(load(changed.model)).modules.items()}
+    sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(changed.refresh()).modules.items()}
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
     notes += stayed

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from htp_export.editing.flattening import dissolve
+from htp_export.editing.flattening import dissolved
 from htp_export.editing.function_records import DOMAIN
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
@@ -115,11 +115,8 @@ def names(
     check_target(output)
     tagged = load(model)
     check_tags(tagged)
-    work = tagged.clone()
     nested = _modules_of_functions(tagged)
-    if nested:
-        dissolve(work.model, tagged.hierarchy, tagged.calls)
-        work = load(work.model)
+    work = dissolved(tagged) if nested else tagged.clone()
     renamed = give_path_names(work)
     named = functions(work.model, nested).model if nested else work.model
     if tags.MAP in tagged.model.metadata_props:

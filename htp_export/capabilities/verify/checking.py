@@ -218,7 +218,7 @@ def unmatched_calls(tagged: TaggedModel, ran: Mapping[str, int], in_branches: Ma
         if exported and not known:
             taken = "it runs in a branch that PyTorch took now, and the file did not"
             reasons[path] = taken if now else "the branch that it runs in was not taken"
-        elif now == known or not known or info.fate == "uncalled":
+        elif now == known or not known or not info.fate.ran:
             continue
         elif now:
             reasons[path] = f"it ran {_times(now)} now and {_times(known)} in the export"

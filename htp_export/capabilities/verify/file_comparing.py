@@ -162,7 +162,7 @@ def _with_reasons(
 
 def _around(results: Mapping[str, ModuleResult], result: ModuleResult, lacking: str) -> ModuleResult:
     """For a module without a tensor in one of the files, add the nearest compared module around it."""
-    if result.compared or result.status not in (NOT_COMPARED, "fused"):
+    if result.compared or not (result.status == NOT_COMPARED or result.fate.is_merged):
         return result
     around = (up for up in tags.ancestors(result.path) if up != result.path and up in results and results[up].compared)
     at = next(around, None)

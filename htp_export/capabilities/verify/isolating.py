@@ -82,10 +82,10 @@ def _tasks(tagged: TaggedModel, calls: Sequence[PairedCall]) -> tuple[list[_Task
         fate = tagged.hierarchy[paired.call.path].fate
         if paired.outputs and all(_is_constant(tagged, pair) for pair in paired.outputs):
             constant.append(paired)
-        elif fate == "fused":
+        elif fate.is_merged:
             task = _fused_task(tagged, cutter, paired, calls)
             tasks.extend([task] if task is not None else [])
-        elif fate not in ("identity", "dead", "uncalled"):
+        elif fate.has_result:
             try:
                 tasks.append(_task(tagged, cutter, paired))
             except InputError as error:

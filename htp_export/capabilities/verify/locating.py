@@ -183,12 +183,12 @@ class _Facts:
         outputs = self._values([name for call in calls for name in call.outputs])
         taken = [self._values(list(call.inputs.values())) for call in calls]
         new = [value for value in outputs if not any(value in inputs_of_call for inputs_of_call in taken)]
-        if fate in ("constant", "dead"):
-            leads = "depends on the inputs" if fate == "constant" else "leads to a result"
+        if fate.is_folded or fate.is_needless:
+            leads = "depends on the inputs" if fate.is_folded else "leads to a result"
             for value in new:
-                if fate == "constant" or value in self._useful:
+                if fate.is_folded or value in self._useful:
                     yield f"it is said to be {fate}, but {value.name!r}, which it gives back, {leads}"
-        elif fate == "computed":
+        elif fate.is_exact:
             for value in new:
                 if path not in self._work(value).modules:
                     owners = _listed(self._work(value).owners)

@@ -79,8 +79,8 @@ def _call_result(tagged: TaggedModel, call: CheckedCall, blamed: bool, *, isolat
     status = DIFFERS if blamed else INHERITS if call.wrong else agreeing
     if not call.outputs and not call.failed:
         status = NOT_COMPARED
-    elif not isolated and not blamed and tagged.hierarchy[call.path].fate == "identity":
-        status = "identity"  # its tensor is another's, who answers for it
+    elif not isolated and not blamed and tagged.hierarchy[call.path].fate.passes_on:
+        status = str(tagged.hierarchy[call.path].fate)  # its tensor is another's, who answers for it
     return CallResult(
         call.paired.call.number,
         status,
@@ -99,8 +99,8 @@ def _module_result(tagged: TaggedModel, path: str, calls: list[CallResult], reas
         status = DIFFERS
     missing = sum(call.missing for call in calls)
     if status is None:
-        status = info.fate if info.fate != "computed" else NOT_COMPARED
-        if status == "fused":
+        status = info.fate.remark or NOT_COMPARED
+        if info.fate.is_merged:
             reason = f"merged with {', '.join(map(repr, info.fused_with))}" if info.fused_with else reason
         elif status == NOT_COMPARED:
             reason = reason or _why_not(calls, missing)
@@ -108,7 +108,7 @@ def _module_result(tagged: TaggedModel, path: str, calls: list[CallResult], reas
         reason = f"merged with {', '.join(map(repr, info.fused_with))}"
     elif missing and not reason:
         reason = f"{missing} of its outputs are not in the file"
-    shown = tuple(call for call in calls if call.outputs and status != "identity")
+    shown = tuple(call for call in calls if call.outputs and not (info.fate.passes_on and status == info.fate))
     return ModuleResult(path, info.class_name, info.fate, status, shown, reason)
 
 

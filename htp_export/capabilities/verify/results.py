@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from htp_export.format.fates import Fate
 from htp_export.format.tags import innermost
 from htp_export.results.columns import CLASS_NAME, Column, chosen, record
 from htp_export.results.result import PlainData
@@ -88,7 +89,7 @@ class ModuleResult(PlainData):
 
     path: str
     class_name: str
-    fate: str
+    fate: Fate
     status: str
     calls: tuple[CallResult, ...] = ()
     reason: str = ""

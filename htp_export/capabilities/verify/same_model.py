@@ -88,7 +88,7 @@ def _check_values(
     different = looked_at = 0
     for value, tensor in shared:
         owner = str(value.name).rpartition(".")[0]
-        fused = owner in tagged and tagged.hierarchy[owner].fate == "fused"  # then a neighbour's were worked into it
+        fused = owner in tagged and tagged.hierarchy[owner].fate.is_merged  # then a neighbour's were worked into it
         floats = value.const_value.dtype.is_floating_point()  # type: ignore[union-attr] # see _initializers
         if fused or not floats or not tensor.is_floating_point():
             continue
@@ -173,7 +173,7 @@ def _misplaced(
     tagged: TaggedModel, initializer: ir.Value, name: str, readers: Mapping[str, frozenset[str]], model: nn.Module
 ) -> Iterator[str]:
     right = readers[name]
-    if any(path in tagged and tagged.hierarchy[path].fate == "constant" for path in right):
+    if any(path in tagged and tagged.hierarchy[path].fate.is_folded for path in right):
         return  # what it was folded into is read wherever the module's result is
     outside_readers = [use.node for use in initializer.uses() if not _reads(tagged, use.node, right)]
     if outside_readers:  # exporters merge equal tensors under one name: then it may be read wherever any of them is

@@ -9,7 +9,7 @@ from htp_export.exporter.capture.record import Key, Record
 from htp_export.exporter.owners.boundaries import CallBoundary, boundaries_of_calls, boundaries_of_nodes
 from htp_export.exporter.owners.flow import Flow, needed
 from htp_export.format.call_tree import NodeCalls
-from htp_export.format.hierarchy import Fate
+from htp_export.format.fates import Fate
 from htp_export.model.fates import FateEvidence, Outcome
 
 

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.shapes.known import LARGEST_CONTENTS, Contents, Dims, Known, Operation, objects, unknown_dims
+from htp_export.shapes.known import LARGEST_CONTENTS, WHOLE, Contents, Dims, Known, Operation, objects, unknown_dims
 from htp_export.shapes.registry import content_rule, shape_rule, type_rule
-from htp_export.shapes.sizes import Size, product
-
-_INTEGERS = frozenset((ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL))
+from htp_export.shapes.sizes import is_natural, product
 
 
 @shape_rule("Shape")
@@ -42,11 +40,9 @@ def _range(node: Operation, known: Known) -> Sequence[Dims | None]:
     if any(bound is None for bound in bounds):
         return [[None]]
     start, limit, step = (bound.reshape(-1)[0] for bound in bounds if bound is not None)
-    length = limit - start
-    if step != 1 or (isinstance(length, Size) and (length.least is None or length.least < 0)):
-        known_numbers = all(isinstance(bound, int) for bound in (start, limit, step))
-        return [[len(range(start, limit, step)) if known_numbers else None]]
-    return [[max(length, 0) if isinstance(length, int) else length]]
+    if all(isinstance(bound, int) for bound in (start, limit, step)):
+        return [[len(range(start, limit, step))]]
+    return [[limit - start if step == 1 and is_natural(limit - start) else None]]
 
 
 @content_rule("Shape")
@@ -66,7 +62,7 @@ def _size_contents(node: Operation, known: Known) -> Contents | None:
 def _constant_contents(node: Operation, known: Known) -> Contents | None:
     shape = known.constant(node.inputs[0])
     fill = _fill(node)
-    if shape is None or fill is None or fill.dtype not in _INTEGERS or math.prod(shape) > LARGEST_CONTENTS:
+    if shape is None or fill is None or fill.dtype not in WHOLE or math.prod(shape) > LARGEST_CONTENTS:
         return None
     return np.full(shape, fill.numpy().reshape(-1)[0].item(), dtype=object)
 
@@ -92,14 +88,3 @@ def _fill(node: Operation) -> ir.TensorProtocol | None:
 def _fill_type(node: Operation, known: Known) -> ir.DataType:
     fill = _fill(node)
     return ir.DataType.FLOAT if fill is None else fill.dtype
-
-
-@type_rule(
-    "RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "EyeLike", "Bernoulli", "Multinomial"
-)
-def _chosen_type(node: Operation, known: Known) -> ir.DataType | None:
-    if "dtype" in node.attributes:
-        return ir.DataType(node.attributes["dtype"].as_int())
-    if node.op_type == "Multinomial":
-        return ir.DataType.INT32
-    return known.dtype(node.inputs[0]) if node.inputs else ir.DataType.FLOAT

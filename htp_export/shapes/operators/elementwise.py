@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.shapes.known import ContentRule, Contents, Dims, Known, Operation, Shape, objects
-from htp_export.shapes.registry import content_rule, shape_rule, type_rule
-from htp_export.shapes.sizes import Dim, Size, divide, equal, is_smaller_of
+from htp_export.shapes.known import WHOLE, Contents, Dims, Known, Operation, Shape, objects
+from htp_export.shapes.registry import ContentRule, content_rule, shape_rule, type_rule
+from htp_export.shapes.sizes import Dim, Size, divide, equal, is_natural, is_smaller_of
 
 __all__ = ["ELEMENTWISE", "broadcast"]
 
@@ -30,8 +30,6 @@ ELEMENTWISE = """
 Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min
 Mod Mul Or Pow Sub Sum Where Xor
 """.split()  # noqa: SIM905 - as a list of strings it would fill the screen
-
-_INTEGERS = frozenset((ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL))
 
 
 def broadcast(shapes: Iterable[Shape]) -> Dims:
@@ -77,14 +75,6 @@ def _cast_type(node: Operation, known: Known) -> ir.DataType:
     return ir.DataType(node.attributes["to"].as_int())
 
 
-@type_rule("QuantizeLinear")
-def _quantized_type(node: Operation, known: Known) -> ir.DataType | None:
-    if node.attributes.get_int("output_dtype", 0):
-        return ir.DataType(node.attributes["output_dtype"].as_int())
-    zero_point = node.inputs[2] if len(node.inputs) > 2 else None
-    return ir.DataType.UINT8 if zero_point is None else known.dtype(zero_point)
-
-
 def _each(operation: Callable[..., Any]) -> ContentRule:
     """The rule of an element-wise operator; an element for which the operation gives None makes all unknown."""
     vectorized = np.frompyfunc(operation, operation.__code__.co_argcount, 1)
@@ -102,18 +92,13 @@ def _each(operation: Callable[..., Any]) -> ContentRule:
 def _quotient(a: Dim, b: Dim) -> Dim | None:
     if isinstance(a, int) and isinstance(b, int):
         return (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1) if b else None  # ONNX cuts towards zero
-    least = a.least if isinstance(a, Size) else a
-    return divide(a, b) if b != 0 and least is not None and least >= 0 and (isinstance(b, Size) or b > 0) else None
+    return divide(a, b) if is_natural(a) and b != 0 and (isinstance(b, Size) or b > 0) else None
 
 
 def _less(a: Dim, b: Dim) -> bool | None:
-    difference = b - a
-    if isinstance(difference, int):
-        return difference > 0
-    if difference.least is not None and difference.least > 0:
+    if is_natural(b - a - 1):
         return True
-    back = -difference
-    return False if isinstance(back, Size) and back.least is not None and back.least >= 0 else None
+    return False if is_natural(a - b) else None
 
 
 def _inverted(truth: bool | None) -> bool | None:
@@ -143,7 +128,7 @@ def _same(node: Operation, known: Known) -> Contents | None:
 def _cast_contents(node: Operation, known: Known) -> Contents | None:
     contents = known.contents(node.inputs[0])
     target = node.attributes["to"].as_int()
-    if contents is None or target not in _INTEGERS:
+    if contents is None or target not in WHOLE:
         return None
     if target == ir.DataType.BOOL:
         truths = [item if isinstance(item, bool) else _inverted(equal(item, 0)) for item in contents.reshape(-1)]

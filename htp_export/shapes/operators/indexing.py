@@ -8,7 +8,7 @@ import numpy as np
 
 from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized
 from htp_export.shapes.registry import content_rule, shape_rule
-from htp_export.shapes.sizes import Dim, Size, divide, not_negative, smaller_of
+from htp_export.shapes.sizes import Dim, Size, divide, is_natural, not_negative, smaller_of
 
 
 @shape_rule("Concat")
@@ -75,10 +75,6 @@ def _slice_length(dim: Dim, start: Dim, end: Dim, step: int) -> Dim | None:
     return None
 
 
-def _natural(length: Size) -> bool:
-    return length.least is not None and length.least >= 0
-
-
 def _clamped(bound: Dim, dim: Dim) -> Dim | None:
     """A bound of a slice, counted from the front and not past the end."""
     if isinstance(bound, int):
@@ -90,12 +86,9 @@ def _clamped(bound: Dim, dim: Dim) -> Dim | None:
     beyond = bound - dim
     if isinstance(beyond, int):
         return dim if beyond > 0 else bound
-    if bound == 0:
+    if bound == 0 or is_natural(dim - bound):
         return bound
-    least_left = (dim - bound).least if isinstance(dim - bound, Size) else None  # type: ignore[union-attr]
-    if least_left is not None and least_left >= 0:
-        return bound
-    return smaller_of(dim, bound) if isinstance(bound, int) or _natural(bound) else None
+    return smaller_of(dim, bound) if isinstance(bound, int) or is_natural(bound) else None
 
 
 @shape_rule("Gather")

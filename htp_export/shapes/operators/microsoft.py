@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from htp_export.shapes.known import Dims, Known, Operation, Rule, Shape
+from htp_export.shapes.known import Dims, Known, Operation, Shape
 from htp_export.shapes.operators.elementwise import broadcast
-from htp_export.shapes.registry import shape_rule, type_rule
+from htp_export.shapes.registry import Rule, shape_rule, type_rule
 from htp_export.shapes.sizes import divide
 
 _DOMAIN = "com.microsoft"

@@ -14,6 +14,7 @@ from htp_export.capabilities.view.weight_statistics import WeightStatistics
 from htp_export.drawing.command_words import in_both
 from htp_export.drawing.folding import likeness, repeats
 from htp_export.format import tags
+from htp_export.format.fates import Fate
 from htp_export.results.drawn_levels import drawn_parents
 from htp_export.results.tag_facts import Evidence, TagFacts, evidence_of
 
@@ -42,6 +43,7 @@ def page_data(graph: ShownGraph, missing_graph: str = "") -> dict[str, Any]:
         "inputs": _tensors(inventory.inputs),
         "outputs": _tensors(inventory.outputs),
         "count": len(inventory.modules),
+        "fates": {fate: {"meaning": fate.meaning, "tone": fate.tone, "remark": fate.remark} for fate in Fate},
         "modules": [
             _module(module, None if (parent := above[module.path]) is None else place[parent]) for module in modules
         ],

@@ -43,15 +43,7 @@ function trim(value) {
 htp.exact = (value, unit = "") =>
   value === null ? "" : `${value.toLocaleString("en", { maximumSignificantDigits: 12 })}${unit ? ` ${unit}` : ""}`;
 
-htp.FATES = {
-  computed: "it has nodes of its own, with the inputs and outputs that it has in PyTorch",
-  identity: "it gives back what it was given",
-  fused: "merged with its neighbours: a tensor at its border no longer exists, or none of its nodes is left",
-  constant: "what it computes does not depend on the model's inputs, and was folded away",
-  dead: "nothing that the model returns needs it",
-  uncalled: "its forward did not run",
-  failed: "it could not be exported",
-};
+htp.FATES = { ...htp.data.fates, failed: { meaning: "it could not be exported", tone: "bad", remark: "failed" } };
 htp.REASONS = REASONS;
 
 (function prepare(data) {

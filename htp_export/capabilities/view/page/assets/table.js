@@ -183,7 +183,7 @@
       const type = item.outputs[0]?.[1] ?? "";
       if (hasClass()) cells.push(htp.make("div", { className: "class", role: "gridcell", textContent: type, title: type }));
       for (const column of columns()) cells.push(numberCell(item, column));
-      cells.push(htp.make("div", { role: "gridcell" }, item.owners.length > 1 ? pill(item.reason || "shared", `${item.owners.length} owners`) : null));
+      cells.push(htp.make("div", { role: "gridcell" }, item.owners.length > 1 ? pill(`${item.owners.length} owners`, htp.REASONS[item.reason || "shared"]?.[0] ?? "", "accent") : null));
     } else {
       cells.push(htp.make("div", { className: "class", role: "gridcell", textContent: `${item.own.length} nodes` }));
     }
@@ -245,15 +245,16 @@
     return `${column.additive ? "the mean" : "the largest"} of ${values.length}: ${htp.compact(least, column.unit)} to ${htp.compact(most, column.unit)}`;
   }
 
-  function pill(kind, text = kind) {
-    return htp.make("span", { className: `pill ${kind}`, textContent: text, title: htp.FATES[kind] ?? htp.REASONS[kind]?.[0] ?? "" });
+  function pill(text, title, tone = "") {
+    return htp.make("span", { className: `pill ${tone}`, textContent: text, title });
   }
 
   function pills(module) {
-    const said = module.fate === "computed" ? [] : [pill(module.fate)];
+    const { meaning, tone, remark } = htp.FATES[module.fate];
+    const said = remark ? [pill(remark, meaning, tone)] : [];
     const tied = Object.entries(module.tied ?? {});
-    if (tied.length) said.push(htp.make("span", { className: "pill shared", textContent: "tied", title: tied.map(([name, first]) => `${name} is ${first}`).join("\n") }));
-    if (module.calls > 1) said.push(htp.make("span", { className: "pill", textContent: `${module.calls} calls`, title: "its forward ran several times" }));
+    if (tied.length) said.push(pill("tied", tied.map(([name, first]) => `${name} is ${first}`).join("\n"), "accent"));
+    if (module.calls > 1) said.push(pill(`${module.calls} calls`, "its forward ran several times"));
     return said;
   }
 

@@ -1,4 +1,4 @@
-"""Shapes of what operators over space make: convolutions, poolings, padding, resizing."""
+"""Operators that sum: products of matrices and reductions; and those over space, such as convolutions and padding."""
 
 from __future__ import annotations
 
@@ -6,12 +6,33 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from htp_export.shapes.known import Dims, Known, Operation
-from htp_export.shapes.registry import shape_rule
-from htp_export.shapes.sizes import Dim, divide
+from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized, objects
+from htp_export.shapes.operators.elementwise import broadcast
+from htp_export.shapes.registry import content_rule, shape_rule
+from htp_export.shapes.sizes import Dim, divide, product
 
 _LARGEST_DENOMINATOR = 64
 """Of a factor by which an open size is multiplied: others are numbers that were rounded, such as 1/3."""
+
+
+@shape_rule("MatMul")
+def _matmul(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+    a, b = (known.shape(value) for value in node.inputs[:2])
+    if a is None or b is None or not a or not b:
+        return None
+    left = a if len(a) > 1 else (1, *a)
+    right = b if len(b) > 1 else (*b, 1)
+    ends = [*([left[-2]] if len(a) > 1 else []), *([right[-1]] if len(b) > 1 else [])]
+    return [[*broadcast([left[:-2], right[:-2]]), *ends]]
+
+
+@content_rule("ReduceProd")
+def _product_contents(node: Operation, known: Known) -> Contents | None:
+    contents = known.contents(node.inputs[0])
+    axes = axes_of(node, known)
+    if contents is None or contents.ndim != 1 or (axes is not None and [normalized(axis, 1) for axis in axes] != [0]):
+        return None
+    return objects(product(contents), [1] if node.attributes.get_int("keepdims", 1) else [])
 
 
 @shape_rule("Conv", "MaxPool", "AveragePool", "LpPool")
