@@ -252,9 +252,8 @@ class TestSensitivity:
     ) -> None:
         results = tmp_path / "runs.jsonl"
         first = htp_export.sensitivity(file, ["int4"], data, results=results)
-        lines = results.read_text().splitlines()
-        assert len(lines) == 1 + 2 * 5
-        results.write_text("\n".join(lines[:4]) + '\n{"of": "kil')  # the process was killed while it wrote
+        lines = results.read_text().splitlines(keepends=True)
+        results.write_text("".join(lines[:-7]))  # the process was killed
         made: list[Any] = []
         quantized = Measurer.quantized
         monkeypatch.setattr(
@@ -298,7 +297,7 @@ class TestSensitivity:
             (["--select", "nothing"], "matches no module"),
             (["--select", "head", "--depth", "1"], "not both"),
             (["--results", "none/runs.jsonl"], "its folder does not exist"),
-            (["--results", "net.onnx"], "holds no results"),
+            (["--results", "net.onnx"], "is no journal of Optuna"),
             (["--metric", "nowhere:accuracy"], "nowhere:accuracy"),
         ],
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -132,8 +132,7 @@ def _elements(facts: GraphFacts, inferred: Symbolic, value: ir.Value) -> Array |
     try:
         with np.errstate(all="ignore"):
             evaluator = ReferenceEvaluator(ir.to_proto(ir.Model(graph, ir_version=10)))
-            results: Sequence[Any] = evaluator.run(None, {str(of.name): array for of, array in feeds.items()})
-            return np.asarray(results[0])
+            return np.asarray([*evaluator.run(None, {str(of.name): array for of, array in feeds.items()})][0])
     except Exception:  # it raises whatever numpy does on what does not fit
         return None
 

@@ -90,13 +90,7 @@ def _relative_change(use: Product, precision: Precision, squares: Mapping[ir.Val
 
 
 def rounded(weight: Array, precision: Precision, reduced: int = 0, channels: int = -1) -> Array:
-    """A weight as a precision represents it, rounded to the nearest value.
-
-    Args:
-            weight: The weight.
-            precision: The precision.
-            reduced: The axis over which products sum, which is cut into blocks.
-            channels: The axis of the results.
+    """A weight as a precision represents it; ``reduced``: the axis that is cut into blocks, ``channels``: of results.
 
     Examples:
         >>> from htp_export.capabilities.quantize.precisions import PRECISIONS

@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from htp_export.capabilities.search.choices import kept_precision
 from htp_export.capabilities.search.fronts import (
     AdditiveFront,
     Choice,
@@ -19,7 +18,7 @@ from htp_export.capabilities.search.fronts import (
 )
 from htp_export.capabilities.search.measuring import Measurement, Measurer
 from htp_export.capabilities.search.search_results import Trial
-from htp_export.capabilities.search.spaces import Decision, SearchSpace, Treatment
+from htp_export.capabilities.search.spaces import Decision, SearchSpace, Treatment, kept_precision
 from htp_export.capabilities.search.studies import SharedStudy
 from htp_export.errors import InputError
 from htp_export.format import tags

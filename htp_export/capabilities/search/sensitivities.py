@@ -71,7 +71,7 @@ def sensitivity(
             square of what it is multiplied with).
         by_module: Compare all modules with the original, too, in every model with one quantized module.
         runs: Runs that are timed for each model; 0 for no times.
-        results: A file in which finished runs are kept, a line of JSON for each.
+        results: A file in which finished runs are kept, a journal of Optuna.
         calibration: Inputs for calibration; None for ``data``.
         dims: For random inputs: name of an open dimension → size.
         seed: Seed of random inputs.
