@@ -334,7 +334,9 @@ def test_why_trials_fail_is_noted(file: Path, data: list[dict[str, Array]], monk
     assert "these two do not go together" in result.notes
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "nsga2", "random", "grid"])
+@pytest.mark.parametrize(
+    "sampler", ["tpe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nsga2", "random", "grid"))]
+)
 def test_samplers_with_mixed_choices_and_three_objectives_are_reproducible(
     file: Path, data: list[dict[str, Array]], sampler: str
 ) -> None:

@@ -151,8 +151,8 @@ class _Investigation:
         for copy in (simple, *ends):
             self._left(copy, declined(copy.tagged.nodes))
         self._left(simple, unchanged(GraphFacts(simple.tagged)))
-        for constants, each in large_duplicates(self._facts):
-            self._add(each.kind, each.nodes, detail=each.detail, why=each.why, tensors=constants)
+        for constants, readers, why, detail in large_duplicates(self._facts):
+            self._add("duplicate_constants", readers, detail=detail, why=why, tensors=constants)
 
     def _run(self, passes: Sequence[PassInfo], level: Level, given: _Copy) -> _Copy:
         """Run passes on a copy of a model; without those that fail."""
@@ -187,12 +187,12 @@ class _Investigation:
                 weights = rewrite.inputs[:1] if kind == "identity_weight" else []
                 names_of_weights = [value.name or "" for value in weights if value is not None]
                 add(kind, origins, detail=_detail(rewrite), tensors=names_of_weights)
-        for equal in equal_constants(difference):
-            tensors = [name for value in equal.values if (name := value.name or "") in self._constants]
+        for values, readers in equal_constants(difference):
+            tensors = [name for value in values if (name := value.name or "") in self._constants]
             if len(tensors) > 1:
-                size = bytes_of(equal.values[0].const_value) * (len(tensors) - 1)
+                size = bytes_of(values[0].const_value) * (len(tensors) - 1)
                 detail = f"{len(tensors)} equal, {size:,} bytes too many"
-                add("duplicate_constants", copy.origins_of(equal.readers), detail=detail, tensors=tensors)
+                add("duplicate_constants", copy.origins_of(readers), detail=detail, tensors=tensors)
         unread = [value for value in self._unread if value.name not in model.graph.initializers]
         if unread:
             self._unread = []

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.search.output_errors import OutputErrors
+from htp_export.capabilities.search.output_errors import OutputError, OutputErrors
 from htp_export.capabilities.search.studies import KeptRuns, open_study
 from htp_export.errors import InputError
 from htp_export.files.slots import slots
 from htp_export.model.content_hash import content_hash
 from htp_export.model.tagged import TaggedModel
-from htp_export.results.result import PlainData
 from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.metrics import Metric, metric_value, outputs_of
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
@@ -42,14 +41,10 @@ _NOTHING: Pruning = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Measurement(PlainData):
+class Measurement(OutputError):
     """What was measured of a model.
 
     Attributes:
-        error: Power of the error of the outputs divided by that of the outputs; see ``OutputError``.
-        sqnr_db: The same in decibels.
-        cosine: The smallest cosine between an output and that of the original.
-        kl: The largest KL divergence of an output, in nats; None if there are no rows of several numbers.
         bytes: Size of all tensors of the model.
         latency_ms: Median time of a run; None if it was not measured.
         metric: The user's number; None without one.
@@ -57,11 +52,7 @@ class Measurement(PlainData):
             quantized; None in what was measured by an earlier version.
     """
 
-    error: float
-    sqnr_db: float
-    cosine: float
-    kl: float | None
-    bytes: int
+    bytes: int = 0
     latency_ms: float | None = None
     metric: float | None = None
     nonzeros: int | None = None
@@ -191,9 +182,8 @@ class Measurer:
         errors = OutputErrors()
         for expected, actual in zip(self.expected, outputs, strict=True):
             errors.add(expected, actual)
-        found = errors.result()
         size = sum(slot.tensor.nbytes for slot in slots(tagged.model))
-        return Measurement(found.error, found.sqnr_db, found.cosine, found.kl, size, latency, number, nonzeros)
+        return Measurement(**vars(errors.result()), bytes=size, latency_ms=latency, metric=number, nonzeros=nonzeros)
 
     def _run(self, tagged: TaggedModel, runs: int) -> tuple[list[dict[str, Array]], float | None]:
         """The outputs for each of the inputs, and the median time of further runs on the first ones."""
