@@ -32,11 +32,6 @@ def deciding_modules(
         depth: The modules at this level below the root, as ``tree`` draws it, and those above it that hold weights
             themselves. None for the innermost modules with weights.
 
-    Raises:
-        SelectorError: If the selector cannot be read or matches nothing.
-        UntaggedModelError: If the model has no tags.
-        InputError: If both are given, or no such module has weights.
-
     Examples:
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).eval()

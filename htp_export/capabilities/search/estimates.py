@@ -29,7 +29,7 @@ def estimated_errors(
 
     For each product, the sum of the squared changes of its weights times the mean square of its inputs is the expected
     squared change of its results, if the elements of the inputs are independent. This is divided by the square of the
-    results, so that it compares with ``OutputError.error``. Products of a module add up. For a table that is looked up,
+    results, so that it compares with ``Deviation.error``. Products of a module add up. For a table that is looked up,
     it is the change of the table divided by its square.
 
     Args:

@@ -33,12 +33,7 @@ def write_plans(search: Search, folder: Path, data: Sequence[Path] = ()) -> None
     """Write ``front.json``, ``front.svg`` (with two objectives or more) and a file for each point of the front.
 
     The files are those of `plan_file`, in the order of ``Search.pareto``. Files of an earlier search in the folder are
-    replaced.
-
-    Args:
-        search: The search.
-        folder: The folder.
-        data: ``.npz`` files with which the steps of a pipeline calibrate.
+    replaced. ``data``: ``.npz`` files with which the steps of a pipeline calibrate.
     """
     check_plans(folder)
     texts = {_FRONT: json.dumps(search.to_dict(), indent=2) + "\n"}

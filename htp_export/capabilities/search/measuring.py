@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.search.output_errors import OutputError, OutputErrors
+from htp_export.capabilities.search.output_errors import Deviation, OutputErrors
 from htp_export.capabilities.search.studies import KeptRuns, open_study
 from htp_export.errors import InputError
 from htp_export.files.slots import slots
@@ -41,7 +41,7 @@ _NOTHING: Pruning = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Measurement(OutputError):
+class Measurement(Deviation):
     """What was measured of a model.
 
     Attributes:

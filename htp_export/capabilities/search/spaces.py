@@ -26,12 +26,7 @@ Decision: TypeAlias = Mapping[str, str]
 
 @dataclass(frozen=True)
 class ModuleChoice:
-    """What a module may become.
-
-    Attributes:
-        sparsity: What is removed from its weights, a value of a plan for ``prune``; None for nothing.
-        precision: What it is quantized to afterwards.
-    """
+    """What a module may become: what ``prune`` removes of its weights, and what it is quantized to afterwards."""
 
     sparsity: Sparsity | None = None
     precision: Precision = field(default_factory=lambda: kept_precision())
@@ -224,11 +219,7 @@ class SearchSpace:
 def read_space(tagged: TaggedModel, space: Space, select: str | Sequence[str] | None, depth: int | None) -> SearchSpace:
     """The modules of a space and what they may become, as far as the graph allows it.
 
-    Args:
-        tagged: The model, without functions.
-        space: The space.
-        select: For choices alone: the modules.
-        depth: For choices alone: the level of the modules.
+    ``select`` or ``depth`` say which modules, for choices alone.
     """
     choices: dict[str, ModuleChoice] = {}
     if not isinstance(space, Mapping):

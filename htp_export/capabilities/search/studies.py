@@ -244,10 +244,9 @@ class SharedStudy:
             else:
                 self.study.tell(trial.number, state=_need_optuna().trial.TrialState.FAIL)
 
-    def _of(self, *states: str) -> list[optuna.trial.FrozenTrial]:
-        kinds = tuple(getattr(_need_optuna().trial.TrialState, state) for state in states)
-        found: list[optuna.trial.FrozenTrial] = self.study.get_trials(deepcopy=False, states=kinds)
-        return found
+    def _of(self, state: str) -> list[optuna.trial.FrozenTrial]:
+        kind = _need_optuna().trial.TrialState[state]
+        return list(self.study.get_trials(deepcopy=False, states=(kind,)))
 
     def complete(self) -> list[optuna.trial.FrozenTrial]:
         """The trials that were measured; of trials with equal parameters, the first."""
@@ -268,14 +267,7 @@ class SharedStudy:
         return list(dict.fromkeys(reason for reason in reasons if reason is not None))
 
     def _values(self, trial: optuna.Trial, measure: Measure) -> Sequence[float]:
-        """The values of a trial; those of one with the same parameters if there is one: samplers repeat themselves."""
         plan = {key: str(trial.suggest_categorical(key, choices)) for key, choices in self._space.items()}
-        for known in self._of("COMPLETE"):
-            if known.params == plan:
-                for key, value in known.user_attrs.items():
-                    if key != _TAKEN_UP:
-                        trial.set_user_attr(key, value)
-                return list(known.values or ())
         try:
             values, facts = measure(plan)
         except HtpExportError as error:
