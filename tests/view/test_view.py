@@ -319,7 +319,7 @@ class Bad(torch.nn.Module):
 
 def test_a_model_that_exports_in_parts_shows_them_and_what_failed(without_dynamo, capsys):
     net = Half().eval()
-    shown = htp_export.view(net, torch.ones(2, 4), graph=False)
+    shown = htp_export.view(net, torch.ones(2, 4), graph=False, weights=True)
     assert "def forward" not in capsys.readouterr().err  # torch's graph of what failed
     assert set(shown.failures) == {"", "bad"}
     assert shown.failures[""] == "because of bad"

@@ -41,10 +41,7 @@ _FAR_BELOW = 1e3
 def attention_kinds(facts: GraphFacts, inferred: Symbolic, reaching: Mapping[ir.Value | None, int]) -> Counter[str]:
     """``"causal"``, ``"bidirectional"``, ``"cross"``, ``"learned queries"`` → how many attentions are of the kind.
 
-    Args:
-        facts: The graph.
-        inferred: Its types and shapes, where all inputs have sizes.
-        reaching: Value → the data inputs that it depends on, one bit each.
+    In ``inferred``, all inputs have sizes. ``reaching``: value → the data inputs that it depends on, one bit each.
     """
     from htp_export.capabilities.forensics.attention_steps import attention_steps
 
@@ -132,7 +129,7 @@ def _elements(facts: GraphFacts, inferred: Symbolic, value: ir.Value) -> Array |
     try:
         with np.errstate(all="ignore"):
             evaluator = ReferenceEvaluator(ir.to_proto(ir.Model(graph, ir_version=10)))
-            return np.asarray([*evaluator.run(None, {str(of.name): array for of, array in feeds.items()})][0])
+            return np.asarray(next(iter(evaluator.run(None, {str(of.name): array for of, array in feeds.items()}))))
     except Exception:  # it raises whatever numpy does on what does not fit
         return None
 

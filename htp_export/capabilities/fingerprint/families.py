@@ -86,22 +86,8 @@ FAMILIES = tuple(_RULES)
 def fingerprint(model: ModelSource) -> Fingerprint:
     """Classify the architecture of a model, and find the blocks that it repeats.
 
-    ======================  =======================================================================================
-    ``diffusion-like``      an input with one number for each example enters a layer as sines and cosines
-    ``mixture``             each position selects experts
-    ``multimodal``          tokens and images, or tokens and sound
-    ``speech``              a signal or spectrum over time enters a convolution
-    ``recurrent``           more recurrent operators, or loops over time, than attentions
-    ``vision transformer``  attention over values computed from an image
-    ``encoder-decoder``     causal attention, and attention between values of different inputs
-    ``CNN``                 convolutions in two or three dimensions, no attention
-    ``decoder``             most attention is causal
-    ``encoder``             other attention, or tokens without attention
-    ``unknown``             none of these
-    ======================  =======================================================================================
-
-    The first row that applies decides, so a speech model with an encoder and a decoder is ``speech``.
-    ``docs/fingerprint.md`` has the accuracy.
+    The first of `FAMILIES` whose evidence is there counts, so that a speech model with an encoder and a decoder is
+    ``speech``. ``docs/fingerprint.md`` has what tells each, and the accuracy.
 
     Thread-safe, also for calls on the same model.
 

@@ -158,10 +158,7 @@ def _uses(
 ) -> Iterator[tuple[ir.Node, int]]:
     """The nodes that read values, or what is computed from them, and at which place; the nearest first.
 
-    Args:
-        starts: The values.
-        onward: Whether the search goes on behind a node.
-        most: Values that are looked at.
+    It goes on behind the nodes that ``onward`` says, and looks at ``most`` values.
     """
     pending = deque(starts)
     seen = set(pending)
