@@ -149,8 +149,8 @@ class _Investigation:
         ]
         ends += [self._run([e], e.level, simple) for e in allowed]
         for copy in (simple, *ends):
-            self._left(copy, declined(copy.tagged.nodes))
-        self._left(simple, unchanged(GraphFacts(simple.tagged)))
+            self._left(copy, declined(copy.tagged.nodes), level)
+        self._left(simple, unchanged(GraphFacts(simple.tagged)), level)
         for constants, readers, why, detail in large_duplicates(self._facts):
             self._add("duplicate_constants", readers, detail=detail, why=why, tensors=constants)
 
@@ -200,7 +200,7 @@ class _Investigation:
             tensors = [value.name or "" for value in unread]
             add("unused_initializers", (), detail=f"{len(unread)}, {size:,} bytes", tensors=tensors)
 
-    def _left(self, copy: _Copy, found: Iterable[Declined]) -> None:
+    def _left(self, copy: _Copy, found: Iterable[Declined], level: Level) -> None:
         """Add nodes that passes leave unchanged, unless another pass changes them."""
         known: defaultdict[str, set[str]] = defaultdict(set)
         for finding in self._found:
@@ -210,7 +210,7 @@ class _Investigation:
             names = {node_name(node) for node in nodes}
             if nodes and known[each.kind].isdisjoint(names):
                 known[each.kind].update(names)
-                self._add(each.kind, nodes, why=each.why or _why(each.kind), detail=each.detail)
+                self._add(each.kind, nodes, why=each.why or _why(each.kind, level), detail=each.detail)
 
     def _add(
         self,
@@ -238,12 +238,17 @@ def _applies(info: PassInfo, model: ir.Model) -> bool:
     return not (isinstance(made, type) and issubclass(made, NodePass)) or made.applies(model)
 
 
-def _why(kind: str) -> str:
-    """Why nodes of a kind stay, if no pass says why."""
+def _why(kind: str, level: Level) -> str:
+    """Why nodes of a kind stay after the passes of a level, if no pass says why."""
+    from htp_export.capabilities.optimize.registry import LEVELS, find
+
     known = KINDS.get(kind)
-    return (
-        "" if known is None else known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"
-    )
+    if known is None or known.fixed_by is None:
+        return "" if known is None else known.why
+    needed = find(known.fixed_by).level
+    if LEVELS.index(needed) > LEVELS.index(level):
+        return f"{known.fixed_by} did not run: it is of level {needed}"
+    return known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"
 
 
 def _detail(rewrite: Rewrite) -> str:
