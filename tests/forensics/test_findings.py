@@ -140,6 +140,12 @@ def test_gelu_by_erf_in_any_order(half):
     assert sorted(nodes) == ["a", "d", "e", "h", "y"]
 
 
+def test_a_pass_of_a_higher_level_is_not_said_to_leave_anything():
+    model = written(ATTENTION, root=S(2, np.float32))
+    (finding,) = htp_export.forensics(model, level="exact").of("attention")
+    assert (finding.fixed_by, finding.why) == (None, "fuse_for_onnxruntime did not run: it is of level fused")
+
+
 def test_an_erf_of_something_else_is_no_gelu():
     text = "g (float[2,3] x) => (float[2,3] y) { d = Div(x, r)  e = Erf(d)  a = Add(e, one)  y = Mul(x, a) }"
     assert kinds(written(text, r=S(2**0.5, np.float32), one=S(1, np.float32))) == {}

@@ -17,10 +17,10 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.quantize.calibration_data import samples_of
 from htp_export.capabilities.quantize.precisions import PRECISIONS
-from htp_export.capabilities.search.choices import choice_of
 from htp_export.capabilities.search.front_drawing import front_svg
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.search_results import Search, Trial, search_from
+from htp_export.capabilities.search.spaces import choice_of
 from htp_export.capabilities.view.page.front_data import front_data
 from htp_export.command.main import main
 from htp_export.errors import InputError
@@ -334,7 +334,9 @@ def test_why_trials_fail_is_noted(file: Path, data: list[dict[str, Array]], monk
     assert "these two do not go together" in result.notes
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "nsga2", "random", "grid"])
+@pytest.mark.parametrize(
+    "sampler", ["tpe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nsga2", "random", "grid"))]
+)
 def test_samplers_with_mixed_choices_and_three_objectives_are_reproducible(
     file: Path, data: list[dict[str, Array]], sampler: str
 ) -> None:

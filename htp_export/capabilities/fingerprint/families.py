@@ -5,16 +5,12 @@ Only mechanisms count: what the graph does to its inputs. Names of models, modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import onnx_ir as ir
-
 from htp_export.capabilities.fingerprint.blocks import Block, repeated_blocks
-from htp_export.capabilities.fingerprint.detectors.convolution import kernel_and_strides
-from htp_export.capabilities.fingerprint.detectors.features import GraphFeatures
-from htp_export.capabilities.fingerprint.detectors.inputs import ModelInput
-from htp_export.capabilities.fingerprint.example_sizes import inferred_with_sizes
+from htp_export.capabilities.fingerprint.features import GraphFeatures, ModelInput
 from htp_export.editing.flattening import read_flat
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
@@ -51,57 +47,38 @@ class Fingerprint(Result):
     @property
     def lines(self) -> tuple[str, ...]:
         """The evidence, the blocks, and what is known about tags."""
-        blocks = (f"{block.count:5} × {block.name}, {block.nodes} nodes each" for block in self.blocks)  # noqa: RUF001 - "times"
+        blocks = (
+            f"{block.count:5} × {block.name}, {block.nodes} nodes each: {(block.modules or block.starts)[0]}"  # noqa: RUF001 - "times"
+            for block in self.blocks
+        )
         return (*(f"  {fact}" for fact in self.evidence), *blocks, *super().lines)
 
 
-def _multimodal(features: GraphFeatures) -> bool:
-    """Tokens and another input, unless a decoder attends to that input: then tokens are what it generates."""
-    inputs = features.inputs
-    both = bool(inputs.of("tokens")) and bool(inputs.of("image") or inputs.of("sound"))
-    return both and not _decodes(features)
+def _hears(seen: GraphFeatures) -> bool:
+    """Whether there is a signal, or a spectrum that enters layers of speech models."""
+    spectrum = seen.takes("features") and not seen.takes("tokens", "image")
+    return seen.takes("sound") or (spectrum and bool(seen.attentions) and seen.convolutions[1] > 0)
 
 
-def _decodes(features: GraphFeatures) -> bool:
-    """Whether what is computed from one input attends to what is computed from another."""
-    return features.attention_kinds["cross"] > 0 and features.attention_kinds["causal"] > 0
+_RULES: Mapping[str, tuple[str, Callable[[GraphFeatures], bool]]] = {
+    "diffusion-like": ("time", lambda seen: bool(seen.time_steps)),
+    "mixture": ("routing", lambda seen: bool(seen.routers)),
+    "multimodal": ("inputs", lambda seen: seen.takes("tokens") and seen.takes("image", "sound") and not seen.decodes),
+    "speech": ("inputs", _hears),
+    "recurrent": ("recurrence", lambda seen: seen.recurrent.total() + len(seen.loops) > seen.attentions.total()),
+    "vision transformer": (
+        "inputs",
+        lambda seen: seen.takes("image") and bool(seen.attentions) and not seen.decodes,
+    ),
+    "encoder-decoder": ("attention", lambda seen: seen.decodes),
+    "CNN": ("convolution", lambda seen: seen.convolutions[2] + seen.convolutions[3] > 0 and not seen.attentions),
+    "decoder": ("attention", lambda seen: seen.attentions["causal"] > seen.attentions["bidirectional"]),
+    "encoder": ("attention", lambda seen: bool(seen.attentions) or seen.takes("tokens")),
+    "unknown": ("attention", lambda seen: True),
+}
+"""Family → the evidence that decides, and what it has to be; the first family that applies counts."""
 
-
-def _speech(features: GraphFeatures) -> bool:
-    if features.inputs.of("sound"):
-        return True
-    alone = not features.inputs.of("tokens") and not features.inputs.of("image")
-    return alone and bool(features.inputs.of("features")) and bool(features.attentions) and features.convolutions[1] > 0
-
-
-def _recurrent(features: GraphFeatures) -> bool:
-    return sum(features.recurrent_operators.values()) + len(features.unrolled_loops) > len(features.attentions)
-
-
-def _vision_transformer(features: GraphFeatures) -> bool:
-    return bool(features.inputs.of("image")) and bool(features.attentions) and not _decodes(features)
-
-
-def _convolutional(features: GraphFeatures) -> bool:
-    return features.convolutions[2] + features.convolutions[3] > 0 and not features.attentions
-
-
-_RULES: tuple[tuple[str, Callable[[GraphFeatures], bool]], ...] = (
-    ("diffusion-like", lambda features: bool(features.timesteps)),
-    ("mixture", lambda features: bool(features.routers)),
-    ("multimodal", _multimodal),
-    ("speech", _speech),
-    ("recurrent", _recurrent),
-    ("vision transformer", _vision_transformer),
-    ("encoder-decoder", _decodes),
-    ("CNN", _convolutional),
-    ("decoder", lambda features: features.attention_kinds["causal"] > features.attention_kinds["bidirectional"]),
-    ("encoder", lambda features: bool(features.attentions) or bool(features.inputs.of("tokens"))),
-    ("unknown", lambda features: True),
-)
-"""The families, and what says that a graph belongs to one; the first that applies does."""
-
-FAMILIES = tuple(family for family, _ in _RULES)
+FAMILIES = tuple(_RULES)
 """What `Fingerprint.family` can be."""
 
 
@@ -109,22 +86,8 @@ FAMILIES = tuple(family for family, _ in _RULES)
 def fingerprint(model: ModelSource) -> Fingerprint:
     """Classify the architecture of a model, and find the blocks that it repeats.
 
-    ======================  =======================================================================================
-    ``diffusion-like``      an input with one number for each example enters a layer as sines and cosines
-    ``mixture``             each position selects experts
-    ``multimodal``          tokens and images, or tokens and sound
-    ``speech``              a signal or spectrum over time enters a convolution
-    ``recurrent``           more recurrent operators, or loops over time, than attentions
-    ``vision transformer``  attention over values computed from an image
-    ``encoder-decoder``     causal attention, and attention between values of different inputs
-    ``CNN``                 convolutions in two or three dimensions, no attention
-    ``decoder``             most attention is causal
-    ``encoder``             other attention, or tokens without attention
-    ``unknown``             none of these
-    ======================  =======================================================================================
-
-    The first row that applies decides, so a speech model with an encoder and a decoder is ``speech``.
-    ``docs/fingerprint.md`` has the accuracy.
+    The first of `FAMILIES` whose evidence is there counts, so that a speech model with an encoder and a decoder is
+    ``speech``. ``docs/fingerprint.md`` has what tells each, and the accuracy.
 
     Thread-safe, also for calls on the same model.
 
@@ -148,85 +111,50 @@ def fingerprint(model: ModelSource) -> Fingerprint:
         ('encoder', '3 attentions: 3 bidirectional', [(3, 'TransformerEncoderLayer')])
     """
     tagged = read_flat(model)
-    features = GraphFeatures.of(GraphFacts(tagged, inferred_with_sizes(tagged.model)))
-    family = next(name for name, applies in _RULES if applies(features))
-    blocks = repeated_blocks(GraphFacts(tagged))
-    shapes = {value.name: value.shape for value in tagged.model.graph.inputs if value.name}
-    return Fingerprint(family, tuple(_evidence(features, family, shapes)), blocks, len(tagged.nodes), tagged.tag_facts)
+    seen = GraphFeatures(tagged)
+    family, (first, _) = next((name, rule) for name, rule in _RULES.items() if rule[1](seen))
+    sentences = _evidence(seen)
+    evidence = (*sentences.pop(first), *itertools.chain.from_iterable(sentences.values()))
+    return Fingerprint(family, evidence, repeated_blocks(GraphFacts(tagged)), len(tagged.nodes), tagged.tag_facts)
 
 
-def _evidence(features: GraphFeatures, family: str, shapes: Mapping[str, ir.Shape | None]) -> Iterator[str]:
-    """What was seen, what decided the family first."""
-    facts = {
-        "diffusion-like": _about_time(features),
-        "mixture": _about_routing(features),
-        "recurrent": _about_recurrence(features),
-        "attention": _about_attention(features),
-        "inputs": [
-            _about_input(features, model_input, shapes.get(model_input.name)) for model_input in features.inputs.data
+def _evidence(seen: GraphFeatures) -> dict[str, list[str]]:
+    """What was seen, in sentences."""
+    attentions = ", ".join(f"{count} {kind}" for kind, count in seen.attentions.most_common())
+    wide = (f"{count} in {dims} dimension{'s' * (dims > 1)}" for dims, count in sorted(seen.convolutions.items()))
+    unrolled = f"loops over {max(seen.loops, default=0)} steps, unrolled, over {len(seen.loops)} tensors"
+    return {
+        "time": [
+            f"input {name} is a time step: its sines and cosines enter a linear layer" for name in seen.time_steps
         ],
-        "convolution": _about_convolution(features),
+        "routing": [
+            f"{len(seen.routers)} routers: each position chooses {chosen or 'some'} of {experts} experts"
+            for chosen, experts in seen.routers[:1]
+        ],
+        "recurrence": [
+            *(f"{count} {op}" for op, count in seen.recurrent.most_common()),
+            *[unrolled][: len(seen.loops)],
+        ],
+        "attention": [f"{seen.attentions.total()} attentions: {attentions}"] if attentions else [],
+        "inputs": [_about(seen.facts, given) for given in seen.inputs if given.kind != "control"],
+        "convolution": [f"{seen.convolutions.total()} convolutions wider than a point: {', '.join(wide)}"]
+        if seen.convolutions
+        else [],
     }
-    first = {
-        "multimodal": "inputs",
-        "speech": "inputs",
-        "vision transformer": "inputs",
-        "CNN": "convolution",
-    }.get(family, family if family in facts else "attention")
-    yield from facts[first]
-    for name, sentences in facts.items():
-        if name != first:
-            yield from sentences
 
 
-def _about_time(features: GraphFeatures) -> list[str]:
-    return [f"input {name} is a time step: its sines and cosines enter a linear layer" for name in features.timesteps]
-
-
-def _about_routing(features: GraphFeatures) -> list[str]:
-    if not features.routers:
-        return []
-    router = features.routers[0]
-    chosen = "some" if router.chosen is None else router.chosen
-    return [f"{len(features.routers)} routers: each position chooses {chosen} of {router.experts} experts"]
-
-
-def _about_recurrence(features: GraphFeatures) -> list[str]:
-    sentences = [f"{count} {op}" for op, count in features.recurrent_operators.most_common()]
-    if features.unrolled_loops:
-        sentences.append(
-            f"loops over {max(features.unrolled_loops)} steps, unrolled, over {len(features.unrolled_loops)} tensors"
-        )
-    return sentences
-
-
-def _about_attention(features: GraphFeatures) -> list[str]:
-    kinds = features.attention_kinds
-    if not kinds:
-        return []
-    parts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return [f"{len(features.attentions)} attentions: {parts}"]
-
-
-def _about_input(features: GraphFeatures, model_input: ModelInput, shape: ir.Shape | None) -> str:
-    sizes = [str(size if isinstance(size, int) else size.value or "?") for size in shape.dims] if shape else []
-    sentence = f"input {model_input.name} [{', '.join(sizes)}]"
-    if model_input.kind == "tokens":
-        return f"{sentence} is tokens: it is looked up in a table of vectors"
-    convolution = model_input.convolution
-    first = None if convolution is None else kernel_and_strides(features.facts, convolution)
-    if first is None:
-        return f"{sentence} is numbers that enter no convolution first"
-    kernel, strides = ("x".join(map(str, sizes)) for sizes in first)
-    what = "an image" if model_input.kind == "image" else "a signal or spectrum over time"
-    patches = first[0] == first[1] and min(first[0]) > 1
-    how = f"is cut in patches of {kernel}" if patches else f"enters a convolution of {kernel}, stride {strides}"
-    return f"{sentence} is {what}: it {how}"
-
-
-def _about_convolution(features: GraphFeatures) -> list[str]:
-    total = sum(features.convolutions.values())
-    if not total:
-        return []
-    parts = ", ".join(f"{count} in {dims} dimensions" for dims, count in sorted(features.convolutions.items()))
-    return [f"{total} convolutions wider than a point: {parts}".replace("in 1 dimensions", "in 1 dimension")]
+def _about(facts: GraphFacts, given: ModelInput) -> str:
+    sizes = ", ".join(str(size if isinstance(size, int) else size.value or "?") for size in given.value.shape or ())
+    sentence = f"input {given.value.name or 'unnamed'} [{sizes}] is"
+    if given.kind == "tokens":
+        return f"{sentence} tokens: it is looked up in a table of vectors"
+    first = given.convolution
+    shape = None if first is None else facts.shape(first.inputs[1])
+    kernel = [size for size in (shape or ())[2:] if isinstance(size, int)]
+    if first is None or not kernel:
+        return f"{sentence} numbers that enter no convolution first"
+    strides = [*(first.attributes.get_ints("strides") or (1,) * len(kernel))]
+    wide, stride = ("x".join(map(str, sizes)) for sizes in (kernel, strides))
+    patches = kernel == strides and min(kernel) > 1
+    how = f"is cut in patches of {wide}" if patches else f"enters a convolution of {wide}, stride {stride}"
+    return f"{sentence} {'an image' if given.kind == 'image' else 'a signal or spectrum over time'}: it {how}"

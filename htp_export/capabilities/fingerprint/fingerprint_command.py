@@ -5,6 +5,7 @@ from __future__ import annotations
 from htp_export.command.file_options import FileArgument, JsonOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
+from htp_export.drawing.command_words import in_commands
 
 EXAMPLE = "bert.onnx"
 PLACE = 180
@@ -15,9 +16,8 @@ def fingerprint_command(file: FileArgument, as_json: JsonOption = False) -> None
 
     The blocks that it repeats, too.
     """
-    from htp_export.capabilities.fingerprint.drawing import render_fingerprint
     from htp_export.capabilities.fingerprint.families import fingerprint
 
     with Steps(quiet=as_json).step(f"looking into {file}"):
         result = fingerprint(file)
-    report(result, as_json, lambda: render_fingerprint(result))
+    report(result, as_json, lambda: in_commands(str(result)))

@@ -40,14 +40,7 @@ _FINDING: tuple[Column[Finding], ...] = (
 
 
 def render_forensics(result: Forensics, *, depth: int | None = None) -> RenderableType:
-    """A table with a line for each kind, and one with a line for each module that has findings.
-
-    Names are drawn as they are, whatever markup they look like.
-
-    Args:
-        result: What to draw.
-        depth: Leave out modules more than so many names below the root; no modules where it is 0, all where it is None.
-    """
+    """A table with a line for each kind, and one for each module with findings, up to so many names below the root."""
     if not result.findings:
         return Group(Text(result.summary), *map(Text, result.notes), *tag_note(result.tags))
     parts: list[RenderableType] = [flat_table(KIND_COLUMNS, result.by_kind, gap=2)]

@@ -19,13 +19,7 @@ __all__ = ["KINDS", "KIND_COLUMNS", "Finding", "Forensics", "Kind", "node_name",
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of finding.
-
-    Attributes:
-        title: What it is, for readers.
-        fixed_by: The pass that changes it; None where there is none.
-        why: Why there is none.
-    """
+    """A kind of finding: what it is, the pass that changes it, and why there is none where there is none."""
 
     title: str
     fixed_by: str | None
@@ -174,38 +168,18 @@ class KindSummary:
     """All findings of one kind.
 
     Attributes:
-        kind: The kind.
         title: What it is, for readers.
         count: How many there are.
         nodes: Different nodes in them.
-        fixed_by: The pass that changes them; None where none changes any of them.
-        level: The level of `htp_export.optimize` that it needs.
-        fixed: How many it changes.
-        reasons: Why the others stay → how many.
+        fix: The pass that changes some, with the level that it needs where that is not the lowest.
+        not_fixed: Why some or all stay, in words.
     """
 
-    kind: str
     title: str
     count: int
     nodes: int
-    fixed_by: str | None
-    level: str | None
-    fixed: int
-    reasons: Mapping[str, int]
-
-    @property
-    def fix(self) -> str:
-        """The pass, with the level that it needs where that is not the lowest; empty where none changes any."""
-        if self.fixed_by is None:
-            return ""
-        return self.fixed_by if self.level in (None, "exact") else f"{self.fixed_by} ({self.level})"
-
-    @property
-    def not_fixed(self) -> str:
-        """Why some or all stay, in words; empty where none do."""
-        if len(self.reasons) == 1 and not self.fixed:
-            return next(iter(self.reasons))
-        return "; ".join(f"{count}: {why}" for why, count in self.reasons.items())
+    fix: str
+    not_fixed: str
 
 
 KIND_COLUMNS: tuple[Column[KindSummary], ...] = (
@@ -220,17 +194,14 @@ KIND_COLUMNS: tuple[Column[KindSummary], ...] = (
 
 def _summed(kind: str, findings: tuple[Finding, ...]) -> KindSummary:
     fixed = [finding for finding in findings if finding.fixed_by is not None]
-    reasons = Counter(finding.why for finding in findings if finding.fixed_by is None)
-    return KindSummary(
-        kind=kind,
-        title=title_of(kind),
-        count=len(findings),
-        nodes=len({name for finding in findings for name in finding.nodes}),
-        fixed_by=fixed[0].fixed_by if fixed else None,
-        level=fixed[0].level if fixed else None,
-        fixed=len(fixed),
-        reasons=dict(reasons.most_common()),
-    )
+    reasons = Counter(finding.why for finding in findings if finding.fixed_by is None).most_common()
+    not_fixed = "; ".join(f"{count}: {why}" for why, count in reasons)
+    if len(reasons) == 1 and not fixed:
+        not_fixed = reasons[0][0]
+    level = f" ({fixed[0].level})" if fixed and fixed[0].level not in (None, "exact") else ""
+    fix = f"{fixed[0].fixed_by}{level}" if fixed else ""
+    nodes = {name for finding in findings for name in finding.nodes}
+    return KindSummary(title_of(kind), len(findings), len(nodes), fix, not_fixed)
 
 
 def node_name(node: ir.Node) -> str:

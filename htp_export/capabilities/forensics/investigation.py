@@ -149,10 +149,10 @@ class _Investigation:
         ]
         ends += [self._run([e], e.level, simple) for e in allowed]
         for copy in (simple, *ends):
-            self._left(copy, declined(copy.tagged.nodes))
-        self._left(simple, unchanged(GraphFacts(simple.tagged)))
-        for constants, each in large_duplicates(self._facts):
-            self._add(each.kind, each.nodes, detail=each.detail, why=each.why, tensors=constants)
+            self._left(copy, declined(copy.tagged.nodes), level)
+        self._left(simple, unchanged(GraphFacts(simple.tagged)), level)
+        for constants, readers, why, detail in large_duplicates(self._facts):
+            self._add("duplicate_constants", readers, detail=detail, why=why, tensors=constants)
 
     def _run(self, passes: Sequence[PassInfo], level: Level, given: _Copy) -> _Copy:
         """Run passes on a copy of a model; without those that fail."""
@@ -187,12 +187,12 @@ class _Investigation:
                 weights = rewrite.inputs[:1] if kind == "identity_weight" else []
                 names_of_weights = [value.name or "" for value in weights if value is not None]
                 add(kind, origins, detail=_detail(rewrite), tensors=names_of_weights)
-        for equal in equal_constants(difference):
-            tensors = [name for value in equal.values if (name := value.name or "") in self._constants]
+        for values, readers in equal_constants(difference):
+            tensors = [name for value in values if (name := value.name or "") in self._constants]
             if len(tensors) > 1:
-                size = bytes_of(equal.values[0].const_value) * (len(tensors) - 1)
+                size = bytes_of(values[0].const_value) * (len(tensors) - 1)
                 detail = f"{len(tensors)} equal, {size:,} bytes too many"
-                add("duplicate_constants", copy.origins_of(equal.readers), detail=detail, tensors=tensors)
+                add("duplicate_constants", copy.origins_of(readers), detail=detail, tensors=tensors)
         unread = [value for value in self._unread if value.name not in model.graph.initializers]
         if unread:
             self._unread = []
@@ -200,7 +200,7 @@ class _Investigation:
             tensors = [value.name or "" for value in unread]
             add("unused_initializers", (), detail=f"{len(unread)}, {size:,} bytes", tensors=tensors)
 
-    def _left(self, copy: _Copy, found: Iterable[Declined]) -> None:
+    def _left(self, copy: _Copy, found: Iterable[Declined], level: Level) -> None:
         """Add nodes that passes leave unchanged, unless another pass changes them."""
         known: defaultdict[str, set[str]] = defaultdict(set)
         for finding in self._found:
@@ -210,7 +210,7 @@ class _Investigation:
             names = {node_name(node) for node in nodes}
             if nodes and known[each.kind].isdisjoint(names):
                 known[each.kind].update(names)
-                self._add(each.kind, nodes, why=each.why or _why(each.kind), detail=each.detail)
+                self._add(each.kind, nodes, why=each.why or _why(each.kind, level), detail=each.detail)
 
     def _add(
         self,
@@ -238,12 +238,17 @@ def _applies(info: PassInfo, model: ir.Model) -> bool:
     return not (isinstance(made, type) and issubclass(made, NodePass)) or made.applies(model)
 
 
-def _why(kind: str) -> str:
-    """Why nodes of a kind stay, if no pass says why."""
+def _why(kind: str, level: Level) -> str:
+    """Why nodes of a kind stay after the passes of a level, if no pass says why."""
+    from htp_export.capabilities.optimize.registry import LEVELS, find
+
     known = KINDS.get(kind)
-    return (
-        "" if known is None else known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"
-    )
+    if known is None or known.fixed_by is None:
+        return "" if known is None else known.why
+    needed = find(known.fixed_by).level
+    if LEVELS.index(needed) > LEVELS.index(level):
+        return f"{known.fixed_by} did not run: it is of level {needed}"
+    return known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"
 
 
 def _detail(rewrite: Rewrite) -> str:

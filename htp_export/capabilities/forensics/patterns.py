@@ -32,6 +32,8 @@ _COMPARED = 1024
 _HASHED = 1 << 20  # bytes; of what is larger, a sample is compared first
 _SAMPLE = 1024  # elements
 
+_Found: TypeAlias = tuple[str, tuple[ir.Node, ...], str, str]
+"""The fields of a `Declined`."""
 _Op: TypeAlias = Any
 _Value: TypeAlias = Any  # what onnxscript's patterns are made of has no types
 _Pattern: TypeAlias = Callable[[_Op, _Value], _Value]
@@ -41,12 +43,14 @@ def unchanged(facts: GraphFacts) -> Iterator[Declined]:
     """What looks like one operator in single steps, casts in a row, and sizes, after the passes of level ``exact``."""
     from htp_export.capabilities.optimize.declining import Declined
 
-    yield from _single_steps(facts)
-    yield from _casts(facts)
-    yield from _sizes(facts)
+    found = (_single_steps(facts), _casts(facts), _sizes(facts), _attentions(facts))
+    return itertools.starmap(Declined, itertools.chain(*found))
+
+
+def _attentions(facts: GraphFacts) -> Iterator[_Found]:
     for steps in attention_steps(facts):
         einsum = "Einsum" in (steps.scores.op_type, steps.context.op_type)
-        yield Declined("attention", steps.nodes, "written with Einsum" if einsum else "")
+        yield "attention", steps.nodes, "written with Einsum" if einsum else "", ""
 
 
 def _either(operator: Callable[[_Value, _Value], _Value], one: _Value, other: _Value) -> _Value:
@@ -133,11 +137,9 @@ _PATTERNS: Mapping[str, Callable[[], Iterator[_Pattern]]] = {
 """Kind → its forms; the first kind that matches a node counts."""
 
 
-def _single_steps(facts: GraphFacts) -> Iterator[Declined]:
+def _single_steps(facts: GraphFacts) -> Iterator[_Found]:
     """Operators that are written in single steps, with what scales and shifts a normalization afterwards."""
     from onnxscript.rewriter.pattern import Pattern
-
-    from htp_export.capabilities.optimize.declining import Declined
 
     patterns = [(kind, Pattern(form)) for kind, forms in _PATTERNS.items() for form in forms()]
     model = facts.tagged.model
@@ -146,7 +148,7 @@ def _single_steps(facts: GraphFacts) -> Iterator[Declined]:
             match = pattern.match(model, model.graph, node, check_nodes_are_removable=False)
             if match:
                 steps = [*match.nodes, *(_affine(facts, node) if kind.endswith("norm") else ())]
-                yield Declined(kind, tuple(dict.fromkeys(steps)), detail=f"{len(steps)} steps")
+                yield kind, tuple(dict.fromkeys(steps)), "", f"{len(steps)} steps"
                 break
 
 
@@ -166,10 +168,8 @@ def _affine(facts: GraphFacts, node: ir.Node) -> Iterator[ir.Node]:
         wanted = wanted[wanted.index(reader.op_type) + 1 :]
 
 
-def _casts(facts: GraphFacts) -> Iterator[Declined]:
+def _casts(facts: GraphFacts) -> Iterator[_Found]:
     """A ``Cast`` after another one."""
-    from htp_export.capabilities.optimize.declining import Declined
-
     for node in facts.nodes_of("Cast"):
         first = producer_of(node.inputs[0], "Cast")
         if first is not None:
@@ -179,7 +179,7 @@ def _casts(facts: GraphFacts) -> Iterator[Declined]:
             detail = " to ".join(
                 "?" if dtype is None else dtype.name for dtype in (source, between, facts.dtype(node.outputs[0]))
             )
-            yield Declined("cast_chain", (first, node), why, detail)
+            yield "cast_chain", (first, node), why, detail
 
 
 def _holds(wide: ir.DataType, narrow: ir.DataType) -> bool:
@@ -190,10 +190,8 @@ def _holds(wide: ir.DataType, narrow: ir.DataType) -> bool:
         return False
 
 
-def _sizes(facts: GraphFacts) -> Iterator[Declined]:
+def _sizes(facts: GraphFacts) -> Iterator[_Found]:
     """Nodes that compute sizes from ``Shape``: of one module, those that read each other together."""
-    from htp_export.capabilities.optimize.declining import Declined
-
     owners = facts.tagged.index.owners
     chain: set[ir.Node] = set()
     sizes: set[ir.Value] = set()
@@ -207,13 +205,11 @@ def _sizes(facts: GraphFacts) -> Iterator[Declined]:
     for nodes in connected(
         (node for node in facts.nodes if node in chain), lambda one, other: owners[one] == owners[other]
     ):
-        yield Declined("shape_chain", nodes, "the sizes depend on the model's inputs, and are needed")
+        yield "shape_chain", nodes, "the sizes depend on the model's inputs, and are needed", ""
 
 
-def large_duplicates(facts: GraphFacts) -> Iterator[tuple[tuple[str, ...], Declined]]:
-    """Equal tensors that no pass merges, because none reads weights to compare them: their names, and their readers."""
-    from htp_export.capabilities.optimize.declining import Declined
-
+def large_duplicates(facts: GraphFacts) -> Iterator[tuple[tuple[str, ...], tuple[ir.Node, ...], str, str]]:
+    """Equal tensors that no pass merges: their names, their readers, the reason, and how large they are."""
     graph = facts.tagged.model.graph
     made = (node.outputs[0] for node in facts.nodes_of("Constant") if node.graph is graph)
     values = (value for value in (*graph.initializers.values(), *made) if not value.is_graph_input())
@@ -223,15 +219,14 @@ def large_duplicates(facts: GraphFacts) -> Iterator[tuple[tuple[str, ...], Decli
         for value, tensor in held
         if tensor is not None and tensor.size > _COMPARED and tensor.dtype != ir.DataType.STRING
     ]
-    groups = _alike(large, lambda tensor: (tensor.dtype, tuple(tensor.shape.numpy())))
-    for key in (_sample, _whole):  # as little is read as can be
-        groups = [finer for group in groups for finer in _alike(group, key)]
-    for equal in groups:
+    same_form = _alike(large, lambda tensor: (tensor.dtype, tuple(tensor.shape.numpy())))
+    same_start = (finer for group in same_form for finer in _alike(group, _start))  # as little is read as can be
+    for equal in (finer for group in same_start for finer in _alike(group, _whole)):
         size = equal[0][1].nbytes * (len(equal) - 1)
         readers = tuple(dict.fromkeys(use.node for value, _ in equal for use in value.uses()))
         why = f"more than {_COMPARED:,} elements: passes do not read weights to compare them"
-        declined = Declined("duplicate_constants", readers, why, f"{len(equal)} equal, {size:,} bytes too many")
-        yield tuple(value.name or "" for value, _ in equal), declined
+        names = tuple(value.name or "" for value, _ in equal)
+        yield names, readers, why, f"{len(equal)} equal, {size:,} bytes too many"
 
 
 _Held: TypeAlias = tuple[ir.Value, ir.TensorProtocol]
@@ -248,7 +243,7 @@ def _alike(held: Iterable[_Held], key: Callable[[ir.TensorProtocol], Hashable | 
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _sample(tensor: ir.TensorProtocol) -> Hashable:
+def _start(tensor: ir.TensorProtocol) -> Hashable:
     """The first elements of a large tensor; nothing of a small one, which is read whole at once."""
     return () if tensor.nbytes <= _HASHED else np.asarray(tensor.numpy()).reshape(-1)[:_SAMPLE].tobytes()
 

@@ -16,7 +16,7 @@ from htp_export.shapes.operator_kinds import RESHAPING
 if TYPE_CHECKING:
     from htp_export.capabilities.optimize.merging import PassDifference
 
-__all__ = ["ONE_BY_ONE", "EqualConstants", "Rewrite", "equal_constants", "kind_of", "rewrites"]
+__all__ = ["ONE_BY_ONE", "Rewrite", "equal_constants", "kind_of", "rewrites"]
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ def rewrites(difference: PassDifference, *, one_by_one: bool = False) -> Iterato
     A rewrite is what lies between a value and the equal value that replaced it. Those that share a node are one.
     A node that was eliminated with no value in its place belongs to the nodes that read it.
 
-    Args:
-        difference: What the pass did to the graph.
-        one_by_one: Each node is a rewrite of its own, for passes that remove nodes without effect.
+    ``one_by_one``: each node is a rewrite of its own, for passes that remove nodes without effect.
     """
     removed, added = dict.fromkeys(difference.removed), dict.fromkeys(difference.added)
     groups: Groups[ir.Node] = Groups()
@@ -82,21 +80,8 @@ def rewrites(difference: PassDifference, *, one_by_one: bool = False) -> Iterato
             yield Rewrite(gone, news, inputs, tuple(node for node in read if node not in gone))
 
 
-@dataclass(frozen=True)
-class EqualConstants:
-    """Equal constants of which a pass kept one.
-
-    Attributes:
-        values: The one that stayed, and the others.
-        readers: The nodes that read them.
-    """
-
-    values: tuple[ir.Value, ...]
-    readers: tuple[ir.Node, ...]
-
-
-def equal_constants(difference: PassDifference) -> Iterator[EqualConstants]:
-    """Constants that were replaced by an equal one in one run of a pass."""
+def equal_constants(difference: PassDifference) -> Iterator[tuple[tuple[ir.Value, ...], tuple[ir.Node, ...]]]:
+    """Equal constants of which a pass kept the first one, and the nodes that read them."""
     merged: defaultdict[ir.Value, list[ir.Value]] = defaultdict(list)
     for old, new in difference.equal.items():
         if old.producer() is None and new.producer() is None and None not in (old.const_value, new.const_value):
@@ -107,7 +92,7 @@ def equal_constants(difference: PassDifference) -> Iterator[EqualConstants]:
             readers[value].append(node)
     for kept, others in merged.items():
         values = (kept, *others)
-        yield EqualConstants(values, tuple(dict.fromkeys(node for value in values for node in readers[value])))
+        yield values, tuple(dict.fromkeys(node for value in values for node in readers[value]))
 
 
 ONE_BY_ONE = "eliminate_identity_ops"

@@ -42,11 +42,6 @@ def graphs_with_breaks(model: torch.nn.Module, args: tuple[Any, ...], kwargs: di
     A graph that runs several times is in it several times. The graphs are named ``graph_1``, ``graph_2`` and so on, the
     largest first.
 
-    Args:
-        model: The model; it is left as it was.
-        args: Its arguments.
-        kwargs: Its arguments by keyword.
-
     Raises:
         RuntimeError: Dynamo makes no graph, or the model is compiled.
         Exception: Errors of the model.

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from htp_export.capabilities.inspect.breaks import graphs_with_breaks
 from htp_export.capabilities.inspect.inspected import Inspected, Stop, Way
-from htp_export.capabilities.inspect.parts import Parts
+from htp_export.capabilities.inspect.parts import by_parts
 from htp_export.capabilities.inspect.runs import (
     owners_in,
     run_once,
@@ -24,7 +23,7 @@ from htp_export.capabilities.inspect.runs import (
     unchanged,
     without_identities,
 )
-from htp_export.capabilities.inspect.stops import reason_of, stop_of
+from htp_export.capabilities.inspect.stops import stop_of
 from htp_export.errors import InputError
 from htp_export.exporter.broken_graphs import dynamo_as_it_was
 from htp_export.exporter.capture.modules import ModuleNames
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 _log = logging.getLogger(__name__)
-
-_Made = TypeVar("_Made")
 
 
 def inspect(model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any] | None = None) -> Inspected:
@@ -89,47 +86,18 @@ def inspect(model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any]
     with dynamo_as_it_was(), translations_read_once():
         for way, make in _WAYS.items():
             try:
-                found = _quietly(make, model, given, named)
+                found = _quietly(make, model, given, named, stopped)
             except Exception as error:  # whatever torch raises on what it cannot trace
                 stopped.append(stop_of(way, error, path_by_id))
                 _log.debug("%s", stopped[-1], exc_info=error)
                 continue
-            _mark(found)
+            for graph in (found.model, *found.graphs.values()) if way != "onnx" else ():
+                graph.metadata_props[tags.WAY] = way  # so that it is not written by accident
             return replace(found, stopped=tuple(stopped))
-        return _by_parts(model, given, named, tuple(stopped))
+    raise InputError("\n".join(["this model has no graph", *(str(stop) for stop in stopped if stop.way != "parts")]))
 
 
-def _exported(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ir.Model:
-    program = export(model, args, kwargs=kwargs, verbose=False)
-    assert program is not None  # dynamo=True gives one
-    return program.model
-
-
-def _by_parts(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stopped: tuple[Stop, ...]
-) -> Inspected:
-    """The modules one by one, with what they are given in one run of the model."""
-    run = run_once(model, args, kwargs)
-    failure = stopped[0].reason if run.error is None else reason_of(run.error)
-    parts = Parts(model, run, failure, functools.partial(_quietly, _exported))
-    if not parts.exported:
-        raise InputError("\n".join(["this model has no graph", *map(str, stopped)]))
-    note = (
-        f"This model does not export as a whole. {parts.exported} of its modules were exported alone, "
-        f"and {len(parts.innermost)} could not be: see those whose fate is failed."
-    )
-    found = Inspected(parts.graph(), "parts", stopped, failures=parts.failures, notes=(note,))
-    _mark(found)
-    return found
-
-
-def _mark(found: Inspected) -> None:
-    """Let a graph not be written by accident, unless it is an ONNX model."""
-    for graph in (found.model, *found.graphs.values()) if found.way != "onnx" else ():
-        graph.metadata_props[tags.WAY] = found.way
-
-
-def _quietly(make: Callable[..., _Made], *given: Any) -> _Made:
+def _quietly(make: Callable[..., Inspected], *given: Any) -> Inspected:
     """Make a graph; what torch prints of one that it cannot trace goes to the log: the error says why."""
     stderr = io.StringIO()
     try:
@@ -140,16 +108,17 @@ def _quietly(make: Callable[..., _Made], *given: Any) -> _Made:
         _log.debug("%s", stderr.getvalue())
 
 
+def _exported(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ir.Model:
+    program = export(model, args, kwargs=kwargs, verbose=False)
+    assert program is not None  # dynamo=True gives one
+    return program.model
+
+
 def _by_symbolic_tracing(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inspected:
     """Trace a model with stand-ins for its inputs, drop what the result does not need, and lower the rest.
 
     Symbolic tracing can take another branch than a run of the model (``isinstance(x, torch.Tensor)``). So the traced
     model is run, and has to give what the model gives.
-
-    Args:
-        model: The model; it is left as it was.
-        args: Its arguments.
-        kwargs: Its arguments by keyword.
 
     Raises:
         RuntimeError: The traced model gives something else than the model.
@@ -162,7 +131,14 @@ def _by_symbolic_tracing(model: torch.nn.Module, args: tuple[Any, ...], kwargs: 
         traced = torch.fx.GraphModule(model, torch.fx.Tracer().trace(model))
         traced.graph.eliminate_dead_code()
         traced.recompile()
-    _check_traced(model, traced, args, kwargs)
+    results = []
+    for module in (model, traced):
+        with unchanged(model, (args, kwargs)), torch.no_grad():
+            results.append([tensor.clone() for tensor in tensors_in(module(*args, **kwargs))])
+    try:
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-8, equal_nan=True, check_stride=False)
+    except AssertionError:
+        raise RuntimeError("the model that torch.fx traced gives another result than the model") from None
     lowered = lowered_graph(traced, args, kwargs)
     graph = lowered.model.graph
     for node in graph.all_nodes():
@@ -176,28 +152,11 @@ def _by_symbolic_tracing(model: torch.nn.Module, args: tuple[Any, ...], kwargs: 
     return Inspected(lowered.model, "torch.fx")
 
 
-def _check_traced(
-    model: torch.nn.Module, traced: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Compare the results of a model and of what was traced."""
-    import torch
-
-    results = []
-    for module in (model, traced):
-        with unchanged(model, (args, kwargs)), torch.no_grad():
-            results.append([tensor.clone() for tensor in tensors_in(module(*args, **kwargs))])
-    expected, found = results
-    same = len(expected) == len(found) and all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, equal_nan=True)
-        for a, b in zip(expected, found, strict=True)
-    )
-    if not same:
-        raise RuntimeError("the model that torch.fx traced gives another result than the model")
-
-
 _WAYS: dict[Way, Callable[..., Inspected]] = {
-    "onnx": lambda *given: Inspected(_exported(*given), "onnx"),
-    "torch.export": lambda *given: Inspected(exported_graph(*given), "torch.export"),
-    "torch.fx": _by_symbolic_tracing,
-    "dynamo": graphs_with_breaks,
+    "onnx": lambda model, args, kwargs, _: Inspected(_exported(model, args, kwargs), "onnx"),
+    "torch.export": lambda model, args, kwargs, _: Inspected(exported_graph(model, args, kwargs), "torch.export"),
+    "torch.fx": lambda model, args, kwargs, _: _by_symbolic_tracing(model, args, kwargs),
+    "dynamo": lambda model, args, kwargs, _: graphs_with_breaks(model, args, kwargs),
+    "parts": lambda model, args, kwargs, stopped: by_parts(model, args, kwargs, stopped, _exported),
 }
+"""The ways, the best one first: each is given the model, its arguments, and where better ways ended."""

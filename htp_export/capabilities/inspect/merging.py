@@ -40,12 +40,8 @@ def merged(
 ) -> ir.Model:
     """Put graphs side by side into one, and connect them where the result of one is an input of another.
 
-    Nodes keep their owners. In which call of a module they ran is left out, as each graph counts calls for itself.
-
-    Args:
-        pieces: The graphs, in the order in which they run.
-        hierarchy: The module tree of the whole, with the calls of each module.
-        parameters: Module path → the parameters that it holds.
+    Nodes keep their owners. In which call of a module they ran is left out, as each graph counts calls for itself. The
+    graphs come in the order in which they run; ``hierarchy`` is the module tree of the whole, with the calls.
     """
     whole = _Whole(hierarchy)
     for piece in pieces:

@@ -100,7 +100,9 @@ def tag_by_scope(node: ir.Node, path: str) -> None:
 
 def without_identities(graph: ir.Graph) -> set[str]:
     """Remove nodes that give back their input, and return the modules that they were of."""
-    return {owner for node in drop_identities(graph) for owner in _owners(node)}
+    dropped = drop_identities(graph)
+    inside = {owner for node in dropped for body in subgraphs(node) for owner in owners_in(body)}
+    return inside | {owner for node in dropped for owner in tags.owners_of(node.metadata_props)}
 
 
 def owners_in(graph: ir.Graph) -> set[str]:
@@ -112,13 +114,7 @@ def tree_of(model: torch.nn.Module, run: ModuleRun, owners: Collection[str], ide
     """The module tree of a model.
 
     Some identities have no node: torch 2.13 has one for dropout in eval mode, torch 2.15 has none, and ``nn.Identity``
-    never had one. So the run counts as well.
-
-    Args:
-        model: The model.
-        run: One run of it.
-        owners: The modules that own nodes.
-        identities: Modules whose nodes gave back their input.
+    never had one. So the run counts as well as ``identities``, the modules whose nodes gave back their input.
     """
     tree = Hierarchy.from_module(model)
     ran, unchanged = {*owners, *tags.all_above(owners)}, {*identities, *run.identities}
@@ -130,9 +126,3 @@ def tree_of(model: torch.nn.Module, run: ModuleRun, owners: Collection[str], ide
 
     calls = {path: run.counts[path] for path in tree if run.counts.get(path)}
     return tree.with_results(calls=calls, fates={path: fate(path) for path in tree})
-
-
-def _owners(node: ir.Node) -> Iterator[str]:
-    yield from tags.owners_of(node.metadata_props)
-    for body in subgraphs(node):
-        yield from owners_in(body)

@@ -24,13 +24,7 @@ _TRACERS = ("torch", "onnx", "onnxscript", "onnx_ir", "numpy")  # packages in wh
 
 
 def stop_of(way: Way, error: BaseException, path_by_id: Mapping[int, str]) -> Stop:
-    """Find out where a way ended.
-
-    Args:
-        way: The way.
-        error: What was raised.
-        path_by_id: ``id(module)`` → module path, for the modules of the model.
-    """
+    """Where a way ended with an error; ``path_by_id``: ``id(module)`` → module path, for the modules of the model."""
     errors = list(_chain(error))
     frames = list(_frames(errors[-1]))
     every = (frame for each in reversed(errors) for frame, _ in reversed(list(_frames(each))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -32,11 +32,6 @@ def deciding_modules(
         depth: The modules at this level below the root, as ``tree`` draws it, and those above it that hold weights
             themselves. None for the innermost modules with weights.
 
-    Raises:
-        SelectorError: If the selector cannot be read or matches nothing.
-        UntaggedModelError: If the model has no tags.
-        InputError: If both are given, or no such module has weights.
-
     Examples:
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).eval()
@@ -57,7 +52,8 @@ def deciding_modules(
         if depth < 0:
             raise InputError(f"depth counts levels from 0, not {depth}")
         levels = _levels(tagged)
-        at_depth = {_ancestor_at(path, depth, levels) for path in holding}
+        above = {path: [up for up in tags.ancestors(path) if levels.get(up) == depth] for path in holding}
+        at_depth = {ups[0] if ups else path for path, ups in above.items()}
         found = [path for path in tagged if path in at_depth]
     if not found:
         raise InputError("none of these modules has weights that can be quantized")
@@ -65,11 +61,7 @@ def deciding_modules(
 
 
 def check_apart(paths: Sequence[str]) -> None:
-    """Refuse modules that lie in each other: a weight would have two precisions.
-
-    Raises:
-        InputError: If one lies in another.
-    """
+    """Refuse modules that lie in each other: a weight would have two precisions."""
     for path in paths:
         above = next((other for other in paths if other != path and tags.is_under(path, other)), None)
         if above is not None:
@@ -93,12 +85,6 @@ def _deciding_parts(tagged: TaggedModel) -> list[tuple[Part, ...]]:
 def _levels(tagged: TaggedModel) -> dict[str, int]:
     modules = {path: content.facts for path, content in contents_of(tagged).modules.items()}
     levels: dict[str, int] = {}
-    parents: Mapping[str, str | None] = drawn_parents(modules)
-    for path, parent in parents.items():
+    for path, parent in drawn_parents(modules).items():
         levels[path] = 0 if parent is None else levels[parent] + 1
     return levels
-
-
-def _ancestor_at(path: str, depth: int, levels: Mapping[str, int]) -> str:
-    around = [up for up in tags.ancestors(path) if levels.get(up) == depth]
-    return around[0] if around else path

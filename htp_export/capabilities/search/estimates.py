@@ -29,7 +29,7 @@ def estimated_errors(
 
     For each product, the sum of the squared changes of its weights times the mean square of its inputs is the expected
     squared change of its results, if the elements of the inputs are independent. This is divided by the square of the
-    results, so that it compares with ``OutputError.error``. Products of a module add up. For a table that is looked up,
+    results, so that it compares with ``Deviation.error``. Products of a module add up. For a table that is looked up,
     it is the change of the table divided by its square.
 
     Args:
@@ -90,13 +90,7 @@ def _relative_change(use: Product, precision: Precision, squares: Mapping[ir.Val
 
 
 def rounded(weight: Array, precision: Precision, reduced: int = 0, channels: int = -1) -> Array:
-    """A weight as a precision represents it, rounded to the nearest value.
-
-    Args:
-            weight: The weight.
-            precision: The precision.
-            reduced: The axis over which products sum, which is cut into blocks.
-            channels: The axis of the results.
+    """A weight as a precision represents it; ``reduced``: the axis that is cut into blocks, ``channels``: of results.
 
     Examples:
         >>> from htp_export.capabilities.quantize.precisions import PRECISIONS

@@ -20,24 +20,12 @@ _FRONT, _PICTURE, _PLAN, _STEPS = "front.json", "front.svg", "plan", "steps"
 
 
 def check_plans(folder: Path) -> None:
-    """Refuse a folder that cannot be written, or that holds other files.
-
-    Raises:
-        FileError: If it is such a folder.
-    """
+    """Refuse a folder that cannot be written, or that holds other files."""
     check_folder(folder, "a search", _is_ours)
 
 
 def plan_file(number: int, trial: Trial) -> str:
-    """The name of the file for a point of a front.
-
-    Args:
-        number: Its place on the front.
-        trial: The point.
-
-    Returns:
-        ``plan0.json``, a plan for ``quantize``; ``steps0.json``, steps for ``pipeline``, if something is pruned.
-    """
+    """The file of a point of a front: ``plan0.json`` for ``quantize``, or ``steps0.json`` for ``pipeline``."""
     return f"{_STEPS if trial.prune else _PLAN}{number}.json"
 
 
@@ -45,15 +33,7 @@ def write_plans(search: Search, folder: Path, data: Sequence[Path] = ()) -> None
     """Write ``front.json``, ``front.svg`` (with two objectives or more) and a file for each point of the front.
 
     The files are those of `plan_file`, in the order of ``Search.pareto``. Files of an earlier search in the folder are
-    replaced.
-
-    Args:
-        search: The search.
-        folder: The folder.
-        data: ``.npz`` files with which the steps of a pipeline calibrate.
-
-    Raises:
-        FileError: If they cannot be written, or the folder holds other files.
+    replaced. ``data``: ``.npz`` files with which the steps of a pipeline calibrate.
     """
     check_plans(folder)
     texts = {_FRONT: json.dumps(search.to_dict(), indent=2) + "\n"}

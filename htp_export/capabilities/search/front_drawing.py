@@ -25,13 +25,7 @@ def front_svg(search: Search) -> str:
     The line is the front in these two; points of the front in all objectives are larger. Each point shows its values
     and how many modules become what when the pointer is on it. Errors of more than two orders of magnitude have a
     logarithmic axis; an error of 0 is drawn at its lower end. Plans with values that are not finite are left out.
-    ``data-trial`` of a point is its place among the trials.
-
-    Args:
-        search: The search.
-
-    Raises:
-        InputError: If it has one objective, or no plan was measured.
+    ``data-trial`` of a point is its place among the trials. With one objective, or no measured plan, there is none.
 
     Examples:
         >>> trial = Trial(0, {"fc": "int8"}, {"error": 0.01, "size": 100.0}, "front", {})
@@ -49,23 +43,23 @@ def front_svg(search: Search) -> str:
     }
     if not drawn:
         raise InputError("there is nothing to draw: no plan was measured")
-    x = _Axis.of([trial.values[across] for trial in drawn.values()], _LEFT, _WIDTH - _RIGHT)
-    y = _Axis.of([trial.values[upward] for trial in drawn.values()], _HEIGHT - _BOTTOM, _TOP)
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    x = _Axis.of([trial.values[across] for trial in drawn.values()], _LEFT, right)
+    y = _Axis.of([trial.values[upward] for trial in drawn.values()], bottom, _TOP)
     texts = {column.name: column.text or str for column in trial_columns(search.objectives)}
-    best = search.pareto
     line = " ".join(
-        f"{x.place(right):.1f},{y.place(high):.1f}" for right, high in _line(list(drawn.values()), across, upward)
+        f"{x.place(far):.1f},{y.place(high):.1f}" for far, high in _line(list(drawn.values()), across, upward)
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{_STYLE}">',
         f"<title>{html.escape(search.summary)}</title>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        *(_grid_x(x, texts[across])),
-        *(_grid_y(y, texts[upward])),
+        *(_tick((at, _TOP, at, bottom), texts[across](tick), at, bottom + 18, "middle") for tick, at in x.ticks),
+        *(_tick((_LEFT, at, right, at), texts[upward](tick), _LEFT - 8, at + 4, "end") for tick, at in y.ticks),
         f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 12}" text-anchor="middle">{across}</text>',
         f'<text x="16" y="{_TOP - 16}">{upward}</text>',
         f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>',
-        *(_point(place, trial, search, x, y, texts, trial in best) for place, trial in drawn.items()),
+        *(_point(place, trial, search, x, y, texts) for place, trial in drawn.items()),
         *_legend(),
         "</svg>",
     ]
@@ -107,49 +101,33 @@ class _Axis:
         return self.start + share * (self.end - self.start)
 
     @property
-    def ticks(self) -> list[float]:
+    def ticks(self) -> list[tuple[float, float]]:
+        """Numbers along the axis, and their places."""
+        numbers = [self.low + (self.high - self.low) * share / 5 for share in range(6)]
         if self.logarithmic:
             first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-            step = max(1, (last - first) // 6)
-            return [10.0**power for power in range(first, last + 1, step)]
-        return [self.low + (self.high - self.low) * share / 5 for share in range(6)]
+            numbers = [10.0**power for power in range(first, last + 1, max(1, (last - first) // 6))]
+        return [(number, self.place(number)) for number in numbers]
 
 
-def _grid_x(axis: _Axis, text: Callable[[float], str]) -> list[str]:
-    bottom = _HEIGHT - _BOTTOM
-    return [
-        f'<line x1="{axis.place(tick):.1f}" y1="{_TOP}" x2="{axis.place(tick):.1f}" y2="{bottom}" stroke="#e5e5e5"/>'
-        f'<text x="{axis.place(tick):.1f}" y="{bottom + 18}" text-anchor="middle">{html.escape(text(tick))}</text>'
-        for tick in axis.ticks
-    ]
-
-
-def _grid_y(axis: _Axis, text: Callable[[float], str]) -> list[str]:
-    right = _WIDTH - _RIGHT
-    return [
-        f'<line x1="{_LEFT}" y1="{axis.place(tick):.1f}" x2="{right}" y2="{axis.place(tick):.1f}" stroke="#e5e5e5"/>'
-        f'<text x="{_LEFT - 8}" y="{axis.place(tick) + 4:.1f}" text-anchor="end">{html.escape(text(tick))}</text>'
-        for tick in axis.ticks
-    ]
+def _tick(line: tuple[float, float, float, float], text: str, x: float, y: float, anchor: str) -> str:
+    """A line of the grid, and the number beside it."""
+    x1, y1, x2, y2 = line
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#e5e5e5"/>'
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+    )
 
 
 def _point(
-    number: int,
-    trial: Trial,
-    search: Search,
-    x: _Axis,
-    y: _Axis,
-    texts: dict[str, Callable[[float], str]],
-    on_front: bool,
+    number: int, trial: Trial, search: Search, x: _Axis, y: _Axis, texts: dict[str, Callable[[float], str]]
 ) -> str:
     upward, across = search.objectives[0], search.objectives[1]
     values = ", ".join(f"{name} {texts[name](trial.values[name])}" for name in search.objectives)
     title = html.escape(f"{trial.name}: {values}; {trial.counted}")
     place = f'cx="{x.place(trial.values[across]):.1f}" cy="{y.place(trial.values[upward]):.1f}"'
-    opacity = 1 if on_front else 0.5
-    radius = 5 if on_front else 3.5
-    colour = _COLOURS[trial.origin]
-    looks = f'r="{radius}" fill="{colour}" opacity="{opacity}"'
+    radius, opacity = (5, 1) if trial in search.pareto else (3.5, 0.5)
+    looks = f'r="{radius}" fill="{_COLOURS[trial.origin]}" opacity="{opacity}"'
     return f'<circle data-trial="{number}" {place} {looks}><title>{title}</title></circle>'
 
 

@@ -17,13 +17,7 @@ MOST_POINTS = 20_000
 
 @dataclass(frozen=True)
 class Choice:
-    """One precision that a module may have.
-
-    Attributes:
-        name: The precision.
-        size: What it adds to the size, in bytes or in any other unit.
-        error: What it adds to the error.
-    """
+    """One precision that a module may have: what it adds to the size, in any unit, and to the error."""
 
     name: str
     size: float
@@ -49,10 +43,6 @@ def additive_front(modules: Mapping[str, Sequence[Choice]], most: int = MOST_POI
     This is the multiple-choice knapsack problem for all capacities at once. The list of non-dominated sums grows module
     by module (Nemhauser and Ullmann, "Discrete dynamic programming and capital allocation", 1969): a sum that is
     dominated stays so, whatever is added to it, so that no point of the front is lost.
-
-    Args:
-        modules: Module → what it may be.
-        most: Sums that are kept after each module.
 
     Examples:
         >>> wide, narrow = Choice("int8", 8, 0.0), Choice("int4", 4, 1.0)
@@ -121,11 +111,8 @@ def pareto(points: Sequence[Sequence[float]]) -> list[int]:
 def spread_over(points: Sequence[tuple[float, float]], count: int) -> list[int]:
     """At most ``count`` places of a front that are spread along it: both ends, and points between.
 
-    Distances are those in a picture with a logarithmic axis for the errors.
-
-    Args:
-        points: Size and error of each point; sizes increase, errors decrease.
-        count: How many.
+    Points are a size and an error; sizes increase, errors decrease. Distances are those in a picture with a logarithmic
+    axis for the errors.
 
     Examples:
         >>> spread_over([(1, 1.0), (2, 1e-3), (3, 1e-6), (50, 0.9e-6), (98, 0.8e-6), (100, 0.7e-6)], 4)
@@ -144,13 +131,7 @@ def spread_over(points: Sequence[tuple[float, float]], count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class MeasuredPlan:
-    """What was measured of a plan.
-
-    Attributes:
-        choices: Module → name of its choice.
-        size: Its size.
-        error: Its error.
-    """
+    """Module → name of its choice, and the size and error that were measured."""
 
     choices: Mapping[str, str]
     size: float
@@ -165,11 +146,6 @@ def refined_plans(
     The error of such a plan is predicted as the measured one times the ratio of the sums of the errors that modules
     make alone: what does not add up in the measured plan does not in its neighbour either. Plans are chosen one after
     another, each time the one whose error is below that of the plans that are no larger by the largest factor.
-
-    Args:
-        measured: Measured plans.
-        modules: Module → what it may be, with what it adds to size and error if it is so alone.
-        count: How many plans at most.
 
     Examples:
         >>> wide = Choice("int8", 8, 0.0)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import onnx_ir as ir
 
-from htp_export.capabilities.search.finished_runs import FinishedRuns, RunStore, digest_of
-from htp_export.capabilities.search.output_errors import OutputErrors
+from htp_export.capabilities.search.output_errors import Deviation, OutputErrors
+from htp_export.capabilities.search.studies import KeptRuns, open_study
 from htp_export.errors import InputError
 from htp_export.files.slots import slots
+from htp_export.model.content_hash import content_hash
 from htp_export.model.tagged import TaggedModel
-from htp_export.results.result import PlainData
 from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.metrics import Metric, metric_value, outputs_of
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from htp_export.capabilities.quantize.calibration_data import Data, Samples
     from htp_export.capabilities.quantize.precisions import Precision
 
-__all__ = ["Measurement", "Measurer", "Plan", "Pruning"]
+__all__ = ["Measurement", "Measurer", "Plan", "Pruning", "digest_of"]
 
 Plan: TypeAlias = "Mapping[str, Precision]"
 Pruning: TypeAlias = "Mapping[str, Sparsity]"
@@ -39,14 +41,10 @@ _NOTHING: Pruning = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Measurement(PlainData):
+class Measurement(Deviation):
     """What was measured of a model.
 
     Attributes:
-        error: Power of the error of the outputs divided by that of the outputs; see ``OutputError``.
-        sqnr_db: The same in decibels.
-        cosine: The smallest cosine between an output and that of the original.
-        kl: The largest KL divergence of an output, in nats; None if there are no rows of several numbers.
         bytes: Size of all tensors of the model.
         latency_ms: Median time of a run; None if it was not measured.
         metric: The user's number; None without one.
@@ -54,11 +52,7 @@ class Measurement(PlainData):
             quantized; None in what was measured by an earlier version.
     """
 
-    error: float
-    sqnr_db: float
-    cosine: float
-    kl: float | None
-    bytes: int
+    bytes: int = 0
     latency_ms: float | None = None
     metric: float | None = None
     nonzeros: int | None = None
@@ -68,6 +62,16 @@ class Measurement(PlainData):
         """The numbers from `to_dict`."""
         numbers: dict[str, Any] = {k: float(value) if isinstance(value, str) else value for k, value in data.items()}
         return cls(**numbers)
+
+
+def digest_of(model: ir.Model, feeds: Iterable[Mapping[str, Array]], settings: Sequence[Any] = ()) -> str:
+    """What the results of runs depend on, as a digest: the model, its inputs, settings."""
+    digest = hashlib.sha256(repr((content_hash(model), settings)).encode())
+    for feed in feeds:
+        for name, array in feed.items():
+            digest.update(repr((name, str(array.dtype), array.shape)).encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:32]
 
 
 @dataclass(eq=False)
@@ -82,7 +86,7 @@ class Measurer:
         metric: The user's number.
         runs: Runs that are timed, after some to warm up; 0 to measure no times.
         settings: Execution providers.
-        results: A file of finished runs; None for none.
+        results: A file of finished runs, a journal of Optuna; None for none.
         calibration: Inputs for calibration, as for ``quantize``; None for ``samples``.
     """
 
@@ -100,10 +104,12 @@ class Measurer:
         return list(self.samples)
 
     @cached_property
-    def finished(self) -> RunStore:
+    def finished(self) -> KeptRuns:
         """The runs that are done."""
-        named = getattr(self.metric, "__qualname__", None)
-        return FinishedRuns(self.results, digest_of(self.tagged.model, self.feeds, (named, self.runs)))
+        if self.results is None:
+            return KeptRuns()
+        settings = getattr(self.metric, "__qualname__", None), self.runs
+        return KeptRuns(open_study(self.results, digest_of(self.tagged.model, self.feeds, settings), ["minimize"]))
 
     @cached_property
     def expected(self) -> list[dict[str, Array]]:
@@ -120,9 +126,9 @@ class Measurer:
     @property
     def remarks(self) -> list[str]:
         """What errors do not tell: outputs of the original of which elements are NaN."""
-        found = ((number, name) for number, run in enumerate(self.expected) for name in nan_in(run))
-        return [f"data, run {k}: output {name!r} of the model has NaN, which counts as no error" for k, name in found][
-            :1
+        found = [(number, name) for number, run in enumerate(self.expected) for name in nan_in(run)]
+        return [
+            f"data, run {k}: output {name!r} of the model has NaN, which counts as no error" for k, name in found[:1]
         ]
 
     @cached_property
@@ -136,30 +142,17 @@ class Measurer:
         return sum(int(np.count_nonzero(weight.tensor.numpy())) for weight in weights_of(self.tagged))
 
     def measure(self, plan: Plan, pruning: Pruning = _NOTHING, *, made: TaggedModel | None = None) -> Measurement:
-        """Prune and quantize a model by plans, and run it.
-
-        Args:
-            plan: Selector → precision.
-            pruning: Selector → what is removed before.
-            made: The model that `quantized` made by the plan, where it is there already, and nothing is removed.
-
-        Raises:
-            HtpExportError: If it cannot be pruned or quantized, or cannot run.
-        """
+        """Prune and quantize a model by plans, and run it; ``made``: what `quantized` made of it already."""
         return self._kept(key_of(plan, pruning), lambda: self._measured_plan(plan, pruning, made))
-
-    def known(self, plan: Plan, pruning: Pruning = _NOTHING) -> bool:
-        """Whether plans have been measured."""
-        return self.finished.get(key_of(plan, pruning)) is not None
 
     def quantized(self, plan: Plan, tagged: TaggedModel | None = None) -> TaggedModel:
         """The model, or what was made of it, quantized by a plan, in memory."""
         from htp_export.capabilities.quantize.quantizing import quantize
 
         data = self.feeds if self.calibration is None else self.calibration
-        if all(precision.max_drop is None for precision in plan.values()):
-            return quantize(tagged or self.tagged, dict(plan), data=data).tagged
-        return quantize(tagged or self.tagged, dict(plan), data=data, metric=self.metric, validation=self.feeds).tagged
+        drops = any(precision.max_drop is not None for precision in plan.values())
+        checked: dict[str, Any] = {"metric": self.metric, "validation": self.feeds} if drops else {}
+        return quantize(tagged or self.tagged, dict(plan), data=data, **checked).tagged
 
     def _measured_plan(self, plan: Plan, pruning: Pruning, made: TaggedModel | None) -> Measurement:
         from htp_export.capabilities.prune.pruning import prune
@@ -188,9 +181,8 @@ class Measurer:
         errors = OutputErrors()
         for expected, actual in zip(self.expected, outputs, strict=True):
             errors.add(expected, actual)
-        found = errors.result()
         size = sum(slot.tensor.nbytes for slot in slots(tagged.model))
-        return Measurement(found.error, found.sqnr_db, found.cosine, found.kl, size, latency, number, nonzeros)
+        return Measurement(**vars(errors.result()), bytes=size, latency_ms=latency, metric=number, nonzeros=nonzeros)
 
     def _run(self, tagged: TaggedModel, runs: int) -> tuple[list[dict[str, Array]], float | None]:
         """The outputs for each of the inputs, and the median time of further runs on the first ones."""

@@ -11,13 +11,13 @@ import numpy as np
 from htp_export.results.result import PlainData
 from htp_export.runtime.arrays import Array
 
-__all__ = ["OutputError", "OutputErrors"]
+__all__ = ["Deviation", "OutputErrors"]
 
 _PROBABILITY_SLACK = 1e-3
 
 
 @dataclass(frozen=True)
-class OutputError(PlainData):
+class Deviation(PlainData):
     """The error of the outputs of a model, over all samples.
 
     Attributes:
@@ -54,15 +54,15 @@ class OutputErrors:
         for name, array in (floats or expected).items():
             self._sums.setdefault(name, _OutputSums()).add(array, actual[name])
 
-    def result(self) -> OutputError:
+    def result(self) -> Deviation:
         """The error over all samples."""
         sums = list(self._sums.values())
         if not sums:
-            return OutputError(0.0, math.inf, 1.0)
+            return Deviation(0.0, math.inf, 1.0)
         error = math.fsum(each.relative for each in sums) / len(sums)
         divergences = [each.divergence / each.rows for each in sums if each.rows]
         decibels = math.inf if error == 0 else -10 * math.log10(error) if math.isfinite(error) else -math.inf
-        return OutputError(error, decibels, min(each.cosine for each in sums), max(divergences, default=None))
+        return Deviation(error, decibels, min(each.cosine for each in sums), max(divergences, default=None))
 
 
 class _OutputSums:

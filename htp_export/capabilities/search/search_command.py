@@ -50,7 +50,8 @@ def search_command(
     storage: Annotated[str | None, "sqlite:///study.db, postgresql://..., grpc://host:port, or a journal file."] = None,
     study: Annotated[str, "Name of the study in the storage."] = "htp_export",
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds without a sign of life after which a process is taken to be dead.")
+        float,
+        typer.Option(min=0, help="Seconds without a sign of another process before its trial is taken up."),
     ] = 60.0,
     runs: Annotated[
         int, typer.Option(min=1, max=MOST_RUNS, help="Timed runs of each plan, for the objective latency.")
@@ -66,7 +67,6 @@ def search_command(
     """
     from htp_export.capabilities.search.drawing import render_search
     from htp_export.capabilities.search.found_plans import check_plans, plan_file, write_plans
-    from htp_export.capabilities.search.heartbeats import Heartbeat
     from htp_export.capabilities.search.searching import search
     from htp_export.plans.rules import read_plan
 
@@ -91,7 +91,7 @@ def search_command(
             metric=read_metric(metric),
             runs=runs,
             dims=parse_dims(dims or []),
-            heartbeat=Heartbeat(grace / 4, grace),
+            grace=grace,
         )
     if output is not None:
         write_plans(result, output, data or ())

@@ -151,11 +151,7 @@ def _value_column(name: str) -> Column[Trial]:
 def search_from(data: object) -> Search | None:
     """A search from plain data, as ``Search.to_dict`` and ``front.json`` have it; None if it is another result.
 
-    Args:
-        data: The data; anybody may have written it. The tags of the model are not read.
-
-    Raises:
-        InputError: If it looks like a search, and is none.
+    Anybody may have written it: what looks like a search and is none is an InputError. Tags of the model are not read.
 
     Examples:
         >>> trial = Trial(0, {"fc": "int8"}, {"error": 0.01, "size": 100.0}, "front", {})

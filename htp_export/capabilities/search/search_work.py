@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from htp_export.capabilities.search.choices import kept_precision
 from htp_export.capabilities.search.fronts import (
     AdditiveFront,
     Choice,
@@ -19,7 +18,7 @@ from htp_export.capabilities.search.fronts import (
 )
 from htp_export.capabilities.search.measuring import Measurement, Measurer
 from htp_export.capabilities.search.search_results import Trial
-from htp_export.capabilities.search.spaces import Decision, SearchSpace, Treatment
+from htp_export.capabilities.search.spaces import Decision, SearchSpace, Treatment, kept_precision
 from htp_export.capabilities.search.studies import SharedStudy
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -32,14 +31,7 @@ _COSTS = ("size", "latency", "nonzeros")
 
 
 class SearchWork:
-    """The work of one process.
-
-    Args:
-        measurer: Measures plans.
-        study: The study that all processes share.
-        objectives: What is measured of a plan.
-        space: What modules may become.
-    """
+    """The work of one process of a search for some objectives in a space."""
 
     def __init__(self, measurer: Measurer, study: SharedStudy, objectives: tuple[str, ...], space: SearchSpace) -> None:
         self.space = space
@@ -63,6 +55,11 @@ class SearchWork:
         others = dict.fromkeys(self.space.variables, kept_precision().name)
         return self._numbers(self._measure(self.space.treatment({**others, path: name})))
 
+    def _choice(self, path: str, name: str, cost: str) -> Choice:
+        """What a choice of a module adds to the cost and the error if it is made alone."""
+        found = self._alone(path, name)
+        return Choice(name, _values(found)[cost] - _values(self._measurer.original)[cost], found.error)
+
     def _measure(self, treatment: Treatment) -> Measurement:
         """The measurement of plans; of one that changes nothing, that of the original."""
         if treatment.changes_nothing:
@@ -80,7 +77,6 @@ class SearchWork:
 
     def _additive(self, paths: Sequence[str], cost: str) -> AdditiveFront:
         """The front of some modules; a module with others inside is dropped, or adds what these do."""
-        start = _values(self._measurer.original)[cost]
         choices: dict[str, list[Choice]] = {}
         decisions: dict[str, dict[str, Decision]] = {}
         exact = True
@@ -92,13 +88,13 @@ class SearchWork:
             exact = exact and inner.exact
             choices[path], decisions[path] = [], {}
             for name in self.space.variables[path]:
-                found = self._alone(path, name)
-                points = inner.points[:1] if self.space.choices[name].is_dropped else inner.points
+                alone = self._choice(path, name, cost)
+                points = inner.points
+                if self.space.choices[name].is_dropped:  # of what is inside, nothing is left
+                    points = ((0.0, 0.0, points[0][2]),)
                 for number, (size, error, within) in enumerate(points):
                     key = f"{number} {name}"
-                    if self.space.choices[name].is_dropped:
-                        size = error = 0.0  # of what is inside, nothing is left
-                    choices[path].append(Choice(key, _values(found)[cost] - start + size, found.error + error))
+                    choices[path].append(Choice(key, alone.size + size, alone.error + error))
                     decisions[path][key] = {path: name, **within}
         front = additive_front(choices)
         points = tuple(
@@ -123,12 +119,8 @@ class SearchWork:
         if self.space.frames:
             return []
         cost = next((name for name in self._objectives if name in _COSTS), "size")
-        start = _values(self._measurer.original)[cost]
-        alone: dict[str, list[Choice]] = {path: [] for path in self.space.variables}
-        for path, names in self.space.variables.items():
-            for name in names:
-                found = self._alone(path, name)
-                alone[path].append(Choice(name, _values(found)[cost] - start, found.error))
+        variables = self.space.variables.items()
+        alone = {path: [self._choice(path, name, cost) for name in names] for path, names in variables}
         measured = []
         for trial in self._study.complete():
             found = Measurement.from_dict(trial.user_attrs["measured"])
@@ -156,11 +148,7 @@ class SearchWork:
         return [_values(found)[name] for name in self._objectives], {"measured": found.to_dict()}
 
     def _numbers(self, found: Measurement) -> Measurement:
-        """What was measured, if it has a number for each objective.
-
-        Raises:
-            InputError: If there is none.
-        """
+        """What was measured, if it has a number for each objective; an InputError otherwise."""
         values = _values(found)
         for name in self._objectives:
             if not math.isfinite(values[name]):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.search.finished_runs import digest_of
-from htp_export.capabilities.search.heartbeats import Heartbeat
-from htp_export.capabilities.search.measuring import Measurer
+from htp_export.capabilities.search.measuring import Measurer, digest_of
 from htp_export.capabilities.search.search_results import LARGER_IS_BETTER, OBJECTIVES, Search
 from htp_export.capabilities.search.search_work import SearchWork
 from htp_export.capabilities.search.sensitivities import RANDOM_NOTE
@@ -51,7 +49,7 @@ def search(
     first: int = 20,
     calibration: Data | None = None,
     dims: Mapping[str, int] | None = None,
-    heartbeat: Heartbeat = Heartbeat(),  # noqa: B008 - it is frozen
+    grace: float = 60.0,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> Search:
     """Search for the precision of each module, and for what is pruned: the plans with the best trade-offs.
@@ -91,7 +89,7 @@ def search(
         first: Plans of the computed front that are measured first.
         calibration: Inputs for calibration; None for ``data``.
         dims: For random inputs: name of an open dimension → size.
-        heartbeat: How often processes show that they are alive, and when one is taken to be dead.
+        grace: Seconds without a sign of another process after which what it has begun is taken up.
         providers: ONNX Runtime's execution providers, in order of preference.
 
     Returns:
@@ -134,14 +132,14 @@ def search(
         storage,
         study,
         ["maximize" if name in LARGER_IS_BETTER else "minimize" for name in wanted],
-        heartbeat=heartbeat,
+        grace=grace,
         facts={
             "model and data": digest_of(tagged.model, measurer.feeds, (timed,)),
             "objectives": list(wanted),
             "choices": choices.written,
         },
     )
-    measurer.finished = shared
+    measurer.finished = shared.runs
     work = SearchWork(measurer, shared, wanted, choices)
     work.measure_alone()
     fronts = work.fronts()

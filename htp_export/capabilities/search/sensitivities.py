@@ -6,11 +6,11 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from htp_export.capabilities.search.decisions import deciding_modules
 from htp_export.capabilities.search.estimates import estimated_errors
-from htp_export.capabilities.search.measuring import Measurement, Measurer, Plan
+from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.sensitivity_results import BlockSensitivity, ModuleSensitivity, Sensitivity
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from htp_export.capabilities.quantize.calibration_data import Data
     from htp_export.capabilities.quantize.precisions import Precision
 
-__all__ = ["RANDOM_NOTE", "alone", "measured_modules", "sensitivity"]
+__all__ = ["RANDOM_NOTE", "sensitivity"]
+
+_Rows: TypeAlias = Mapping[tuple[str, str], ModuleSensitivity]
+"""Module path and precision → what is known."""
 
 RANDOM_NOTE = "the inputs are random: errors on real data may be others, and an accuracy means nothing"
 
@@ -71,7 +74,7 @@ def sensitivity(
             square of what it is multiplied with).
         by_module: Compare all modules with the original, too, in every model with one quantized module.
         runs: Runs that are timed for each model; 0 for no times.
-        results: A file in which finished runs are kept, a line of JSON for each.
+        results: A file in which finished runs are kept, a journal of Optuna.
         calibration: Inputs for calibration; None for ``data``.
         dims: For random inputs: name of an open dimension → size.
         seed: Seed of random inputs.
@@ -110,7 +113,7 @@ def sensitivity(
     settings.check()
     measurer = Measurer(tagged, samples, metric, runs, settings, results, calibration)
     estimates = estimated_errors(tagged, paths, chosen.values(), samples)
-    rows = {
+    rows: _Rows = {
         (path, name): ModuleSensitivity(
             path, tagged.hierarchy[path].class_name, name, estimate=estimates[path, precision.name]
         )
@@ -118,7 +121,7 @@ def sensitivity(
         for name, precision in chosen.items()
     }
     if not estimate:
-        rows = measured_modules(measurer, rows, chosen, all_but=all_but, by_module=by_module)
+        rows = _measured(measurer, rows, chosen, all_but=all_but, by_module=by_module)
     by_path: defaultdict[str, dict[str, ModuleSensitivity]] = defaultdict(dict)
     for (path, name), row in rows.items():
         by_path[path][name] = row
@@ -140,52 +143,30 @@ def _precisions(given: Sequence[Any] | str) -> dict[str, Precision]:
     return chosen
 
 
-def alone(path: str, precision: Precision) -> Plan:
-    """The plan in which one module has a precision."""
-    return {path or ".": precision}
-
-
-def _all_but(path: str, precision: Precision, others: Sequence[str]) -> Plan:
-    """The plan in which all modules but one have a precision."""
+def _measured(
+    measurer: Measurer, rows: _Rows, precisions: Mapping[str, Precision], *, all_but: bool, by_module: bool
+) -> _Rows:
+    """Rows with what was measured; one of which something cannot be measured has the reason."""
     from htp_export.capabilities.quantize.precisions import PRECISIONS
 
-    rules = {other or ".": precision for other in others if other != path}
-    return {**rules, path or ".": PRECISIONS["fp32"]}
-
-
-def measured_modules(
-    measurer: Measurer,
-    rows: Mapping[tuple[str, str], ModuleSensitivity],
-    precisions: Mapping[str, Precision],
-    *,
-    all_but: bool,
-    by_module: bool,
-) -> dict[tuple[str, str], ModuleSensitivity]:
-    """Rows with what was measured; one of which something cannot be measured has the reason."""
-    original = measurer.original
     found = dict(rows)
-    passes = 1 + all_but
-    for number, key in enumerate(counted(list(rows) * passes, "runs")):
+    for number, key in enumerate(counted(list(rows) * (1 + all_but), "runs")):
         path, name = key
-        precision = precisions[name]
-        if found[key].problem:
-            continue
         if number < len(rows):
-            found[key] = _with_alone(measurer, found[key], precision, original, by_module)
+            found[key] = _with_alone(measurer, found[key], precisions[name], by_module)
             continue
         others = [other for other, each in rows if each == name and found[other, each].alone is not None]
-        if len(others) > 1:
+        if len(others) > 1 and path in others:
+            plan = {other or ".": precisions[name] for other in others} | {path or ".": PRECISIONS["fp32"]}
             try:
-                found[key] = replace(found[key], all_but=measurer.measure(_all_but(path, precision, others)))
+                found[key] = replace(found[key], all_but=measurer.measure(plan))
             except InputError as error:
                 found[key] = replace(found[key], problem=f"all modules but this one: {error}")
     return found
 
 
-def _with_alone(
-    measurer: Measurer, row: ModuleSensitivity, precision: Precision, original: Measurement, by_module: bool
-) -> ModuleSensitivity:
-    plan = alone(row.path, precision)
+def _with_alone(measurer: Measurer, row: ModuleSensitivity, precision: Precision, by_module: bool) -> ModuleSensitivity:
+    plan, original = {row.path or ".": precision}, measurer.original
     try:
         made = measurer.quantized(plan) if by_module else None
         measured = measurer.measure(plan, made=made)
@@ -205,11 +186,11 @@ def _cosines(measurer: Measurer, made: TaggedModel) -> dict[str, float]:
     return {path: result.cosine for path, result in compared.modules.items() if result.cosine is not None}
 
 
-def _problems(rows: Mapping[tuple[str, str], ModuleSensitivity]) -> list[str]:
+def _problems(rows: _Rows) -> list[str]:
     return [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
 
 
-def _blocks(tagged: TaggedModel, rows: Mapping[tuple[str, str], ModuleSensitivity]) -> tuple[BlockSensitivity, ...]:
+def _blocks(tagged: TaggedModel, rows: _Rows) -> tuple[BlockSensitivity, ...]:
     """The rows of modules at the same place of repeated blocks, put together."""
     from htp_export.capabilities.fingerprint.blocks import repeated_blocks
 

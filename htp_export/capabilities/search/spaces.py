@@ -1,12 +1,11 @@
-"""The space of a search: the modules that are decided one by one, what each may become, and the plans of a decision."""
+"""The space of a search: modules that are decided one by one, what each may become, and the plans of a decision."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from htp_export.capabilities.search.choices import ModuleChoice, choices_of, written_precision
 from htp_export.capabilities.search.decisions import check_apart, deciding_modules
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -16,24 +15,134 @@ if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
     from htp_export.capabilities.quantize.precisions import Precision
 
-__all__ = ["Decision", "SearchSpace", "Space", "Treatment", "read_space"]
+__all__ = ["Decision", "ModuleChoice", "SearchSpace", "Space", "Treatment", "choice_of", "kept_precision", "read_space"]
 
 Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
 """Selector → what modules may become; or what every module may become."""
-
 
 Decision: TypeAlias = Mapping[str, str]
 """Module path → name of what it becomes."""
 
 
 @dataclass(frozen=True)
-class Treatment:
-    """What is done to a model: a plan for ``prune``, and afterwards one for ``quantize``.
+class ModuleChoice:
+    """What a module may become: what ``prune`` removes of its weights, and what it is quantized to afterwards."""
 
-    Attributes:
-        prune: Selector → what is removed.
-        quantize: Selector → precision; modules that stay as they are, too.
+    sparsity: Sparsity | None = None
+    precision: Precision = field(default_factory=lambda: kept_precision())
+
+    @property
+    def name(self) -> str:
+        """What is removed and the precision, as in ``2:4+int8``; one of them alone if there is no other."""
+        if self.sparsity is None:
+            return self.precision.name
+        return str(self.sparsity) + (f"+{self.precision.name}" if self.is_quantized else "")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the precision changes anything."""
+        return not self.precision.is_kept
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the module is removed."""
+        return self.sparsity is not None and self.sparsity.kind == "blocks"
+
+    @property
+    def written(self) -> Any:
+        """The choice as spaces write it: its name, or a mapping."""
+        precision = _written(self.precision)
+        if self.sparsity is None:
+            return precision
+        return self.name if isinstance(precision, str) else {"prune": str(self.sparsity), **precision}
+
+
+def choice_of(value: Any) -> ModuleChoice:
+    """Read a value of a space: a precision, a value of a plan for ``prune``, or both, as text with ``+`` or a mapping.
+
+    Examples:
+        >>> [choice_of(value).name for value in ("int8", 0.5, "2:4+int8", {"prune": "rank:25%", "precision": "int4"})]
+        ['int8', '0.5', '2:4+int8', 'rank:25%+int4']
     """
+    from htp_export.capabilities.prune.sparsities import sparsity_of
+    from htp_export.capabilities.quantize.precisions import Precision, precision_of
+
+    if isinstance(value, ModuleChoice):
+        return value
+    if isinstance(value, Mapping):
+        fields = dict(value)
+        removed = fields.pop("prune", None)
+        sparsity = None if removed is None else sparsity_of(removed)
+        choice = ModuleChoice(sparsity, precision_of(fields) if fields or removed is None else kept_precision())
+    elif isinstance(value, str):
+        choice = _joined(value)
+    elif isinstance(value, Precision):
+        choice = ModuleChoice(None, value)
+    else:
+        choice = ModuleChoice(sparsity_of(value))
+    if choice.is_dropped and choice.is_quantized:
+        raise InputError(f"choice {choice.name!r}: nothing is left to quantize of a module that is dropped")
+    return choice
+
+
+def _joined(text: str) -> ModuleChoice:
+    """A precision, a value for prune, or both."""
+    from htp_export.capabilities.prune.sparsities import sparsity_of
+    from htp_export.capabilities.quantize.precisions import PRECISIONS
+
+    precisions, sparsities = [], []
+    for part in map(str.strip, text.split("+")):
+        if part in PRECISIONS:
+            precisions.append(PRECISIONS[part])
+        elif part == "drop" or ":" in part or part.replace(".", "", 1).isdecimal():
+            sparsities.append(sparsity_of(part))
+        else:
+            raise InputError(
+                f"there is no precision {part!r}; there are {', '.join(PRECISIONS)}, and values of prune such as 0.5, "
+                "2:4, channels:0.25, rank:25% and drop"
+            )
+    if len(precisions) > 1 or len(sparsities) > 1:
+        raise InputError(f"choice {text!r}: write one value of prune and one precision, such as '2:4+int8'")
+    return ModuleChoice(sparsities[0] if sparsities else None, precisions[0] if precisions else kept_precision())
+
+
+def kept_precision() -> Precision:
+    """The precision of a module that is not quantized."""
+    from htp_export.capabilities.quantize.precisions import PRECISIONS
+
+    return PRECISIONS["fp32"]
+
+
+def _choices_of(values: Any, known: dict[str, ModuleChoice]) -> list[str]:
+    """The names of several choices, which are added to those that are known."""
+    from htp_export.capabilities.quantize.precisions import PRECISIONS, Precision
+
+    listed: Iterable[Any] = [values] if isinstance(values, str | int | float | Precision | Mapping) else values
+    found = [choice_of(value) for value in listed]
+    for choice in found:
+        if known.setdefault(choice.name, choice) != choice:
+            raise InputError(f"two precisions are named {choice.name!r}; give one of them another name")
+    if not found:
+        raise InputError(f"give precisions to choose from, of {', '.join(PRECISIONS)}, or values of prune")
+    return list(dict.fromkeys(choice.name for choice in found))
+
+
+def _written(precision: Precision) -> Any:
+    """A precision as plans write it: its name, or a mapping with what differs."""
+    from htp_export.capabilities.quantize.precisions import PRECISIONS
+
+    known = PRECISIONS.get(precision.name)
+    if known == precision:
+        return precision.name
+    fields = {key: value for key, value in vars(precision).items() if key not in ("bits", "options")}
+    base = known or next(each for each in PRECISIONS.values() if each.method == precision.method)
+    changed = {key: value for key, value in fields.items() if getattr(base, key) != value}
+    return {"precision": base.name, **changed, **precision.options}
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What is done to a model: selector → what ``prune`` removes, then selector → precision, also where they stay."""
 
     prune: Mapping[str, Sparsity]
     quantize: Mapping[str, Precision]
@@ -47,7 +156,7 @@ class Treatment:
     def written(self) -> tuple[dict[str, str], dict[str, Any]]:
         """Both plans as files have them."""
         removed = {selector: str(value) for selector, value in self.prune.items()}
-        return removed, {selector: written_precision(value) for selector, value in self.quantize.items()}
+        return removed, {selector: _written(value) for selector, value in self.quantize.items()}
 
 
 @dataclass(frozen=True)
@@ -107,19 +216,11 @@ class SearchSpace:
 def read_space(tagged: TaggedModel, space: Space, select: str | Sequence[str] | None, depth: int | None) -> SearchSpace:
     """The modules of a space and what they may become, as far as the graph allows it.
 
-    Args:
-        tagged: The model, without functions.
-        space: The space.
-        select: For choices alone: the modules.
-        depth: For choices alone: the level of the modules.
-
-    Raises:
-        InputError: If a choice cannot be read, no module can have it, or modules with precisions lie in each other.
-        SelectorError: If a selector cannot be read or matches no module.
+    ``select`` or ``depth`` say which modules, for choices alone.
     """
     choices: dict[str, ModuleChoice] = {}
     if not isinstance(space, Mapping):
-        names = choices_of(space, choices)
+        names = _choices_of(space, choices)
         deciding = dict.fromkeys(tags.innermost(deciding_modules(tagged, select, depth)), "")
         found = dict.fromkeys(deciding, names)
     else:
@@ -127,27 +228,18 @@ def read_space(tagged: TaggedModel, space: Space, select: str | Sequence[str] | 
             raise InputError("a space by selector says which modules; give no select or depth")
         if not space:
             raise InputError("the space is empty; give selectors and precisions")
-        given = {selector: choices_of(values, choices) for selector, values in space.items()}
+        given = {selector: _choices_of(values, choices) for selector, values in space.items()}
         last = {path: selector for selector in given for path in tags.innermost(deciding_modules(tagged, selector))}
         deciding = {path: last[path] for path in tagged if path in last}
         found = {path: given[selector] for path, selector in deciding.items()}
-    frames = [path for path, names in found.items() if all(_drops_or_stays(choices[name]) for name in names)]
+    stays = {name for name, choice in choices.items() if choice.is_dropped or choice == ModuleChoice()}
+    frames = [path for path, names in found.items() if stays.issuperset(names)]
     check_apart([path for path in found if path not in frames])
     return _possible(tagged, SearchSpace({path: tuple(names) for path, names in found.items()}, choices), deciding)
 
 
-def _drops_or_stays(choice: ModuleChoice) -> bool:
-    return choice.is_dropped or choice.changes_nothing
-
-
 def _possible(tagged: TaggedModel, space: SearchSpace, deciding: Mapping[str, str]) -> SearchSpace:
-    """The space without what the graph does not allow to prune.
-
-    Args:
-        tagged: The model.
-        space: The space.
-        deciding: Module path → the selector that gave it its choices.
-    """
+    """The space without what the graph does not allow to prune; ``deciding``: module path → selector of its choices."""
     from htp_export.capabilities.prune.checking import PlanChecks
 
     checks = PlanChecks(tagged)

@@ -1,30 +1,33 @@
-"""Optuna studies that several processes and machines work on, and that survive processes that die.
+"""Optuna studies, which several processes and machines work on, and which survive processes that die.
 
 A study has a fixed number of trials. Every process that opens its storage takes the next one until all are finished:
-there is no main process. If a process dies (see ``heartbeats``), its trial is marked as failed, and its parameters are
-enqueued again.
+there is no main process. What a process that died has begun is measured again: in databases, Optuna's heartbeats find
+it; Optuna has none for other storages, where it is what is left when nothing has changed for a while.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from htp_export.capabilities.search.heartbeats import BEAT, Heartbeat, Watch, beating
-from htp_export.capabilities.search.storages import need_optuna, open_study, quiet_optuna
-from htp_export.errors import HtpExportError, InputError, first_line
+from htp_export.errors import FileError, HtpExportError, InputError, first_line
 
 if TYPE_CHECKING:
     import optuna
 
-__all__ = ["SAMPLERS", "SharedStudy"]
+__all__ = ["SAMPLERS", "KeptRuns", "SharedStudy", "open_study"]
 
 SAMPLERS = ("tpe", "nsga2", "random", "grid")
 _RUN = "run "
-_RETRIED = "taken up again"
+_TAKEN_UP = "taken up again"
+"""Attribute of a trial: the numbers of those that it stands for."""
 _PROBLEM = "problem"
 _MOST_RETRIES = 3
 """How often a trial is taken up again: one that kills every process that runs it must end."""
@@ -34,14 +37,125 @@ Measure: TypeAlias = Callable[[Mapping[str, str]], Measured]
 """Parameters → the values of the objectives, and facts to keep with the trial."""
 
 
+def _need_optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise InputError('this needs Optuna; install it with: pip install "htp-export[compress]"') from error
+    return optuna
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Optuna's log of every trial, also of failed ones, and without warnings that a part of it may change."""
+    optuna = _need_optuna()
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(max(before, optuna.logging.ERROR))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def open_study(storage: Any, name: str, directions: Sequence[str], grace: float = 60.0) -> optuna.Study:
+    """A study in a storage; a new one if it has none of this name.
+
+    Args:
+        storage: A database URL (``sqlite:///study.db``, ``postgresql://...``), ``grpc://host:port`` of a proxy
+            (``optuna.storages.run_grpc_proxy_server``), the path of a journal file, an Optuna storage, or None for one
+            in memory.
+        name: The name of the study.
+        directions: ``minimize`` or ``maximize`` for each objective.
+        grace: Seconds without a heartbeat after which a database takes a process to be dead.
+
+    Raises:
+        InputError: If Optuna is not installed, or the storage cannot be opened or reached.
+        FileError: If the file is no journal.
+    """
+    library = _need_optuna()
+    is_file = isinstance(storage, str | os.PathLike) and "://" not in os.fspath(storage)
+    if is_file:
+        _check_journal(Path(storage))
+    with _quiet():
+        try:
+            if isinstance(storage, str | os.PathLike):
+                opened = _opened(library, os.fspath(storage), grace)
+            else:
+                opened = library.storages.InMemoryStorage() if storage is None else storage
+            study: optuna.Study = library.create_study(
+                storage=opened, study_name=name, directions=list(directions), load_if_exists=True
+            )
+        except Exception as error:  # of SQLAlchemy, its drivers and gRPC, whose errors have the text apart
+            details = getattr(error, "details", None)
+            said = str(details()) if callable(details) else first_line(error)
+            if is_file:
+                raise FileError(storage, f"is no journal of Optuna: {said}") from error
+            named = storage if isinstance(storage, str) else type(storage).__name__
+            raise InputError(f"storage {named!r} cannot be opened: {said}") from error
+    return study
+
+
+def _check_journal(file: Path) -> None:
+    """Refuse a file that Optuna did not write: it reads any text, and appends to it."""
+    if not file.absolute().parent.is_dir():
+        raise FileError(file, f"its folder does not exist: {file.absolute().parent}")
+    with contextlib.suppress(OSError), file.open("rb") as stream:  # Optuna says why it cannot be read
+        first = stream.readline()
+        if first and b'"op_code"' not in first:
+            raise FileError(file, "is no journal of Optuna; name another file")
+
+
+def _opened(optuna: Any, named: str, grace: float) -> Any:
+    if "://" not in named:
+        return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(named))
+    if named.startswith("grpc://"):
+        host, _, port = named.removeprefix("grpc://").partition(":")
+        return optuna.storages.GrpcStorageProxy(host=host, port=int(port or 13000))
+    renamed = hasattr(optuna.storages, "RetryHeartbeatStaleTrialCallback")  # in Optuna 4.9
+    retry = getattr(optuna.storages, "RetryHeartbeatStaleTrialCallback" if renamed else "RetryFailedTrialCallback")
+    callback = {"heartbeat_stale_trial_callback" if renamed else "failed_trial_callback": retry(_MOST_RETRIES)}
+    interval = max(1, math.ceil(grace / 4))
+    return optuna.storages.RDBStorage(
+        named, heartbeat_interval=interval, grace_period=max(interval, math.ceil(grace)), **callback
+    )
+
+
+class KeptRuns:
+    """Results of finished runs by key, kept with a study; in memory where there is none."""
+
+    def __init__(self, study: optuna.Study | None = None) -> None:
+        self._study = study
+        self._runs: dict[str, dict[str, Any]] = {}
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The result of a run that any process has finished; None if it is still to be made."""
+        if _short(key) not in self._runs and self._study is not None:
+            self._runs = {name: value for name, value in self._study.user_attrs.items() if name.startswith(_RUN)}
+        return self._runs.get(_short(key))
+
+    def add(self, key: str, result: dict[str, Any]) -> None:
+        """Keep the result of a run, for all processes."""
+        self._runs[_short(key)] = result
+        if self._study is not None:
+            self._study.set_user_attr(_short(key), result)
+
+
+def _short(key: str) -> str:
+    """A key that every storage takes: databases limit its length."""
+    return f"{_RUN}{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+
 class SharedStudy:
     """A study with a number of trials that all processes together work off.
 
     Args:
-        storage: As for `open_storage`.
+        storage: As for `open_study`.
         name: Its name in the storage.
         directions: ``minimize`` or ``maximize`` for each objective.
-        heartbeat: How processes show that they are alive.
+        grace: Seconds after which what a process has begun is taken up by another one: without a heartbeat, in a
+            database; elsewhere, without any change of the study while nothing else is left to do.
         facts: What the trials measure. A study with other facts is refused.
 
     Raises:
@@ -49,19 +163,12 @@ class SharedStudy:
     """
 
     def __init__(
-        self,
-        storage: Any,
-        name: str,
-        directions: Sequence[str],
-        *,
-        heartbeat: Heartbeat,
-        facts: Mapping[str, Any],
+        self, storage: Any, name: str, directions: Sequence[str], *, grace: float, facts: Mapping[str, Any]
     ) -> None:
         self._space: dict[str, list[str]] = {}
-        self._runs: dict[str, dict[str, Any]] = {}
-        self._heartbeat = heartbeat
-        self._watch = Watch(heartbeat.grace)
-        self.study: Any = open_study(storage, name, directions)
+        self._grace = grace
+        self.study: Any = open_study(storage, name, directions, grace)
+        self.runs = KeptRuns(self.study)
         self._check_facts({**facts, "directions": list(directions)})
 
     def _check_facts(self, facts: Mapping[str, Any]) -> None:
@@ -74,158 +181,98 @@ class SharedStudy:
                     f"study {self.study.study_name!r} is of another search: its {key} differs; give another name"
                 )
 
-    def get(self, key: str) -> dict[str, Any] | None:
-        """The result of a run that any process has finished; see ``FinishedRuns``."""
-        short = _short(key)
-        if short not in self._runs:
-            self._runs = {name: value for name, value in self.study.user_attrs.items() if name.startswith(_RUN)}
-        return self._runs.get(short)
-
-    def add(self, key: str, result: dict[str, Any]) -> None:
-        """Keep the result of a run, for all processes."""
-        self._runs[_short(key)] = result
-        self.study.set_user_attr(_short(key), result)
-
     def choose_from(self, space: Mapping[str, Sequence[str]], sampler: str, seed: int) -> None:
-        """Set what trials choose from, and how.
+        """Set what trials choose from, parameter → its choices, and the sampler, one of `SAMPLERS`.
 
-        Args:
-            space: Parameter → its choices.
-            sampler: One of `SAMPLERS`.
-            seed: Its seed. A process that joins has another one, so that it does not repeat the trials of the others.
+        A process that joins has another seed, so that it does not repeat the trials of the others.
 
         Raises:
-            InputError: If there is no such sampler, or the study chooses from something else.
+            InputError: If the study chooses from something else.
         """
         self._space = {key: list(choices) for key, choices in space.items()}
         self._check_facts({"space": self._space})
-        joined = len(self.study.get_trials(deepcopy=False))
-        self.study.sampler = _sampler(need_optuna(), sampler, seed + joined, self._space)
+        seed += len(self.study.get_trials(deepcopy=False))
+        samplers = _need_optuna().samplers
+        made = {"tpe": samplers.TPESampler, "nsga2": samplers.NSGAIISampler, "random": samplers.RandomSampler}
+        self.study.sampler = (
+            samplers.GridSampler(self._space, seed=seed) if sampler == "grid" else made[sampler](seed=seed)
+        )
 
     def enqueue(self, plans: Sequence[Mapping[str, str]]) -> None:
         """Add trials to be run first; those that the study has, in whatever state, are left out."""
-        with quiet_optuna(need_optuna()):
+        with _quiet():
             for plan in plans:
                 self.study.enqueue_trial(dict(plan), skip_if_exists=True)
 
-    def work(
-        self,
-        measure: Measure,
-        trials: int,
-        report: Callable[[int], None] = lambda done: None,
-    ) -> None:
+    def work(self, measure: Measure, trials: int, report: Callable[[int], None]) -> None:
         """Run trials until the study has as many finished ones as asked for, also those of processes that died.
 
-        It ends earlier if there is nothing left to measure: if all combinations of choices are.
-
-        Args:
-            measure: Measures a plan.
-            trials: How many.
-            report: Called with the number of finished trials.
+        It ends earlier if all combinations of choices are measured. ``report`` is called with the number of finished
+        trials.
         """
-        optuna = need_optuna()
-        with quiet_optuna(optuna):
+        optuna = _need_optuna()
+        seen: list[Any] = []
+        since = 0.0
+        with _quiet():
             while True:
-                self._take_up_dead()
-                states = [trial.state for trial in self.study.get_trials(deepcopy=False)]
-                finished = sum(state in (_state("COMPLETE"), _state("FAIL")) for state in states) - self._retried()
-                running, waiting = states.count(_state("RUNNING")), states.count(_state("WAITING"))
+                optuna.storages.fail_stale_trials(self.study)
+                all_trials = self.study.get_trials(deepcopy=False)
+                again = {number for trial in all_trials for number in trial.user_attrs.get(_TAKEN_UP, ())}
+                running = [trial for trial in self._of("RUNNING") if trial.number not in again]
+                waiting, finished = self._of("WAITING"), len(self._of("COMPLETE")) + self.failed
                 report(finished)
-                if not waiting and (finished >= trials or self._exhausted()):
+                everything = math.prod(map(len, self._space.values()))
+                if not waiting and (finished >= trials or len(self.complete()) >= everything):
                     return
-                if waiting or finished + running < trials:
-                    self._run_one(measure)
-                elif running:
-                    time.sleep(min(self._heartbeat.interval, 1.0))
-                else:
-                    return
+                if waiting or finished + len(running) < trials:
+                    self.study.optimize(lambda trial: self._values(trial, measure), n_trials=1, catch=(HtpExportError,))
+                    continue
+                states = [trial.state for trial in all_trials]
+                if states != seen:
+                    seen, since = states, time.monotonic()
+                elif time.monotonic() - since > self._grace:
+                    self._take_up(running)
+                time.sleep(min(self._grace / 4, 1.0))
 
-    def _exhausted(self) -> bool:
-        """Whether every combination of choices is measured."""
-        return len(self.complete()) >= math.prod(map(len, self._space.values()))
+    def _take_up(self, running: Sequence[optuna.trial.FrozenTrial]) -> None:
+        """Enqueue again what other processes have begun: where one is only slow, one plan is measured twice."""
+        for trial in running:
+            history = [*trial.user_attrs.get(_TAKEN_UP, ()), trial.number]
+            if len(history) <= _MOST_RETRIES:
+                params = dict(trial.params) or dict(trial.system_attrs.get("fixed_params", {}))
+                self.study.enqueue_trial(params, user_attrs={_TAKEN_UP: history})
+            else:
+                self.study.tell(trial.number, state=_need_optuna().trial.TrialState.FAIL)
+
+    def _of(self, state: str) -> list[optuna.trial.FrozenTrial]:
+        kind = _need_optuna().trial.TrialState[state]
+        return list(self.study.get_trials(deepcopy=False, states=(kind,)))
 
     def complete(self) -> list[optuna.trial.FrozenTrial]:
         """The trials that were measured; of trials with equal parameters, the first."""
         found: dict[str, optuna.trial.FrozenTrial] = {}
-        for trial in self.study.get_trials(deepcopy=False, states=(_state("COMPLETE"),)):
+        for trial in self._of("COMPLETE"):
             found.setdefault(repr(sorted(trial.params.items())), trial)
         return list(found.values())
 
     @property
     def failed(self) -> int:
         """Trials that could not be measured; not those of dead processes, which were taken up again."""
-        return len(self.study.get_trials(deepcopy=False, states=(_state("FAIL"),))) - self._retried()
+        return sum(_PROBLEM in trial.user_attrs for trial in self._of("FAIL"))
 
     @property
     def problems(self) -> list[str]:
         """Why trials could not be measured, each reason once."""
-        failed = self.study.get_trials(deepcopy=False, states=(_state("FAIL"),))
-        return list(dict.fromkeys(trial.user_attrs[_PROBLEM] for trial in failed if _PROBLEM in trial.user_attrs))
+        reasons = (trial.user_attrs.get(_PROBLEM) for trial in self._of("FAIL"))
+        return list(dict.fromkeys(reason for reason in reasons if reason is not None))
 
-    def _retried(self) -> int:
-        """Trials that stand for one that failed since its process died."""
-        return sum(_RETRIED in trial.user_attrs for trial in self.study.get_trials(deepcopy=False))
-
-    def _run_one(self, measure: Measure) -> None:
-        def objective(trial: optuna.Trial) -> Sequence[float]:
-            with beating(trial, self._heartbeat.interval):
-                plan = {key: trial.suggest_categorical(key, choices) for key, choices in self._space.items()}
-                known = self._measured(plan)
-                values, facts = known if known is not None else self._values(trial, measure, plan)
-                for key, value in facts.items():
-                    trial.set_user_attr(key, value)
-            return values
-
-        self.study.optimize(objective, n_trials=1, catch=(HtpExportError,))
-
-    def _values(self, trial: optuna.Trial, measure: Measure, plan: Mapping[str, Any]) -> Measured:
+    def _values(self, trial: optuna.Trial, measure: Measure) -> Sequence[float]:
+        plan = {key: str(trial.suggest_categorical(key, choices)) for key, choices in self._space.items()}
         try:
-            return measure({key: str(value) for key, value in plan.items()})
+            values, facts = measure(plan)
         except HtpExportError as error:
             trial.set_user_attr(_PROBLEM, first_line(error))
             raise
-
-    def _measured(self, plan: Mapping[str, Any]) -> Measured | None:
-        """The values of a trial with the same parameters: samplers repeat themselves."""
-        for trial in self.study.get_trials(deepcopy=False, states=(_state("COMPLETE"),)):
-            if trial.params == plan:
-                facts = {key: value for key, value in trial.user_attrs.items() if key not in (BEAT, _RETRIED)}
-                return list(trial.values or ()), facts
-        return None
-
-    def _take_up_dead(self) -> None:
-        """Enqueue the trials of dead processes again."""
-        for trial in self._watch.dead(self.study.get_trials(deepcopy=False, states=(_state("RUNNING"),))):
-            self._take_up(trial)
-
-    def _take_up(self, trial: optuna.trial.FrozenTrial) -> None:
-        times = trial.user_attrs.get(_RETRIED, 0) + 1
-        try:
-            self.study.tell(trial.number, state=_state("FAIL"))
-        except (ValueError, RuntimeError):
-            return  # its process was only slow, or another one was first
-        if times <= _MOST_RETRIES:
-            params = dict(trial.params) or dict(trial.system_attrs.get("fixed_params", {}))
-            self.study.enqueue_trial(params, user_attrs={_RETRIED: times})
-
-
-def _short(key: str) -> str:
-    """A key that every storage takes: databases limit its length."""
-    return f"{_RUN}{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-
-
-def _state(name: str) -> Any:
-    return getattr(need_optuna().trial.TrialState, name)
-
-
-def _sampler(optuna: Any, name: str, seed: int, space: Mapping[str, Sequence[str]]) -> Any:
-    match name:
-        case "tpe":
-            return optuna.samplers.TPESampler(seed=seed)
-        case "nsga2":
-            return optuna.samplers.NSGAIISampler(seed=seed)
-        case "random":
-            return optuna.samplers.RandomSampler(seed=seed)
-        case "grid":
-            return optuna.samplers.GridSampler(dict(space), seed=seed)
-    raise InputError(f"there is no sampler {name!r}; there are {', '.join(SAMPLERS)}")
+        for key, value in facts.items():
+            trial.set_user_attr(key, value)
+        return values

@@ -187,14 +187,12 @@ def view(
 
 def _graph_of_inspected(inspected: Inspected, statistics: bool) -> ShownGraph:
     """The graph of a PyTorch model, with the way it was got, and with what failed."""
-    unread = statistics and inspected.way == "parts"
-    shown = shown_graph(inspected.tagged, statistics=statistics and not unread)
+    shown = shown_graph(inspected.tagged, statistics=statistics)
     inventory = shown.inventory
     modules = {
         path: replace(module, failure=inspected.failures.get(path, "")) for path, module in inventory.modules.items()
     }
-    notes = ["The weights were not read: of parts that are alike, one is exported."] if unread else []
-    inventory = replace(inventory, modules=modules, notes=(*inventory.notes, *notes, *inspected.notes))
+    inventory = replace(inventory, modules=modules, notes=(*inventory.notes, *inspected.notes))
     stops = (*inspected.stopped, *inspected.breaks)
     way = [f"The {inspected.summary}.", *(f"{stop}." for stop in stops)] if inspected.stopped else []
     return replace(shown, inventory=inventory, note="\n".join([*way, *([shown.note] if shown.note else [])]))

@@ -1,1 +1,0 @@
-"""Detectors of attention, convolution, recurrence, routing and time steps in a graph."""
