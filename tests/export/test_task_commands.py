@@ -11,6 +11,7 @@ import onnx
 import pytest
 
 from htp_export.command.main import main
+from htp_export.command.model_options import ModelOptions
 from tests.decoders import DECODERS, ENCODER_DECODERS, decoder
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
@@ -70,6 +71,14 @@ def test_a_folder_with_a_decoder_is_exported_with_its_cache(tmp_path: Path, caps
     assert main(["export", str(tmp_path / "gpt2"), "-o", str(file)]) == 0
     assert f"task {PAST}" in capsys.readouterr().out
     assert "past_key_values.0.key" in inputs_of(file)
+
+
+def test_a_command_asks_for_windows_that_count_tokens(caplog: Any) -> None:
+    settings = [f"{key}={value}" for key, value in DECODERS["mpt"].items()]
+    options = ModelOptions(source="mpt", random_weights=True, task=PAST, settings=settings)
+    assert options.calls_by_task(right_padding=True)["model"].example.right_padding
+    assert "counts the padding" in caplog.text
+    assert not options.calls_by_task()["model"].example.right_padding
 
 
 @pytest.mark.slow

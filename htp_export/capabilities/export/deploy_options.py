@@ -44,7 +44,7 @@ class DeployOptions:
             raise InputError("--genai, --export-json and --transformers-js are for a SOURCE, a model of transformers")
         if is_special(output):
             raise InputError(f"nothing can lie beside {output}; name a file")
-        from htp_export.capabilities.huggingface.genai_files import check_genai
+        from htp_export.capabilities.huggingface.genai import check_genai
         from htp_export.capabilities.huggingface.transformers_js import check_transformers_js
 
         beside = output.absolute() if output.is_dir() else output.absolute().parent
@@ -92,7 +92,7 @@ class DeployOptions:
         """
         written: list[Path] = []
         if self.genai:
-            from htp_export.capabilities.huggingface.genai_files import write_genai
+            from htp_export.capabilities.huggingface.genai import write_genai
 
             written += write_genai(file, call.model, companions=_companions(model))
         if self.export_json:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from htp_export.capabilities.huggingface.reaching import why_unreachable
-from htp_export.errors import FileError, ModelSourceError
+from htp_export.capabilities.huggingface.sources import Source
+from htp_export.errors import FileError, HtpExportError
 from htp_export.files.json_file import write_json
 
-__all__ = ["companion_files", "copy_companions", "is_companion", "source_folder", "write_configs"]
+__all__ = ["copy_companions", "is_companion", "named_if_unwritable", "source_folder", "write_configs"]
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Of tokenizers, their vocabularies and templates, and of configs; weights have others."""
@@ -26,68 +27,32 @@ def is_companion(name: str) -> bool:
     return name.endswith(_SUFFIXES) and not name.endswith(_NOT_OURS)
 
 
-def companion_files(folder: Path) -> list[Path]:
-    """The files directly in the folder of a model that a program needs besides its weights.
+def copy_companions(folder: Path, target: Path) -> list[Path]:
+    """Copy the files of a model's tokenizer, preprocessor and configs; files that are in the target already stay.
 
-    Args:
-        folder: The folder; it may come from anywhere.
+    The folder may come from anywhere; the target exists.
 
     Raises:
         FileError: If one of them is a link to a place outside of the folder, or of the cache of the hub around it.
+        OSError: If one cannot be read or written.
     """
     home = folder.resolve()
     if home.parent.name == "snapshots":  # the cache of the hub has links to ../../blobs
         home = home.parent.parent
-    found = sorted(_named_like_companions(folder))
+    found = sorted(file for file in folder.iterdir() if is_companion(file.name) and file.is_file())
     for file in found:
         if not file.resolve().is_relative_to(home):
             raise FileError(file, "is a link out of its folder; it will not be copied")
-    return found
-
-
-def _named_like_companions(folder: Path) -> Iterator[Path]:
-    for file in folder.iterdir():
-        if is_companion(file.name) and file.is_file():
-            yield file
-
-
-def copy_companions(folder: Path, target: Path) -> list[Path]:
-    """Copy the files of a model's tokenizer, preprocessor and configs; files that are in the target already stay.
-
-    Args:
-        folder: The folder of the model.
-        target: An existing folder.
-
-    Returns:
-        The copies.
-
-    Raises:
-        FileError: As ``companion_files``.
-        OSError: If one cannot be read or written.
-    """
-    copies = []
-    for file in companion_files(folder):
-        copy = target / file.name
-        if not copy.exists():
-            shutil.copyfile(file, copy)
-            copies.append(copy)
+    copies = [target / file.name for file in found if not (target / file.name).exists()]
+    for copy in copies:
+        shutil.copyfile(folder / copy.name, copy)
     return copies
 
 
 def write_configs(model: Any, target: Path) -> list[Path]:
-    """Write ``config.json`` and, for a model that generates, ``generation_config.json``.
+    """Write ``config.json`` and, for a model that generates, ``generation_config.json`` into an existing folder.
 
     They describe the model as it is, with every setting that was changed since it was loaded.
-
-    Args:
-        model: A model of transformers.
-        target: An existing folder.
-
-    Returns:
-        The files.
-
-    Raises:
-        OSError: If they cannot be written.
     """
     config = {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]}
     written = [write_json(target / "config.json", config)]
@@ -98,33 +63,24 @@ def write_configs(model: Any, target: Path) -> list[Path]:
 
 
 def source_folder(source: str, revision: str | None = None) -> Path | None:
-    """The folder with the files of a model: the local one, or the one in the cache of the hub.
-
-    Args:
-        source: What ``load_model`` takes: a local folder, a hub id or a model type; a model type has no folder.
-        revision: Branch, tag or commit on the hub.
+    """The folder with the companions of a model: the local one, or in the cache of the hub; None for a model type.
 
     Raises:
         ModelSourceError: If the hub does not give the files.
     """
-    if Path(source).is_dir():
-        return Path(source)
-    if "/" not in source:
-        from transformers import CONFIG_MAPPING
+    return Source(source, revision=revision).folder(_SUFFIXES, _NOT_OURS)
 
-        if source in CONFIG_MAPPING:
-            return None
-    from huggingface_hub import snapshot_download
 
-    patterns = [f"*{suffix}" for suffix in _SUFFIXES]
+@contextlib.contextmanager
+def named_if_unwritable(folder: Path) -> Iterator[None]:
+    """Name a folder if writing into it fails, inside a ``with`` block.
+
+    Raises:
+        FileError: Instead of an ``OSError``; errors of htp_export stay as they are.
+    """
     try:
-        folder = snapshot_download(
-            source,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=["*/*", *(f"*{end}" for end in _NOT_OURS)],
-            local_files_only=bool(why_unreachable()),
-        )
-    except Exception as error:  # the hub's client raises kinds of several libraries
-        raise ModelSourceError(source, f"its tokenizer and configs cannot be had: {error}") from error
-    return Path(folder)
+        yield
+    except HtpExportError:
+        raise
+    except OSError as error:
+        raise FileError(folder, f"cannot be written: {error.strerror or error}") from error

@@ -8,15 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from htp_export.capabilities.huggingface.companions import write_configs
-from htp_export.capabilities.huggingface.unwritable import named_if_unwritable
+from htp_export.capabilities.huggingface.companions import named_if_unwritable, write_configs
 from htp_export.errors import InputError
 from htp_export.files.json_file import write_json
 from htp_export.files.model_files import read_model
 
-__all__ = ["EXPORT_JSON", "write_export_metadata"]
-
-EXPORT_JSON = "export.json"
+__all__ = ["write_export_metadata"]
 
 _PACKAGES = ("torch", "onnx", "onnxscript")
 
@@ -27,16 +24,8 @@ def write_export_metadata(
     """Write ``export.json`` and the configs into the folder of an exported model.
 
     ``transformers.exporters.ExportedModel.from_pretrained`` then loads the folder. It finds inputs by transformers'
-    names (``cache_names="transformers"``), and weights in ``<file>.data``.
-
-    Args:
-        file: The exported model.
-        model: The model of transformers that was exported.
-        kwargs: The arguments of the call that was exported.
-        exported_program: What torch made of that call: ``ONNXProgram.exported_program``.
-
-    Returns:
-        The files.
+    names (``cache_names="transformers"``), and weights in ``<file>.data``. The program is
+    ``ONNXProgram.exported_program``, what torch made of the call with ``kwargs``.
 
     Raises:
         InputError: If transformers is too old, if there is no ``ExportedProgram``, or if transformers could not load
@@ -48,9 +37,8 @@ def write_export_metadata(
         from transformers.exporters.metadata import build_export_metadata
         from transformers.exporters.utils import get_leaf_tensors
     except ImportError as error:
-        raise InputError(
-            f"export.json needs transformers 5.23 or later, with transformers.exporters: {error}"
-        ) from error
+        problem = "export.json needs transformers 5.23 or later, with transformers.exporters"
+        raise InputError(f"{problem}: {error}") from error
     path = Path(file)
     if exported_program is None:
         raise InputError("export.json needs an ExportedProgram, which only the dynamo exporter has")
@@ -61,11 +49,7 @@ def write_export_metadata(
         if str(value.name).removeprefix("input.") not in leaves:
             raise InputError(f"transformers has no name {value.name!r}; export with --cache-names transformers")
     metadata = build_export_metadata(model, kwargs, exported_program, _PACKAGES)
-    component = {"file": path.name, "metadata": dataclasses.asdict(metadata)}
-    content = {
-        "schema_version": EXPORT_SCHEMA_VERSION,
-        "export_format": "onnx",
-        "components": {path.stem: component},
-    }
+    components = {path.stem: {"file": path.name, "metadata": dataclasses.asdict(metadata)}}
+    content = {"schema_version": EXPORT_SCHEMA_VERSION, "export_format": "onnx", "components": components}
     with named_if_unwritable(path.parent):
-        return (write_json(path.with_name(EXPORT_JSON), content), *write_configs(model, path.parent))
+        return (write_json(path.with_name("export.json"), content), *write_configs(model, path.parent))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,17 +53,17 @@ _OUTPUTS: dict[str, dict[str, Axes]] = {
 }
 
 
-def wanted_outputs(task: str, names: Mapping[str, object]) -> list[str]:
+def wanted_outputs(task: str, names: Iterable[str]) -> list[str]:
     """Which of a model's outputs a file for a task has: optimum's, and all where it knows none of them.
 
     Examples:
-        >>> wanted_outputs("feature-extraction", {"last_hidden_state": 0, "pooler_output": 1})
+        >>> wanted_outputs("feature-extraction", ["last_hidden_state", "pooler_output"])
         ['last_hidden_state']
-        >>> wanted_outputs("mask-generation", {"iou_scores": 0, "pred_masks": 1})
+        >>> wanted_outputs("mask-generation", ["iou_scores", "pred_masks"])
         ['iou_scores', 'pred_masks']
     """
-    known = [name for name in names if name in _OUTPUTS.get(task, {})]
-    return known or list(names)
+    names = list(names)
+    return [name for name in names if name in _OUTPUTS.get(task, {})] or names
 
 
 def input_axes(task: str, name: str, tensor: torch.Tensor) -> Axes:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from htp_export.capabilities.huggingface.configs import nearest
 from htp_export.errors import ModelSourceError
 
-__all__ = ["AUTO", "class_for_task", "generates", "split_task", "task_hint", "task_of", "tasks"]
+__all__ = ["AUTO", "class_for_task", "generates", "split_task", "task_hint", "task_of"]
 
 AUTO = "auto"
-FEATURES = "feature-extraction"
+_WITH_PAST = "-with-past"
 _GENERATING = {
     "text-generation": "AutoModelForCausalLM",
     "text2text-generation": "AutoModelForSeq2SeqLM",
@@ -21,7 +20,6 @@ _GENERATING = {
 _CACHING = {*_GENERATING.values(), "AutoModelForImageTextToText"}
 """Classes whose models can be exported with a cache; those above are, if no task is given."""
 
-_WITH_PAST = "-with-past"
 _MORE_TASKS = {
     # Names in wide use that transformers' pipelines no longer have, or never had.
     "summarization": ("AutoModelForSeq2SeqLM",),
@@ -43,43 +41,31 @@ def split_task(task: str | None) -> tuple[str | None, bool]:
     return (task.removesuffix(_WITH_PAST), task.endswith(_WITH_PAST)) if task is not None else (None, False)
 
 
-def tasks() -> dict[str, tuple[str, ...]]:
-    """Task → names of the Auto classes that can make a model for it, best first."""
+def _tasks() -> dict[str, tuple[str, ...]]:
+    """Task → names of the Auto classes that can make a model for it, best first; also with ``-with-past``."""
     from transformers.pipelines import SUPPORTED_TASKS
 
     entries: dict[str, Any] = SUPPORTED_TASKS
-    known = {name: tuple(auto.__name__ for auto in entry["pt"]) for name, entry in entries.items()}
-    return {**_MORE_TASKS, **known}
+    known = {**_MORE_TASKS, **{name: tuple(auto.__name__ for auto in entry["pt"]) for name, entry in entries.items()}}
+    return known | {task + _WITH_PAST: names for task, names in known.items() if set(names) & _CACHING}
 
 
 def class_for_task(source: str, config: Any, task: str) -> Any:
-    """The Auto class that makes a model for a task.
-
-    Args:
-        source: Name of the model, for messages.
-        config: Its config.
-        task: The task, also with ``-with-past``.
+    """The Auto class that makes a model for a task; the source is the name of the model, for messages.
 
     Raises:
         ModelSourceError: If there is no such task, or the model cannot do it.
     """
     import transformers
 
-    known = tasks()
-    base, _ = split_task(task)
-    if base not in known:
-        hint = nearest(task, _with_caches(known), "tasks") or task_hint(config)
+    known = _tasks()
+    if split_task(task)[0] not in known:
+        hint = nearest(task, known, "tasks") or task_hint(config)
         raise ModelSourceError(source, f"unknown task {task!r}{hint}")
-    for name in known[base] if task in _with_caches(known) else ():
+    for name in known.get(task, ()):
         if _makes(name, config):
             return getattr(transformers, name)
     raise ModelSourceError(source, f"a {config.model_type!r} model cannot do {task!r}" + task_hint(config))
-
-
-def _with_caches(known: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Tasks, and those that can have a cache once more, with ``-with-past``."""
-    caching = [task for task, names in known.items() if set(names) & _CACHING]
-    return [*known, *(task + _WITH_PAST for task in caching)]
 
 
 def _makes(auto_name: str, config: Any) -> bool:
@@ -93,8 +79,7 @@ def _makes(auto_name: str, config: Any) -> bool:
 
 def task_hint(config: Any) -> str:
     """The tasks that a model can do, as the end of a message."""
-    known = {task: names for task, names in tasks().items() if any(_makes(name, config) for name in names)}
-    possible = sorted(_with_caches(known))
+    possible = sorted(task for task, names in _tasks().items() if any(_makes(name, config) for name in names))
     return f"; its tasks: {', '.join(possible)}" if possible else "; it has no task that htp-export knows"
 
 
@@ -103,7 +88,7 @@ def generates(config: Any) -> bool:
     import transformers
 
     classes = [getattr(transformers, name, None) for name in config.architectures or ()]
-    return any(_generating_task(each) is not None for each in classes if each is not None)
+    return any(model_class is not None and _generating_task(model_class) is not None for model_class in classes)
 
 
 def task_of(model: Any) -> str:
@@ -118,8 +103,8 @@ def task_of(model: Any) -> str:
     if generating is not None:
         decoder = model.config.get_text_config(decoder=True)
         return generating + (_WITH_PAST if getattr(decoder, "use_cache", False) else "")
-    known = tasks()
-    return next((task for task in known if any(_has_class(name, type(model)) for name in known[task])), FEATURES)
+    able = (task for task, names in _tasks().items() if any(_has_class(name, type(model)) for name in names))
+    return next(able, "feature-extraction")
 
 
 def _generating_task(model_class: Any) -> str | None:
