@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 
 import htp_export
 from htp_export.capabilities.huggingface.genai import genai_config
 from htp_export.errors import InputError
-from htp_export.huggingface import example_call, load_model
-from tests.decoders import DECODERS, TEXT, decoder, generated, greedy, greedy_right_padded, prompt
+from htp_export.huggingface import example_call, example_calls, load_model
+from tests.decoders import DECODERS, TEXT, Programs, decoder, generated, greedy, greedy_right_padded, prompt
 
 TOKENS = 20
 
@@ -50,12 +49,9 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     folder = tmp_path_factory.mktemp(request.param)
     model = decoder(request.param)
-    call = example_call(model)
-    with call.exporting():
-        program: Any = htp_export.export(model, verbose=False, **call.options)
-    call.name_dimensions(program.model.graph)
-    program.save(folder / "model.onnx")
-    found = genai_config(program.model, model.config, model.generation_config)
+    files = Programs(model, example_calls(model))
+    files.save(folder)
+    found = genai_config(files["model"].model, model.config, model.generation_config)
     (folder / "genai_config.json").write_text(json.dumps(found))
     return model, folder
 
@@ -116,20 +112,16 @@ def test_texts_of_different_length_get_the_tokens_of_each_alone_with_sliding_win
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     task = "text-generation-with-past"
     model = load_model(name, task=task, random_weights=True, overrides=WINDOWS[name])
-    call = example_call(model, right_padding=True)
-    with call.exporting():
-        program: Any = htp_export.export(model, verbose=False, **call.options)
-    program.save(tmp_path / "model.onnx")
-    with call.adapted():
-        for kwargs in call.runs.values():
-            assert htp_export.verify(model, program, kwargs=kwargs).ok
+    files = Programs(model, example_calls(model, right_padding=True))
+    files.save(tmp_path)
+    files.assert_agree("model")
     texts = [prompt(9)[0], prompt(4)[1]]
     alone = [generated(model, text[None], 10)[0] for text in texts]
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    session = files.session("model")
     assert greedy_right_padded(session, texts, 10) == alone
     assert [greedy(session, text[None], 10)[0] for text in texts] == alone
     if importlib.util.find_spec("onnxruntime_genai") is not None:
-        found = genai_config(program.model, model.config, model.generation_config)
+        found = genai_config(files["model"].model, model.config, model.generation_config)
         (tmp_path / "genai_config.json").write_text(json.dumps(found))
         assert batch_by_genai(tmp_path, texts, 10) == alone
 

@@ -34,7 +34,9 @@ def inputs_of(file: Path) -> list[str]:
     return [value.name for value in onnx.load(file, load_external_data=False).graph.input]
 
 
-def test_export_of_a_decoder_is_verified_in_prefill_and_decode(tmp_path: Path, capsys: Any) -> None:
+def test_a_decoder_is_verified_in_prefill_and_decode_and_the_run_that_differs_is_named(
+    tmp_path: Path, capsys: Any
+) -> None:
     file = tmp_path / "gpt2.onnx"
     assert main(["export", *GPT2, "--task", PAST, "-o", str(file), "--verify", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -43,17 +45,12 @@ def test_export_of_a_decoder_is_verified_in_prefill_and_decode(tmp_path: Path, c
     assert "past_key_values.0.key" in inputs_of(file)
     assert main(["verify", str(file), *GPT2, "--task", PAST, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["ok"]
-    assert list(said["runs"]) == ["prefill", "decode"]
-
-
-def test_verify_of_a_decoder_names_the_run_that_differs(tmp_path: Path, capsys: Any) -> None:
-    file = tmp_path / "gpt2.onnx"
-    assert main(["export", *GPT2, "--task", PAST, "-o", str(file), "--quiet"]) == 0
+    assert (said["ok"], list(said["runs"])) == (True, ["prefill", "decode"])
     assert main(["verify", str(file), *GPT2, "--task", PAST, "--tolerance", "**=0,0"]) == 1
     assert "decode: first wrong" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_files_and_names_of_transformers(tmp_path: Path) -> None:
     options = ["--task", PAST, "--two-files", "--cache-names", "transformers", "--quiet"]
     assert main(["export", *GPT2, *options, "-o", str(tmp_path)]) == 0

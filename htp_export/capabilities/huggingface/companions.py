@@ -1,19 +1,32 @@
-"""The files that lie beside a model: its config, how it generates, its tokenizer and its preprocessor."""
+"""The files beside a model: its config, how it generates, tokenizer, preprocessor, and what transformers records.
+
+``export.json`` is what ``transformers.exporters`` records about a file, from which it runs the file again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from htp_export.capabilities.huggingface.sources import Source
-from htp_export.errors import FileError, HtpExportError
+from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.files.json_file import write_json
+from htp_export.files.model_files import read_model
 
-__all__ = ["copy_companions", "is_companion", "named_if_unwritable", "source_folder", "write_configs"]
+__all__ = [
+    "copy_companions",
+    "is_companion",
+    "named_if_unwritable",
+    "source_folder",
+    "write_configs",
+    "write_export_metadata",
+]
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Of tokenizers, their vocabularies and templates, and of configs; weights have others."""
@@ -84,3 +97,40 @@ def named_if_unwritable(folder: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise FileError(folder, f"cannot be written: {error.strerror or error}") from error
+
+
+def write_export_metadata(
+    file: str | os.PathLike[str], model: Any, kwargs: Mapping[str, Any], exported_program: Any
+) -> tuple[Path, ...]:
+    """Write ``export.json`` and the configs into the folder of an exported model.
+
+    ``transformers.exporters.ExportedModel.from_pretrained`` then loads the folder. It finds inputs by transformers'
+    names (``cache_names="transformers"``), and weights in ``<file>.data``. The program is
+    ``ONNXProgram.exported_program``, what torch made of the call with ``kwargs``.
+
+    Raises:
+        InputError: If transformers is too old, if there is no ``ExportedProgram``, or if transformers could not load
+            the file.
+        FileError: If a file cannot be written.
+    """
+    try:
+        from transformers.exporters.base import EXPORT_SCHEMA_VERSION
+        from transformers.exporters.metadata import build_export_metadata
+        from transformers.exporters.utils import get_leaf_tensors
+    except ImportError as error:
+        problem = "export.json needs transformers 5.23 or later, with transformers.exporters"
+        raise InputError(f"{problem}: {error}") from error
+    path = Path(file)
+    if exported_program is None:
+        raise InputError("export.json needs an ExportedProgram, which only the dynamo exporter has")
+    if not path.with_name(f"{path.name}.data").is_file():
+        raise InputError(f"transformers reads the weights of {path.name} from {path.name}.data: keep external data on")
+    leaves = get_leaf_tensors(dict(kwargs))
+    for value in read_model(path).graph.inputs:
+        if str(value.name).removeprefix("input.") not in leaves:
+            raise InputError(f"transformers has no name {value.name!r}; export with --cache-names transformers")
+    metadata = build_export_metadata(model, kwargs, exported_program, ("torch", "onnx", "onnxscript"))
+    components = {path.stem: {"file": path.name, "metadata": dataclasses.asdict(metadata)}}
+    content = {"schema_version": EXPORT_SCHEMA_VERSION, "export_format": "onnx", "components": components}
+    with named_if_unwritable(path.parent):
+        return (write_json(path.with_name("export.json"), content), *write_configs(model, path.parent))

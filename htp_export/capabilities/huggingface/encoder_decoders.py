@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from htp_export.capabilities.huggingface.caches import emptied, empty_cache
 from htp_export.capabilities.huggingface.example_calls import CACHE, Calls, ExampleCall, adapted, is_same, run
 from htp_export.capabilities.huggingface.inputs import named_parameters
-from htp_export.capabilities.huggingface.task_names import Axes
+from htp_export.capabilities.huggingface.tasks import Axes
 from htp_export.errors import InputError, described
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from htp_export.capabilities.huggingface.caches import (
 from htp_export.capabilities.huggingface.inputs import example_inputs, named_parameters
 from htp_export.capabilities.huggingface.processors import Processor
 from htp_export.capabilities.huggingface.right_padding import windows_of_tokens
-from htp_export.capabilities.huggingface.task_names import Axes, input_axes, output_axes, wanted_outputs
-from htp_export.capabilities.huggingface.tasks import split_task
+from htp_export.capabilities.huggingface.tasks import Axes, input_axes, output_axes, split_task, wanted_outputs
 from htp_export.errors import InputError, described
 from htp_export.format.leaves import named_tensors_in, tensors_in
 from htp_export.process.restoring import Changes, restored

@@ -1,14 +1,29 @@
-"""Tasks: which there are, which classes of transformers do them, and which one a model is for."""
+"""Tasks: the classes of transformers that do them, the one that a model is for, and optimum's names of dimensions."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.huggingface.configs import nearest
 from htp_export.errors import ModelSourceError
 
-__all__ = ["AUTO", "class_for_task", "generates", "split_task", "task_hint", "task_of"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "AUTO",
+    "Axes",
+    "class_for_task",
+    "generates",
+    "input_axes",
+    "output_axes",
+    "split_task",
+    "task_hint",
+    "task_of",
+    "wanted_outputs",
+]
 
 AUTO = "auto"
 _WITH_PAST = "-with-past"
@@ -120,3 +135,94 @@ def _has_class(auto_name: str, model_class: Any) -> bool:
     auto = getattr(transformers, auto_name, None)
     listed = [] if auto is None else auto._model_mapping._model_mapping.values()
     return any(model_class.__name__ in ((names,) if isinstance(names, str) else names) for names in listed)
+
+
+# --- names of outputs and dimensions, as optimum has them in the files that it writes ---
+
+Axes = dict[int, str]
+
+_BATCH: Axes = {0: "batch_size"}
+_TOKENS: Axes = {0: "batch_size", 1: "sequence_length"}
+_IMAGE: Axes = {0: "batch_size", 1: "num_channels", 2: "height", 3: "width"}
+_QUERIES: Axes = {0: "batch_size", 1: "num_queries"}
+_MASKS: Axes = {**_QUERIES, 2: "height", 3: "width"}
+_PAIRS: dict[str, Axes] = {
+    "logits_per_image": {0: "image_batch_size", 1: "text_batch_size"},
+    "logits_per_text": {0: "text_batch_size", 1: "image_batch_size"},
+    "text_embeds": {0: "text_batch_size"},
+    "image_embeds": {0: "image_batch_size"},
+}
+_OUTPUTS: dict[str, dict[str, Axes]] = {
+    "audio-classification": {"logits": _BATCH},
+    "automatic-speech-recognition": {"logits": _TOKENS},
+    "depth-estimation": {"predicted_depth": {0: "batch_size", 1: "height", 2: "width"}},
+    "document-question-answering": {"logits": _TOKENS},
+    "feature-extraction": {"last_hidden_state": _TOKENS, **_PAIRS},
+    "fill-mask": {"logits": _TOKENS},
+    "image-classification": {"logits": _BATCH},
+    "image-feature-extraction": {"last_hidden_state": _TOKENS, "pooler_output": _BATCH},
+    "image-segmentation": {
+        "logits": _QUERIES,
+        "pred_boxes": _QUERIES,
+        "pred_masks": _MASKS,
+        "class_queries_logits": _QUERIES,
+        "masks_queries_logits": _MASKS,
+    },
+    "image-text-to-text": {"logits": _TOKENS},
+    "object-detection": {"logits": _QUERIES, "pred_boxes": _QUERIES},
+    "question-answering": {"start_logits": _TOKENS, "end_logits": _TOKENS},
+    "semantic-segmentation": {"logits": {0: "batch_size", 1: "num_labels", 2: "height", 3: "width"}},
+    "text-classification": {"logits": _BATCH},
+    "text-generation": {"logits": _TOKENS},
+    "text2text-generation": {"logits": {0: "batch_size", 1: "decoder_sequence_length"}},
+    "token-classification": {"logits": _TOKENS},
+    "visual-question-answering": {"logits": _TOKENS},
+    "zero-shot-classification": {"logits": _BATCH},
+    "zero-shot-image-classification": _PAIRS,
+    "zero-shot-object-detection": {"logits": _QUERIES, "pred_boxes": _QUERIES, **_PAIRS},
+}
+
+
+def wanted_outputs(task: str, names: Iterable[str]) -> list[str]:
+    """Which of a model's outputs a file for a task has: optimum's, and all where it knows none of them.
+
+    Examples:
+        >>> wanted_outputs("feature-extraction", ["last_hidden_state", "pooler_output"])
+        ['last_hidden_state']
+        >>> wanted_outputs("mask-generation", ["iou_scores", "pred_masks"])
+        ['iou_scores', 'pred_masks']
+    """
+    names = list(names)
+    return [name for name in names if name in _OUTPUTS.get(task, {})] or names
+
+
+def input_axes(task: str, name: str, tensor: torch.Tensor) -> Axes:
+    """Dimension → name, of an input that is in no cache.
+
+    Examples:
+        >>> import torch
+        >>> input_axes("zero-shot-image-classification", "input_ids", torch.ones(2, 5, dtype=torch.int64))
+        {0: 'text_batch_size', 1: 'sequence_length'}
+    """
+    if not tensor.dim():
+        return {}
+    if name.startswith("pixel"):
+        axes = _IMAGE if tensor.dim() == 4 and not name.endswith("mask") else _BATCH
+    elif tensor.dim() >= 2 and (not tensor.is_floating_point() or name == "input_values"):
+        axes = _TOKENS
+    else:
+        axes = _BATCH
+    if set(_OUTPUTS.get(task, {})) >= set(_PAIRS) and task != "feature-extraction":
+        kind = "image" if name.startswith("pixel") else "text"
+        axes = {**axes, 0: f"{kind}_batch_size"}
+    return {place: axis for place, axis in axes.items() if place < tensor.dim()}
+
+
+def output_axes(task: str, name: str) -> Axes:
+    """Dimension → name, of an output that is in no cache.
+
+    Examples:
+        >>> output_axes("fill-mask", "logits")
+        {0: 'batch_size', 1: 'sequence_length'}
+    """
+    return _OUTPUTS.get(task, {}).get(name, _BATCH)

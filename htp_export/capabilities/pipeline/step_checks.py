@@ -29,11 +29,8 @@ _BY_SELECTOR = ("plan", "tolerances")
 def check_values(steps: Sequence[PipelineStep], start: Callable[[], TaggedModel]) -> None:
     """Check the values of options: types, files, modules, and what each function checks of its own arguments.
 
-    Modules are looked for in the model that the pipeline begins with, up to the first step that adds or removes some.
-
-    Args:
-        steps: The steps.
-        start: Reads this model; called only if an option names modules.
+    Modules are looked for in the model that the pipeline begins with, up to the first step that adds or removes some;
+    ``start`` reads that model, and is called only if an option names modules.
 
     Raises:
         StepOptionError: If a value cannot be used.
