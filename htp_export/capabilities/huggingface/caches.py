@@ -11,14 +11,7 @@ from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = [
-    "emptied",
-    "empty_cache",
-    "leaf_name",
-    "let_torch_export_see_caches",
-    "tracing_as_transformers_does",
-    "translations",
-]
+__all__ = ["emptied", "empty_cache", "leaf_name", "register_caches", "tracing_as_transformers_does", "translations"]
 
 _LEAF = re.compile(r"\w+\.(?:(self|cross)_attention_cache\.)?layers\.(\d+)\.(\w+)")
 _SINGULAR = {"keys": "key", "values": "value"}
@@ -29,12 +22,8 @@ def _has_exporters() -> bool:
     return importlib.util.find_spec("transformers.exporters") is not None
 
 
-def let_torch_export_see_caches(model: Any) -> None:
-    """Register the caches of transformers as containers of tensors, as its own exporters do.
-
-    Raises:
-        InputError: If the installed transformers has no ``transformers.exporters``.
-    """
+def register_caches(model: Any) -> None:
+    """Register the caches of transformers as containers of tensors, as its own exporters do."""
     if not _has_exporters():
         import transformers
 

@@ -43,11 +43,7 @@ def is_companion(name: str) -> bool:
 def copy_companions(folder: Path, target: Path) -> list[Path]:
     """Copy the files of a model's tokenizer, preprocessor and configs; files that are in the target already stay.
 
-    The folder may come from anywhere; the target exists.
-
-    Raises:
-        FileError: If one of them is a link to a place outside of the folder, or of the cache of the hub around it.
-        OSError: If one cannot be read or written.
+    The folder may come from anywhere: links out of it, or of the cache of the hub around it, are refused.
     """
     home = folder.resolve()
     if home.parent.name == "snapshots":  # the cache of the hub has links to ../../blobs
@@ -76,21 +72,13 @@ def write_configs(model: Any, target: Path) -> list[Path]:
 
 
 def source_folder(source: str, revision: str | None = None) -> Path | None:
-    """The folder with the companions of a model: the local one, or in the cache of the hub; None for a model type.
-
-    Raises:
-        ModelSourceError: If the hub does not give the files.
-    """
+    """The folder with the companions of a model: the local one, or in the cache of the hub; None for a model type."""
     return Source(source, revision=revision).folder(_SUFFIXES, _NOT_OURS)
 
 
 @contextlib.contextmanager
 def named_if_unwritable(folder: Path) -> Iterator[None]:
-    """Name a folder if writing into it fails, inside a ``with`` block.
-
-    Raises:
-        FileError: Instead of an ``OSError``; errors of htp_export stay as they are.
-    """
+    """Raise a `FileError` that names a folder in place of an ``OSError``, inside a ``with`` block."""
     try:
         yield
     except HtpExportError:
@@ -107,11 +95,6 @@ def write_export_metadata(
     ``transformers.exporters.ExportedModel.from_pretrained`` then loads the folder. It finds inputs by transformers'
     names (``cache_names="transformers"``), and weights in ``<file>.data``. The program is
     ``ONNXProgram.exported_program``, what torch made of the call with ``kwargs``.
-
-    Raises:
-        InputError: If transformers is too old, if there is no ``ExportedProgram``, or if transformers could not load
-            the file.
-        FileError: If a file cannot be written.
     """
     try:
         from transformers.exporters.base import EXPORT_SCHEMA_VERSION

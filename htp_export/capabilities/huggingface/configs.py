@@ -68,9 +68,6 @@ def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -
 
     Dots in keys lead into sub-configs. The source is the name of the model, for messages.
 
-    Raises:
-        ModelSourceError: If there is no such key, or the config refuses a value.
-
     Examples:
         >>> from transformers import CLIPConfig
         >>> apply_overrides("clip", CLIPConfig(), {"text_config.num_hidden_layers": 2}).text_config.num_hidden_layers

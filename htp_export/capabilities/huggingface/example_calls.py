@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import onnx_ir as ir
 
-from htp_export.capabilities.huggingface.caches import (
-    emptied,
-    empty_cache,
-    leaf_name,
-    tracing_as_transformers_does,
-    translations,
-)
+from htp_export.capabilities.huggingface import caches
 from htp_export.capabilities.huggingface.inputs import example_inputs, named_parameters
 from htp_export.capabilities.huggingface.processors import Processor
 from htp_export.capabilities.huggingface.right_padding import windows_of_tokens
@@ -87,7 +81,7 @@ class ExampleCall:
             "dynamic_shapes": self.dynamic_shapes,
             "input_names": list(self.input_names),
             "output_names": list(self.output_names),
-            "custom_translation_table": translations(),
+            "custom_translation_table": caches.translations(),
         }
 
     @property
@@ -108,7 +102,7 @@ class ExampleCall:
     @contextlib.contextmanager
     def exporting(self) -> Iterator[None]:
         """The same, and what transformers' exporters replace while a model is traced; export it inside."""
-        with self.adapted(), tracing_as_transformers_does(self.model), _never_empty(self.model):
+        with self.adapted(), caches.tracing_as_transformers_does(self.model), _never_empty(self.model):
             yield
 
     def name_dimensions(self, graph: ir.Graph) -> None:
@@ -237,19 +231,16 @@ class Calls:
         """Arguments with an empty cache, and arguments with a cache in which the first tokens are.
 
         In the arguments for all tokens, the second dimension is that of the tokens.
-
-        Raises:
-            InputError: If the model takes no such cache.
         """
         first = {name: value[:, :length] for name, value in whole.items()}
         rest = {name: value if name == "attention_mask" else value[:, length:] for name, value in whole.items()}
-        cache = empty_cache(self.model)
+        cache = caches.empty_cache(self.model)
         try:
             run(self.model, {**first, "past_key_values": cache})
         except Exception as error:  # whatever a model raises that has a cache of its own
             raise self.refused(f"cannot be called with a {type(cache).__name__} ({described(error)})") from error
         runs = {
-            "prefill": {**first, "past_key_values": emptied(cache)},
+            "prefill": {**first, "past_key_values": caches.emptied(cache)},
             "decode": {**rest, "past_key_values": cache},
         }
         order = named_parameters(self.model)
@@ -275,9 +266,6 @@ class Calls:
                 ``present.past_key_values.`` are all tensors of a cache.
             example: The arguments of the call that is exported; by default, those of the last run.
             right_padding: As for `ExampleCall`.
-
-        Raises:
-            InputError: If the model does not return the cache.
         """
         kwargs, model, base = example or list(runs.values())[-1], model or self.model, str(split_task(self.task)[0])
         with adapted(model, adapt, kwargs):
@@ -300,8 +288,8 @@ class Calls:
 
     def _names(self, inputs: list[str], outputs: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         if self.cache_names == "optimum":
-            ins = tuple(leaf_name(path, "past_key_values") for path in inputs)
-            return ins, tuple(leaf_name(path, "present") for path in outputs)
+            ins = tuple(caches.leaf_name(path, "past_key_values") for path in inputs)
+            return ins, tuple(caches.leaf_name(path, "present") for path in outputs)
         from transformers.exporters.utils import disambiguate_io_names
 
         named_in, named_out = disambiguate_io_names(inputs, outputs)

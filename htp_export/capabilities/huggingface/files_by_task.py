@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.huggingface.caches import let_torch_export_see_caches
+from htp_export.capabilities.huggingface.caches import register_caches
 from htp_export.capabilities.huggingface.encoder_decoders import EncoderAndDecoder
 from htp_export.capabilities.huggingface.example_calls import CACHE, DECODER, CacheNames, Calls, ExampleCall
 from htp_export.capabilities.huggingface.images_and_text import ImagesAndText
@@ -83,7 +83,7 @@ def example_calls(
     if "past_key_values" not in taken:
         own = next((f", but {name}" for name in ("cache_params", "state") if name in taken), "")
         raise calls.refused(f"takes no past_key_values{own}")
-    let_torch_export_see_caches(model)
+    register_caches(model)
     if calls.model.config.is_encoder_decoder:
         return EncoderAndDecoder(*given).calls(two_files is not False)
     if base == "image-text-to-text":

@@ -72,8 +72,7 @@ class _Caches(NamedTuple):
 def _cache_among(tensors: Iterable[ir.Value]) -> _Caches | None:
     """The cache among the inputs or the outputs of a graph; None if there is none.
 
-    Raises:
-        InputError: If the names do not follow one pattern, with keys and values for every layer.
+    Its names have to follow one pattern, with keys and values for every layer.
     """
     found: dict[str, dict[str, dict[int, ir.Value]]] = {"key": {}, "value": {}}
     for tensor in tensors:
@@ -106,19 +105,6 @@ def genai_config(
 
     Raises:
         InputError: If the model is no such decoder; the message names the tensor.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> from transformers import LlamaConfig
-        >>> def tensor(name, *sizes):
-        ...     return ir.val(name, ir.DataType.FLOAT, sizes)
-        >>> caches = [tensor(f"past_key_values.0.{kind}", "batch", 4, "past", 8) for kind in ("key", "value")]
-        >>> results = [tensor(f"present.0.{kind}", "batch", 4, "total", 8) for kind in ("key", "value")]
-        >>> logits = tensor("logits", "batch", "length", 99)
-        >>> graph = ir.Graph([tensor("input_ids", "batch", "length"), *caches], [logits, *results], nodes=[])
-        >>> found = genai_config(ir.Model(graph, ir_version=10), LlamaConfig())["model"]
-        >>> found["decoder"]["inputs"]["past_key_names"], found["decoder"]["head_size"], found["vocab_size"]
-        ('past_key_values.%d.key', 8, 99)
     """
     past, present = _caches(model.graph)
     inputs = {name: name for name in _TOKENS if any(value.name == name for value in model.graph.inputs)}
@@ -126,7 +112,8 @@ def genai_config(
     head_size = past.head_size or _count(config, "head_dim")
     if head_size is None and heads and hidden_size:
         head_size = hidden_size // heads
-    vocabulary = _last_size(model.graph.outputs) or _count(config, "vocab_size")
+    logits = next(value.shape for value in model.graph.outputs if value.name == "logits")
+    vocabulary = logits[-1] if logits and isinstance(logits[-1], int) else _count(config, "vocab_size")
     context = _context_length(config)
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
@@ -170,13 +157,6 @@ def _caches(graph: ir.Graph) -> tuple[_Caches, _Caches]:
     if all(value.name != "logits" for value in graph.outputs):
         raise InputError("ONNX Runtime GenAI needs an output 'logits', which the model does not return")
     return past, present
-
-
-def _last_size(outputs: Iterable[ir.Value]) -> int | None:
-    """The last dimension of ``logits``."""
-    shape = next((value.shape for value in outputs if value.name == "logits"), None)
-    size = shape[-1] if shape else None
-    return size if isinstance(size, int) else None
 
 
 def _context_length(config: Any) -> int:

@@ -114,7 +114,7 @@ def _wanted(name: str, spec: Any) -> _Spec:
 
 
 def _completed(name: str, spec: _Spec, usual: _Spec | None) -> _Spec:
-    """The same, with the usual sizes in the place of those that are open."""
+    """A shape with the usual sizes in the place of those that are open."""
     if _OPEN not in spec.shape:
         return spec
     if usual is None or len(usual.shape) != len(spec.shape):
@@ -227,7 +227,7 @@ class _Filler:
             return self._decoder_ids(shape).to(dtype)
         if name.endswith("input_ids"):
             return self._ids(shape).to(dtype)
-        filled = torch.ones(shape, dtype=dtype) if name.endswith("mask") else torch.zeros(shape, dtype=dtype)
+        filled = torch.full(shape, 1 if name.endswith("mask") else 0, dtype=dtype)
         if name == "attention_mask":
             filled[..., _visible(shape) :] = 0
         elif name == "token_type_ids":
@@ -274,8 +274,8 @@ class _Filler:
         if self.processor.tokenizer is None:
             return None
         vocabulary, rows = find(config, "vocab_size"), []
-        known = (self.processor.padding, getattr(config, "pad_token_id", None))
-        padding = next((token for token in known if token is not None), 0)
+        known = (getattr(source, "pad_token_id", None) for source in (self.processor.tokenizer, config))
+        padding = next((token for token in known if isinstance(token, int)), 0)
         for start in torch.randint(0, 1_000, (math.prod(shape[:-1]),), generator=self.generator).tolist():
             tokens = self.processor.tokens(visible, start, vocabulary, special=special)
             if tokens is None:

@@ -38,13 +38,10 @@ class Processor:
     image_size: tuple[int, int] | None = None
 
     def tokens(self, count: int, start: int, vocabulary: int | None, *, special: bool) -> list[int] | None:
-        """The tokens of an English text; None if there is no tokenizer, or its tokens are not those of the model.
+        """So many tokens of an English text; None if there is no tokenizer, or its tokens are not those of the model.
 
-        Args:
-            count: The number of tokens.
-            start: The word with which the text begins; different numbers give different texts.
-            vocabulary: The number of tokens that the model knows; None if it is not known.
-            special: Whether to include the special tokens that the tokenizer puts around a text.
+        The text begins with the word of a number: different numbers give different texts. The vocabulary is the number
+        of tokens that the model knows, if that is known. With ``special``, those that are put around a text are there.
         """
         if self.tokenizer is None:
             return None
@@ -62,12 +59,6 @@ class Processor:
         if vocabulary is not None and largest >= vocabulary:
             return self._refused(f"has the token {largest}, and the model has {vocabulary} tokens")
         return ids[:count]
-
-    @property
-    def padding(self) -> int | None:
-        """The token that fills a text up to the length of others."""
-        token = getattr(self.tokenizer, "pad_token_id", None)
-        return token if isinstance(token, int) else None
 
     def _refused(self, problem: str) -> list[int] | None:
         _log.warning("%s: the tokenizer %s; the example has random tokens", self.source, problem)

@@ -145,7 +145,10 @@ class _Files:
         import torch
 
         plain = value.layout is torch.strided and value.device.type == "cpu" and type(value) is torch.Tensor
-        if not plain or value.nbytes < _LARGE_BYTES or value.is_quantized or _is_mapped(value):
+        storage = value.untyped_storage() if plain else None
+        if storage is None or value.nbytes < _LARGE_BYTES or value.is_quantized:
+            return value
+        if MappedFiles.now().path_of(storage.data_ptr(), storage.nbytes()) is not None:
             return value
         if self._new is None:
             file = tempfile.TemporaryFile(prefix="htp_export_", buffering=0)  # noqa: SIM115 - closed with the others
@@ -180,11 +183,6 @@ class _Files:
         new = nn.Parameter(moved, requires_grad=parameter.requires_grad)
         new.__dict__.update(parameter.__dict__)  # transformers' marks
         return new
-
-
-def _is_mapped(value: torch.Tensor) -> bool:
-    storage = value.untyped_storage()
-    return MappedFiles.now().path_of(storage.data_ptr(), storage.nbytes()) is not None
 
 
 @contextlib.contextmanager
@@ -231,11 +229,7 @@ def weights_in_files(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def find_checkpoint(source: Source, config: Any) -> Checkpoint:
-    """The safetensors files of a folder or of a model of the hub, which are downloaded.
-
-    Raises:
-        FileError: If it has none that can be used.
-    """
+    """The safetensors files of a folder or of a model of the hub, which are downloaded."""
     named = getattr(config, "transformers_weights", None)  # from a config.json
     if named is not None and Path(str(named)).name != named:
         problem = f"its config names weights outside of its folder: {named!r}; they will not be read"

@@ -13,16 +13,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "AUTO",
-    "Axes",
-    "class_for_task",
-    "generates",
-    "input_axes",
-    "output_axes",
-    "split_task",
-    "task_hint",
-    "task_of",
-    "wanted_outputs",
+    *("AUTO", "class_for_task", "generates", "split_task", "task_hint", "task_of"),
+    *("Axes", "input_axes", "output_axes", "wanted_outputs"),
 ]
 
 AUTO = "auto"
@@ -66,11 +58,7 @@ def _tasks() -> dict[str, tuple[str, ...]]:
 
 
 def class_for_task(source: str, config: Any, task: str) -> Any:
-    """The Auto class that makes a model for a task; the source is the name of the model, for messages.
-
-    Raises:
-        ModelSourceError: If there is no such task, or the model cannot do it.
-    """
+    """The Auto class that makes a model for a task; the source is the name of the model, for messages."""
     import transformers
 
     known = _tasks()
@@ -184,14 +172,7 @@ _OUTPUTS: dict[str, dict[str, Axes]] = {
 
 
 def wanted_outputs(task: str, names: Iterable[str]) -> list[str]:
-    """Which of a model's outputs a file for a task has: optimum's, and all where it knows none of them.
-
-    Examples:
-        >>> wanted_outputs("feature-extraction", ["last_hidden_state", "pooler_output"])
-        ['last_hidden_state']
-        >>> wanted_outputs("mask-generation", ["iou_scores", "pred_masks"])
-        ['iou_scores', 'pred_masks']
-    """
+    """Which of a model's outputs a file for a task has: optimum's, and all where it knows none of them."""
     names = list(names)
     return [name for name in names if name in _OUTPUTS.get(task, {})] or names
 
@@ -219,10 +200,5 @@ def input_axes(task: str, name: str, tensor: torch.Tensor) -> Axes:
 
 
 def output_axes(task: str, name: str) -> Axes:
-    """Dimension → name, of an output that is in no cache.
-
-    Examples:
-        >>> output_axes("fill-mask", "logits")
-        {0: 'batch_size', 1: 'sequence_length'}
-    """
+    """Dimension → name, of an output that is in no cache."""
     return _OUTPUTS.get(task, {}).get(name, _BATCH)

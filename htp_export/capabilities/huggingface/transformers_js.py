@@ -76,11 +76,6 @@ def write_transformers_js(
         model: The model of transformers that was exported, for ``config.json`` and ``generation_config.json``.
         companions: The folder with its tokenizer and preprocessor; None if there is none.
         dtypes: The variants: some of ``DTYPES``.
-
-    Raises:
-        InputError: If there is no such variant.
-        FileError: If the folder holds other files, or cannot be written; what was there is untouched.
-        ToolError: If a model cannot be quantized.
     """
     target = Path(folder)
     check_transformers_js(target, dtypes)

@@ -55,7 +55,8 @@ class StepKind:
         packages: Further packages whose versions decide what it makes.
         given: The parameter that takes the model that the steps before have made.
         start: The parameter that takes the model with which the pipeline began, unless an option says otherwise.
-        checks: Functions of htp_export, ``module:function``, which take some of the parameters and refuse wrong values.
+        checks: Functions, ``module:function`` as above, with a dot before modules that are in no capability. They take
+            some of the parameters and refuse wrong values.
         keeps_modules: Whether the model afterwards has the modules that it had.
     """
 
@@ -70,9 +71,12 @@ class StepKind:
 
     def load(self) -> Callable[..., Any]:
         """Import the function."""
-        module = importlib.import_module(f"htp_export.capabilities.{self.module}")
-        function: Callable[..., Any] = getattr(module, self.name)
-        return function
+        return _function(f"{self.module}:{self.name}")
+
+    @cached_property
+    def check_functions(self) -> list[Callable[..., Any]]:
+        """Import the functions of ``checks``."""
+        return [_function(check) for check in self.checks]
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -114,51 +118,38 @@ class StepKind:
                 raise InputError(f"the option {key!r} is missing")
 
 
+def _function(place: str) -> Callable[..., Any]:
+    module, _, name = place.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(f".{module}", "htp_export.capabilities"), name)
+    return function
+
+
 _SET_HERE = ("output", "external_data", "share_weights", "dry_run")
 """Parameters that a pipeline sets itself: it writes the files, all of them."""
 
 _LOAD_LIBRARIES = ("providers", "session_options")
 """Parameters whose values are handed to ONNX Runtime. Names of providers load nothing; their options name libraries."""
 
-_SEED = "process.bounds:check_seed"
-_RUN_CHECKS = ("capabilities.verify.reporting:check_tolerances", "runtime.sessions:check_providers")
+_SEED = ".process.bounds:check_seed"
+_RUN_CHECKS = ("verify.reporting:check_tolerances", ".runtime.sessions:check_providers")
 
 _TOOLS = "carry.adapters"
 
 # A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
 _KINDS = [
-    StepKind(
-        "optimize",
-        "optimize.optimizing",
-        packages=("onnxscript",),
-        checks=("capabilities.optimize.registry:choose",),
-    ),
+    StepKind("optimize", "optimize.optimizing", packages=("onnxscript",), checks=("optimize.registry:choose",)),
     StepKind(
         "quantize",
         "quantize.quantizing",
         packages=("onnxruntime",),
-        checks=(
-            "capabilities.quantize.precisions:precisions_of",
-            "capabilities.quantize.calibration_data:check_data",
-            _SEED,
-        ),
+        checks=("quantize.precisions:precisions_of", "quantize.calibration_data:check_data", _SEED),
     ),
-    StepKind(
-        "prune",
-        "prune.pruning",
-        checks=("capabilities.prune.sparsities:sparsities_of", _SEED),
-        keeps_modules=False,
-    ),
-    StepKind(
-        "insert_lora",
-        "lora.lora_inputs",
-        checks=("capabilities.lora.lora_inputs:scaling_of",),
-        keeps_modules=False,
-    ),
-    StepKind("fuse_lora", "lora.lora_files", checks=("capabilities.lora.adapters:read_adapter",), keeps_modules=False),
+    StepKind("prune", "prune.pruning", checks=("prune.sparsities:sparsities_of", _SEED), keeps_modules=False),
+    StepKind("insert_lora", "lora.lora_inputs", checks=("lora.lora_inputs:scaling_of",), keeps_modules=False),
+    StepKind("fuse_lora", "lora.lora_files", checks=("lora.adapters:read_adapter",), keeps_modules=False),
     StepKind("functions", "functions.nesting"),
     StepKind("inline", "functions.inlining"),
-    StepKind("names", "rename.naming", checks=("model.path_names:check_style",)),
+    StepKind("names", "rename.naming", checks=(".model.path_names:check_style",)),
     StepKind("splice", "extract.splicing", keeps_modules=False),
     StepKind("carry", "carry.carrying", given="before", keeps_modules=False),
     *(StepKind(tool, _TOOLS, packages=(tool,)) for tool in exported_in(f"htp_export.capabilities.{_TOOLS}")),
@@ -215,14 +206,10 @@ def steps_of(
     *,
     allow_entry: bool = False,
 ) -> list[PipelineStep]:
-    """Read steps: names, ``{name: options}``, or `PipelineStep`.
+    """Read steps: names, ``{name: options}``, or `PipelineStep`; a step or an option that is wrong is an `InputError`.
 
     Each step is given to ``prepare``, which returns it with options for its function. The options of a model file, if
     the steps were read from one, may name code only if ``allow_entry`` says so.
-
-    Raises:
-        FileError: If options of a model file name what they may not, see `_check_origin`.
-        InputError: If there are none, if one cannot be read, or if a name or an option is unknown.
 
     Examples:
         >>> [step.name for step in steps_of(["inline", {"optimize": {"level": "tolerant"}}])]

@@ -147,10 +147,6 @@ def read_pipeline(
     """Read a pipeline from a YAML or JSON file, or from the metadata of an ONNX file that a pipeline made.
 
     Each step is given to ``prepare``, which returns it with options for its function, such as a model that is named.
-
-    Raises:
-        FileError: If the file cannot be read, has no steps, or is an ONNX file with options that are not allowed.
-        InputError: If there is no such step or option.
     """
     file = Path(path)
     if file.suffix.lower() not in (".yaml", ".yml", ".json"):
