@@ -142,3 +142,15 @@ def test_a_decoder_that_cannot_continue_a_part_of_the_encoders_keys_is_refused(m
     assert list(example_calls(model))[1:] == ["decoder_model", "decoder_with_past_model"]
     with pytest.raises(InputError, match=r"from a part of its states \(.*\): export its decoder as two files"):
         example_calls(model, two_files=False)
+
+
+@pytest.mark.parametrize("two_files", [True, False])
+def test_a_model_whose_encoder_wants_other_inputs_is_refused(two_files: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = encoder_decoder("t5")
+
+    def forward(input_ids: Any = None, attention_mask: Any = None, patches: Any = None, **_: Any) -> Any:
+        raise ValueError("You have to specify patches")
+
+    monkeypatch.setattr(model.encoder, "forward", forward)
+    with pytest.raises(InputError, match=r"the states of its encoder .*specify patches"):
+        example_calls(model, two_files=two_files)

@@ -193,7 +193,7 @@ def model(
     return ir.Model(ir.Graph(given, made, nodes=[]), ir_version=10)
 
 
-def test_names_and_sizes_are_those_of_the_graph() -> None:
+def test_names_and_sizes_are_those_of_the_graph_and_what_it_leaves_open_of_the_config() -> None:
     found = genai_config(model(), Config(**{**LLAMA, "vocab_size": 7, "num_key_value_heads": 1}))
     decoder = found["model"]["decoder"]
     assert decoder["inputs"] == {
@@ -204,14 +204,8 @@ def test_names_and_sizes_are_those_of_the_graph() -> None:
     }
     assert decoder["outputs"]["present_value_names"] == "present.%d.value"
     assert (decoder["num_hidden_layers"], decoder["num_key_value_heads"], decoder["head_size"]) == (2, 2, 8)
-    assert (found["model"]["vocab_size"], found["model"]["context_length"], found["search"]["max_length"]) == (
-        99,
-        128,
-        128,
-    )
-
-
-def test_sizes_that_the_graph_leaves_open_are_those_of_the_config() -> None:
+    assert (found["model"]["vocab_size"], found["model"]["context_length"]) == (99, 128)
+    assert found["search"]["max_length"] == 128
     decoder = genai_config(model(heads="h", size="s"), Config(**LLAMA))["model"]["decoder"]
     assert (decoder["num_key_value_heads"], decoder["head_size"]) == (2, 8)
     wide = genai_config(model(heads="h", size="s"), Config(**LLAMA, head_dim=16))["model"]["decoder"]

@@ -56,8 +56,9 @@ class EncoderAndDecoder(Calls):
         """
         if "image" in (self.model.input_modalities or ()) and self.model.main_input_name == "input_ids":
             raise self.refused("reads texts and images in its encoder")
+        cache = self._cache_of_the_first()
         encoder = self.call({"encode": self._encoder_inputs}, model=self.model.get_encoder(), axes=_ENCODER)
-        return {"encoder_model": encoder, **(self._two_decoders() if two_files else self._merged_decoder())}
+        return {"encoder_model": encoder, **(self._two_decoders(cache) if two_files else self._merged_decoder(cache))}
 
     @cached_property
     def _encoder_inputs(self) -> dict[str, Any]:
@@ -96,38 +97,39 @@ class EncoderAndDecoder(Calls):
         """The arguments of a decoder's file for the first tokens."""
         return {"input_ids": self._ids[0], **self._mask, "encoder_hidden_states": self._encoded.last_hidden_state}
 
-    @cached_property
-    def _cache(self) -> Any:
+    def _cache_of_the_first(self) -> Any:
         """The cache after the first tokens."""
         cache = empty_cache(self.model)
         try:
             run(self.model, {**self._own_names(self._first), "past_key_values": cache})
+        except InputError:
+            raise
         except Exception as error:  # whatever a model raises that wants other states
             raise self.refused(f"cannot be called with the states of its encoder ({described(error)})", "") from error
         if not cache.cross_attention_cache.get_seq_length():
             raise self.without_a_cache()
         return cache
 
-    def _two_decoders(self) -> dict[str, ExampleCall]:
-        following = {"input_ids": self._ids[1], **self._mask, "past_key_values": self._cache}
+    def _two_decoders(self, cache: Any) -> dict[str, ExampleCall]:
+        following = {"input_ids": self._ids[1], **self._mask, "past_key_values": cache}
         return {
             "decoder_model": self.call({"prefill": self._first}, adapt=self._begin, axes=_FIRST_TOKENS),
             "decoder_with_past_model": self.call({"decode": following}, adapt=self._go_on, axes=_NEXT_TOKENS),
         }
 
-    def _merged_decoder(self) -> dict[str, ExampleCall]:
+    def _merged_decoder(self, cache: Any) -> dict[str, ExampleCall]:
         """One decoder for all tokens, without a branch: of both caches, it computes what is not in them yet."""
         length = self._encoded.last_hidden_state.shape[1]
         if length < _SHORTEST:
             raise InputError(f"the example of a merged decoder needs an encoder_sequence_length of {_SHORTEST} or more")
-        nothing, some = copy.copy(self._cache), copy.copy(self._cache)
-        nothing.self_attention_cache = emptied(self._cache.self_attention_cache)
-        nothing.cross_attention_cache = emptied(self._cache.cross_attention_cache)
-        some.cross_attention_cache = emptied(self._cache.cross_attention_cache, length // 2)
+        nothing, some = copy.copy(cache), copy.copy(cache)
+        nothing.self_attention_cache = emptied(cache.self_attention_cache)
+        nothing.cross_attention_cache = emptied(cache.cross_attention_cache)
+        some.cross_attention_cache = emptied(cache.cross_attention_cache, length // 2)
         following = {**self._first, "input_ids": self._ids[1]}
         runs = {
             "prefill": {**self._first, "past_key_values": nothing},
-            "decode": {**following, "past_key_values": self._cache},
+            "decode": {**following, "past_key_values": cache},
         }
         self._check_merged(runs)
         example = {**following, "past_key_values": some}
