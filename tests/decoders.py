@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
+import htp_export
 from htp_export.huggingface import load_model
 
 TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -68,6 +71,45 @@ def encoder_decoder(name: str) -> Any:
 
 def decoder(name: str, **options: Any) -> Any:
     return load_model(name, task="text-generation-with-past", random_weights=True, overrides=DECODERS[name], **options)
+
+
+class Programs(dict[str, Any]):
+    """The files of a model by name, each exported when a test first asks for it.
+
+    Args:
+        model: The model.
+        calls: Name → the call that the file is exported from.
+    """
+
+    def __init__(self, model: Any, calls: Mapping[str, Any]) -> None:
+        self.model, self.calls = model, dict(calls)
+
+    def __missing__(self, name: str) -> Any:
+        call = self.calls[name]
+        with call.exporting():
+            program = htp_export.export(call.model, verbose=False, **call.options)
+        call.name_dimensions(program.model.graph)
+        return self.setdefault(name, program)
+
+    def session(self, name: str) -> Any:
+        return onnxruntime.InferenceSession(self[name].model_proto.SerializeToString())
+
+    def save(self, folder: Path) -> dict[str, Path]:
+        """Name → file."""
+        files = {name: folder / f"{name}.onnx" for name in self.calls}
+        for name, file in files.items():
+            self[name].save(file)
+        return files
+
+    def assert_agree(self, name: str) -> None:
+        """Every module of a file agrees with PyTorch in each of its runs, and all that the file returns is compared."""
+        call = self.calls[name]
+        with call.adapted():
+            for run, kwargs in call.runs.items():
+                for _ in range(2):  # a model adds to the cache that it is given, and the next call has the same again
+                    result = htp_export.verify(call.model, self[name], kwargs=kwargs)
+                    assert result.ok, f"{name}, {run}: {result.summary}"
+                    assert len(result.modules[""].calls[0].outputs) == len(call.output_names)
 
 
 def prompt(length: int = 6) -> npt.NDArray[np.int64]:

@@ -153,7 +153,12 @@ class ModelOptions:
         if cache_names not in ("optimum", "transformers"):
             raise InputError(f"--cache-names {cache_names}: choose optimum or transformers")
         made: dict[str, SourceCall] = provider("named_models").calls_by_task(
-            self, two_files=two_files, cache_names=cache_names, sizes=sizes, stream_weights=stream_weights
+            self,
+            two_files=two_files,
+            cache_names=cache_names,
+            sizes=sizes,
+            stream_weights=stream_weights,
+            right_padding=right_padding,
         )
         return made
 

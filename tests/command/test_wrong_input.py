@@ -337,10 +337,10 @@ def test_advice_is_given_in_commands() -> None:
 
 
 def test_the_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from htp_export.capabilities.huggingface import models as hub
+    from htp_export.capabilities.huggingface import sources
     from htp_export.huggingface import load_model
 
-    monkeypatch.setattr(hub, "why_unreachable", lambda: "https://hub: no network")
+    monkeypatch.setattr(sources, "_why_unreachable", lambda: "https://hub: no network")
     with pytest.raises(htp_export.InputError, match=r"the hub cannot be reached \(https://hub: no network\)"):
         load_model("nobody/nothing-of-the-kind")
 

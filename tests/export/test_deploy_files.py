@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.capabilities.huggingface.export_metadata import write_export_metadata
-from htp_export.capabilities.huggingface.genai_files import check_genai, write_genai
+from htp_export.capabilities.huggingface.companions import write_export_metadata
+from htp_export.capabilities.huggingface.genai import check_genai, write_genai
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import write_model

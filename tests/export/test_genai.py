@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 
 import htp_export
 from htp_export.capabilities.huggingface.genai import genai_config
 from htp_export.errors import InputError
-from htp_export.huggingface import example_call, load_model
-from tests.decoders import DECODERS, TEXT, decoder, generated, greedy, greedy_right_padded, prompt
+from htp_export.huggingface import example_call, example_calls, load_model
+from tests.decoders import DECODERS, TEXT, Programs, decoder, generated, greedy, greedy_right_padded, prompt
 
 TOKENS = 20
 
@@ -50,12 +49,9 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     folder = tmp_path_factory.mktemp(request.param)
     model = decoder(request.param)
-    call = example_call(model)
-    with call.exporting():
-        program: Any = htp_export.export(model, verbose=False, **call.options)
-    call.name_dimensions(program.model.graph)
-    program.save(folder / "model.onnx")
-    found = genai_config(program.model, model.config, model.generation_config)
+    files = Programs(model, example_calls(model))
+    files.save(folder)
+    found = genai_config(files["model"].model, model.config, model.generation_config)
     (folder / "genai_config.json").write_text(json.dumps(found))
     return model, folder
 
@@ -116,20 +112,16 @@ def test_texts_of_different_length_get_the_tokens_of_each_alone_with_sliding_win
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     task = "text-generation-with-past"
     model = load_model(name, task=task, random_weights=True, overrides=WINDOWS[name])
-    call = example_call(model, right_padding=True)
-    with call.exporting():
-        program: Any = htp_export.export(model, verbose=False, **call.options)
-    program.save(tmp_path / "model.onnx")
-    with call.adapted():
-        for kwargs in call.runs.values():
-            assert htp_export.verify(model, program, kwargs=kwargs).ok
+    files = Programs(model, example_calls(model, right_padding=True))
+    files.save(tmp_path)
+    files.assert_agree("model")
     texts = [prompt(9)[0], prompt(4)[1]]
     alone = [generated(model, text[None], 10)[0] for text in texts]
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    session = files.session("model")
     assert greedy_right_padded(session, texts, 10) == alone
     assert [greedy(session, text[None], 10)[0] for text in texts] == alone
     if importlib.util.find_spec("onnxruntime_genai") is not None:
-        found = genai_config(program.model, model.config, model.generation_config)
+        found = genai_config(files["model"].model, model.config, model.generation_config)
         (tmp_path / "genai_config.json").write_text(json.dumps(found))
         assert batch_by_genai(tmp_path, texts, 10) == alone
 
@@ -201,7 +193,7 @@ def model(
     return ir.Model(ir.Graph(given, made, nodes=[]), ir_version=10)
 
 
-def test_names_and_sizes_are_those_of_the_graph() -> None:
+def test_names_and_sizes_are_those_of_the_graph_and_what_it_leaves_open_of_the_config() -> None:
     found = genai_config(model(), Config(**{**LLAMA, "vocab_size": 7, "num_key_value_heads": 1}))
     decoder = found["model"]["decoder"]
     assert decoder["inputs"] == {
@@ -212,14 +204,8 @@ def test_names_and_sizes_are_those_of_the_graph() -> None:
     }
     assert decoder["outputs"]["present_value_names"] == "present.%d.value"
     assert (decoder["num_hidden_layers"], decoder["num_key_value_heads"], decoder["head_size"]) == (2, 2, 8)
-    assert (found["model"]["vocab_size"], found["model"]["context_length"], found["search"]["max_length"]) == (
-        99,
-        128,
-        128,
-    )
-
-
-def test_sizes_that_the_graph_leaves_open_are_those_of_the_config() -> None:
+    assert (found["model"]["vocab_size"], found["model"]["context_length"]) == (99, 128)
+    assert found["search"]["max_length"] == 128
     decoder = genai_config(model(heads="h", size="s"), Config(**LLAMA))["model"]["decoder"]
     assert (decoder["num_key_value_heads"], decoder["head_size"]) == (2, 8)
     wide = genai_config(model(heads="h", size="s"), Config(**LLAMA, head_dim=16))["model"]["decoder"]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 
-import htp_export
 from htp_export.errors import InputError
 from htp_export.huggingface import example_calls, load_model
-from tests.decoders import TEXT, next_tokens, nothing_past, past_of
+from tests.decoders import TEXT, Programs, next_tokens, nothing_past, past_of
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
 
@@ -30,15 +28,9 @@ def llava() -> Any:
 
 
 @pytest.fixture(scope="module")
-def exported() -> Any:
+def files() -> Programs:
     model = llava()
-    files = {}
-    for name, call in example_calls(model, task=TASK).items():
-        with call.exporting():
-            program = htp_export.export(call.model, verbose=False, **call.options)
-        call.name_dimensions(program.model.graph)
-        files[name] = call, program
-    return model, files
+    return Programs(model, example_calls(model, task=TASK))
 
 
 def prompt(images: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,11 +40,9 @@ def prompt(images: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(ids), torch.randn(images, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def greedy(files: Any, ids: Any, images: Any, tokens: int = 20) -> list[int]:
+def greedy(files: Programs, ids: Any, images: Any, tokens: int = 20) -> list[int]:
     """What the files append, run as transformers.js runs them."""
-    see, embed, decode = (
-        onnxruntime.InferenceSession(made.model_proto.SerializeToString()) for _, made in files.values()
-    )
+    see, embed, decode = map(files.session, FILES)
     seen = see.run(["image_features"], {"pixel_values": images})[0]
     feed, made, new = nothing_past(decode, 1), [], ids
     names = [value.name for value in decode.get_outputs()]
@@ -69,16 +59,9 @@ def greedy(files: Any, ids: Any, images: Any, tokens: int = 20) -> list[int]:
     return made
 
 
-def test_files_have_the_names_of_transformers_js(exported: Any) -> None:
-    _, files = exported
-    assert list(files) == FILES
-    names = {
-        name: (
-            [value.name for value in program.model.graph.inputs],
-            [value.name for value in program.model.graph.outputs],
-        )
-        for name, (_, program) in files.items()
-    }
+def test_files_have_the_names_of_transformers_js(files: Programs) -> None:
+    names = {name: (list(call.input_names), list(call.output_names)) for name, call in files.calls.items()}
+    assert list(names) == FILES
     assert names["vision_encoder"] == (["pixel_values"], ["image_features"])
     assert names["embed_tokens"] == (["input_ids"], ["inputs_embeds"])
     inputs, outputs = names["decoder_model_merged"]
@@ -89,25 +72,22 @@ def test_files_have_the_names_of_transformers_js(exported: Any) -> None:
 
 
 @pytest.mark.parametrize("images", [1, 3])
-def test_onnxruntime_generates_what_pytorch_generates(images: int, exported: Any) -> None:
-    model, files = exported
+def test_onnxruntime_generates_what_pytorch_generates(images: int, files: Programs) -> None:
     ids, pixels = prompt(images)
     mask = torch.ones_like(ids)
     settings: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
-        found = model.generate(input_ids=ids, attention_mask=mask, pixel_values=pixels, **settings, eos_token_id=2)
+        found = files.model.generate(
+            input_ids=ids, attention_mask=mask, pixel_values=pixels, **settings, eos_token_id=2
+        )
     assert greedy(files, ids.numpy(), pixels.numpy()) == found[0, ids.shape[1] :].tolist()
 
 
-def test_every_module_of_every_file_agrees_and_every_node_is_tagged(exported: Any) -> None:
-    model, files = exported
-    paths = {name for name, _ in model.named_modules()}
-    for name, (call, program) in files.items():
-        assert {node.metadata_props["htp.module"] for node in program.model.graph} <= paths
-        with call.adapted():
-            for run, kwargs in call.runs.items():
-                result = htp_export.verify(call.model, program, kwargs=kwargs)
-                assert result.ok, f"{name}, {run}: {result.summary}"
+@pytest.mark.parametrize("name", FILES)
+def test_every_module_of_every_file_agrees_and_every_node_is_tagged(name: str, files: Programs) -> None:
+    files.assert_agree(name)
+    paths = {path for path, _ in files.model.named_modules()}
+    assert {node.metadata_props["htp.module"] for node in files[name].model.graph} <= paths
 
 
 def test_a_model_without_places_for_images_is_refused() -> None:

@@ -11,6 +11,7 @@ import onnx
 import pytest
 
 from htp_export.command.main import main
+from htp_export.command.model_options import ModelOptions
 from tests.decoders import DECODERS, ENCODER_DECODERS, decoder
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
@@ -33,7 +34,9 @@ def inputs_of(file: Path) -> list[str]:
     return [value.name for value in onnx.load(file, load_external_data=False).graph.input]
 
 
-def test_export_of_a_decoder_is_verified_in_prefill_and_decode(tmp_path: Path, capsys: Any) -> None:
+def test_a_decoder_is_verified_in_prefill_and_decode_and_the_run_that_differs_is_named(
+    tmp_path: Path, capsys: Any
+) -> None:
     file = tmp_path / "gpt2.onnx"
     assert main(["export", *GPT2, "--task", PAST, "-o", str(file), "--verify", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -42,17 +45,12 @@ def test_export_of_a_decoder_is_verified_in_prefill_and_decode(tmp_path: Path, c
     assert "past_key_values.0.key" in inputs_of(file)
     assert main(["verify", str(file), *GPT2, "--task", PAST, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["ok"]
-    assert list(said["runs"]) == ["prefill", "decode"]
-
-
-def test_verify_of_a_decoder_names_the_run_that_differs(tmp_path: Path, capsys: Any) -> None:
-    file = tmp_path / "gpt2.onnx"
-    assert main(["export", *GPT2, "--task", PAST, "-o", str(file), "--quiet"]) == 0
+    assert (said["ok"], list(said["runs"])) == (True, ["prefill", "decode"])
     assert main(["verify", str(file), *GPT2, "--task", PAST, "--tolerance", "**=0,0"]) == 1
     assert "decode: first wrong" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_files_and_names_of_transformers(tmp_path: Path) -> None:
     options = ["--task", PAST, "--two-files", "--cache-names", "transformers", "--quiet"]
     assert main(["export", *GPT2, *options, "-o", str(tmp_path)]) == 0
@@ -70,6 +68,14 @@ def test_a_folder_with_a_decoder_is_exported_with_its_cache(tmp_path: Path, caps
     assert main(["export", str(tmp_path / "gpt2"), "-o", str(file)]) == 0
     assert f"task {PAST}" in capsys.readouterr().out
     assert "past_key_values.0.key" in inputs_of(file)
+
+
+def test_a_command_asks_for_windows_that_count_tokens(caplog: Any) -> None:
+    settings = [f"{key}={value}" for key, value in DECODERS["mpt"].items()]
+    options = ModelOptions(source="mpt", random_weights=True, task=PAST, settings=settings)
+    assert options.calls_by_task(right_padding=True)["model"].example.right_padding
+    assert "counts the padding" in caplog.text
+    assert not options.calls_by_task()["model"].example.right_padding
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import htp_export
-from htp_export.huggingface import example_call, load_model
+from htp_export.huggingface import example_calls, load_model
+from tests.decoders import Programs
 from tests.huggingface.test_huggingface import CASES, VIT
 
 IMAGE = ["batch_size", "num_channels", "height", "width"]
@@ -37,12 +37,9 @@ def test_a_task_names_its_file_and_every_module_agrees(
     name: str, task: str, settings: dict[str, Any], inputs: dict[str, list[str]], outputs: list[str]
 ) -> None:
     model = load_model(name, task=task, random_weights=True, overrides=settings)
-    call = example_call(model, task=task)
-    with call.exporting():
-        program = htp_export.export(call.model, verbose=False, **call.options)
+    files = Programs(model, example_calls(model, task=task))
+    call, program = files.calls["model"], files["model"]
     assert {name: list(call.axes[name].values()) for name in call.input_names} == inputs
     assert [value.name for value in program.model.graph.inputs] == list(call.input_names)
     assert [value.name for value in program.model.graph.outputs] == outputs == list(call.output_names)
-    with call.adapted():
-        result = htp_export.verify(call.model, program, kwargs=call.kwargs)
-    assert result.ok, result.summary
+    files.assert_agree("model")

@@ -20,7 +20,7 @@ import htp_export
 from htp_export.capabilities.huggingface.transformers_js import DTYPES, write_transformers_js
 from htp_export.errors import FileError, InputError
 from htp_export.huggingface import example_calls
-from tests.decoders import decoder, encoder_decoder, generated, generated_from, start_of
+from tests.decoders import Programs, decoder, encoder_decoder, generated, generated_from, start_of
 from tests.nets import spread
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "transformers_js.mjs"
@@ -50,18 +50,6 @@ def words(folder: Path) -> Path:
     return folder
 
 
-def exported(calls: dict[str, Any], folder: Path) -> dict[str, Path]:
-    """The files of a model: name → file."""
-    files = {}
-    for name, call in calls.items():
-        with call.exporting():
-            made: Any = htp_export.export(call.model, verbose=False, **call.options)
-        call.name_dimensions(made.model.graph)
-        made.save(folder / f"{name}.onnx")
-        files[name] = folder / f"{name}.onnx"
-    return files
-
-
 def in_node(folder: Path, ids: list[int], dtype: str) -> list[int]:
     """The tokens that transformers.js generates."""
     program, package = node()
@@ -77,7 +65,7 @@ def test_transformers_js_generates_the_tokens_of_pytorch(tmp_path: Path) -> None
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     node()
     model = decoder("llama")
-    files = exported(example_calls(model), tmp_path)
+    files = Programs(model, example_calls(model)).save(tmp_path)
     folder = write_transformers_js(files, tmp_path / "tiny", model, companions=words(tmp_path / "words"))
     ids = [3, 14, 15, 9, 26]
     assert in_node(folder, ids, "fp32") == [*ids, *generated(model, np.array([ids]), 20)[0]]
@@ -92,7 +80,7 @@ def test_transformers_js_generates_the_tokens_of_an_encoder_decoder(name: str, t
     node()
     model = encoder_decoder(name)
     model.generation_config.update(decoder_start_token_id=start_of(model), eos_token_id=2, pad_token_id=0)
-    files = exported(example_calls(model, two_files=False), tmp_path)
+    files = Programs(model, example_calls(model, two_files=False)).save(tmp_path)
     folder = write_transformers_js(
         files, tmp_path / "tiny", model, companions=words(tmp_path / "words"), dtypes=["fp32", "q8"]
     )
@@ -130,7 +118,7 @@ def test_transformers_js_generates_the_tokens_of_a_model_that_sees_images(tmp_pa
     program, package = node()
     model = llava()
     model.generation_config.update(eos_token_id=2, pad_token_id=0)
-    files = exported(example_calls(model, task=TASK), tmp_path)
+    files = Programs(model, example_calls(model, task=TASK)).save(tmp_path)
     folder = write_transformers_js(files, tmp_path / "tiny", model, dtypes=["fp32"])
     (tmp_path / "images.mjs").write_text(IMAGES)
     ids, pixels = prompt(2)

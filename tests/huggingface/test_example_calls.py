@@ -4,39 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-import onnxruntime
 import pytest
 
 import htp_export
 from htp_export.errors import InputError
 from htp_export.huggingface import example_call, example_calls, load_model
-from tests.decoders import DECODERS, decoder, encoder_decoder, generated, greedy, prompt
+from tests.decoders import DECODERS, Programs, decoder, encoder_decoder, generated, greedy, prompt
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
 
 TOTAL = "past_sequence_length + sequence_length"
+QUICK = {"mistral", "mpt"}  # a sliding window, and biases by distance
+MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DECODERS]
 
 
 def shapes(values: Any) -> dict[str, list[Any]]:
     return {value.name: [size if isinstance(size, int) else size.value for size in value.shape] for value in values}
 
 
-QUICK = {"gpt2", "mistral", "mixtral", "mpt"}
-MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DECODERS]
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def exported(request: pytest.FixtureRequest) -> Any:
     model = decoder(request.param)
-    call = example_call(model)
-    with call.exporting():
-        program = htp_export.export(model, verbose=False, **call.options)
-    call.name_dimensions(program.model.graph)
-    return model, call, program
+    files = Programs(model, example_calls(model))
+    return model, files.calls["model"], files
 
 
 def test_names_and_axes_are_those_of_optimum(exported: Any) -> None:
-    model, _, program = exported
+    model, _, files = exported
+    program = files["model"]
     inputs, outputs = shapes(program.model.graph.inputs), shapes(program.model.graph.outputs)
     heads = inputs["past_key_values.0.key"][1]
     assert inputs.pop("input_ids") == ["batch_size", "sequence_length"]
@@ -50,31 +45,21 @@ def test_names_and_axes_are_those_of_optimum(exported: Any) -> None:
 
 
 def test_onnxruntime_generates_what_pytorch_generates(exported: Any) -> None:
-    model, _, program = exported
-    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
-    assert greedy(session, prompt()) == generated(model, prompt())
+    model, _, files = exported
+    assert greedy(files.session("model"), prompt()) == generated(model, prompt())
 
 
-def test_tags_are_the_models_own_modules(exported: Any) -> None:
-    model, _, program = exported
-    owners = {node.metadata_props["htp.module"] for node in program.model.graph}
+def test_every_module_agrees_in_prefill_and_in_decode_and_tags_are_the_models_own(exported: Any) -> None:
+    model, _, files = exported
+    files.assert_agree("model")
+    owners = {node.metadata_props["htp.module"] for node in files["model"].model.graph}
     assert owners <= {name for name, _ in model.named_modules()}
-    norm = next(name for name, _ in model.named_modules() if "norm" in name or "ln_" in name)
-    assert norm in owners
-
-
-def test_every_module_agrees_in_prefill_and_in_decode(exported: Any) -> None:
-    model, call, program = exported
-    for run, kwargs in call.runs.items():
-        for _ in range(2):  # a model adds to the cache that it is given, and the next call has the same again
-            result = htp_export.verify(model, program, kwargs=kwargs)
-            assert result.ok, f"{run}: {result.summary}"
-            assert len(result.modules[""].calls[0].outputs) == len(call.output_names), "the cache is compared, too"
+    assert next(name for name, _ in model.named_modules() if "norm" in name or "ln_" in name) in owners
 
 
 def test_signatures_have_the_cache_whole_in_the_model_and_by_layer_in_the_layers(exported: Any) -> None:
-    _, call, program = exported
-    tagged = htp_export.load(program)
+    _, call, files = exported
+    tagged = htp_export.load(files["model"])
 
     def caches(path: str) -> dict[str, str | None]:
         inputs = tagged.signature(path, 0).inputs
@@ -92,26 +77,29 @@ def test_signatures_have_the_cache_whole_in_the_model_and_by_layer_in_the_layers
         own = {name: tensor for name, tensor in caches("").items() if f".{layer}." in name}
         assert caches(path) == own
         assert caches(path.rpartition(".")[0]) == own
-    decode = htp_export.verify(call.model, program, kwargs=call.runs["decode"])
+    decode = htp_export.verify(call.model, files["model"], kwargs=call.runs["decode"])
     compared = [each.name for each in decode.modules[attention[1]].calls[0].inputs]
     assert {"past_key_values.layers.1.keys", "past_key_values.layers.1.values"} <= set(compared)
 
 
 def test_export_leaves_the_example_cache_as_it_is(exported: Any) -> None:
-    _, call, _ = exported
+    _, call, files = exported
+    assert files["model"]
     assert {layer.keys.shape[2] for layer in call.kwargs["past_key_values"].layers} == {5}
     assert {layer.keys.shape[2] for layer in call.runs["prefill"]["past_key_values"].layers} == {0}
 
 
-def test_cache_names_of_transformers() -> None:
+def test_two_files_and_cache_names_of_transformers() -> None:
     call = example_call(decoder("llama"), cache_names="transformers")
     assert call.input_names[3] == "input.past_key_values.layers.0.keys"
     assert call.output_names[1] == "output.past_key_values.layers.0.keys"
+    first, following = example_calls(decoder("llama"), two_files=True).values()
+    assert first.input_names == ("input_ids", "attention_mask", "position_ids")
+    assert first.axes["present.0.key"][2] == "sequence_length"
+    assert (following.input_names[3], following.axes["present.0.key"][2]) == ("past_key_values.0.key", TOTAL)
 
 
 def test_without_a_cache_there_are_tokens_and_logits() -> None:
-    from htp_export.huggingface import load_model
-
     model = load_model("llama", task="text-generation", random_weights=True, overrides=DECODERS["llama"])
     call = example_call(model, task="text-generation")
     assert call.input_names == ("input_ids", "attention_mask", "position_ids")
@@ -120,8 +108,6 @@ def test_without_a_cache_there_are_tokens_and_logits() -> None:
 
 
 def test_a_model_whose_cache_is_off_says_so() -> None:
-    from htp_export.huggingface import load_model
-
     model = load_model("gpt2", task="text-generation", random_weights=True, overrides=DECODERS["gpt2"])
     with pytest.raises(htp_export.InputError, match="use_cache"):
         example_call(model, task="text-generation-with-past")

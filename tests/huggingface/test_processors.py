@@ -1,4 +1,4 @@
-"""Example inputs from the tokenizer and the image processor that lie beside a model."""
+"""What lies beside a model: a tokenizer and an image processor, for example inputs, and what is copied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from htp_export.capabilities.huggingface.companions import copy_companions, source_folder
 from htp_export.capabilities.huggingface.processors import size_of_images
+from htp_export.errors import FileError, ModelSourceError
 from htp_export.huggingface import example_calls, example_inputs, load_model, load_processor
 
 BERT = {"model_type": "bert", "vocab_size": 400, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -199,27 +201,57 @@ def test_the_command_uses_the_tokenizer_beside_the_model(tmp_path: Path) -> None
     assert plain.calls_by_task()["model"].kwargs["input_ids"][0, 0] == 2
 
 
-@pytest.mark.parametrize("has_tokenizer", [True, False])
-def test_files_in_the_cache_of_the_hub_are_read_without_the_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, has_tokenizer: bool
-) -> None:
+# --- in the cache of the hub ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of one model in a cache of the hub; there is no network."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    commit = "0123456789012345678901234567890123456789"
-    model = tmp_path / "models--someone--tiny"
-    (model / "refs").mkdir(parents=True)
+    model, commit = tmp_path / "models--someone--tiny", "0123456789012345678901234567890123456789"
+    for folder in (model / "refs", model / "blobs", model / "snapshots" / commit):
+        folder.mkdir(parents=True)
     (model / "refs" / "main").write_text(commit)
-    snapshot = model / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    folder_with(snapshot, BERT)
-    nested = {"image_processor": {"size": 48}}
-    (snapshot / "processor_config.json").write_text(json.dumps(nested))
+    return model / "snapshots" / commit
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_files_in_the_cache_of_the_hub_are_read_without_the_network(
+    cache: Path, caplog: Any, has_tokenizer: bool
+) -> None:
+    folder_with(cache, BERT)
+    (cache / "processor_config.json").write_text(json.dumps({"image_processor": {"size": 48}}))
     if has_tokenizer:
-        add_tokenizer(snapshot)
+        add_tokenizer(cache)
     with caplog.at_level(logging.WARNING, logger="htp_export"):
         processor = load_processor("someone/tiny")
     assert (processor.tokenizer is not None) is has_tokenizer
     assert processor.image_size == (48, 48)
     assert not [record for record in caplog.records if record.name.startswith("htp_export")]
+
+
+def test_companions_in_the_cache_of_the_hub_are_links_and_are_copied(cache: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "merges.txt", "chat_template.jinja", "model.safetensors"):
+        (cache.parents[1] / "blobs" / name).write_text(name)
+        (cache / name).symlink_to(Path("../../blobs") / name)
+    target = tmp_path / "target"
+    target.mkdir()
+    assert source_folder("someone/tiny") == cache
+    copies = copy_companions(cache, target)
+    assert [file.name for file in copies] == ["chat_template.jinja", "merges.txt", "tokenizer.json"]
+    assert [file.is_symlink() for file in copies] == [False] * 3
+    assert (target / "merges.txt").read_text() == "merges.txt"
+    (tmp_path / "token.json").write_text("secret")
+    (cache / "vocab.json").symlink_to(tmp_path / "token.json")
+    with pytest.raises(FileError, match=r"vocab\.json: is a link out of its folder"):
+        copy_companions(cache, tmp_path)
+
+
+def test_companions_of_a_model_that_is_not_there_or_needs_no_hub(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelSourceError, match="its tokenizer and configs cannot be had"):
+        source_folder("someone/other")
+    assert source_folder(str(tmp_path)) == tmp_path
+    assert source_folder("llama") is None

@@ -31,20 +31,16 @@ class DeployOptions:
     def check(self, output: Path, model: ModelOptions) -> None:
         """Refuse what cannot be written, before the model is loaded.
 
-        Args:
-            output: The ONNX file to write.
-            model: The model that is exported.
-
         Raises:
             InputError: If the model is none of transformers, or files would lie where others are.
         """
-        if not self._any:
+        if not (self.makes_folder or self.transformers_js is not None):
             return
         if model.source is None:
             raise InputError("--genai, --export-json and --transformers-js are for a SOURCE, a model of transformers")
         if is_special(output):
             raise InputError(f"nothing can lie beside {output}; name a file")
-        from htp_export.capabilities.huggingface.genai_files import check_genai
+        from htp_export.capabilities.huggingface.genai import check_genai
         from htp_export.capabilities.huggingface.transformers_js import check_transformers_js
 
         beside = output.absolute() if output.is_dir() else output.absolute().parent
@@ -58,19 +54,8 @@ class DeployOptions:
                 raise InputError(f"--transformers-js {self.transformers_js}: would replace SOURCE; name another folder")
             check_transformers_js(folder, self._dtypes)
 
-    def wanted_files(self, two_files: bool | None) -> bool | None:
-        """Whether a decoder is to have two files: not for transformers.js, if nothing else was asked for."""
-        return False if two_files is None and self.transformers_js is not None else two_files
-
     def check_files(self, names: Iterable[str]) -> None:
-        """Refuse a model whose files the other runtimes do not take, before it is exported.
-
-        Args:
-            names: The names of its files.
-
-        Raises:
-            InputError: If there are such files.
-        """
+        """Refuse a model with files of these names that the other runtimes do not take, before it is exported."""
         listed = list(names)
         if self.makes_folder and len(listed) > 1:
             problem = f"this one has {len(listed)}: {', '.join(listed)}"
@@ -79,24 +64,14 @@ class DeployOptions:
             raise InputError("--transformers-js: it runs decoders of one file; leave --two-files away")
 
     def write_beside(self, model: ModelOptions, call: SourceCall, file: Path, made: Any) -> list[str]:
-        """Write the files that lie beside the model.
-
-        Args:
-            model: The options that name the model.
-            call: What was exported.
-            file: The exported model, where it lies now.
-            made: What the exporter returned.
-
-        Returns:
-            Their names.
-        """
+        """Write the files that lie beside the exported model, ``made`` by the exporter; their names."""
         written: list[Path] = []
         if self.genai:
-            from htp_export.capabilities.huggingface.genai_files import write_genai
+            from htp_export.capabilities.huggingface.genai import write_genai
 
             written += write_genai(file, call.model, companions=_companions(model))
         if self.export_json:
-            from htp_export.capabilities.huggingface.export_metadata import write_export_metadata
+            from htp_export.capabilities.huggingface.companions import write_export_metadata
 
             exported_program = getattr(made, "exported_program", None)
             written += write_export_metadata(file, call.model, call.kwargs, exported_program)
@@ -107,29 +82,21 @@ class DeployOptions:
     ) -> dict[str, int]:
         """Write the folder for transformers.js; its files with their sizes.
 
-        Args:
-            files: Name in the folder → exported file.
-            model: The options that name the model.
-            calls: What was exported; the last one is a call of the whole model, not of its encoder.
+        The files are by their name in the folder. The last call is one of the whole model, not of its encoder.
         """
         if self.transformers_js is None:
             return {}
         from htp_export.capabilities.huggingface.transformers_js import write_transformers_js
         from htp_export.command.outputs import written_folder
 
-        folder = write_transformers_js(
-            files, self.transformers_js, calls[-1].model, companions=_companions(model), dtypes=self._dtypes
-        )
+        companions, called = _companions(model), calls[-1].model
+        folder = write_transformers_js(files, self.transformers_js, called, companions=companions, dtypes=self._dtypes)
         return written_folder(folder)
 
     @property
     def makes_folder(self) -> bool:
         """Whether the folder of the output is made: its files belong together, as those for transformers.js do."""
         return self.genai or self.export_json
-
-    @property
-    def _any(self) -> bool:
-        return self.makes_folder or self.transformers_js is not None
 
     @property
     def _dtypes(self) -> list[str]:

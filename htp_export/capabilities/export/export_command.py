@@ -54,8 +54,7 @@ def export_command(
     graph.check()
     steps = Steps(quiet, count=2 + verify + (deploy.transformers_js is not None))
     with steps.step(f"loading {model.name}"):
-        calls = _calls(model, graph, deploy, two_files, cache_names or "optimum")
-    _check_cache(calls, {"--two-files/--one-file": two_files, "--cache-names": cache_names})
+        calls = _calls(model, graph, deploy, two_files, cache_names)
     deploy.check_files(calls)
     exports = FileExports(model, deploy, graph, steps, verify, as_json, quiet, len(calls))
     with _targets(calls, output, deploy) as targets:
@@ -81,7 +80,7 @@ def _check_outputs(output: Path, model: ModelOptions, deploy: DeployOptions) -> 
 
 
 def _calls(
-    model: ModelOptions, graph: GraphOptions, deploy: DeployOptions, two_files: bool | None, cache_names: str
+    model: ModelOptions, graph: GraphOptions, deploy: DeployOptions, two_files: bool | None, cache_names: str | None
 ) -> dict[str, SourceCall]:
     """Name of each file → the call that it is exported from.
 
@@ -89,31 +88,25 @@ def _calls(
     """
     from htp_export.capabilities.huggingface.tasks import split_task
 
-    _, has_cache = split_task(model.task)
-    if has_cache and not graph.dynamo:
+    if split_task(model.task)[1] and not graph.dynamo:
         raise InputError(f"--task {model.task}: TorchScript takes no cache; leave --torchscript away")
-    if has_cache and graph.axes:
+    if split_task(model.task)[1] and graph.axes:
         raise InputError(f"--task {model.task} says which axes vary; leave --dynamic away")
     calls, streamed = {}, graph.stream_weights
     if graph.dynamo and not graph.axes:
         calls = model.calls_by_task(
-            two_files=deploy.wanted_files(two_files),
-            cache_names=cache_names,
+            # transformers.js takes no decoder of two files, which is what encoder-decoders have if nothing is asked for
+            two_files=False if two_files is None and deploy.transformers_js is not None else two_files,
+            cache_names=cache_names or "optimum",
             stream_weights=streamed,
             right_padding=deploy.genai,
         )
-    # With one example, exporters take the batch for a constant.
-    return calls or {"model": model.call(batch=2 if "batch" in graph.axes else 1, stream_weights=streamed)}
-
-
-def _check_cache(calls: Mapping[str, SourceCall], given: Mapping[str, object]) -> None:
-    """Refuse options for a key-value cache, where no file has one."""
-    from htp_export.capabilities.huggingface.tasks import split_task
-
-    has_cache = any(call.example is not None and split_task(call.example.task)[1] for call in calls.values())
-    for option, value in given.items():
+    has_cache = any(split_task(call.example.task)[1] for call in calls.values() if call.example is not None)
+    for option, value in (("--two-files/--one-file", two_files), ("--cache-names", cache_names)):
         if value is not None and not has_cache:
             raise InputError(f"{option} is for a task with a key-value cache (-with-past), and without --dynamic")
+    # With one example, exporters take the batch for a constant.
+    return calls or {"model": model.call(batch=2 if "batch" in graph.axes else 1, stream_weights=streamed)}
 
 
 @contextlib.contextmanager

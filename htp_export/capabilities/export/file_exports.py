@@ -26,18 +26,7 @@ __all__ = ["FileExports"]
 
 @dataclass
 class FileExports:
-    """How each file of a command is exported, and what is said of it.
-
-    Attributes:
-        model: The options that name the model.
-        deploy: Those for other runtimes.
-        graph: Those for the graph.
-        steps: Progress.
-        verify: Whether each file is compared with PyTorch.
-        as_json: Whether the result is JSON.
-        quiet: Whether nothing is shown but errors.
-        count: How many files there are.
-    """
+    """How each file of a command is exported, shown and, with ``verify``, compared with PyTorch."""
 
     model: ModelOptions
     deploy: DeployOptions
@@ -46,18 +35,13 @@ class FileExports:
     verify: bool
     as_json: bool
     quiet: bool
-    count: int
+    count: int  # of files
     _idle: set[str] = field(default_factory=lambda: {"--decompose-attention", "--keep-attention"})
     _records: dict[str, dict[str, Any]] = field(default_factory=dict)
     _failures: list[str] = field(default_factory=list)
 
     def write(self, name: str, call: SourceCall, output: Path) -> None:
         """Write one file, show it, and check it.
-
-        Args:
-            name: Its name.
-            call: What it is exported from.
-            output: Where it is written.
 
         Raises:
             CheckFailed: If the export fails.
@@ -79,7 +63,12 @@ class FileExports:
             sizes = {str(each): each.stat().st_size for each in map(output.with_name, beside)}
             files = {**written_files(output), **sizes}
             self._records[name] = {"file": str(output), "files": files, **facts, **tree.to_dict()}
-            self._show(tree, files, facts)
+            if self._shown:
+                from htp_export.capabilities.cost.tree_drawing import render
+
+                show(render(tree))
+                show_written(files)
+                show(_facts_text(facts))
             agrees = not self.verify or self._verified(name, call, file)
         if self._shown and agrees:
             show_next("htp-export", "view", output)
@@ -91,11 +80,7 @@ class FileExports:
             show_written(files)
 
     def finish(self) -> None:
-        """Write the JSON of all files.
-
-        Raises:
-            CheckFailed: If a file does not agree with PyTorch.
-        """
+        """Write the JSON of all files; a file that does not agree with PyTorch raises `CheckFailed`."""
         if self.as_json and not self.quiet:
             records = self._records
             print_json(next(iter(records.values())) if len(records) == 1 else {"models": records})
@@ -107,11 +92,7 @@ class FileExports:
         return not (self.quiet or self.as_json)
 
     def _export(self, call: SourceCall, output: Path) -> tuple[str | None, list[str]]:
-        """Write the file, and what lies beside it.
-
-        Returns:
-            Why the file has no tags, if it has none, and the names of the files beside it.
-        """
+        """Write the file, and what lies beside it: why it has no tags, if it has none, and names of files."""
         from htp_export.files.external_writers import written_whole
 
         with written_whole(output) as target, _said_untagged() as said:
@@ -121,21 +102,23 @@ class FileExports:
                     call.checkpoint.check()
                 _check_written(target, self.graph.wanted_opset)
                 if not said:
-                    self._idle &= self.graph.idle_attention(target)
-                    if self._idle and len(self._records) == self.count - 1:
-                        raise InputError(
-                            f"{min(self._idle)}: no attention was exported to which it applies; leave it out"
-                        )
-                if self.graph.with_map and not said:
-                    from htp_export.capabilities.carry.carrying import embed_map
-
-                    embed_map(target, target)
+                    self._finish_tagged(target)
                 beside = self.deploy.write_beside(self.model, call, target, program)
             except (HtpExportError, CheckFailed):
                 raise
             except Exception as error:  # torch's exporters raise what the model, the tracer or a translation raises
                 raise CheckFailed(_export_failed(error)) from error
             return said[0] if said else None, beside
+
+    def _finish_tagged(self, target: Path) -> None:
+        """Refuse options for attention without effect in any file; embed the map, if that was asked for."""
+        self._idle &= self.graph.idle_attention(target)
+        if self._idle and len(self._records) == self.count - 1:
+            raise InputError(f"{min(self._idle)}: no attention was exported to which it applies; leave it out")
+        if self.graph.with_map:
+            from htp_export.capabilities.carry.carrying import embed_map
+
+            embed_map(target, target)
 
     def _program(self, call: SourceCall, target: Path) -> Any:
         """Export the model into the file; what the exporter returned."""
@@ -155,9 +138,8 @@ class FileExports:
         """What was exported, and how: inputs, opset, exporter, and the seed of what is random."""
         from htp_export.runtime.inputs import Inputs
 
-        inputs = {each.name: str(each) for each in Inputs.of(tagged.model)}
         facts: dict[str, Any] = {
-            "inputs": inputs,
+            "inputs": {each.name: str(each) for each in Inputs.of(tagged.model)},
             "opset": tagged.model.opset_imports.get(""),
             "exporter": "dynamo" if self.graph.dynamo else "TorchScript",
             "seed": self.model.seed if self.model.random else None,
@@ -167,15 +149,6 @@ class FileExports:
         if call.example is not None:
             facts["task"] = call.example.task
         return facts
-
-    def _show(self, tree: ModuleTree, files: Mapping[str, int], facts: dict[str, Any]) -> None:
-        """Show the tree, and say what was written."""
-        if self._shown:
-            from htp_export.capabilities.cost.tree_drawing import render
-
-            show(render(tree))
-            show_written(files)
-            show(_facts_text(facts))
 
     def _verified(self, name: str, call: SourceCall, file: Path) -> bool:
         """Compare a file with PyTorch, and note the result."""

@@ -40,18 +40,14 @@ class GraphOptions:
     allow_untagged: Annotated[bool, "Write torch's own file, with a warning, where tagging fails."] = False
 
     def check(self) -> None:
-        """Refuse options that do not go together, before a model is loaded.
-
-        Raises:
-            InputError: If there are such options, or if torch does not write the opset.
-        """
+        """Refuse options that do not go together, or an opset that torch does not write, before a model is loaded."""
         if self.names is not None:
             from htp_export.model.path_names import check_style
 
             check_style(self.names)
         if self.keep_attention and not self.dynamo:
             raise InputError("--keep-attention: TorchScript has no operator for attention; leave --torchscript away")
-        if self.keep_attention and self.opset is not None and self.opset < _ATTENTION_SINCE:
+        if self.keep_attention and (self.opset or _ATTENTION_SINCE) < _ATTENTION_SINCE:
             problem = f"--keep-attention needs {_ATTENTION_SINCE}, the first with Attention"
             raise InputError(f"--opset {self.opset}: {problem}")
         if self.wanted_opset is not None:
@@ -59,8 +55,9 @@ class GraphOptions:
 
             check_opset(self.wanted_opset, dynamo=self.dynamo)
         if self.stream_weights and not self.dynamo:
-            problem = "the TorchScript exporter holds all weights in memory; leave --torchscript"
-            raise InputError(f"--stream-weights: {problem}")
+            raise InputError(
+                "--stream-weights: the TorchScript exporter holds all weights in memory; leave --torchscript"
+            )
 
     @property
     def wanted_opset(self) -> int | None:
@@ -87,19 +84,15 @@ class GraphOptions:
         from htp_export.model.tagged import load
 
         tagged = load(file)
-        found = {
-            "--decompose-attention": any(info.synthetic for info in tagged.hierarchy.values()),
-            "--keep-attention": any(node.op_type == "Attention" for node in tagged.nodes),
-        }
-        given = {"--decompose-attention": self.decompose_attention, "--keep-attention": self.keep_attention}
-        return {option for option, wanted in given.items() if wanted and not found[option]}
+        idle = set()
+        if self.decompose_attention and not any(info.synthetic for info in tagged.hierarchy.values()):
+            idle.add("--decompose-attention")
+        if self.keep_attention and not any(node.op_type == "Attention" for node in tagged.nodes):
+            idle.add("--keep-attention")
+        return idle
 
     def for_torch(self, call: SourceCall) -> dict[str, Any]:
-        """The keyword arguments of ``torch.onnx.export``.
-
-        Raises:
-            InputError: If axes are to vary of inputs without names.
-        """
+        """The keyword arguments of ``torch.onnx.export``."""
         options: dict[str, Any] = {"dynamo": self.dynamo, "verbose": False, "external_data": self.external_data}
         if self.wanted_opset is not None:
             options["opset_version"] = self.wanted_opset

@@ -1,4 +1,4 @@
-"""Key/value caches as arguments of a call: how they are made, and the names of the tensors in them."""
+"""Key/value caches as arguments of a call, and what ``transformers.exporters`` (transformers 5.23) does for them."""
 
 from __future__ import annotations
 
@@ -11,37 +11,31 @@ from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = [
-    "emptied",
-    "empty_cache",
-    "leaf_name",
-    "let_torch_export_see_caches",
-    "tracing_as_transformers_does",
-    "translations",
-]
+__all__ = ["emptied", "empty_cache", "leaf_name", "register_caches", "tracing_as_transformers_does", "translations"]
 
 _LEAF = re.compile(r"\w+\.(?:(self|cross)_attention_cache\.)?layers\.(\d+)\.(\w+)")
 _SINGULAR = {"keys": "key", "values": "value"}
 _SIDES = {None: "", "self": "decoder.", "cross": "encoder."}
 
 
-def let_torch_export_see_caches(model: Any) -> None:
-    """Register the caches of transformers as containers of tensors, as its own exporters do.
+def _has_exporters() -> bool:
+    return importlib.util.find_spec("transformers.exporters") is not None
 
-    Raises:
-        InputError: If the installed transformers has no ``transformers.exporters``.
-    """
-    _check_exporters()
+
+def register_caches(model: Any) -> None:
+    """Register the caches of transformers as containers of tensors, as its own exporters do."""
+    if not _has_exporters():
+        import transformers
+
+        problem = "inputs and names by task need transformers.exporters, which transformers 5.23 has"
+        raise InputError(f"{problem}; installed is {transformers.__version__}: pip install -U transformers")
     from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
 
     register_cache_pytrees_for_model(model)
 
 
 def translations() -> dict[Any, Any]:
-    """What transformers' exporters write for operators that torch has no ONNX for, such as those of experts.
-
-    Empty if the installed transformers has no ``transformers.exporters``.
-    """
+    """What transformers' exporters, if it has some, write for operators that torch has no ONNX for, as of experts."""
     if not _has_exporters():
         return {}
     from transformers.exporters import exporter_onnx
@@ -51,10 +45,7 @@ def translations() -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def tracing_as_transformers_does(model: Any) -> Iterator[None]:
-    """What transformers' exporters replace in torch and in models that torch.export cannot trace, for a block.
-
-    Nothing if the installed transformers has no ``transformers.exporters``.
-    """
+    """What transformers' exporters, if it has some, replace in torch and in models to trace them, for a block."""
     if not _has_exporters():
         yield
         return
@@ -66,18 +57,6 @@ def tracing_as_transformers_does(model: Any) -> Iterator[None]:
         yield
 
 
-def _has_exporters() -> bool:
-    return importlib.util.find_spec("transformers.exporters") is not None
-
-
-def _check_exporters() -> None:
-    if not _has_exporters():
-        import transformers
-
-        problem = "inputs and names by task need transformers.exporters, which transformers 5.23 has"
-        raise InputError(f"{problem}; installed is {transformers.__version__}: pip install -U transformers")
-
-
 def empty_cache(model: Any) -> Any:
     """A cache for a model that nothing is in yet, whose layers keep every token.
 
@@ -87,28 +66,23 @@ def empty_cache(model: Any) -> Any:
     Raises:
         InputError: If layers of the model hold anything else than keys and values.
     """
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
-
-    growing: Any = DynamicLayer
-
-    def cache() -> Any:
-        made = DynamicCache(config=model.config.get_text_config(decoder=True))
-        other = sorted({type(each).__name__ for each in made.layers if not _holds_keys(each)})
-        if other:
-            problem = f"has layers with a {' and a '.join(other)}, which hold states besides keys and values"
-            raise InputError(f"the cache of {type(model).__name__} {problem}; choose a task without -with-past")
-        made.layers = [growing() if type(each) is DynamicSlidingWindowLayer else each for each in made.layers]
-        return made
-
-    return EncoderDecoderCache(cache(), cache()) if model.config.is_encoder_decoder else cache()
-
-
-def _holds_keys(layer: Any) -> bool:
-    """Whether a layer of a cache holds keys and values alone, of all tokens, or nothing."""
     from transformers import cache_utils
 
     known = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-    return type(layer) in [getattr(cache_utils, name, None) for name in known]
+    of_keys = [getattr(cache_utils, name, None) for name in known]
+    growing: Any = cache_utils.DynamicLayer
+
+    def cache() -> Any:
+        made = cache_utils.DynamicCache(config=model.config.get_text_config(decoder=True))
+        other = sorted({type(layer).__name__ for layer in made.layers if type(layer) not in of_keys})
+        if other:
+            problem = f"has layers with a {' and a '.join(other)}, which hold states besides keys and values"
+            raise InputError(f"the cache of {type(model).__name__} {problem}; choose a task without -with-past")
+        sliding = cache_utils.DynamicSlidingWindowLayer
+        made.layers = [growing() if type(layer) is sliding else layer for layer in made.layers]
+        return made
+
+    return cache_utils.EncoderDecoderCache(cache(), cache()) if model.config.is_encoder_decoder else cache()
 
 
 def emptied(cache: Any, length: int = 0) -> Any:
@@ -123,11 +97,7 @@ def emptied(cache: Any, length: int = 0) -> Any:
 
 
 def leaf_name(path: str, prefix: str) -> str:
-    """The name that optimum gives a tensor of a cache; other paths stay as they are.
-
-    Args:
-        path: Transformers' path to the tensor.
-        prefix: ``past_key_values`` for inputs, ``present`` for outputs.
+    """The name that optimum gives a tensor at transformers' path in a cache; other paths stay as they are.
 
     Examples:
         >>> leaf_name("past_key_values.layers.0.keys", "present")
@@ -137,8 +107,8 @@ def leaf_name(path: str, prefix: str) -> str:
         >>> leaf_name("logits", "present")
         'logits'
     """
-    found = _LEAF.fullmatch(path)
-    if found is None:
+    match = _LEAF.fullmatch(path)
+    if match is None:
         return path
-    side, layer, attribute = found.groups()
+    side, layer, attribute = match.groups()
     return f"{prefix}.{layer}.{_SIDES[side]}{_SINGULAR.get(attribute, attribute)}"

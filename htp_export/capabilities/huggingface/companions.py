@@ -1,18 +1,32 @@
-"""The files that lie beside a model: its config, how it generates, its tokenizer and its preprocessor."""
+"""The files beside a model: its config, how it generates, tokenizer, preprocessor, and what transformers records.
+
+``export.json`` is what ``transformers.exporters`` records about a file, from which it runs the file again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from htp_export.capabilities.huggingface.reaching import why_unreachable
-from htp_export.errors import FileError, ModelSourceError
+from htp_export.capabilities.huggingface.sources import Source
+from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.files.json_file import write_json
+from htp_export.files.model_files import read_model
 
-__all__ = ["companion_files", "copy_companions", "is_companion", "source_folder", "write_configs"]
+__all__ = [
+    "copy_companions",
+    "is_companion",
+    "named_if_unwritable",
+    "source_folder",
+    "write_configs",
+    "write_export_metadata",
+]
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Of tokenizers, their vocabularies and templates, and of configs; weights have others."""
@@ -26,68 +40,28 @@ def is_companion(name: str) -> bool:
     return name.endswith(_SUFFIXES) and not name.endswith(_NOT_OURS)
 
 
-def companion_files(folder: Path) -> list[Path]:
-    """The files directly in the folder of a model that a program needs besides its weights.
+def copy_companions(folder: Path, target: Path) -> list[Path]:
+    """Copy the files of a model's tokenizer, preprocessor and configs; files that are in the target already stay.
 
-    Args:
-        folder: The folder; it may come from anywhere.
-
-    Raises:
-        FileError: If one of them is a link to a place outside of the folder, or of the cache of the hub around it.
+    The folder may come from anywhere: links out of it, or of the cache of the hub around it, are refused.
     """
     home = folder.resolve()
     if home.parent.name == "snapshots":  # the cache of the hub has links to ../../blobs
         home = home.parent.parent
-    found = sorted(_named_like_companions(folder))
+    found = sorted(file for file in folder.iterdir() if is_companion(file.name) and file.is_file())
     for file in found:
         if not file.resolve().is_relative_to(home):
             raise FileError(file, "is a link out of its folder; it will not be copied")
-    return found
-
-
-def _named_like_companions(folder: Path) -> Iterator[Path]:
-    for file in folder.iterdir():
-        if is_companion(file.name) and file.is_file():
-            yield file
-
-
-def copy_companions(folder: Path, target: Path) -> list[Path]:
-    """Copy the files of a model's tokenizer, preprocessor and configs; files that are in the target already stay.
-
-    Args:
-        folder: The folder of the model.
-        target: An existing folder.
-
-    Returns:
-        The copies.
-
-    Raises:
-        FileError: As ``companion_files``.
-        OSError: If one cannot be read or written.
-    """
-    copies = []
-    for file in companion_files(folder):
-        copy = target / file.name
-        if not copy.exists():
-            shutil.copyfile(file, copy)
-            copies.append(copy)
+    copies = [target / file.name for file in found if not (target / file.name).exists()]
+    for copy in copies:
+        shutil.copyfile(folder / copy.name, copy)
     return copies
 
 
 def write_configs(model: Any, target: Path) -> list[Path]:
-    """Write ``config.json`` and, for a model that generates, ``generation_config.json``.
+    """Write ``config.json`` and, for a model that generates, ``generation_config.json`` into an existing folder.
 
     They describe the model as it is, with every setting that was changed since it was loaded.
-
-    Args:
-        model: A model of transformers.
-        target: An existing folder.
-
-    Returns:
-        The files.
-
-    Raises:
-        OSError: If they cannot be written.
     """
     config = {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]}
     written = [write_json(target / "config.json", config)]
@@ -98,33 +72,48 @@ def write_configs(model: Any, target: Path) -> list[Path]:
 
 
 def source_folder(source: str, revision: str | None = None) -> Path | None:
-    """The folder with the files of a model: the local one, or the one in the cache of the hub.
+    """The folder with the companions of a model: the local one, or in the cache of the hub; None for a model type."""
+    return Source(source, revision=revision).folder(_SUFFIXES, _NOT_OURS)
 
-    Args:
-        source: What ``load_model`` takes: a local folder, a hub id or a model type; a model type has no folder.
-        revision: Branch, tag or commit on the hub.
 
-    Raises:
-        ModelSourceError: If the hub does not give the files.
-    """
-    if Path(source).is_dir():
-        return Path(source)
-    if "/" not in source:
-        from transformers import CONFIG_MAPPING
-
-        if source in CONFIG_MAPPING:
-            return None
-    from huggingface_hub import snapshot_download
-
-    patterns = [f"*{suffix}" for suffix in _SUFFIXES]
+@contextlib.contextmanager
+def named_if_unwritable(folder: Path) -> Iterator[None]:
+    """Raise a `FileError` that names a folder in place of an ``OSError``, inside a ``with`` block."""
     try:
-        folder = snapshot_download(
-            source,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=["*/*", *(f"*{end}" for end in _NOT_OURS)],
-            local_files_only=bool(why_unreachable()),
-        )
-    except Exception as error:  # the hub's client raises kinds of several libraries
-        raise ModelSourceError(source, f"its tokenizer and configs cannot be had: {error}") from error
-    return Path(folder)
+        yield
+    except HtpExportError:
+        raise
+    except OSError as error:
+        raise FileError(folder, f"cannot be written: {error.strerror or error}") from error
+
+
+def write_export_metadata(
+    file: str | os.PathLike[str], model: Any, kwargs: Mapping[str, Any], exported_program: Any
+) -> tuple[Path, ...]:
+    """Write ``export.json`` and the configs into the folder of an exported model.
+
+    ``transformers.exporters.ExportedModel.from_pretrained`` then loads the folder. It finds inputs by transformers'
+    names (``cache_names="transformers"``), and weights in ``<file>.data``. The program is
+    ``ONNXProgram.exported_program``, what torch made of the call with ``kwargs``.
+    """
+    try:
+        from transformers.exporters.base import EXPORT_SCHEMA_VERSION
+        from transformers.exporters.metadata import build_export_metadata
+        from transformers.exporters.utils import get_leaf_tensors
+    except ImportError as error:
+        problem = "export.json needs transformers 5.23 or later, with transformers.exporters"
+        raise InputError(f"{problem}: {error}") from error
+    path = Path(file)
+    if exported_program is None:
+        raise InputError("export.json needs an ExportedProgram, which only the dynamo exporter has")
+    if not path.with_name(f"{path.name}.data").is_file():
+        raise InputError(f"transformers reads the weights of {path.name} from {path.name}.data: keep external data on")
+    leaves = get_leaf_tensors(dict(kwargs))
+    for value in read_model(path).graph.inputs:
+        if str(value.name).removeprefix("input.") not in leaves:
+            raise InputError(f"transformers has no name {value.name!r}; export with --cache-names transformers")
+    metadata = build_export_metadata(model, kwargs, exported_program, ("torch", "onnx", "onnxscript"))
+    components = {path.stem: {"file": path.name, "metadata": dataclasses.asdict(metadata)}}
+    content = {"schema_version": EXPORT_SCHEMA_VERSION, "export_format": "onnx", "components": components}
+    with named_if_unwritable(path.parent):
+        return (write_json(path.with_name("export.json"), content), *write_configs(model, path.parent))

@@ -1,4 +1,4 @@
-"""Changes to transformers configs: overrides by dotted key, and no key-value cache."""
+"""Changes to transformers configs: overrides by dotted key, and the key-value cache on or off."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any
 
 from htp_export.errors import ModelSourceError, in_one_line
 
-__all__ = ["apply_overrides", "find", "nearest", "sub_configs", "tokens_outside", "with_cache", "without_cache"]
+__all__ = ["apply_overrides", "find", "nearest", "tokens_outside", "use_cache"]
 
 
-def sub_configs(config: Any) -> Iterator[Any]:
-    """Iterate over the configs inside a config, such as those of its text tower or its backbone."""
-    for name in getattr(config, "sub_configs", None) or {}:
-        inner = getattr(config, name, None)
-        if hasattr(inner, "to_dict"):
-            yield inner
+def _sub_configs(config: Any) -> Iterator[Any]:
+    """The configs inside a config, such as those of its text tower or its backbone."""
+    inner = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {})
+    return (level for level in inner if hasattr(level, "to_dict"))
 
 
 def find(config: Any, *names: str) -> Any:
-    """Return the first existing setting of these names, in the config itself or in a sub-config; None if there is none.
+    """The first existing setting of these names, in the config itself or in a sub-config; None if there is none.
 
     Examples:
         >>> from transformers import CLIPConfig
@@ -31,78 +29,25 @@ def find(config: Any, *names: str) -> Any:
         value = getattr(config, name, None)
         if value is not None:
             return value
-    return next((value for inner in sub_configs(config) if (value := find(inner, *names)) is not None), None)
+    return next((value for level in _sub_configs(config) if (value := find(level, *names)) is not None), None)
 
 
-def without_cache(config: Any) -> Any:
-    """Return the config with the key-value cache disabled at all levels."""
-    return _using_cache(config, False)
-
-
-def with_cache(config: Any) -> Any:
-    """Return the config with the key-value cache enabled at all levels that have one."""
-    return _using_cache(config, True)
-
-
-def _using_cache(config: Any, use_cache: bool) -> Any:
+def use_cache(config: Any, wanted: bool) -> None:
+    """Enable or disable the key-value cache at all levels that have one."""
     if hasattr(config, "use_cache"):
-        config.use_cache = use_cache
-    for level in sub_configs(config):
-        _using_cache(level, use_cache)
-    return config
-
-
-def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -> Any:
-    """Return a config of the same class with other values; derived values are computed again.
-
-    Args:
-        source: Name of the model, for messages.
-        config: The config; not changed.
-        overrides: Key → value; dots lead into sub-configs.
-
-    Raises:
-        ModelSourceError: If there is no such key, or the config refuses a value.
-
-    Examples:
-        >>> from transformers import CLIPConfig
-        >>> apply_overrides("clip", CLIPConfig(), {"text_config.num_hidden_layers": 2}).text_config.num_hidden_layers
-        2
-    """
-    if not overrides:
-        return config
-    for key in overrides:
-        _check_key(source, config, key)
-        _check_sign(source, config, key, overrides[key])
-    values = _with(config, overrides)
-    values.pop("model_type", None)
-    try:
-        return type(config)(**values)
-    except Exception as error:  # configs check themselves, each in its way
-        raise ModelSourceError(source, f"its config refuses {_shown(overrides)}: {in_one_line(error)}") from error
-
-
-def _check_sign(source: str, config: Any, key: str, value: object) -> None:
-    """Refuse a negative number in place of a count or a size: Python makes an empty loop of it.
-
-    Ids of tokens and labels may be negative, and mean none.
-    """
-    *levels, name = key.split(".")
-    for level in levels:
-        config = getattr(config, level, None)
-    before = getattr(config, name, None)
-    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (before, value))
-    if numbers and not name.endswith(("_id", "_ids", "_index")) and value < 0 < before:  # type: ignore[operator]
-        raise ModelSourceError(source, f"its config has {key}={before}, and {value} is negative")
+        config.use_cache = wanted
+    for level in _sub_configs(config):
+        use_cache(level, wanted)
 
 
 def nearest(name: str, known: Iterable[str], what: str) -> str:
-    """Return a hint for a message: the known names nearest to an unknown one."""
+    """A hint for a message: the known names nearest to an unknown one."""
     matches = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
     return f"; nearest {what}: {', '.join(matches)}" if matches else ""
 
 
 def tokens_outside(config: Any) -> str:
-    """Return a hint for a message: the tokens that a config, or one inside it, names beyond its own vocabulary.
+    """A hint for a message: the tokens that a config, or one inside it, names beyond its own vocabulary.
 
     Examples:
         >>> from transformers import BertConfig
@@ -115,36 +60,30 @@ def tokens_outside(config: Any) -> str:
         outside = {name: value for name, value in tokens.items() if isinstance(value, int) and value >= vocabulary}
         if outside:
             return f"; not in its vocabulary of {vocabulary}: {_shown(outside)}"
-    return next((hint for inner in sub_configs(config) if (hint := tokens_outside(inner))), "")
+    return next((hint for level in _sub_configs(config) if (hint := tokens_outside(level))), "")
 
 
-def _with(config: Any, overrides: Mapping[str, object]) -> dict[str, Any]:
-    """Return the arguments that rebuild a config: values that differ from its defaults, and the overrides."""
-    values = _not_default(config)
-    inner: dict[str, dict[str, object]] = {}
+def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -> Any:
+    """A new config of the same class with other values; derived values are computed again.
+
+    Dots in keys lead into sub-configs. The source is the name of the model, for messages.
+
+    Examples:
+        >>> from transformers import CLIPConfig
+        >>> apply_overrides("clip", CLIPConfig(), {"text_config.num_hidden_layers": 2}).text_config.num_hidden_layers
+        2
+    """
+    if not overrides:
+        return config
     for key, value in overrides.items():
-        first, _, rest = key.partition(".")
-        if rest:
-            inner.setdefault(first, {})[rest] = value
-        else:
-            values[(getattr(config, "attribute_map", None) or {}).get(first, first)] = value
-    for name, changes in inner.items():
-        level = getattr(config, name)
-        values[name] = {**level, **changes} if isinstance(level, dict) else _with(level, changes)
-    return values
-
-
-def _not_default(config: Any) -> dict[str, Any]:
-    values: dict[str, Any] = config.to_dict()
+        _check_key(source, config, key)
+        _check_sign(source, config, key, value)
+    values = _with(config, overrides)
+    values.pop("model_type", None)
     try:
-        default: dict[str, Any] = type(config)().to_dict()
-    except Exception:  # a config that cannot be built without arguments has no defaults
-        default = {}
-    kept = {name: value for name, value in values.items() if name not in default or default[name] != value}
-    kept.pop("transformers_version", None)
-    if getattr(config, "model_type", ""):
-        kept["model_type"] = config.model_type
-    return kept
+        return type(config)(**values)
+    except Exception as error:  # configs check themselves, each in its way
+        raise ModelSourceError(source, f"its config refuses {_shown(overrides)}: {in_one_line(error)}") from error
 
 
 def _check_key(source: str, config: Any, key: str) -> None:
@@ -163,6 +102,48 @@ def _check_key(source: str, config: Any, key: str) -> None:
 
 def _is_setting(config: Any, name: str) -> bool:
     return not name.startswith("_") and hasattr(config, name) and not callable(getattr(config, name))
+
+
+def _check_sign(source: str, config: Any, key: str, value: object) -> None:
+    """Refuse a negative number in place of a count or a size: Python makes an empty loop of it.
+
+    Ids of tokens and labels may be negative, and mean none.
+    """
+    *levels, name = key.split(".")
+    for level in levels:
+        config = getattr(config, level, None)
+    before = getattr(config, name, None)
+    numbers = all(isinstance(number, int | float) and not isinstance(number, bool) for number in (before, value))
+    if numbers and not name.endswith(("_id", "_ids", "_index")) and value < 0 < before:  # type: ignore[operator]
+        raise ModelSourceError(source, f"its config has {key}={before}, and {value} is negative")
+
+
+def _with(config: Any, overrides: Mapping[str, object]) -> dict[str, Any]:
+    """The arguments that rebuild a config: values that differ from its defaults, and the overrides."""
+    values = _not_default(config)
+    for key, value in overrides.items():
+        first, _, rest = key.partition(".")
+        if not rest:
+            values[(getattr(config, "attribute_map", None) or {}).get(first, first)] = value
+        else:
+            level = getattr(config, first)
+            changes = {name.partition(".")[2]: new for name, new in overrides.items() if name.startswith(f"{first}.")}
+            values[first] = {**level, **changes} if isinstance(level, dict) else _with(level, changes)
+    return values
+
+
+def _not_default(config: Any) -> dict[str, Any]:
+    """What was set: ``to_diff_dict`` of transformers also has what a config derived, and refuses when it is rebuilt."""
+    values: dict[str, Any] = config.to_dict()
+    try:
+        default: dict[str, Any] = type(config)().to_dict()
+    except Exception:  # a config that cannot be built without arguments has no defaults
+        default = {}
+    kept = {name: value for name, value in values.items() if name not in default or default[name] != value}
+    kept.pop("transformers_version", None)
+    if getattr(config, "model_type", ""):
+        kept["model_type"] = config.model_type
+    return kept
 
 
 def _shown(overrides: Mapping[str, object]) -> str:

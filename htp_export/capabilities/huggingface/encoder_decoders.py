@@ -9,10 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.huggingface.caches import emptied, empty_cache
-from htp_export.capabilities.huggingface.call_maker import CACHE, CallMaker, is_same
-from htp_export.capabilities.huggingface.example_calls import ExampleCall, adapted, run, without_a_cache
+from htp_export.capabilities.huggingface.example_calls import CACHE, Calls, ExampleCall, adapted, is_same, run
 from htp_export.capabilities.huggingface.inputs import named_parameters
-from htp_export.capabilities.huggingface.task_names import Axes
+from htp_export.capabilities.huggingface.tasks import Axes
 from htp_export.errors import InputError, described
 
 if TYPE_CHECKING:
@@ -46,108 +45,38 @@ _ANY_TOKENS: dict[str, Axes] = {**_NEXT_TOKENS, _CROSS: {0: "batch_size", 2: "pa
 _SHORTEST = 4  # states of the encoder: torch.export takes 0 and 1 for constants, and half of them are in the cache
 
 
-class EncoderAndDecoder:
-    """The calls of the files of one model.
+class EncoderAndDecoder(Calls):
+    """The calls of the files of a model with an encoder and a decoder."""
 
-    Args:
-        maker: Of the model.
-
-    Raises:
-        InputError: If the model puts nothing into a cache, or cannot be called with what its encoder finds.
-    """
-
-    def __init__(self, maker: CallMaker) -> None:
-        self._maker, self._model, self._sizes = maker, maker.model, maker.sizes
-        if "image" in (self._model.input_modalities or ()) and self._model.main_input_name == "input_ids":
-            problem = "reads texts and images in its encoder; choose a task without -with-past"
-            raise InputError(f"{type(self._model).__name__} {problem}")
-        ids = self._decoder_ids()
-        split = self._sizes["past_sequence_length"]
-        self._first_ids, self._next_ids = ids[:, :split], ids[:, split:]
-        self._cache = empty_cache(self._model)
-        try:
-            run(self._model, {**self._own_names(self._first), "past_key_values": self._cache})
-        except Exception as error:  # whatever a model raises that wants other states
-            said = f"{type(self._model).__name__} cannot be called with the states of its encoder"
-            raise InputError(f"{said} ({described(error)})") from error
-        if not self._cache.cross_attention_cache.get_seq_length():
-            raise without_a_cache(self._model)
-
-    def encoder(self) -> ExampleCall:
-        """The call of the encoder."""
-        given = self._encoder_inputs
-        return self._maker.call({"encode": given}, model=self._model.get_encoder(), axes=_ENCODER)
-
-    def two_decoders(self) -> dict[str, ExampleCall]:
-        """A decoder for the first tokens, and one for those after them."""
-        following = {"input_ids": self._next_ids, **self._mask, "past_key_values": self._cache}
-        call = self._maker.call
-        return {
-            "decoder_model": call({"prefill": self._first}, adapt=self._begin, axes=_FIRST_TOKENS),
-            "decoder_with_past_model": call({"decode": following}, adapt=self._go_on, axes=_NEXT_TOKENS),
-        }
-
-    def merged_decoder(self) -> dict[str, ExampleCall]:
-        """One decoder for all tokens, without a branch: of both caches, it computes what is not in them yet.
+    def calls(self, two_files: bool) -> dict[str, ExampleCall]:
+        """The encoder, and a decoder for the first tokens and one for those after them, or one for both.
 
         Raises:
-            InputError: If the model does not compute then what it computes otherwise.
+            InputError: If the model puts nothing into a cache, or cannot be called with what its encoder finds.
         """
-        length = self._hidden.shape[1]
-        if length < _SHORTEST:
-            raise InputError(f"the example of a merged decoder needs an encoder_sequence_length of {_SHORTEST} or more")
-        nothing = copy.copy(self._cache)
-        nothing.self_attention_cache = emptied(self._cache.self_attention_cache)
-        nothing.cross_attention_cache = emptied(self._cache.cross_attention_cache)
-        some = copy.copy(self._cache)
-        some.cross_attention_cache = emptied(self._cache.cross_attention_cache, length // 2)
-        given = {**self._mask, "encoder_hidden_states": self._hidden}
-        runs = {
-            "prefill": {"input_ids": self._first_ids, **given, "past_key_values": nothing},
-            "decode": {"input_ids": self._next_ids, **given, "past_key_values": self._cache},
-        }
-        self._check_merged(runs)
-        example = {"input_ids": self._next_ids, **given, "past_key_values": some}
-        call = self._maker.call(runs, adapt=self._all_missing, axes=_ANY_TOKENS, example=example)
-        return {"decoder_model_merged": call}
-
-    def _check_merged(self, runs: Mapping[str, dict[str, Any]]) -> None:
-        """Compare one decoder with the model itself, without a cache and with one."""
-        following = {**self._own_names({**self._first, "input_ids": self._next_ids}), "past_key_values": self._cache}
-        wanted = [run(self._model, copy.deepcopy(own)).logits for own in (self._own_names(self._first), following)]
-        try:
-            with adapted(self._model, self._all_missing, runs["prefill"]):
-                found = [run(self._model, copy.deepcopy(kwargs))["logits"] for kwargs in runs.values()]
-            why = "" if all(map(is_same, found, wanted)) else "the logits differ"
-        except Exception as error:  # whatever a model raises that does not know such a cache
-            why = described(error)
-        if why:
-            problem = "does not compute the keys and values of an encoder from a part of its states"
-            raise InputError(f"{type(self._model).__name__} {problem} ({why}): export its decoder as two files")
+        if "image" in (self.model.input_modalities or ()) and self.model.main_input_name == "input_ids":
+            raise self.refused("reads texts and images in its encoder")
+        cache = self._cache_of_the_first()
+        encoder = self.call({"encode": self._encoder_inputs}, model=self.model.get_encoder(), axes=_ENCODER)
+        return {"encoder_model": encoder, **(self._two_decoders(cache) if two_files else self._merged_decoder(cache))}
 
     @cached_property
     def _encoder_inputs(self) -> dict[str, Any]:
-        encoder, main = self._model.get_encoder(), self._model.main_input_name
-        sizes = [self._sizes["batch_size"], self._sizes["encoder_sequence_length"]]
-        inputs = self._maker.inputs({"input_ids": sizes} if main == "input_ids" else None, sizes[0])
+        encoder, main = self.model.get_encoder(), self.model.main_input_name
+        sizes = [self.sizes["batch_size"], self.sizes["encoder_sequence_length"]]
+        inputs = self.inputs({"input_ids": sizes} if main == "input_ids" else None, sizes[0])
         taken = named_parameters(encoder)
         return {name: inputs[name] for name in (main, "attention_mask") if name in inputs and name in taken}
 
     @cached_property
     def _encoded(self) -> Any:
         """What the encoder returns."""
-        encoder = self._model.get_encoder()
+        encoder = self.model.get_encoder()
         returned = run(encoder, self._encoder_inputs)
         if getattr(returned, "last_hidden_state", None) is None:
-            raise InputError(
-                f"the encoder {type(encoder).__name__} of {type(self._model).__name__} has no last_hidden_state"
-            )
+            named = f"{type(encoder).__name__} of {type(self.model).__name__}"
+            raise InputError(f"the encoder {named} has no last_hidden_state")
         return returned
-
-    @property
-    def _hidden(self) -> torch.Tensor:
-        states: torch.Tensor = self._encoded.last_hidden_state
-        return states
 
     @property
     def _mask(self) -> dict[str, Any]:
@@ -155,15 +84,71 @@ class EncoderAndDecoder:
         mask = getattr(self._encoded, "attention_mask", self._encoder_inputs.get("attention_mask"))
         return {} if mask is None else {"encoder_attention_mask": mask}
 
+    @cached_property
+    def _ids(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first tokens of the decoder, and those after them."""
+        split = self.sizes["past_sequence_length"]
+        shape = [self.sizes["batch_size"], split + self.sizes["sequence_length"]]
+        ids = self.inputs({"decoder_input_ids": shape})["decoder_input_ids"]
+        return ids[:, :split], ids[:, split:]
+
     @property
     def _first(self) -> dict[str, Any]:
-        return {"input_ids": self._first_ids, **self._mask, "encoder_hidden_states": self._hidden}
+        """The arguments of a decoder's file for the first tokens."""
+        return {"input_ids": self._ids[0], **self._mask, "encoder_hidden_states": self._encoded.last_hidden_state}
 
-    def _decoder_ids(self) -> torch.Tensor:
-        length = self._sizes["past_sequence_length"] + self._sizes["sequence_length"]
-        shapes = {"decoder_input_ids": [self._sizes["batch_size"], length]}
-        ids: torch.Tensor = self._maker.inputs(shapes)["decoder_input_ids"]
-        return ids
+    def _cache_of_the_first(self) -> Any:
+        """The cache after the first tokens."""
+        cache = empty_cache(self.model)
+        try:
+            run(self.model, {**self._own_names(self._first), "past_key_values": cache})
+        except InputError:
+            raise
+        except Exception as error:  # whatever a model raises that wants other states
+            raise self.refused(f"cannot be called with the states of its encoder ({described(error)})", "") from error
+        if not cache.cross_attention_cache.get_seq_length():
+            raise self.without_a_cache()
+        return cache
+
+    def _two_decoders(self, cache: Any) -> dict[str, ExampleCall]:
+        following = {"input_ids": self._ids[1], **self._mask, "past_key_values": cache}
+        return {
+            "decoder_model": self.call({"prefill": self._first}, adapt=self._begin, axes=_FIRST_TOKENS),
+            "decoder_with_past_model": self.call({"decode": following}, adapt=self._go_on, axes=_NEXT_TOKENS),
+        }
+
+    def _merged_decoder(self, cache: Any) -> dict[str, ExampleCall]:
+        """One decoder for all tokens, without a branch: of both caches, it computes what is not in them yet."""
+        length = self._encoded.last_hidden_state.shape[1]
+        if length < _SHORTEST:
+            raise InputError(f"the example of a merged decoder needs an encoder_sequence_length of {_SHORTEST} or more")
+        nothing, some = copy.copy(cache), copy.copy(cache)
+        nothing.self_attention_cache = emptied(cache.self_attention_cache)
+        nothing.cross_attention_cache = emptied(cache.cross_attention_cache)
+        some.cross_attention_cache = emptied(cache.cross_attention_cache, length // 2)
+        following = {**self._first, "input_ids": self._ids[1]}
+        runs = {
+            "prefill": {**self._first, "past_key_values": nothing},
+            "decode": {**following, "past_key_values": cache},
+        }
+        self._check_merged(runs)
+        example = {**following, "past_key_values": some}
+        call = self.call(runs, adapt=self._all_missing, axes=_ANY_TOKENS, example=example)
+        return {"decoder_model_merged": call}
+
+    def _check_merged(self, runs: Mapping[str, dict[str, Any]]) -> None:
+        """Compare one decoder with the model itself, without a cache and with one."""
+        own = [self._own_names(self._first), self._own_names(runs["decode"])]
+        wanted = [run(self.model, copy.deepcopy(kwargs)).logits for kwargs in own]
+        try:
+            with adapted(self.model, self._all_missing, runs["prefill"]):
+                logits = [run(self.model, copy.deepcopy(kwargs))["logits"] for kwargs in runs.values()]
+            why = "" if all(map(is_same, logits, wanted)) else "the logits differ"
+        except Exception as error:  # whatever a model raises that does not know such a cache
+            why = described(error)
+        if why:
+            problem = "does not compute the keys and values of an encoder from a part of its states"
+            raise self.refused(f"{problem} ({why})", ": export its decoder as two files")
 
     def _own_names(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a decoder's file under the names that an encoder-decoder model has for them.
@@ -192,8 +177,11 @@ class EncoderAndDecoder:
 
         The model asks for the states of the encoder again, and reads their sizes alone.
         """
-        keys = arguments["past_key_values"].cross_attention_cache.layers[0].keys
-        unread = self._hidden.new_zeros(keys.shape[0], keys.shape[2], self._hidden.shape[-1], device=keys.device)
+        keys, hidden = (
+            arguments["past_key_values"].cross_attention_cache.layers[0].keys,
+            self._encoded.last_hidden_state,
+        )
+        unread = hidden.new_zeros(keys.shape[0], keys.shape[2], hidden.shape[-1], device=keys.device)
         returned = forward(**self._own_names({**arguments, "encoder_hidden_states": unread}))
         grown = returned.past_key_values.self_attention_cache
         return {"logits": returned.logits, "past_key_values.self_attention_cache": grown}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import onnx_ir as ir
 
-from htp_export.capabilities.huggingface.caches import leaf_name, tracing_as_transformers_does, translations
-from htp_export.capabilities.huggingface.task_names import Axes, input_axes, output_axes, wanted_outputs
-from htp_export.capabilities.huggingface.tasks import split_task
-from htp_export.capabilities.huggingface.windows import windows_of_tokens
-from htp_export.errors import InputError
+from htp_export.capabilities.huggingface import caches
+from htp_export.capabilities.huggingface.inputs import example_inputs, named_parameters
+from htp_export.capabilities.huggingface.processors import Processor
+from htp_export.capabilities.huggingface.right_padding import windows_of_tokens
+from htp_export.capabilities.huggingface.tasks import Axes, input_axes, output_axes, split_task, wanted_outputs
+from htp_export.errors import InputError, described
 from htp_export.format.leaves import named_tensors_in, tensors_in
 from htp_export.process.restoring import Changes, restored
 
@@ -23,12 +25,21 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Adapt", "CacheNames", "ExampleCall", "adapted", "example_of_runs", "run", "without_a_cache"]
+__all__ = ["CACHE", "DECODER", "Adapt", "CacheNames", "Calls", "ExampleCall", "adapted", "is_same", "run"]
 
 CacheNames = Literal["optimum", "transformers"]
 Adapt = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
-_CACHE = "past_key_values."
+CACHE = "past_key_values."
+_TOTAL = "past_sequence_length + sequence_length"
+DECODER: dict[str, Axes] = {
+    "attention_mask": {0: "batch_size", 1: _TOTAL},
+    CACHE: {0: "batch_size", 2: "past_sequence_length"},
+    f"present.{CACHE}": {0: "batch_size", 2: _TOTAL},
+}
+"""Dimensions of a decoder that takes a cache."""
+
+_DIFFERENT = 0.02  # of the largest logit: more than kernels differ by in half precision
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ class ExampleCall:
             "dynamic_shapes": self.dynamic_shapes,
             "input_names": list(self.input_names),
             "output_names": list(self.output_names),
-            "custom_translation_table": translations(),
+            "custom_translation_table": caches.translations(),
         }
 
     @property
@@ -91,7 +102,7 @@ class ExampleCall:
     @contextlib.contextmanager
     def exporting(self) -> Iterator[None]:
         """The same, and what transformers' exporters replace while a model is traced; export it inside."""
-        with self.adapted(), tracing_as_transformers_does(self.model), _never_empty(self.model):
+        with self.adapted(), caches.tracing_as_transformers_does(self.model), _never_empty(self.model):
             yield
 
     def name_dimensions(self, graph: ir.Graph) -> None:
@@ -160,69 +171,6 @@ def _never_empty(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def example_of_runs(
-    task: str,
-    model: nn.Module,
-    runs: Mapping[str, dict[str, Any]],
-    cache_names: CacheNames,
-    *,
-    adapt: Adapt | None = None,
-    axes: Mapping[str, Axes] | None = None,
-    example: dict[str, Any] | None = None,
-) -> ExampleCall:
-    """A call with the names of its inputs and of its outputs, as the model returns them.
-
-    Args:
-        task: The task.
-        model: The module that is called.
-        runs: As for `ExampleCall`.
-        cache_names: Whose names the tensors of a cache have.
-        adapt: As for `ExampleCall`.
-        axes: Input or output → dimension → name, where it is not optimum's of the task.
-        example: The arguments of the call that is exported; by default, those of the last run.
-
-    Raises:
-        InputError: If the model does not return the cache.
-    """
-    kwargs, axes = example or list(runs.values())[-1], axes or {}
-    base = str(split_task(task)[0])
-    inputs = dict(named_tensors_in(kwargs))
-    with adapted(model, adapt, kwargs):
-        returned = run(model, copy.deepcopy(kwargs))
-    if adapt is None and isinstance(returned, Mapping):
-        kept = wanted_outputs(base, {name: None for name in returned if name != "past_key_values"})
-        kept += [name for name in returned if name == "past_key_values"]
-        if len(kept) < len(returned):
-            adapt = _keeping(kept)
-            returned = {name: returned[name] for name in kept}
-    outputs = dict(named_tensors_in(returned))
-    has_cache = any(path.startswith(_CACHE) for path in inputs)
-    if has_cache and not any(path.startswith(_CACHE) for path in outputs):
-        raise without_a_cache(model)
-    ins, outs = _names(inputs, outputs, cache_names)
-    known = {path: _axes_of(path, axes) or input_axes(base, path, tensor) for path, tensor in inputs.items()}
-    made = {path: _axes_of(f"present.{path}", axes) or axes.get(path) or output_axes(base, path) for path in outputs}
-    named = {ins[path]: dims for path, dims in known.items()} | {outs[path]: dims for path, dims in made.items()}
-    shapes = {name: _dynamic(name, value, known) for name, value in kwargs.items()}
-    return ExampleCall(task, model, kwargs, shapes, tuple(ins.values()), tuple(outs.values()), named, runs, adapt)
-
-
-def without_a_cache(model: nn.Module) -> InputError:
-    """The error for a model that puts nothing into a cache."""
-    problem = "its config has use_cache=False, or it uses a cache of its own"
-    return InputError(f"{type(model).__name__} returns no past_key_values: {problem}")
-
-
-def _keeping(names: list[str]) -> Adapt:
-    """Let a model return these of its results alone."""
-
-    def adapt(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        returned = forward(**arguments)
-        return {name: returned[name] for name in names}
-
-    return adapt
-
-
 def run(model: nn.Module, kwargs: dict[str, Any]) -> Any:
     """Call a model without gradients."""
     import torch
@@ -231,12 +179,134 @@ def run(model: nn.Module, kwargs: dict[str, Any]) -> Any:
         return model(**kwargs)
 
 
-def _axes_of(path: str, axes: Mapping[str, Axes]) -> Axes | None:
-    """The axes that are given for a path, or for all tensors of a cache."""
-    for prefix in (f"{_CACHE}cross", f"{_CACHE}", f"present.{_CACHE}cross", f"present.{_CACHE}"):
-        if path.startswith(prefix) and prefix in axes:
-            return axes[prefix]
-    return axes.get(path)
+def is_same(logits: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether logits that were computed in two ways are the same, but for the rounding of kernels."""
+    import torch
+
+    return torch.allclose(logits, wanted, rtol=0, atol=_DIFFERENT * float(wanted.abs().max()))
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Makes the calls of the files of one model of transformers.
+
+    The sizes are those of dimensions in the example, by name; the seed is that of the example inputs.
+    """
+
+    model: Any
+    task: str
+    cache_names: CacheNames
+    sizes: Mapping[str, int]
+    seed: int
+    processor: Processor | None
+
+    def refused(self, problem: str, advice: str = "; choose a task without -with-past") -> InputError:
+        """The error for a model that has no such files."""
+        return InputError(f"{type(self.model).__name__} {problem}{advice}")
+
+    def without_a_cache(self) -> InputError:
+        """The error for a model that puts nothing into a cache."""
+        problem = "returns no past_key_values: its config has use_cache=False, or it uses a cache of its own"
+        return self.refused(problem, "")
+
+    def inputs(self, shapes: Mapping[str, Any] | None, batch: int = 1) -> dict[str, Any]:
+        """Example inputs of the model; see `example_inputs`."""
+        return example_inputs(self.model, shapes=shapes, batch=batch, seed=self.seed, processor=self.processor)
+
+    def tokens(self, length: int) -> dict[str, Any]:
+        """Tokens, their mask and their positions, as far as the model takes them.
+
+        One token of the last text is masked. It is not the first: a token that may look at no token at all has no
+        defined result, and kernels differ in it.
+        """
+        import torch
+
+        ids = self.inputs({"input_ids": [self.sizes["batch_size"], length]})["input_ids"]
+        mask = torch.ones_like(ids)
+        mask[-1, 1:2] = 0
+        made = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1}
+        return {name: made[name] for name in named_parameters(self.model) if name in made}
+
+    def prefill_and_decode(self, whole: Mapping[str, Any], length: int) -> dict[str, dict[str, Any]]:
+        """Arguments with an empty cache, and arguments with a cache in which the first tokens are.
+
+        In the arguments for all tokens, the second dimension is that of the tokens.
+        """
+        first = {name: value[:, :length] for name, value in whole.items()}
+        rest = {name: value if name == "attention_mask" else value[:, length:] for name, value in whole.items()}
+        cache = caches.empty_cache(self.model)
+        try:
+            run(self.model, {**first, "past_key_values": cache})
+        except Exception as error:  # whatever a model raises that has a cache of its own
+            raise self.refused(f"cannot be called with a {type(cache).__name__} ({described(error)})") from error
+        runs = {
+            "prefill": {**first, "past_key_values": caches.emptied(cache)},
+            "decode": {**rest, "past_key_values": cache},
+        }
+        order = named_parameters(self.model)
+        return {name: {key: given[key] for key in order if key in given} for name, given in runs.items()}
+
+    def call(
+        self,
+        runs: Mapping[str, dict[str, Any]],
+        *,
+        model: nn.Module | None = None,
+        adapt: Adapt | None = None,
+        axes: Mapping[str, Axes] | None = None,
+        example: dict[str, Any] | None = None,
+        right_padding: bool = False,
+    ) -> ExampleCall:
+        """The call that a file is exported from, with the names of its inputs and of its outputs.
+
+        Args:
+            runs: As for `ExampleCall`.
+            model: The module that is called, if it is not the whole model.
+            adapt: As for `ExampleCall`.
+            axes: Input or output → dimension → name, where it is not optimum's of the task; ``past_key_values.`` and
+                ``present.past_key_values.`` are all tensors of a cache.
+            example: The arguments of the call that is exported; by default, those of the last run.
+            right_padding: As for `ExampleCall`.
+        """
+        kwargs, model, base = example or list(runs.values())[-1], model or self.model, str(split_task(self.task)[0])
+        with adapted(model, adapt, kwargs):
+            returned = run(model, copy.deepcopy(kwargs))
+        if adapt is None and isinstance(returned, Mapping):
+            kept = wanted_outputs(base, [name for name in returned if name != "past_key_values"])
+            kept += [name for name in returned if name == "past_key_values"]
+            if len(kept) < len(returned):
+                adapt = functools.partial(_keeping, kept)
+                returned = {name: returned[name] for name in kept}
+        inputs, outputs = dict(named_tensors_in(kwargs)), dict(named_tensors_in(returned))
+        if any(path.startswith(CACHE) for path in inputs) and not any(path.startswith(CACHE) for path in outputs):
+            raise self.without_a_cache()
+        taken = {path: _axes_of(path, axes) or input_axes(base, path, tensor) for path, tensor in inputs.items()}
+        made = {path: _axes_of(path, axes, is_output=True) or output_axes(base, path) for path in outputs}
+        ins, outs = self._names(list(inputs), list(outputs))
+        named = dict(zip((*ins, *outs), (*taken.values(), *made.values()), strict=True))
+        shapes = {name: _dynamic(name, value, taken) for name, value in kwargs.items()}
+        return ExampleCall(self.task, model, kwargs, shapes, ins, outs, named, runs, adapt, right_padding)
+
+    def _names(self, inputs: list[str], outputs: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        if self.cache_names == "optimum":
+            ins = tuple(caches.leaf_name(path, "past_key_values") for path in inputs)
+            return ins, tuple(caches.leaf_name(path, "present") for path in outputs)
+        from transformers.exporters.utils import disambiguate_io_names
+
+        named_in, named_out = disambiguate_io_names(inputs, outputs)
+        return tuple(named_in), tuple(named_out)
+
+
+def _keeping(names: list[str], forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Let a model return these of its results alone."""
+    returned = forward(**arguments)
+    return {name: returned[name] for name in names}
+
+
+def _axes_of(path: str, axes: Mapping[str, Axes] | None, *, is_output: bool = False) -> Axes | None:
+    """The axes that are given for a path, or for all tensors of a cache, or of one side of it."""
+    path = f"present.{path}" if is_output and path.startswith(CACHE) else path
+    fitting = [name for name in axes or {} if path == name or (CACHE in name and path.startswith(name))]
+    return (axes or {})[max(fitting, key=len)] if fitting else None
 
 
 def _dynamic(name: str, value: Any, axes: Mapping[str, Axes]) -> Any:
@@ -251,16 +321,3 @@ def _dynamic(name: str, value: Any, axes: Mapping[str, Axes]) -> Any:
         return {place: torch.export.Dim.AUTO if dim in decided else dim for place, dim in axes[name].items()}
     paths = [path for path, _ in named_tensors_in({name: value})]
     return [axes[path] for path in paths] if paths and not isinstance(value, torch.Tensor) else None
-
-
-def _names(
-    inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor], cache_names: CacheNames
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Path → name, of inputs and of outputs."""
-    if cache_names == "optimum":
-        ins = {path: leaf_name(path, "past_key_values") for path in inputs}
-        return ins, {path: leaf_name(path, "present") for path in outputs}
-    from transformers.exporters.utils import disambiguate_io_names
-
-    named_in, named_out = disambiguate_io_names(list(inputs), list(outputs))
-    return dict(zip(inputs, named_in, strict=True)), dict(zip(outputs, named_out, strict=True))

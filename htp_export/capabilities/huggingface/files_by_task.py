@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.huggingface.caches import let_torch_export_see_caches
-from htp_export.capabilities.huggingface.call_maker import CACHE, DECODER, CallMaker
+from htp_export.capabilities.huggingface.caches import register_caches
 from htp_export.capabilities.huggingface.encoder_decoders import EncoderAndDecoder
-from htp_export.capabilities.huggingface.example_calls import CacheNames, ExampleCall
+from htp_export.capabilities.huggingface.example_calls import CACHE, DECODER, CacheNames, Calls, ExampleCall
 from htp_export.capabilities.huggingface.images_and_text import ImagesAndText
 from htp_export.capabilities.huggingface.inputs import named_parameters
 from htp_export.capabilities.huggingface.processors import Processor
@@ -28,32 +26,6 @@ _SIZES = {  # all different, and none is 1: torch.export takes a size of 1 for a
     "past_sequence_length": 5,
     "encoder_sequence_length": 7,
 }
-
-
-def _without_a_cache(maker: CallMaker, shapes: Mapping[str, Any] | None) -> dict[str, ExampleCall]:
-    """One file: all that ``forward`` takes and the config describes."""
-    sizes = maker.sizes
-    if maker.model.can_generate() and not maker.model.config.is_encoder_decoder and not shapes:
-        runs = {"forward": maker.tokens(sizes["past_sequence_length"] + sizes["sequence_length"])}
-    else:
-        runs = {"forward": maker.inputs(shapes, sizes["batch_size"])}
-    return {"model": maker.call(runs)}
-
-
-def _decoder(maker: CallMaker, two_files: bool, right_padding: bool) -> dict[str, ExampleCall]:
-    """One file for prefill and decoding, or a file without a cache among its inputs, and one with it."""
-    split = maker.sizes["past_sequence_length"]
-    prefill, decode = maker.prefill_and_decode(maker.tokens(split + maker.sizes["sequence_length"]), split)
-    if not two_files:
-        made = maker.call({"prefill": prefill, "decode": decode}, axes=DECODER)
-        made = dataclasses.replace(made, right_padding=right_padding)
-        if right_padding:
-            warn_of_right_padding(made)
-        return {"model": made}
-    del prefill["past_key_values"]
-    axes = {f"present.{CACHE}": {0: "batch_size", 2: "sequence_length"}}
-    first, following = maker.call({"prefill": prefill}, axes=axes), maker.call({"decode": decode}, axes=DECODER)
-    return {"decoder_model": first, "decoder_with_past_model": following}
 
 
 def example_calls(
@@ -103,23 +75,45 @@ def example_calls(
     unknown = [name for name in sizes or {} if name not in _SIZES]
     if unknown:
         raise InputError(f"no size {unknown[0]!r} in a call with a cache; there are {', '.join(_SIZES)}")
-    maker = CallMaker(model, task, cache_names, {**_SIZES, **(sizes or {})}, seed, processor)
+    given: tuple[Any, ...] = (model, task, cache_names, {**_SIZES, **(sizes or {})}, seed, processor)
+    calls = Calls(*given)
     if not has_cache:
-        return _without_a_cache(maker, shapes)
+        return {"model": _without_a_cache(calls, shapes)}
     taken = named_parameters(model)
     if "past_key_values" not in taken:
         own = next((f", but {name}" for name in ("cache_params", "state") if name in taken), "")
-        raise InputError(f"{type(model).__name__} takes no past_key_values{own}; choose a task without -with-past")
-    let_torch_export_see_caches(model)
-    if not maker.model.config.is_encoder_decoder:
-        return (
-            ImagesAndText(maker).calls()
-            if base == "image-text-to-text"
-            else _decoder(maker, bool(two_files), right_padding)
-        )
-    both = EncoderAndDecoder(maker)
-    decoders = both.merged_decoder() if two_files is False else both.two_decoders()
-    return {"encoder_model": both.encoder(), **decoders}
+        raise calls.refused(f"takes no past_key_values{own}")
+    register_caches(model)
+    if calls.model.config.is_encoder_decoder:
+        return EncoderAndDecoder(*given).calls(two_files is not False)
+    if base == "image-text-to-text":
+        return ImagesAndText(*given).calls()
+    return _decoder(calls, bool(two_files), right_padding)
+
+
+def _without_a_cache(calls: Calls, shapes: Mapping[str, Any] | None) -> ExampleCall:
+    """All that ``forward`` takes and the config describes."""
+    model, sizes = calls.model, calls.sizes
+    if model.can_generate() and not model.config.is_encoder_decoder and not shapes:
+        return calls.call({"forward": calls.tokens(sizes["past_sequence_length"] + sizes["sequence_length"])})
+    return calls.call({"forward": calls.inputs(shapes, sizes["batch_size"])})
+
+
+def _decoder(calls: Calls, two_files: bool, right_padding: bool) -> dict[str, ExampleCall]:
+    """One file for prefill and decoding, or a file without a cache among its inputs, and one with it."""
+    split = calls.sizes["past_sequence_length"]
+    runs = calls.prefill_and_decode(calls.tokens(split + calls.sizes["sequence_length"]), split)
+    if not two_files:
+        call = calls.call(runs, axes=DECODER, right_padding=right_padding)
+        if right_padding:
+            warn_of_right_padding(calls.model, **runs)
+        return {"model": call}
+    del runs["prefill"]["past_key_values"]
+    axes = {f"present.{CACHE}": {0: "batch_size", 2: "sequence_length"}}
+    return {
+        "decoder_model": calls.call({"prefill": runs["prefill"]}, axes=axes),
+        "decoder_with_past_model": calls.call({"decode": runs["decode"]}, axes=DECODER),
+    }
 
 
 def example_call(
@@ -133,17 +127,7 @@ def example_call(
     processor: Processor | None = None,
     right_padding: bool = False,
 ) -> ExampleCall:
-    """The call that the one file of a task is exported from; see `example_calls`.
-
-    Args:
-        model: As for `example_calls`, like all that follow.
-        task: The task.
-        cache_names: Whose names the tensors of the cache have.
-        sizes: Name of a dimension → its size in the example.
-        shapes: As for `example_inputs`, for tasks without a cache.
-        seed: Of the example inputs.
-        processor: As for `example_inputs`.
-        right_padding: Whether sliding windows count tokens rather than places.
+    """The call that the one file of a task is exported from; the arguments are those of `example_calls`.
 
     Raises:
         InputError: If the task has several files, or the model cannot be called so.

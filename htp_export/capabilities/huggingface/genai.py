@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
+from htp_export.capabilities.huggingface.companions import copy_companions, named_if_unwritable, write_configs
 from htp_export.capabilities.huggingface.configs import find
-from htp_export.errors import InputError
+from htp_export.errors import FileError, InputError
+from htp_export.files.json_file import write_json
+from htp_export.files.model_files import read_model
 
-__all__ = ["GENAI_CONFIG", "Caches", "genai_config"]
+__all__ = ["GENAI_CONFIG", "check_genai", "genai_config", "write_genai"]
 
 GENAI_CONFIG = "genai_config.json"
 
@@ -52,54 +56,42 @@ _SEARCH: dict[str, tuple[type, Any]] = {
 """Setting of GenAI, with the same name in a generation config → its type, and what it is without one."""
 
 
-@dataclass(frozen=True)
-class Caches:
-    """The tensors of a key-value cache among the inputs, or among the outputs, of a graph.
+class _Caches(NamedTuple):
+    """The tensors of a key-value cache among the inputs, or among the outputs, of a graph."""
 
-    Attributes:
-        keys: The name of a layer's keys, with ``%d`` for its number.
-        values: The name of a layer's values, with ``%d`` for its number.
-        layers: The numbers of the layers, in order.
-        heads: How many heads a layer's keys have; None where the graph does not say it.
-        head_size: The size of a head; None where the graph does not say it.
-    """
-
-    keys: str
+    keys: str  # the name of a layer's keys, with %d for its number
     values: str
     layers: tuple[int, ...]
-    heads: int | None = None
-    head_size: int | None = None
-
-    @classmethod
-    def among(cls, tensors: Iterable[ir.Value]) -> Caches | None:
-        """Find the cache among the inputs or the outputs of a graph; None if there is none.
-
-        Raises:
-            InputError: If the names do not follow one pattern, with keys and values for every layer.
-        """
-        found: dict[str, dict[str, dict[int, ir.Value]]] = {"key": {}, "value": {}}
-        for tensor in tensors:
-            match = _CACHE.fullmatch(str(tensor.name))
-            if match is not None:
-                pattern = f"{match['before']}%d.{match['kind']}{match['after']}"
-                found[match["kind"]].setdefault(pattern, {})[int(match["layer"])] = tensor
-        if not any(found.values()):
-            return None
-        names = [pattern for patterns in found.values() for pattern in patterns]
-        if len(found["key"]) != 1 or len(found["value"]) != 1 or any(name.count("%") != 1 for name in names):
-            raise InputError(f"the cache has no keys and values of one name each, with a number: {', '.join(names)}")
-        [(keys, by_layer)], [(values, others)] = found["key"].items(), found["value"].items()
-        if by_layer.keys() != others.keys():
-            raise InputError(f"the cache has keys of layers {sorted(by_layer)}, and values of layers {sorted(others)}")
-        layers = tuple(sorted(by_layer))
-        shape = by_layer[layers[0]].shape
-        sizes = [size if isinstance(size, int) else None for size in shape] if shape is not None else []
-        heads, head_size = (sizes[1], sizes[3]) if len(sizes) == 4 else (None, None)
-        return cls(keys, values, layers, heads, head_size)
+    heads: int | None  # None where the graph does not say it
+    head_size: int | None
 
     def names(self) -> set[str]:
-        """The names of all tensors."""
         return {pattern.replace("%d", str(layer)) for pattern in (self.keys, self.values) for layer in self.layers}
+
+
+def _cache_among(tensors: Iterable[ir.Value]) -> _Caches | None:
+    """The cache among the inputs or the outputs of a graph; None if there is none.
+
+    Its names have to follow one pattern, with keys and values for every layer.
+    """
+    found: dict[str, dict[str, dict[int, ir.Value]]] = {"key": {}, "value": {}}
+    for tensor in tensors:
+        match = _CACHE.fullmatch(str(tensor.name))
+        if match is not None:
+            pattern = f"{match['before']}%d.{match['kind']}{match['after']}"
+            found[match["kind"]].setdefault(pattern, {})[int(match["layer"])] = tensor
+    names = [pattern for patterns in found.values() for pattern in patterns]
+    if not names:
+        return None
+    if len(found["key"]) != 1 or len(found["value"]) != 1 or any(name.count("%") != 1 for name in names):
+        raise InputError(f"the cache has no keys and values of one name each, with a number: {', '.join(names)}")
+    [(keys, by_layer)], [(values, others)] = found["key"].items(), found["value"].items()
+    if by_layer.keys() != others.keys():
+        raise InputError(f"the cache has keys of layers {sorted(by_layer)}, and values of layers {sorted(others)}")
+    layers = tuple(sorted(by_layer))
+    sizes = [size if isinstance(size, int) else None for size in by_layer[layers[0]].shape or ()]
+    heads, head_size = (sizes[1], sizes[3]) if len(sizes) == 4 else (None, None)
+    return _Caches(keys, values, layers, heads, head_size)
 
 
 def genai_config(
@@ -107,28 +99,12 @@ def genai_config(
 ) -> dict[str, Any]:
     """The content of ``genai_config.json`` for a decoder that takes a key-value cache and returns one.
 
-    Args:
-        model: The exported decoder. It takes ``input_ids``, a cache with batch, heads, length and head size, and maybe
-            ``attention_mask`` and ``position_ids``; it returns ``logits`` and the cache.
-        config: The config of the transformers model.
-        generation_config: Its generation config; settings there come before those of the config.
-        filename: The name of the ONNX file in the folder of ``genai_config.json``.
+    The decoder takes ``input_ids``, a cache with batch, heads, length and head size, and maybe ``attention_mask`` and
+    ``position_ids``; it returns ``logits`` and the cache. Settings of the generation config come before those of the
+    config. The file name is that of the decoder in the folder of ``genai_config.json``.
 
     Raises:
         InputError: If the model is no such decoder; the message names the tensor.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> from transformers import LlamaConfig
-        >>> def tensor(name, *sizes):
-        ...     return ir.val(name, ir.DataType.FLOAT, sizes)
-        >>> caches = [tensor(f"past_key_values.0.{kind}", "batch", 4, "past", 8) for kind in ("key", "value")]
-        >>> results = [tensor(f"present.0.{kind}", "batch", 4, "total", 8) for kind in ("key", "value")]
-        >>> logits = tensor("logits", "batch", "length", 99)
-        >>> graph = ir.Graph([tensor("input_ids", "batch", "length"), *caches], [logits, *results], nodes=[])
-        >>> found = genai_config(ir.Model(graph, ir_version=10), LlamaConfig())["model"]
-        >>> found["decoder"]["inputs"]["past_key_names"], found["decoder"]["head_size"], found["vocab_size"]
-        ('past_key_values.%d.key', 8, 99)
     """
     past, present = _caches(model.graph)
     inputs = {name: name for name in _TOKENS if any(value.name == name for value in model.graph.inputs)}
@@ -136,7 +112,8 @@ def genai_config(
     head_size = past.head_size or _count(config, "head_dim")
     if head_size is None and heads and hidden_size:
         head_size = hidden_size // heads
-    vocabulary = _last_size(model.graph.outputs) or _count(config, "vocab_size")
+    logits = next(value.shape for value in model.graph.outputs if value.name == "logits")
+    vocabulary = logits[-1] if logits and isinstance(logits[-1], int) else _count(config, "vocab_size")
     context = _context_length(config)
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
@@ -161,10 +138,10 @@ def genai_config(
     }
 
 
-def _caches(graph: ir.Graph) -> tuple[Caches, Caches]:
+def _caches(graph: ir.Graph) -> tuple[_Caches, _Caches]:
     """The cache that a decoder takes, and the one that it returns."""
     given = [value for value in graph.inputs if not value.is_initializer()]
-    past, present = Caches.among(given), Caches.among(graph.outputs)
+    past, present = _cache_among(given), _cache_among(graph.outputs)
     if past is None or present is None:
         raise InputError(
             "ONNX Runtime GenAI runs decoders with a key-value cache, and the model "
@@ -182,13 +159,6 @@ def _caches(graph: ir.Graph) -> tuple[Caches, Caches]:
     return past, present
 
 
-def _last_size(outputs: Iterable[ir.Value]) -> int | None:
-    """The last dimension of ``logits``."""
-    shape = next((value.shape for value in outputs if value.name == "logits"), None)
-    size = shape[-1] if shape else None
-    return size if isinstance(size, int) else None
-
-
 def _context_length(config: Any) -> int:
     length = _count(config, "max_position_embeddings", "max_seq_len", "seq_length", "max_sequence_length")
     if length is None:
@@ -198,34 +168,33 @@ def _context_length(config: Any) -> int:
 
 
 def _token_ids(config: Any, generation_config: Any) -> dict[str, Any]:
-    """The ids of special tokens, as far as they are known; GenAI ends a text at ``eos_token_id``."""
-    ids: dict[str, Any] = {}
+    """The ids of special tokens, as far as they are known; GenAI ends a text at each ``eos_token_id``."""
+    ids: dict[str, list[int]] = {}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for source in (generation_config, config):
-            said = None if source is None else find(source, name)
-            listed = said if isinstance(said, list | tuple) else [said]
-            known = [each for each in listed if _is(int, each)]
+            setting = find(source, name)
+            listed: Any = setting if isinstance(setting, list | tuple) else [setting]
+            known: list[int] = [token for token in listed if _is(int, token)]
             if known:
-                ids.setdefault(name, known if len(known) > 1 else known[0])
-    ends = ids.get("eos_token_id")
-    if ends is None:
+                ids.setdefault(name, known)
+    if "eos_token_id" not in ids:
         _log.warning("the configs name no eos_token_id; ONNX Runtime GenAI ends a text at token 0")
-    if "pad_token_id" not in ids and ends is not None:
-        ids["pad_token_id"] = ends[0] if isinstance(ends, list) else ends
-    return {name: each[0] if isinstance(each, list) and name != "eos_token_id" else each for name, each in ids.items()}
+    elif "pad_token_id" not in ids:
+        ids["pad_token_id"] = ids["eos_token_id"]
+    several = {"eos_token_id": ids.get("eos_token_id", [])} if len(ids.get("eos_token_id", [])) > 1 else {}
+    return {name: tokens[0] for name, tokens in ids.items()} | several
 
 
 def _search(generation_config: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (kind, usual) in _SEARCH.items():
-        said = getattr(generation_config, name, None)
-        found[name] = kind(said) if _is(kind, said) else usual
-    return found
+    settings = {name: getattr(generation_config, name, None) for name in _SEARCH}
+    return {
+        name: kind(settings[name]) if _is(kind, settings[name]) else usual for name, (kind, usual) in _SEARCH.items()
+    }
 
 
 def _count(config: Any, *names: str) -> int | None:
     """The first positive number of these settings; configs may come from anywhere and hold anything."""
-    return next((said for name in names if _is(int, said := find(config, name)) and said > 0), None)
+    return next((value for name in names if _is(int, value := find(config, name)) and value > 0), None)
 
 
 def _is(kind: type, value: Any) -> bool:
@@ -235,3 +204,29 @@ def _is(kind: type, value: Any) -> bool:
     if kind is int:
         return isinstance(value, int) and 0 <= value < 2**31
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def write_genai(file: str | os.PathLike[str], model: Any, *, companions: Path | None = None) -> tuple[Path, ...]:
+    """Write ``genai_config.json``, the configs and the tokenizer into the folder of an exported decoder.
+
+    The model is the one of transformers that was exported; the companions are the folder with its tokenizer.
+
+    Raises:
+        InputError: If ONNX Runtime GenAI cannot run the decoder; the message names the tensor.
+        FileError: If a file cannot be read or written.
+    """
+    path = Path(file)
+    generation = getattr(model, "generation_config", None)
+    content = genai_config(read_model(path), model.config, generation, filename=path.name)
+    with named_if_unwritable(path.parent):
+        written = [write_json(path.with_name(GENAI_CONFIG), content), *write_configs(model, path.parent)]
+        if companions is not None:
+            written += copy_companions(companions, path.parent)
+    return tuple(written)
+
+
+def check_genai(folder: Path) -> None:
+    """Refuse a folder with a ``config.json`` and no ``genai_config.json``: files of another model would be replaced."""
+    config = folder / "config.json"
+    if config.exists() and not (folder / GENAI_CONFIG).exists():
+        raise FileError(config, "would be replaced, and is of another model; export into another folder")

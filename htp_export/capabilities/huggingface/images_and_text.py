@@ -13,11 +13,10 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.huggingface.call_maker import DECODER, CallMaker, is_same
 from htp_export.capabilities.huggingface.configs import find
-from htp_export.capabilities.huggingface.example_calls import Adapt, ExampleCall, adapted, run
+from htp_export.capabilities.huggingface.example_calls import DECODER, Calls, ExampleCall, adapted, is_same, run
 from htp_export.capabilities.huggingface.inputs import example_inputs, named_parameters
-from htp_export.capabilities.huggingface.task_names import Axes
+from htp_export.capabilities.huggingface.tasks import Axes
 from htp_export.errors import InputError, described
 
 if TYPE_CHECKING:
@@ -29,145 +28,123 @@ _TOKENS: Axes = {0: "batch_size", 1: "sequence_length"}
 _EMBEDDED: dict[str, Axes] = {"inputs_embeds": _TOKENS}
 
 
-class ImagesAndText:
-    """The calls of the files of one model.
-
-    Args:
-        maker: Of the model.
-
-    Raises:
-        InputError: If its images are not put in the places of tokens, or if the model does more with them.
-    """
-
-    def __init__(self, maker: CallMaker) -> None:
-        self._maker, self._model, self._sizes = maker, maker.model, maker.sizes
-        self._token = find(self._model.config, "image_token_id", "image_token_index")
-        if self._token is None or not hasattr(self._model, "get_image_features"):
-            raise self._refused("does not put images in the places of tokens")
-        if "inputs_embeds" not in named_parameters(self._model):
-            raise self._refused("takes no inputs_embeds")
+class ImagesAndText(Calls):
+    """The calls of the files of a model that puts images in the places of tokens."""
 
     def calls(self) -> dict[str, ExampleCall]:
-        """The calls of all files."""
+        """The calls of all files.
+
+        Raises:
+            InputError: If the images are not put in the places of tokens, or if the model does more with them.
+        """
+        if self._token is None or not hasattr(self.model, "get_image_features"):
+            raise self.refused("does not put images in the places of tokens")
+        if "inputs_embeds" not in named_parameters(self.model):
+            raise self.refused("takes no inputs_embeds")
         try:
-            ids, runs = self._whole["input_ids"], self._decoder_runs()
+            runs = self._decoder_runs()
             agrees = self._agrees(runs)
         except InputError:
             raise
         except Exception as error:  # whatever a model raises that wants other images
-            said = described(error)
-            raise self._refused(f"cannot be called with images as its config describes them ({said})") from error
+            problem = f"cannot be called with images as its config describes them ({described(error)})"
+            raise self.refused(problem) from error
         if not agrees:
-            raise self._refused("does more with images than to put them in the places of tokens")
-        call = self._maker.call
+            raise self.refused("does more with images than to put them in the places of tokens")
+        embed = {"embed": {"input_ids": self._whole["input_ids"]}}
         return {
             "vision_encoder": self._vision_encoder(),
-            "embed_tokens": call({"embed": {"input_ids": ids}}, adapt=self._embed, axes=_EMBEDDED),
-            "decoder_model_merged": call(runs, axes={**DECODER, **_EMBEDDED}),
+            "embed_tokens": self.call(embed, adapt=self._embed, axes=_EMBEDDED),
+            "decoder_model_merged": self.call(runs, axes={**DECODER, **_EMBEDDED}),
         }
+
+    @property
+    def _token(self) -> Any:
+        return find(self.model.config, "image_token_id", "image_token_index")
 
     def _vision_encoder(self) -> ExampleCall:
         axes: dict[str, Axes] = {name: {0: "num_images"} for name in self._images}
         if self._images["pixel_values"].dim() == 4:
             axes["pixel_values"] = {0: "num_images", 1: "num_channels", 2: "height", 3: "width"}
         axes["image_features"] = {0: "num_image_tokens"}
-        see = _seeing(self._model, together=self._sees_images_together())
-        return self._maker.call({"encode": self._images}, adapt=see, axes=axes)
+        see = self._see_together if self._sees_images_together() else self._see
+        return self.call({"encode": self._images}, adapt=see, axes=axes)
 
     def _sees_images_together(self) -> bool:
         """Whether the model finds the same in images that it does not take apart: their number can then vary."""
         try:
-            found = self._seen(together=True)
+            with adapted(self.model, self._see_together, self._images):
+                together = run(self.model, self._images)["image_features"]
         except Exception:  # whatever a model raises that needs its images one by one
             return False
-        return found.shape == self._features.shape and bool((found == self._features).all())
+        return together.shape == self._features.shape and bool((together == self._features).all())
+
+    def _see(self, _: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        """What ``vision_encoder`` computes: a row for each token of an image, image after image."""
+        import torch
+
+        returned = self.model.get_image_features(**arguments)
+        features = getattr(returned, "pooler_output", returned)
+        pieces = [features] if isinstance(features, torch.Tensor) else features
+        return {"image_features": torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])}
+
+    def _see_together(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        """The same, with the images in one tensor."""
+        with _undivided(arguments["pixel_values"].shape[0]):
+            return self._see(forward, arguments)
 
     @cached_property
     def _images(self) -> dict[str, Any]:
         """What the model wants to know of an image for each text."""
-        named = type(type(self._model).__name__, (SimpleNamespace,), {})  # for messages
+        named = type(type(self.model).__name__, (SimpleNamespace,), {})  # for messages
         seeing: Any = named(
-            config=self._model.config,
-            forward=self._model.get_image_features,
+            config=self.model.config,
+            forward=self.model.get_image_features,
             main_input_name="pixel_values",
-            dtype=self._model.dtype,
+            dtype=self.model.dtype,
         )
-        maker, batch = self._maker, self._sizes["batch_size"]
-        return dict(example_inputs(seeing, batch=batch, seed=maker.seed, processor=maker.processor))
+        return example_inputs(seeing, batch=self.sizes["batch_size"], seed=self.seed, processor=self.processor)
 
     @cached_property
     def _features(self) -> torch.Tensor:
         """What the model sees in the images."""
-        return self._seen(together=False)
-
-    def _seen(self, *, together: bool) -> torch.Tensor:
-        with adapted(self._model, _seeing(self._model, together=together), self._images):
-            features: torch.Tensor = run(self._model, self._images)["image_features"]
+        with adapted(self.model, self._see, self._images):
+            features: torch.Tensor = run(self.model, self._images)["image_features"]
         return features
 
     @cached_property
     def _whole(self) -> dict[str, Any]:
         """Tokens, among which are those of an image in each text, their mask and their positions."""
-        sizes = self._sizes
-        image = self._features.shape[0] // sizes["batch_size"]
-        whole = self._maker.tokens(sizes["past_sequence_length"] + image + sizes["sequence_length"])
+        image = self._features.shape[0] // self.sizes["batch_size"]
+        whole = self.tokens(self.sizes["past_sequence_length"] + image + self.sizes["sequence_length"])
         whole["input_ids"][:, 2 : 2 + image] = self._token
         return whole
-
-    @cached_property
-    def _embedded(self) -> torch.Tensor:
-        """The tokens as a program gives them to the decoder: with the images in their places."""
-        ids = self._whole["input_ids"]
-        embedded: torch.Tensor = self._embed(None, {"input_ids": ids})["inputs_embeds"].detach().clone()
-        embedded[ids == self._token] = self._features.to(embedded.dtype)
-        return embedded
 
     def _embed(self, _: Callable[..., Any] | None, arguments: dict[str, Any]) -> dict[str, Any]:
         """What ``embed_tokens`` computes; a token of images that is in no vocabulary has the row of the first token."""
         import torch
 
-        embeddings, ids = self._model.get_input_embeddings(), arguments["input_ids"]
+        embeddings, ids = self.model.get_input_embeddings(), arguments["input_ids"]
         if self._token >= embeddings.weight.shape[0]:
             ids = torch.where(ids == self._token, 0, ids)
         return {"inputs_embeds": embeddings(ids)}
 
     def _decoder_runs(self) -> dict[str, dict[str, Any]]:
-        embedded = {**self._whole, "inputs_embeds": self._embedded}
-        split = embedded.pop("input_ids").shape[1] - self._sizes["sequence_length"]
-        prefill, decode = self._maker.prefill_and_decode(embedded, split)
-        return {"prefill": prefill, "decode": decode}
+        """The tokens as a program gives them to the decoder: with the images in their places."""
+        whole = dict(self._whole)
+        ids = whole.pop("input_ids")
+        embedded: torch.Tensor = self._embed(None, {"input_ids": ids})["inputs_embeds"].detach().clone()
+        embedded[ids == self._token] = self._features.to(embedded.dtype)
+        split = ids.shape[1] - self.sizes["sequence_length"]
+        return self.prefill_and_decode({**whole, "inputs_embeds": embedded}, split)
 
     def _agrees(self, runs: Mapping[str, dict[str, Any]]) -> bool:
         """Whether the files compute together what the model does."""
         import torch
 
-        wanted = run(self._model, {**self._whole, **self._images}).logits
-        found = [run(self._model, copy.deepcopy(kwargs)).logits for kwargs in runs.values()]
-        return is_same(torch.cat(found, 1), wanted)
-
-    def _refused(self, problem: str) -> InputError:
-        advice = "choose a task without -with-past"
-        return InputError(f"{type(self._model).__name__} {problem}; {advice}")
-
-
-def _seeing(model: Any, *, together: bool) -> Adapt:
-    """What ``vision_encoder`` computes: a row for each token of an image, image after image.
-
-    Args:
-        model: The model.
-        together: Whether the images stay in one tensor.
-    """
-    import torch
-
-    def see(_: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-        images = arguments["pixel_values"].shape[0]
-        with _undivided(images) if together else contextlib.nullcontext():
-            returned = model.get_image_features(**arguments)
-        features = getattr(returned, "pooler_output", returned)
-        pieces = [features] if isinstance(features, torch.Tensor) else features
-        return {"image_features": torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])}
-
-    return see
+        wanted = run(self.model, {**self._whole, **self._images}).logits
+        logits = [run(self.model, copy.deepcopy(kwargs)).logits for kwargs in runs.values()]
+        return is_same(torch.cat(logits, 1), wanted)
 
 
 def _undivided(images: Any) -> contextlib.AbstractContextManager[Any]:

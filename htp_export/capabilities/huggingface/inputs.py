@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from htp_export.capabilities.huggingface.configs import find, nearest
 from htp_export.capabilities.huggingface.processors import Processor
@@ -24,22 +23,11 @@ _SAMPLES = 16_000  # of sound: a second
 _OPEN = 0  # a size that is to be as it is without a shape
 
 
-@dataclass(frozen=True)
-class _Spec:
+class _Spec(NamedTuple):
     """A tensor to make: its shape, and its dtype by torch's name for it."""
 
     shape: tuple[int, ...]
     dtype: str
-
-    def completed(self, name: str, usual: _Spec | None) -> _Spec:
-        """The same, with the usual sizes in the place of those that are open."""
-        if _OPEN not in self.shape:
-            return self
-        if usual is None or len(usual.shape) != len(self.shape):
-            shown = [None if size == _OPEN else size for size in self.shape]
-            raise InputError(f"input {name!r}: the config does not describe it; give all sizes of {shown}")
-        sizes = zip(self.shape, usual.shape, strict=True)
-        return _Spec(tuple(own if size == _OPEN else size for size, own in sizes), self.dtype)
 
 
 def example_inputs(
@@ -79,26 +67,232 @@ def example_inputs(
     """
     import torch
 
+    processor, shapes = processor or Processor(), shapes or {}
     parameters = named_parameters(model)
-    wanted = {name: _wanted(name, shape) for name, shape in (shapes or {}).items() if shape is not None}
-    unknown = [name for name in shapes or {} if name not in parameters]
+    unknown = [name for name in shapes if name not in parameters]
     if unknown:
         raise InputError(f"the model takes no input {unknown[0]!r}" + nearest(unknown[0], parameters, "inputs"))
+    wanted = {name: _wanted(name, shape) for name, shape in shapes.items() if shape is not None}
     if any(_OPEN in spec.shape for spec in wanted.values()):
-        usual = _Describer(model, parameters, {}, batch, processor).specs()
-        wanted = {name: spec.completed(name, usual.get(name)) for name, spec in wanted.items()}
-    specs = _Describer(model, parameters, wanted, batch, processor).specs()
-    specs = {name: spec for name, spec in specs.items() if (shapes or {}).get(name, ()) is not None}
+        usual = _Describer(model, {}, batch, processor).specs()
+        wanted = {name: _completed(name, spec, usual.get(name)) for name, spec in wanted.items()}
+    specs = _Describer(model, wanted, batch, processor).specs()
+    specs = {name: specs[name] for name in parameters if name in specs and shapes.get(name, ()) is not None}
     missing = [name for name, spec in parameters.items() if spec.default is spec.empty and name not in specs]
     if missing:
-        raise InputError(
-            f"{type(model).__name__} needs {missing[0]!r}, which its config does not describe: give its shape"
-        )
+        problem = f"needs {missing[0]!r}, which its config does not describe: give its shape"
+        raise InputError(f"{type(model).__name__} {problem}")
     if not specs:
         raise InputError(f"the config of {type(model).__name__} describes none of its inputs: give their shapes")
-    generator = torch.Generator().manual_seed(seed)
-    fill = _Filler(model, generator, processor)
-    return {name: fill(name, specs[name]) for name in parameters if name in specs}
+    filled = _Filler(model.config, torch.Generator().manual_seed(seed), processor)
+    return {name: filled(name, spec) for name, spec in specs.items()}
+
+
+def named_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+    """What ``forward`` takes by name; ``*args`` and ``**kwargs`` are no names."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic}
+
+
+def _wanted(name: str, spec: Any) -> _Spec:
+    """One entry of the user's shapes, checked."""
+    import torch
+
+    given = spec if isinstance(spec, Mapping) else {"shape": spec}
+    extra = sorted(set(given) - {"shape", "dtype"})
+    if extra:
+        raise InputError(f"input {name!r}: has {extra[0]!r}; only 'shape' and 'dtype' are known")
+    shape, dtype = given.get("shape"), given.get("dtype", "")
+    listed = shape if isinstance(shape, (list, tuple)) else ()
+    sizes = [_OPEN if size is None else size for size in listed if size is None or (type(size) is int and size > 0)]
+    if not sizes or len(sizes) < len(listed):
+        raise InputError(f"input {name!r}: its shape is a list of positive numbers, not {shape!r}")
+    if dtype and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise InputError(f"input {name!r}: torch has no dtype {dtype!r}")
+    return _Spec(tuple(sizes), str(dtype))
+
+
+def _completed(name: str, spec: _Spec, usual: _Spec | None) -> _Spec:
+    """A shape with the usual sizes in the place of those that are open."""
+    if _OPEN not in spec.shape:
+        return spec
+    if usual is None or len(usual.shape) != len(spec.shape):
+        shown = [None if size == _OPEN else size for size in spec.shape]
+        raise InputError(f"input {name!r}: the config does not describe it; give all sizes of {shown}")
+    return spec._replace(shape=tuple(own or size for own, size in zip(spec.shape, usual.shape, strict=True)))
+
+
+def _text_config(config: Any, *, decoder: bool | None = None) -> Any:
+    return config.get_text_config(decoder=decoder) if hasattr(config, "get_text_config") else config
+
+
+class _Describer:
+    """What shape each input has that ``forward`` takes and the config describes."""
+
+    def __init__(self, model: Any, wanted: Mapping[str, _Spec], batch: int, processor: Processor) -> None:
+        self.config, self.text, self.processor = model.config, _text_config(model.config), processor
+        self.parameters = named_parameters(model)
+        self.main = getattr(model, "main_input_name", "")
+        self.modalities = getattr(model, "input_modalities", ()) or ()
+        self.float = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
+        self.wanted = {name: _Spec(shape, dtype or self._dtype(name)) for name, (shape, dtype) in wanted.items()}
+        leading, text = self.wanted.get(self.main), self.wanted.get("input_ids")
+        leading = leading or text
+        self.batch = leading.shape[0] if leading else batch
+        longest = find(self.text, "max_position_embeddings") or _LENGTH + 2
+        # Some count positions from behind the padding's: two fewer than there are.
+        self.length = text.shape[-1] if text else max(1, min(_LENGTH, longest - 2))
+
+    def specs(self) -> dict[str, _Spec]:
+        """Input → shape and dtype."""
+        shapes = {
+            "input_ids": lambda: (self.length,),
+            "pixel_values": self._pixels,
+            "input_features": self._features,
+            "input_values": self._values,
+            "past_values": self._past_values,
+        }
+        specs: dict[str, _Spec] = {}
+        for name, shape_of in shapes.items():
+            shape = shape_of() if name in self.parameters and self._needed(name) else None
+            if shape is not None:
+                specs[name] = _Spec((self.batch, *shape), self._dtype(name))
+        text = self.wanted.get("input_ids") or specs.get("input_ids")
+        if text is not None:
+            specs["attention_mask"] = text
+            if find(self.text, "type_vocab_size"):
+                specs["token_type_ids"] = text
+        if getattr(self.config, "is_encoder_decoder", False):
+            # As long as the text: some heads lay what is found in one over the other.
+            specs["decoder_input_ids"] = _Spec((self.batch, self.length if text else _LENGTH // 2), "int64")
+        return {name: spec for name, spec in specs.items() if name in self.parameters} | self.wanted
+
+    def _needed(self, name: str) -> bool:
+        if name == self.main or self.main not in self.parameters:
+            return True
+        if name == "input_ids":
+            return "text" in self.modalities and "decoder_input_ids" not in self.parameters
+        # Where images or sounds take the places of special tokens, a text without those tokens comes with none.
+        placed = find(self.config, "image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+        kind = "image" if name == "pixel_values" else "audio"
+        return kind in self.modalities and placed is None and not getattr(self.config, "is_encoder_decoder", False)
+
+    def _dtype(self, name: str) -> str:
+        whole = name.endswith(("_ids", "_mask", "_labels", "_positions")) or name in {"bbox", "labels", "timesteps"}
+        return "int64" if whole else self.float
+
+    def _pixels(self) -> tuple[int, ...]:
+        size = self.processor.image_size or find(self.config, "image_size") or 224
+        if isinstance(size, dict):
+            size = (size.get("height", 224), size.get("width", 224))
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        frames = find(self.config, "num_frames")
+        channels = find(self.config, "num_channels", "in_channels", "in_chans") or 3
+        return (*((frames,) if frames else ()), channels, height, width)
+
+    def _features(self) -> tuple[int, ...] | None:
+        mel, positions = find(self.config, "num_mel_bins"), find(self.config, "max_source_positions")
+        if mel and positions:
+            return (mel, 2 * positions)  # the first layers halve the time
+        channels = find(self.config, "input_feat_per_channel", "feature_projection_input_dim")
+        return (128, channels) if channels else None
+
+    def _values(self) -> tuple[int, ...]:
+        mel, longest = find(self.config, "num_mel_bins"), find(self.config, "max_length")
+        if mel and longest and not find(self.config, "conv_kernel"):
+            return (longest, mel)  # a spectrogram
+        channels = find(self.config, "audio_channels")
+        return (channels, _SAMPLES) if channels else (_SAMPLES,)
+
+    def _past_values(self) -> tuple[int, ...] | None:
+        length, channels = find(self.config, "context_length"), find(self.config, "num_input_channels")
+        return (length, channels) if length and channels else None
+
+
+class _Filler:
+    """Values for an input: tokens within the vocabulary, masks with padding at the end, noise for all else."""
+
+    def __init__(self, config: Any, generator: torch.Generator, processor: Processor) -> None:
+        self.whole, self.text, self.decoder = config, _text_config(config), _text_config(config, decoder=True)
+        self.generator, self.processor = generator, processor
+
+    def __call__(self, name: str, spec: _Spec) -> torch.Tensor:
+        import torch
+
+        shape, dtype = spec.shape, getattr(torch, spec.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(shape, generator=self.generator).to(dtype)
+        if name == "decoder_input_ids":
+            return self._decoder_ids(shape).to(dtype)
+        if name.endswith("input_ids"):
+            return self._ids(shape).to(dtype)
+        filled = torch.full(shape, 1 if name.endswith("mask") else 0, dtype=dtype)
+        if name == "attention_mask":
+            filled[..., _visible(shape) :] = 0
+        elif name == "token_type_ids":
+            filled[..., shape[-1] // 2 :] = min(1, (find(self.text, "type_vocab_size") or 1) - 1)
+        return filled
+
+    def _ids(self, shape: tuple[int, ...]) -> torch.Tensor:
+        visible = _visible(shape)
+        text = self._from_tokenizer(self.text, shape, visible, special=True)
+        if text is not None:
+            return text
+        ids = self._random_ids(self.text, shape)
+        for kind, place in (("eos", slice(visible - 1, visible)), ("pad", slice(visible, None))):
+            token = next(iter(_special_tokens(self.text, kind)), -1)
+            if 0 <= token < (find(self.text, "vocab_size") or 2):
+                ids[..., place] = token
+        return ids
+
+    def _decoder_ids(self, shape: tuple[int, ...]) -> torch.Tensor:
+        text = self._from_tokenizer(self.decoder, shape, shape[-1], special=False)
+        ids = self._random_ids(self.decoder, shape) if text is None else text
+        starts = (getattr(config, "decoder_start_token_id", None) for config in (self.whole, self.decoder))
+        start = next((token for token in starts if isinstance(token, int)), None)
+        if start is not None and 0 <= start < (find(self.decoder, "vocab_size") or start + 1):
+            ids[..., 0] = start
+        return ids
+
+    def _random_ids(self, config: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        """Tokens that are none of the special ones, as far as the config names those."""
+        import torch
+
+        vocabulary = find(config, "vocab_size") or 2
+        special = {token for kind in ("pad", "bos", "eos", "mask") for token in _special_tokens(config, kind)}
+        usual = [token for token in range(min(3, vocabulary - 1), min(vocabulary, 10_000)) if token not in special]
+        picked = torch.randint(0, len(usual) or 1, shape, generator=self.generator)
+        return torch.tensor(usual or [0])[picked]
+
+    def _from_tokenizer(
+        self, config: Any, shape: tuple[int, ...], visible: int, *, special: bool
+    ) -> torch.Tensor | None:
+        """Tokens of texts, and padding after as many as are visible; None without a tokenizer that fits the model."""
+        import torch
+
+        if self.processor.tokenizer is None:
+            return None
+        vocabulary, rows = find(config, "vocab_size"), []
+        known = (getattr(source, "pad_token_id", None) for source in (self.processor.tokenizer, config))
+        padding = next((token for token in known if isinstance(token, int)), 0)
+        for start in torch.randint(0, 1_000, (math.prod(shape[:-1]),), generator=self.generator).tolist():
+            tokens = self.processor.tokens(visible, start, vocabulary, special=special)
+            if tokens is None:
+                return None
+            rows.append([*tokens, *[padding] * (shape[-1] - visible)])
+        return torch.tensor(rows).reshape(shape)
+
+
+def _visible(shape: tuple[int, ...]) -> int:
+    """How many tokens of a text are no padding."""
+    return max(1, shape[-1] - _PADDING)
+
+
+def _special_tokens(config: Any, kind: str) -> list[int]:
+    """Tokens of one kind that a config names; a text may end with each of several tokens."""
+    named = getattr(config, f"{kind}_token_id", None)
+    return [token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)]
 
 
 def dynamic_shapes(inputs: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, dict[int, str]]:
@@ -129,246 +323,24 @@ def dynamic_shapes(inputs: Mapping[str, torch.Tensor], names: Iterable[str]) -> 
     for axis in names:
         if axis not in _AXES:
             raise InputError(f"no dynamic axis {axis!r}; there are {', '.join(_AXES)}")
-        places = {name: _AXES[axis](name, tensor) for name, tensor in inputs.items()}
-        if all(place is None for place in places.values()):
+        places = {name: _places(name, tensor)[axis] for name, tensor in inputs.items() if axis in _places(name, tensor)}
+        if not places:
             raise InputError(f"no input has an axis {axis!r}; the inputs are {', '.join(inputs)}")
         for name, place in places.items():
-            if place is not None:
-                decoder = axis == "sequence" and name.startswith("decoder_")
-                dynamic[name][place] = "decoder_sequence" if decoder else axis
+            decoder = axis == "sequence" and name.startswith("decoder_")
+            dynamic[name][place] = "decoder_sequence" if decoder else axis
     return {name: dict(sorted(axes.items())) for name, axes in dynamic.items()}
 
 
-def _batch_axis(name: str, tensor: torch.Tensor) -> int | None:
-    return 0 if tensor.dim() else None
+_AXES = ("batch", "sequence", "height", "width")
 
 
-def _text_axis(name: str, tensor: torch.Tensor) -> int | None:
-    is_text = tensor.dim() >= 2 and not tensor.is_floating_point() and not name.startswith("pixel")
-    return 1 if is_text else None
-
-
-def _height_axis(name: str, tensor: torch.Tensor) -> int | None:
-    return tensor.dim() - 2 if name.startswith("pixel") and tensor.dim() >= 3 else None
-
-
-def _width_axis(name: str, tensor: torch.Tensor) -> int | None:
-    return tensor.dim() - 1 if name.startswith("pixel") and tensor.dim() >= 3 else None
-
-
-_AXES: dict[str, Callable[[str, torch.Tensor], int | None]] = {
-    "batch": _batch_axis,
-    "sequence": _text_axis,
-    "height": _height_axis,
-    "width": _width_axis,
-}
-
-
-class _Describer:
-    """What shape each input has that ``forward`` takes and the config describes."""
-
-    def __init__(
-        self,
-        model: Any,
-        parameters: Iterable[str],
-        wanted: Mapping[str, _Spec],
-        batch: int,
-        processor: Processor | None,
-    ) -> None:
-        self.config, self.processor = model.config, processor or Processor()
-        self.main = getattr(model, "main_input_name", "")
-        self.modalities = getattr(model, "input_modalities", ()) or ()
-        self.float = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
-        self.parameters = frozenset(parameters)
-        self.wanted = wanted = {name: self._typed(name, spec) for name, spec in wanted.items()}
-        leading = wanted.get(self.main) or wanted.get("input_ids")
-        self.batch = leading.shape[0] if leading and leading.shape else batch
-        text = wanted.get("input_ids")
-        longest = find(self._text_config, "max_position_embeddings") or _LENGTH + 2
-        # Some count positions from behind the padding's: two fewer than there are.
-        self.length = text.shape[-1] if text and text.shape else max(1, min(_LENGTH, longest - 2))
-
-    def specs(self) -> dict[str, _Spec]:
-        """Input → shape and dtype."""
-        specs: dict[str, _Spec] = {}
-        for name in ("input_ids", "pixel_values", "input_features", "input_values", "past_values"):
-            spec = getattr(self, f"_{name}")() if name in self.parameters and self._needed(name) else None
-            if spec is not None:
-                specs[name] = spec
-        text = self.wanted.get("input_ids") or specs.get("input_ids")
-        if text is not None:
-            if "attention_mask" in self.parameters:
-                specs["attention_mask"] = text
-            if "token_type_ids" in self.parameters and find(self._text_config, "type_vocab_size"):
-                specs["token_type_ids"] = text
-        if "decoder_input_ids" in self.parameters and getattr(self.config, "is_encoder_decoder", False):
-            # As long as the text: some heads lay what is found in one over the other.
-            specs["decoder_input_ids"] = _Spec((self.batch, self.length if text else _LENGTH // 2), "int64")
-        return {**specs, **self.wanted}
-
-    @property
-    def _text_config(self) -> Any:
-        get = getattr(self.config, "get_text_config", None)
-        return get() if get is not None else self.config
-
-    def _needed(self, name: str) -> bool:
-        if name == self.main or self.main not in self.parameters:
-            return True
-        if name == "input_ids":
-            return "text" in self.modalities and "decoder_input_ids" not in self.parameters
-        # Where images or sounds take the places of special tokens, a text without those tokens comes with none.
-        placed = find(self.config, "image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
-        kind = "image" if name == "pixel_values" else "audio"
-        return kind in self.modalities and placed is None and not getattr(self.config, "is_encoder_decoder", False)
-
-    def _typed(self, name: str, spec: _Spec) -> _Spec:
-        if spec.dtype:
-            return spec
-        whole = name.endswith(("_ids", "_mask", "_labels", "_positions")) or name in {"bbox", "labels", "timesteps"}
-        return _Spec(spec.shape, "int64" if whole else self.float)
-
-    def _input_ids(self) -> _Spec:
-        return _Spec((self.batch, self.length), "int64")
-
-    def _pixel_values(self) -> _Spec:
-        size = self.processor.image_size or find(self.config, "image_size") or 224
-        if isinstance(size, dict):
-            size = (size.get("height", 224), size.get("width", 224))
-        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-        channels = find(self.config, "num_channels", "in_channels", "in_chans") or 3
-        frames = find(self.config, "num_frames")
-        time = (frames,) if frames else ()
-        return _Spec((self.batch, *time, channels, height, width), self.float)
-
-    def _input_features(self) -> _Spec | None:
-        mel, positions = find(self.config, "num_mel_bins"), find(self.config, "max_source_positions")
-        if mel and positions:
-            return _Spec((self.batch, mel, 2 * positions), self.float)  # the first layers halve the time
-        channels = find(self.config, "input_feat_per_channel", "feature_projection_input_dim")
-        return _Spec((self.batch, 128, channels), self.float) if channels else None
-
-    def _input_values(self) -> _Spec:
-        mel, longest = find(self.config, "num_mel_bins"), find(self.config, "max_length")
-        if mel and longest and not find(self.config, "conv_kernel"):
-            return _Spec((self.batch, longest, mel), self.float)  # a spectrogram
-        channels = find(self.config, "audio_channels")
-        return _Spec((self.batch, *((channels,) if channels else ()), _SAMPLES), self.float)
-
-    def _past_values(self) -> _Spec | None:
-        length, channels = find(self.config, "context_length"), find(self.config, "num_input_channels")
-        return _Spec((self.batch, length, channels), self.float) if length and channels else None
-
-
-class _Filler:
-    """Values for an input: tokens within the vocabulary, masks with padding at the end, noise for all else."""
-
-    def __init__(self, model: Any, generator: torch.Generator, processor: Processor | None) -> None:
-        config = model.config
-        self.generator, self.whole, self.processor = generator, config, processor or Processor()
-        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self.decoder = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-
-    def __call__(self, name: str, spec: _Spec) -> torch.Tensor:
-        import torch
-
-        dtype = getattr(torch, spec.dtype)
-        if dtype.is_floating_point:
-            return torch.randn(spec.shape, generator=self.generator).to(dtype)
-        if name == "decoder_input_ids":
-            return self._decoder_ids(spec.shape).to(dtype)
-        if name.endswith("input_ids"):
-            return self._ids(spec.shape).to(dtype)
-        if name.endswith("mask"):
-            mask = torch.ones(spec.shape, dtype=dtype)
-            if name == "attention_mask" and spec.shape:
-                mask[..., self._visible(spec.shape) :] = 0
-            return mask
-        if name == "token_type_ids":
-            types = torch.zeros(spec.shape, dtype=dtype)
-            types[..., spec.shape[-1] // 2 :] = min(1, (find(self.config, "type_vocab_size") or 1) - 1)
-            return types
-        return torch.zeros(spec.shape, dtype=dtype)
-
-    @staticmethod
-    def _visible(shape: Sequence[int]) -> int:
-        return max(1, shape[-1] - _PADDING) if shape[-1] > 1 else 1
-
-    def _random_ids(self, config: Any, shape: tuple[int, ...]) -> torch.Tensor:
-        """Tokens that are none of the special ones, as far as the config names those."""
-        import torch
-
-        vocabulary = find(config, "vocab_size") or 2
-        special = {token for kind in ("pad", "bos", "eos", "mask") for token in _special_tokens(config, kind)}
-        usual = [token for token in range(min(3, vocabulary - 1), min(vocabulary, 10_000)) if token not in special]
-        picked = torch.randint(0, len(usual) or 1, shape, generator=self.generator)
-        return torch.tensor(usual or [0])[picked]
-
-    def _ids(self, shape: tuple[int, ...]) -> torch.Tensor:
-        vocabulary = find(self.config, "vocab_size") or 2
-        text = self._text(self.config, shape, self._visible(shape) if shape else 0, special=True)
-        if text is not None:
-            return text
-        ids = self._random_ids(self.config, shape)
-        if not shape:
-            return ids
-        visible = self._visible(shape)
-        for kind, place in (("eos", slice(visible - 1, visible)), ("pad", slice(visible, None))):
-            token = next(iter(_special_tokens(self.config, kind)), -1)
-            if 0 <= token < vocabulary:
-                ids[..., place] = token
-        return ids
-
-    def _text(self, config: Any, shape: tuple[int, ...], visible: int, *, special: bool) -> torch.Tensor | None:
-        """Tokens of texts, and padding after as many as are visible; None without a tokenizer that fits the model."""
-        import torch
-
-        if self.processor.tokenizer is None or not visible:
-            return None
-        vocabulary, rows = find(config, "vocab_size"), []
-        known = (self.processor.padding, getattr(config, "pad_token_id", None))
-        padding = next((token for token in known if token is not None), 0)
-        for start in torch.randint(0, 1_000, (math.prod(shape[:-1]),), generator=self.generator).tolist():
-            tokens = self.processor.tokens(visible, start, vocabulary, special=special)
-            if tokens is None:
-                return None
-            rows.append([*tokens, *[padding] * (shape[-1] - visible)])
-        return torch.tensor(rows).reshape(shape)
-
-    def _decoder_ids(self, shape: tuple[int, ...]) -> torch.Tensor:
-        text = self._text(self.decoder, shape, shape[-1] if shape else 0, special=False)
-        ids = self._random_ids(self.decoder, shape) if text is None else text
-        starts = (getattr(each, "decoder_start_token_id", None) for each in (self.whole, self.decoder))
-        start = next((each for each in starts if isinstance(each, int)), None)
-        if start is not None and 0 <= start < (find(self.decoder, "vocab_size") or start + 1):
-            ids[..., 0] = start
-        return ids
-
-
-def _special_tokens(config: Any, kind: str) -> list[int]:
-    """Tokens of one kind that a config names; a text may end with each of several tokens."""
-    named = getattr(config, f"{kind}_token_id", None)
-    return [token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)]
-
-
-def named_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
-    """What ``forward`` takes by name; ``*args`` and ``**kwargs`` are no names."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(model.forward).parameters
-    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic}
-
-
-def _wanted(name: str, spec: Any) -> _Spec:
-    """One entry of the user's shapes, checked."""
-    import torch
-
-    shape, dtype = (spec.get("shape"), spec.get("dtype", "")) if isinstance(spec, Mapping) else (spec, "")
-    extra = set(spec) - {"shape", "dtype"} if isinstance(spec, Mapping) else set()
-    if extra:
-        raise InputError(f"input {name!r}: has {sorted(extra)[0]!r}; only 'shape' and 'dtype' are known")
-    listed = shape if isinstance(shape, (list, tuple)) else ()
-    sizes = [_OPEN if size is None else size for size in listed if size is None or (type(size) is int and size > 0)]
-    if not sizes or len(sizes) < len(listed):
-        raise InputError(f"input {name!r}: its shape is a list of positive numbers, not {shape!r}")
-    if dtype and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
-        raise InputError(f"input {name!r}: torch has no dtype {dtype!r}")
-    return _Spec(tuple(sizes), str(dtype))
+def _places(name: str, tensor: torch.Tensor) -> dict[str, int]:
+    """Name of an axis → its place in an input that has it."""
+    rank, is_image = tensor.dim(), name.startswith("pixel")
+    places = {"batch": 0} if rank else {}
+    if rank >= 2 and not is_image and not tensor.is_floating_point():
+        places["sequence"] = 1
+    if rank >= 3 and is_image:
+        places |= {"height": rank - 2, "width": rank - 1}
+    return places

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from htp_export.capabilities.huggingface.models import has_files, hub_options
+from htp_export.capabilities.huggingface.sources import Source
 from htp_export.errors import described
 from htp_export.files.json_file import read_json
 
-__all__ = ["Processor", "load_processor"]
+__all__ = ["Processor", "load_processor", "processor_of"]
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -38,13 +38,10 @@ class Processor:
     image_size: tuple[int, int] | None = None
 
     def tokens(self, count: int, start: int, vocabulary: int | None, *, special: bool) -> list[int] | None:
-        """The tokens of an English text; None if there is no tokenizer, or its tokens are not those of the model.
+        """So many tokens of an English text; None if there is no tokenizer, or its tokens are not those of the model.
 
-        Args:
-            count: The number of tokens.
-            start: The word with which the text begins; different numbers give different texts.
-            vocabulary: The number of tokens that the model knows; None if it is not known.
-            special: Whether to include the special tokens that the tokenizer puts around a text.
+        The text begins with the word of a number: different numbers give different texts. The vocabulary is the number
+        of tokens that the model knows, if that is known. With ``special``, those that are put around a text are there.
         """
         if self.tokenizer is None:
             return None
@@ -55,25 +52,17 @@ class Processor:
         try:
             ids = [int(token) for token in self.tokenizer(text, add_special_tokens=special, **options)["input_ids"]]
         except Exception as error:  # the code of a model: some take no plain text
-            self._refuse(f"makes no tokens of a plain text ({described(error)})")
-            return None
+            return self._refused(f"makes no tokens of a plain text ({described(error)})")
         if len(ids) < count:
-            self._refuse(f"makes {len(ids)} tokens of a text of {len(text)} characters")
-            return None
+            return self._refused(f"makes {len(ids)} tokens of a text of {len(text)} characters")
         largest = max(ids[:count], default=0)
         if vocabulary is not None and largest >= vocabulary:
-            self._refuse(f"has the token {largest}, and the model has {vocabulary} tokens")
-            return None
+            return self._refused(f"has the token {largest}, and the model has {vocabulary} tokens")
         return ids[:count]
 
-    @property
-    def padding(self) -> int | None:
-        """The token that fills a text up to the length of others."""
-        token = getattr(self.tokenizer, "pad_token_id", None)
-        return token if isinstance(token, int) else None
-
-    def _refuse(self, problem: str) -> None:
+    def _refused(self, problem: str) -> list[int] | None:
         _log.warning("%s: the tokenizer %s; the example has random tokens", self.source, problem)
+        return None
 
 
 def load_processor(
@@ -98,29 +87,32 @@ def load_processor(
         >>> load_processor("bert")
         Processor(source='bert', tokenizer=None, image_size=None)
     """
-    if not has_files(source):
-        return Processor(source)
-    hub, _ = hub_options(source, True, revision, trust_remote_code)
-    resized = any(key.rpartition(".")[2] == "image_size" for key in overrides or {})
-    return Processor(source, _tokenizer(source, hub), None if resized else _image_size(source, hub))
+    return processor_of(Source(source, True, overrides or {}, revision, trust_remote_code))
 
 
-def _tokenizer(source: str, hub: dict[str, Any]) -> Any:
+def processor_of(source: Source) -> Processor:
+    """As `load_processor`."""
+    if not source.has_files:
+        return Processor(source.name)
+    resized = any(key.rpartition(".")[2] == "image_size" for key in source.overrides)
+    return Processor(source.name, _tokenizer(source), None if resized else _image_size(source))
+
+
+def _tokenizer(source: Source) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        if not any(_file(source, name, hub) for name in _TOKENIZER_FILES):
-            return None
-        return AutoTokenizer.from_pretrained(source, **hub)
+        if any(source.file(name) for name in _TOKENIZER_FILES):
+            return AutoTokenizer.from_pretrained(source.name, **source.options)
     except Exception as error:  # transformers raises dozens of kinds, and so does the code of a model
         _warn(source, "tokenizer", error)
-        return None
+    return None
 
 
-def _image_size(source: str, hub: dict[str, Any]) -> tuple[int, int] | None:
+def _image_size(source: Source) -> tuple[int, int] | None:
     try:
         for name in _IMAGE_FILES:
-            file = _file(source, name, hub)
+            file = source.file(name)
             settings = {} if file is None else read_json(file)
             size = size_of_images(settings.get("image_processor") or settings)
             if size is not None:
@@ -147,18 +139,10 @@ def size_of_images(settings: Mapping[str, Any]) -> tuple[int, int] | None:
         edge = size.get("shortest_edge")
         size = [size.get("height", edge), size.get("width", edge)]
     listed = list(size) if isinstance(size, (list, tuple)) else [size, size]
-    sizes = [each for each in listed if type(each) is int and each > 0]
+    sizes = [side for side in listed if type(side) is int and side > 0]
     return (sizes[0], sizes[1]) if len(sizes) == len(listed) == 2 else None
 
 
-def _file(source: str, name: str, hub: Mapping[str, Any]) -> str | None:
-    """The path of a file of a model; None if the model has no such file."""
-    from transformers.utils.hub import cached_file
-
-    options = {option: value for option, value in hub.items() if option != "trust_remote_code"}
-    found: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **options)
-    return found
-
-
-def _warn(source: str, what: str, error: Exception) -> None:
-    _log.warning("%s: the %s cannot be read (%s); example inputs are from the config", source, what, described(error))
+def _warn(source: Source, what: str, error: Exception) -> None:
+    text = "%s: the %s cannot be read (%s); example inputs are from the config"
+    _log.warning(text, source.name, what, described(error))

@@ -2,59 +2,99 @@
 
 GenAI pads the first tokens on the right, masks the padding, and keeps it in the cache: the next token of a short text
 lies behind its padding. Positions that are computed from the mask are right then, and so are sliding windows that
-count tokens (`windows`).
+count tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.huggingface.caches import emptied
-from htp_export.capabilities.huggingface.example_calls import ExampleCall, run
+from htp_export.process.restoring import Changes, restored
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["warn_of_right_padding"]
+__all__ = ["warn_of_right_padding", "windows_of_tokens"]
 
 _PADDING = 3
 
 _log = logging.getLogger(__name__)
 
 
-def warn_of_right_padding(call: ExampleCall) -> None:
+@contextlib.contextmanager
+def windows_of_tokens() -> Iterator[None]:
+    """Let sliding windows of transformers count tokens that are not masked rather than places, for a ``with`` block.
+
+    With padding on the left, or without padding, this is the same.
+    """
+    from transformers import masking_utils
+
+    overlay, padding = masking_utils.sliding_window_overlay, masking_utils.padding_mask_function
+    masks: list[torch.Tensor] = []  # that of the tokens, if there is one, of the mask that is being made
+
+    def overlay_of_tokens(window: int) -> Callable[..., Any]:
+        masks.clear()
+        places: Callable[..., Any] = overlay(window)
+
+        def inner(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            if not masks:
+                return places(batch, head, query, key)
+            tokens = masks[-1].long().cumsum(-1)
+            return places(batch, head, tokens[batch, query], tokens[batch, key])
+
+        return inner
+
+    def padding_that_is_noted(mask: torch.Tensor) -> Callable[..., Any]:
+        masks[:] = [mask]
+        made: Callable[..., Any] = padding(mask)
+        return made
+
+    def make(changes: Changes) -> None:
+        for original, replacement in ((overlay, overlay_of_tokens), (padding, padding_that_is_noted)):
+            changes.will_undo(functools.partial(setattr, masking_utils, original.__name__, original))
+            setattr(masking_utils, original.__name__, replacement)
+
+    with restored(make):
+        yield
+
+
+def warn_of_right_padding(model: Any, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
     """Log a warning if a decoder computes something else behind padding, as with biases by distance (ALiBi).
 
-    Args:
-        call: Of a decoder with a cache in one file; it is run four times.
+    The decoder is run four times.
     """
     import torch
 
-    with call.adapted():
-        alone, padded = (_logits_behind(call, padding) for padding in (0, _PADDING))
+    with windows_of_tokens():
+        alone, padded = (_logits_behind(model, prefill, decode, padding) for padding in (0, _PADDING))
     allowed = torch.finfo(alone.dtype).eps ** 0.5 * float(alone.abs().max())
     if not torch.allclose(alone, padded, rtol=0, atol=allowed):
         _log.warning(
             "%s counts the padding between tokens: in ONNX Runtime GenAI, which pads on the right, texts of different "
             "length in one batch get wrong tokens. Run one text at a time, or texts of one length",
-            type(call.model).__name__,
+            type(model).__name__,
         )
 
 
-def _logits_behind(call: ExampleCall, padding: int) -> torch.Tensor:
+def _logits_behind(model: Any, prefill: dict[str, Any], decode: dict[str, Any], padding: int) -> torch.Tensor:
     """The logits of a token behind others and masked padding."""
     import torch
 
-    ids, following = (call.runs[name]["input_ids"] for name in ("prefill", "decode"))
+    ids, following = prefill["input_ids"], decode["input_ids"]
     first = torch.cat([ids, ids[:, :1].expand(-1, padding)], 1)
     mask = torch.ones_like(first)
     mask[:, ids.shape[1] :] = 0
-    cache = emptied(call.runs["prefill"]["past_key_values"])
+    cache = emptied(prefill["past_key_values"])
     for new in (first, following[:, :1]):
         given = {"input_ids": new, "attention_mask": mask, "past_key_values": cache}
         given["position_ids"] = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
-        returned = run(call.model, {name: given[name] for name in call.kwargs})
+        with torch.no_grad():
+            returned = model(**{name: given[name] for name in prefill})
         cache, mask = returned["past_key_values"], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
     logits: torch.Tensor = returned["logits"][:, -1]
     return logits

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from htp_export.capabilities.huggingface.sources import Source
 from htp_export.errors import FileError
 from htp_export.files.checkpoint import Checkpoint, read_checkpoint
 from htp_export.process.mapped_memory import MappedFiles, release_pages
@@ -29,7 +30,9 @@ __all__ = ["check_loaded", "find_checkpoint", "map_weights", "released_when_read
 
 _LARGE_BYTES = 1 << 20
 _RELEASED_BYTES = 1 << 28  # of converted weights, after which the pages that they were read from are released
-_SEVERAL = 5
+_SEVERAL = 5  # names in a message
+_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Otherwise, transformers converts the next weights in other threads, and holds them all."""
 
 
 def map_weights(model: nn.Module, source: str | os.PathLike[str]) -> Checkpoint:
@@ -103,11 +106,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 class _Files:
-    """The open files of a checkpoint, and a temporary one for weights that were converted.
-
-    Args:
-        checkpoint: The checkpoint.
-    """
+    """The open files of a checkpoint, and a temporary one for weights that were converted."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -146,7 +145,10 @@ class _Files:
         import torch
 
         plain = value.layout is torch.strided and value.device.type == "cpu" and type(value) is torch.Tensor
-        if not plain or value.nbytes < _LARGE_BYTES or value.is_quantized or _is_mapped(value):
+        storage = value.untyped_storage() if plain else None
+        if storage is None or value.nbytes < _LARGE_BYTES or value.is_quantized:
+            return value
+        if MappedFiles.now().path_of(storage.data_ptr(), storage.nbytes()) is not None:
             return value
         if self._new is None:
             file = tempfile.TemporaryFile(prefix="htp_export_", buffering=0)  # noqa: SIM115 - closed with the others
@@ -183,11 +185,6 @@ class _Files:
         return new
 
 
-def _is_mapped(value: torch.Tensor) -> bool:
-    storage = value.untyped_storage()
-    return MappedFiles.now().path_of(storage.data_ptr(), storage.nbytes()) is not None
-
-
 @contextlib.contextmanager
 def released_when_read(model: nn.Module) -> Iterator[None]:
     """Release the pages of mapped weights after each run of the module that holds them, inside a ``with`` block."""
@@ -215,66 +212,46 @@ def weights_in_files(checkpoint: Checkpoint) -> Iterator[None]:
     """Let ``from_pretrained`` move what it converts or joins into a temporary file, one parameter at a time."""
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
-    def make(changes: Changes) -> None:
-        before = os.environ.get(_ONE_AT_A_TIME)
-        changes.will_undo(lambda: _set_environment(before))
-        _set_environment("1")
-        hook = register_module_parameter_registration_hook(files.registered)
-        changes.will_undo(hook.remove)
+    def put_back() -> None:
+        if before is None:
+            os.environ.pop(_ONE_AT_A_TIME, None)
+        else:
+            os.environ[_ONE_AT_A_TIME] = before
 
+    def make(changes: Changes) -> None:
+        changes.will_undo(put_back)
+        os.environ[_ONE_AT_A_TIME] = "1"
+        changes.will_undo(register_module_parameter_registration_hook(files.registered).remove)
+
+    before = os.environ.get(_ONE_AT_A_TIME)
     with _Files(checkpoint) as files, restored(make):
         yield
 
 
-_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Otherwise, transformers converts the next weights in other threads, and holds them all."""
-
-
-def _set_environment(value: str | None) -> None:
-    if value is None:
-        os.environ.pop(_ONE_AT_A_TIME, None)
-    else:
-        os.environ[_ONE_AT_A_TIME] = value
-
-
-def find_checkpoint(source: str, config: Any, hub: dict[str, Any]) -> Checkpoint:
-    """The safetensors files of a folder or of a model of the hub, which are downloaded.
-
-    Raises:
-        FileError: If it has none that can be used.
-    """
+def find_checkpoint(source: Source, config: Any) -> Checkpoint:
+    """The safetensors files of a folder or of a model of the hub, which are downloaded."""
     named = getattr(config, "transformers_weights", None)  # from a config.json
     if named is not None and Path(str(named)).name != named:
-        raise FileError(source, f"its config names weights outside of its folder: {named!r}; they will not be read")
-    folder = Path(source)
+        problem = f"its config names weights outside of its folder: {named!r}; they will not be read"
+        raise FileError(source.name, problem)
+    folder = Path(source.name)
     if folder.is_dir():
         return read_checkpoint(folder / named if named else folder)
-    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+    from transformers.utils.hub import get_checkpoint_shard_files
 
     for name in (named,) if named else ("model.safetensors", "model.safetensors.index.json"):
-        file = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **_download(hub))
+        file = source.file(name)
         if file is not None:
-            if str(file).endswith(".json"):
-                get_checkpoint_shard_files(source, file, **_download(hub))  # type: ignore[no-untyped-call]
+            if file.endswith(".json"):
+                get_checkpoint_shard_files(source.name, file, **source.download)  # type: ignore[no-untyped-call]
             return read_checkpoint(file)
-    raise FileError(source, "has no weights in safetensors files; --stream-weights reads no others")
-
-
-def _download(hub: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in hub.items() if name in ("revision", "local_files_only")}
+    raise FileError(source.name, "has no weights in safetensors files; --stream-weights reads no others")
 
 
 def check_loaded(checkpoint: Checkpoint, loading: dict[str, Any]) -> None:
-    """Refuse a checkpoint that does not have all weights of a model.
-
-    Args:
-        checkpoint: The checkpoint.
-        loading: What ``from_pretrained`` says of it.
-
-    Raises:
-        FileError: If a weight is missing, or has another shape.
-    """
+    """Refuse a checkpoint that lacks weights of a model, as ``from_pretrained`` reports, or that was changed."""
     for name, there, wanted in sorted(loading["mismatched_keys"]):
         raise FileError(checkpoint.files.get(name, checkpoint.path), _other_shape(name, there, wanted))
     if loading["missing_keys"]:
         raise FileError(checkpoint.path, f"has no weights for {_some(loading['missing_keys'])}")
+    checkpoint.check()

@@ -1,18 +1,24 @@
-"""Tasks: which there are, which classes of transformers do them, and which one a model is for."""
+"""Tasks: the classes of transformers that do them, the one that a model is for, and optimum's names of dimensions."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.huggingface.configs import nearest
 from htp_export.errors import ModelSourceError
 
-__all__ = ["AUTO", "class_for_task", "generates", "split_task", "task_hint", "task_of", "tasks"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    *("AUTO", "class_for_task", "generates", "split_task", "task_hint", "task_of"),
+    *("Axes", "input_axes", "output_axes", "wanted_outputs"),
+]
 
 AUTO = "auto"
-FEATURES = "feature-extraction"
+_WITH_PAST = "-with-past"
 _GENERATING = {
     "text-generation": "AutoModelForCausalLM",
     "text2text-generation": "AutoModelForSeq2SeqLM",
@@ -21,7 +27,6 @@ _GENERATING = {
 _CACHING = {*_GENERATING.values(), "AutoModelForImageTextToText"}
 """Classes whose models can be exported with a cache; those above are, if no task is given."""
 
-_WITH_PAST = "-with-past"
 _MORE_TASKS = {
     # Names in wide use that transformers' pipelines no longer have, or never had.
     "summarization": ("AutoModelForSeq2SeqLM",),
@@ -43,43 +48,27 @@ def split_task(task: str | None) -> tuple[str | None, bool]:
     return (task.removesuffix(_WITH_PAST), task.endswith(_WITH_PAST)) if task is not None else (None, False)
 
 
-def tasks() -> dict[str, tuple[str, ...]]:
-    """Task → names of the Auto classes that can make a model for it, best first."""
+def _tasks() -> dict[str, tuple[str, ...]]:
+    """Task → names of the Auto classes that can make a model for it, best first; also with ``-with-past``."""
     from transformers.pipelines import SUPPORTED_TASKS
 
     entries: dict[str, Any] = SUPPORTED_TASKS
-    known = {name: tuple(auto.__name__ for auto in entry["pt"]) for name, entry in entries.items()}
-    return {**_MORE_TASKS, **known}
+    known = {**_MORE_TASKS, **{name: tuple(auto.__name__ for auto in entry["pt"]) for name, entry in entries.items()}}
+    return known | {task + _WITH_PAST: names for task, names in known.items() if set(names) & _CACHING}
 
 
 def class_for_task(source: str, config: Any, task: str) -> Any:
-    """The Auto class that makes a model for a task.
-
-    Args:
-        source: Name of the model, for messages.
-        config: Its config.
-        task: The task, also with ``-with-past``.
-
-    Raises:
-        ModelSourceError: If there is no such task, or the model cannot do it.
-    """
+    """The Auto class that makes a model for a task; the source is the name of the model, for messages."""
     import transformers
 
-    known = tasks()
-    base, _ = split_task(task)
-    if base not in known:
-        hint = nearest(task, _with_caches(known), "tasks") or task_hint(config)
+    known = _tasks()
+    if split_task(task)[0] not in known:
+        hint = nearest(task, known, "tasks") or task_hint(config)
         raise ModelSourceError(source, f"unknown task {task!r}{hint}")
-    for name in known[base] if task in _with_caches(known) else ():
+    for name in known.get(task, ()):
         if _makes(name, config):
             return getattr(transformers, name)
     raise ModelSourceError(source, f"a {config.model_type!r} model cannot do {task!r}" + task_hint(config))
-
-
-def _with_caches(known: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Tasks, and those that can have a cache once more, with ``-with-past``."""
-    caching = [task for task, names in known.items() if set(names) & _CACHING]
-    return [*known, *(task + _WITH_PAST for task in caching)]
 
 
 def _makes(auto_name: str, config: Any) -> bool:
@@ -93,8 +82,7 @@ def _makes(auto_name: str, config: Any) -> bool:
 
 def task_hint(config: Any) -> str:
     """The tasks that a model can do, as the end of a message."""
-    known = {task: names for task, names in tasks().items() if any(_makes(name, config) for name in names)}
-    possible = sorted(_with_caches(known))
+    possible = sorted(task for task, names in _tasks().items() if any(_makes(name, config) for name in names))
     return f"; its tasks: {', '.join(possible)}" if possible else "; it has no task that htp-export knows"
 
 
@@ -103,7 +91,7 @@ def generates(config: Any) -> bool:
     import transformers
 
     classes = [getattr(transformers, name, None) for name in config.architectures or ()]
-    return any(_generating_task(each) is not None for each in classes if each is not None)
+    return any(model_class is not None and _generating_task(model_class) is not None for model_class in classes)
 
 
 def task_of(model: Any) -> str:
@@ -118,8 +106,8 @@ def task_of(model: Any) -> str:
     if generating is not None:
         decoder = model.config.get_text_config(decoder=True)
         return generating + (_WITH_PAST if getattr(decoder, "use_cache", False) else "")
-    known = tasks()
-    return next((task for task in known if any(_has_class(name, type(model)) for name in known[task])), FEATURES)
+    able = (task for task, names in _tasks().items() if any(_has_class(name, type(model)) for name in names))
+    return next(able, "feature-extraction")
 
 
 def _generating_task(model_class: Any) -> str | None:
@@ -135,3 +123,82 @@ def _has_class(auto_name: str, model_class: Any) -> bool:
     auto = getattr(transformers, auto_name, None)
     listed = [] if auto is None else auto._model_mapping._model_mapping.values()
     return any(model_class.__name__ in ((names,) if isinstance(names, str) else names) for names in listed)
+
+
+# --- names of outputs and dimensions, as optimum has them in the files that it writes ---
+
+Axes = dict[int, str]
+
+_BATCH: Axes = {0: "batch_size"}
+_TOKENS: Axes = {0: "batch_size", 1: "sequence_length"}
+_IMAGE: Axes = {0: "batch_size", 1: "num_channels", 2: "height", 3: "width"}
+_QUERIES: Axes = {0: "batch_size", 1: "num_queries"}
+_MASKS: Axes = {**_QUERIES, 2: "height", 3: "width"}
+_PAIRS: dict[str, Axes] = {
+    "logits_per_image": {0: "image_batch_size", 1: "text_batch_size"},
+    "logits_per_text": {0: "text_batch_size", 1: "image_batch_size"},
+    "text_embeds": {0: "text_batch_size"},
+    "image_embeds": {0: "image_batch_size"},
+}
+_OUTPUTS: dict[str, dict[str, Axes]] = {
+    "audio-classification": {"logits": _BATCH},
+    "automatic-speech-recognition": {"logits": _TOKENS},
+    "depth-estimation": {"predicted_depth": {0: "batch_size", 1: "height", 2: "width"}},
+    "document-question-answering": {"logits": _TOKENS},
+    "feature-extraction": {"last_hidden_state": _TOKENS, **_PAIRS},
+    "fill-mask": {"logits": _TOKENS},
+    "image-classification": {"logits": _BATCH},
+    "image-feature-extraction": {"last_hidden_state": _TOKENS, "pooler_output": _BATCH},
+    "image-segmentation": {
+        "logits": _QUERIES,
+        "pred_boxes": _QUERIES,
+        "pred_masks": _MASKS,
+        "class_queries_logits": _QUERIES,
+        "masks_queries_logits": _MASKS,
+    },
+    "image-text-to-text": {"logits": _TOKENS},
+    "object-detection": {"logits": _QUERIES, "pred_boxes": _QUERIES},
+    "question-answering": {"start_logits": _TOKENS, "end_logits": _TOKENS},
+    "semantic-segmentation": {"logits": {0: "batch_size", 1: "num_labels", 2: "height", 3: "width"}},
+    "text-classification": {"logits": _BATCH},
+    "text-generation": {"logits": _TOKENS},
+    "text2text-generation": {"logits": {0: "batch_size", 1: "decoder_sequence_length"}},
+    "token-classification": {"logits": _TOKENS},
+    "visual-question-answering": {"logits": _TOKENS},
+    "zero-shot-classification": {"logits": _BATCH},
+    "zero-shot-image-classification": _PAIRS,
+    "zero-shot-object-detection": {"logits": _QUERIES, "pred_boxes": _QUERIES, **_PAIRS},
+}
+
+
+def wanted_outputs(task: str, names: Iterable[str]) -> list[str]:
+    """Which of a model's outputs a file for a task has: optimum's, and all where it knows none of them."""
+    names = list(names)
+    return [name for name in names if name in _OUTPUTS.get(task, {})] or names
+
+
+def input_axes(task: str, name: str, tensor: torch.Tensor) -> Axes:
+    """Dimension → name, of an input that is in no cache.
+
+    Examples:
+        >>> import torch
+        >>> input_axes("zero-shot-image-classification", "input_ids", torch.ones(2, 5, dtype=torch.int64))
+        {0: 'text_batch_size', 1: 'sequence_length'}
+    """
+    if not tensor.dim():
+        return {}
+    if name.startswith("pixel"):
+        axes = _IMAGE if tensor.dim() == 4 and not name.endswith("mask") else _BATCH
+    elif tensor.dim() >= 2 and (not tensor.is_floating_point() or name == "input_values"):
+        axes = _TOKENS
+    else:
+        axes = _BATCH
+    if set(_OUTPUTS.get(task, {})) >= set(_PAIRS) and task != "feature-extraction":
+        kind = "image" if name.startswith("pixel") else "text"
+        axes = {**axes, 0: f"{kind}_batch_size"}
+    return {place: axis for place, axis in axes.items() if place < tensor.dim()}
+
+
+def output_axes(task: str, name: str) -> Axes:
+    """Dimension → name, of an output that is in no cache."""
+    return _OUTPUTS.get(task, {}).get(name, _BATCH)

@@ -13,8 +13,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.huggingface.companions import copy_companions, is_companion, write_configs
-from htp_export.capabilities.huggingface.unwritable import named_if_unwritable
+from htp_export.capabilities.huggingface.companions import (
+    copy_companions,
+    is_companion,
+    named_if_unwritable,
+    write_configs,
+)
 from htp_export.errors import InputError
 from htp_export.files.json_file import read_json, write_json
 from htp_export.files.model_files import read_model, write_model
@@ -24,42 +28,29 @@ from htp_export.files.written_check import made_from
 
 __all__ = ["DTYPES", "check_transformers_js", "write_transformers_js"]
 
-_Variant = Callable[[Path], ir.Model]
 
+def _made_by(adapter: str, weight_type: str = "", **options: Any) -> Callable[[Path], ir.Model]:
+    """What an adapter of `htp_export.tools` makes of a file."""
 
-def _dynamic(weight_type: str) -> _Variant:
-    def quantized(file: Path) -> ir.Model:
+    def variant(file: Path) -> ir.Model:
         from onnxruntime.quantization import QuantType
 
         from htp_export.capabilities.carry import adapters
 
-        model: ir.Model = adapters.quantize_dynamic(file, weight_type=getattr(QuantType, weight_type)).model
+        types = {"weight_type": getattr(QuantType, weight_type)} if weight_type else {}
+        model: ir.Model = getattr(adapters, adapter)(file, **options, **types).model
         return model
 
-    return quantized
+    return variant
 
 
-def _few_bits(file: Path) -> ir.Model:
-    from htp_export.capabilities.carry import adapters
-
-    model: ir.Model = adapters.matmul_nbits(file, bits=4, block_size=32, is_symmetric=True).model
-    return model
-
-
-def _half(file: Path) -> ir.Model:
-    from htp_export.capabilities.carry import adapters
-
-    model: ir.Model = adapters.float16(file, keep_io_types=True).model
-    return model
-
-
-_VARIANTS: dict[str, tuple[str, _Variant]] = {
+_VARIANTS: dict[str, tuple[str, Callable[[Path], ir.Model]]] = {
     "fp32": ("", read_model),
-    "fp16": ("_fp16", _half),
-    "q8": ("_quantized", _dynamic("QUInt8")),
-    "int8": ("_int8", _dynamic("QInt8")),
-    "uint8": ("_uint8", _dynamic("QUInt8")),
-    "q4": ("_q4", _few_bits),
+    "fp16": ("_fp16", _made_by("float16", keep_io_types=True)),
+    "q8": ("_quantized", _made_by("quantize_dynamic", weight_type="QUInt8")),
+    "int8": ("_int8", _made_by("quantize_dynamic", weight_type="QInt8")),
+    "uint8": ("_uint8", _made_by("quantize_dynamic", weight_type="QUInt8")),
+    "q4": ("_q4", _made_by("matmul_nbits", bits=4, block_size=32, is_symmetric=True)),
 }
 """Type in transformers.js → what its files end with, and what makes the model; the first is the exported model."""
 
@@ -77,22 +68,14 @@ def write_transformers_js(
     """Write a folder that transformers.js loads; it is written completely or not at all.
 
     Weights lie beside each model, in ``onnx/model.onnx_data`` and so on, and ``config.json`` says so. Nodes keep their
-    tags in all variants.
+    tags in all variants. An earlier folder is replaced.
 
     Args:
         files: Name in the folder → exported file: ``{"model": "decoder.onnx"}``.
-        folder: The folder; an earlier one is replaced.
+        folder: The folder.
         model: The model of transformers that was exported, for ``config.json`` and ``generation_config.json``.
         companions: The folder with its tokenizer and preprocessor; None if there is none.
         dtypes: The variants: some of ``DTYPES``.
-
-    Returns:
-        The folder.
-
-    Raises:
-        InputError: If there is no such variant.
-        FileError: If the folder holds other files, or cannot be written; what was there is untouched.
-        ToolError: If a model cannot be quantized.
     """
     target = Path(folder)
     check_transformers_js(target, dtypes)
@@ -103,7 +86,8 @@ def write_transformers_js(
             (new / "onnx").mkdir(parents=True)
             external = [made for name, file in files.items() for made in _variants(name, Path(file), new, dtypes)]
             config, *_ = write_configs(model, new)
-            _say_external(config, external)
+            settings = {"use_external_data_format": dict.fromkeys(external, 1)}  # a browser has to fetch their weights
+            write_json(config, {**read_json(config), "transformers.js_config": settings})
             if companions is not None:
                 copy_companions(companions, new)
             work.commit([Move(new, target)])
@@ -111,12 +95,7 @@ def write_transformers_js(
 
 
 def check_transformers_js(folder: Path, dtypes: Sequence[str]) -> None:
-    """Refuse a folder that holds anything else than a model for transformers.js, and variants that there are not.
-
-    Raises:
-        InputError: If there is no such variant, or none.
-        FileError: If the folder is a file, or holds other files; it names one.
-    """
+    """Refuse variants that there are not, and a folder that holds anything else; the error names one of its files."""
     unknown = [dtype for dtype in dtypes if dtype not in _VARIANTS]
     if unknown or not dtypes:
         problem = f"has no type {unknown[0]!r} here" if unknown else "needs a type"
@@ -142,9 +121,3 @@ def _variants(name: str, file: Path, folder: Path, dtypes: Sequence[str]) -> lis
         if data.exists():
             external.append(target.name)
     return external
-
-
-def _say_external(config: Path, names: Sequence[str]) -> None:
-    """Say in ``config.json`` which models have one file with weights beside them: a browser has to fetch it."""
-    settings = {"use_external_data_format": dict.fromkeys(names, 1)}
-    write_json(config, {**read_json(config), "transformers.js_config": settings})

@@ -24,9 +24,7 @@ __all__ = ["STEPS", "PipelineStep", "StepKind", "StepOptionError", "blamed", "st
 class StepOptionError(InputError):
     """An option of a step cannot be used; nothing was run.
 
-    Args:
-        message: The step, and the problem.
-        place: Where it stands: the number of the step, from 0, its name, the option, and a key in it.
+    The place is where it stands: the number of the step, from 0, its name, the option, and a key in it.
     """
 
     def __init__(self, message: str, place: tuple[int | str, ...]) -> None:
@@ -50,19 +48,20 @@ class StepKind:
     """What a step does.
 
     Attributes:
-        module: The module of htp_export in which its function is.
-        function: The function. It is called with options by keyword. A change returns a result with the new ``model``;
-            a check returns a result with ``ok`` and ``summary``.
+        name: Its name, and that of its function, which is called with options by keyword. A change returns a result
+            with the new ``model``; a check returns a result with ``ok`` and ``summary``.
+        module: The module in ``htp_export.capabilities`` in which the function is.
         check: Whether it is a check, which makes no file and stops the pipeline where it fails.
         packages: Further packages whose versions decide what it makes.
         given: The parameter that takes the model that the steps before have made.
         start: The parameter that takes the model with which the pipeline began, unless an option says otherwise.
-        checks: Functions of htp_export, ``module:function``, which take some of the parameters and refuse wrong values.
+        checks: Functions, ``module:function`` as above, with a dot before modules that are in no capability. They take
+            some of the parameters and refuse wrong values.
         keeps_modules: Whether the model afterwards has the modules that it had.
     """
 
+    name: str
     module: str
-    function: str
     check: bool = False
     packages: tuple[str, ...] = ()
     given: str = "model"
@@ -72,8 +71,12 @@ class StepKind:
 
     def load(self) -> Callable[..., Any]:
         """Import the function."""
-        function: Callable[..., Any] = getattr(importlib.import_module(f"htp_export.{self.module}"), self.function)
-        return function
+        return _function(f"{self.module}:{self.name}")
+
+    @cached_property
+    def check_functions(self) -> list[Callable[..., Any]]:
+        """Import the functions of ``checks``."""
+        return [_function(check) for check in self.checks]
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -96,29 +99,29 @@ class StepKind:
             return not (isinstance(value, list) and all(isinstance(each, str) for each in value))
         return self.takes(option) is None and not is_plain(value)
 
-    def check_option(self, option: str) -> None:
-        """Refuse an option that the function does not have.
+    @property
+    def _named(self) -> dict[str, inspect.Parameter]:
+        """The parameters without ``**options``, which are those of another tool."""
+        return {key: each for key, each in self.parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
 
-        Raises:
-            InputError: If it is one.
-        """
-        free = [key for key, each in self.parameters.items() if each.kind is inspect.Parameter.VAR_KEYWORD]
-        known = sorted(key for key in self.parameters if key not in free)
-        if option in (self.given, *_SET_HERE) or not (free or option in known):
-            listed = f"; it has {', '.join(known)}" if known else ""
+    def check_option(self, option: str) -> None:
+        """Refuse an option that the function does not have."""
+        takes_all = len(self._named) < len(self.parameters)
+        if option in (self.given, *_SET_HERE) or not (takes_all or option in self._named):
+            listed = f"; it has {', '.join(sorted(self._named))}" if self._named else ""
             raise InputError(f"there is no option {option!r}{listed}")
 
     def check_complete(self, options: Mapping[str, Any]) -> None:
-        """Refuse options that leave out one that the function needs.
+        """Refuse options that leave out one that the function needs."""
+        for key, each in self._named.items():
+            if each.default is inspect.Parameter.empty and key != self.start and key not in options:
+                raise InputError(f"the option {key!r} is missing")
 
-        Raises:
-            InputError: If they do.
-        """
-        needs = {key: each for key, each in self.parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
-        needed = [key for key, each in needs.items() if each.default is inspect.Parameter.empty and key != self.start]
-        missing = [key for key in needed if key not in options]
-        if missing:
-            raise InputError(f"the option {missing[0]!r} is missing")
+
+def _function(place: str) -> Callable[..., Any]:
+    module, _, name = place.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(f".{module}", "htp_export.capabilities"), name)
+    return function
 
 
 _SET_HERE = ("output", "external_data", "share_weights", "dry_run")
@@ -127,58 +130,33 @@ _SET_HERE = ("output", "external_data", "share_weights", "dry_run")
 _LOAD_LIBRARIES = ("providers", "session_options")
 """Parameters whose values are handed to ONNX Runtime. Names of providers load nothing; their options name libraries."""
 
-_SEED = "process.bounds:check_seed"
-_RUN_CHECKS = ("capabilities.verify.reporting:check_tolerances", "runtime.sessions:check_providers")
+_SEED = ".process.bounds:check_seed"
+_RUN_CHECKS = ("verify.reporting:check_tolerances", ".runtime.sessions:check_providers")
 
-_TOOLS = "capabilities.carry.adapters"
+_TOOLS = "carry.adapters"
 
 # A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
-STEPS: dict[str, StepKind] = {
-    "optimize": StepKind(
-        "capabilities.optimize.optimizing",
-        "optimize",
-        packages=("onnxscript",),
-        checks=("capabilities.optimize.registry:choose",),
-    ),
-    "quantize": StepKind(
-        "capabilities.quantize.quantizing",
+_KINDS = [
+    StepKind("optimize", "optimize.optimizing", packages=("onnxscript",), checks=("optimize.registry:choose",)),
+    StepKind(
         "quantize",
+        "quantize.quantizing",
         packages=("onnxruntime",),
-        checks=(
-            "capabilities.quantize.precisions:precisions_of",
-            "capabilities.quantize.calibration_data:check_data",
-            _SEED,
-        ),
+        checks=("quantize.precisions:precisions_of", "quantize.calibration_data:check_data", _SEED),
     ),
-    "prune": StepKind(
-        "capabilities.prune.pruning",
-        "prune",
-        checks=("capabilities.prune.sparsities:sparsities_of", _SEED),
-        keeps_modules=False,
-    ),
-    "insert_lora": StepKind(
-        "capabilities.lora.lora_inputs",
-        "insert_lora",
-        checks=("capabilities.lora.lora_inputs:scaling_of",),
-        keeps_modules=False,
-    ),
-    "fuse_lora": StepKind(
-        "capabilities.lora.lora_files",
-        "fuse_lora",
-        checks=("capabilities.lora.adapters:read_adapter",),
-        keeps_modules=False,
-    ),
-    "functions": StepKind("capabilities.functions.nesting", "functions"),
-    "inline": StepKind("capabilities.functions.inlining", "inline"),
-    "names": StepKind("capabilities.rename.naming", "names", checks=("model.path_names:check_style",)),
-    "splice": StepKind("capabilities.extract.splicing", "splice", keeps_modules=False),
-    "carry": StepKind("capabilities.carry.carrying", "carry", given="before", keeps_modules=False),
-    **{tool: StepKind(_TOOLS, tool, packages=(tool,)) for tool in exported_in(f"htp_export.{_TOOLS}")},
-    "compare": StepKind(
-        "capabilities.verify.file_comparing", "compare", check=True, given="b", start="a", checks=(*_RUN_CHECKS, _SEED)
-    ),
-    "verify": StepKind("capabilities.verify.verifying", "verify", check=True, given="onnx", checks=_RUN_CHECKS),
-}
+    StepKind("prune", "prune.pruning", checks=("prune.sparsities:sparsities_of", _SEED), keeps_modules=False),
+    StepKind("insert_lora", "lora.lora_inputs", checks=("lora.lora_inputs:scaling_of",), keeps_modules=False),
+    StepKind("fuse_lora", "lora.lora_files", checks=("lora.adapters:read_adapter",), keeps_modules=False),
+    StepKind("functions", "functions.nesting"),
+    StepKind("inline", "functions.inlining"),
+    StepKind("names", "rename.naming", checks=(".model.path_names:check_style",)),
+    StepKind("splice", "extract.splicing", keeps_modules=False),
+    StepKind("carry", "carry.carrying", given="before", keeps_modules=False),
+    *(StepKind(tool, _TOOLS, packages=(tool,)) for tool in exported_in(f"htp_export.capabilities.{_TOOLS}")),
+    StepKind("compare", "verify.file_comparing", check=True, given="b", start="a", checks=(*_RUN_CHECKS, _SEED)),
+    StepKind("verify", "verify.verifying", check=True, given="onnx", checks=_RUN_CHECKS),
+]
+STEPS: dict[str, StepKind] = {kind.name: kind for kind in _KINDS}
 
 
 @dataclass(frozen=True)
@@ -216,10 +194,8 @@ class PipelineStep:
         """The versions of the packages that take part."""
         found = {}
         for package in ("htp-export", "onnx", "onnx_ir", "onnxruntime", *self.kind.packages):
-            try:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                continue
         return found
 
 
@@ -230,17 +206,10 @@ def steps_of(
     *,
     allow_entry: bool = False,
 ) -> list[PipelineStep]:
-    """Read steps: names, ``{name: options}``, or `PipelineStep`.
+    """Read steps: names, ``{name: options}``, or `PipelineStep`; a step or an option that is wrong is an `InputError`.
 
-    Args:
-        listed: The steps.
-        prepare: Called with each step; returns it with options for its function.
-        model_file: The model file that they were read from; None if the user wrote them.
-        allow_entry: Whether the options of a model file may name code.
-
-    Raises:
-        FileError: If options of a model file name what they may not, see `_check_origin`.
-        InputError: If there are none, if one cannot be read, or if a name or an option is unknown.
+    Each step is given to ``prepare``, which returns it with options for its function. The options of a model file, if
+    the steps were read from one, may name code only if ``allow_entry`` says so.
 
     Examples:
         >>> [step.name for step in steps_of(["inline", {"optimize": {"level": "tolerant"}}])]
@@ -265,33 +234,28 @@ def steps_of(
 
 
 def _step(number: int, item: Any) -> PipelineStep:
+    def refused(problem: str, *names: str) -> StepOptionError:
+        return StepOptionError(f"step {number}{problem}", (number - 1, *names))
+
     if isinstance(item, str):
         item = PipelineStep(item)
     elif isinstance(item, Mapping) and len(item) == 1:
         [(name, options)] = item.items()
         if not isinstance(options, Mapping | None):
-            problem = f"step {number} ({name}): options are a mapping from names to values, not {options!r}"
-            raise StepOptionError(problem, (number - 1, str(name)))
+            problem = f" ({name}): options are a mapping from names to values, not {options!r}"
+            raise refused(problem, str(name))
         item = PipelineStep(str(name), dict(options or {}))
     if not isinstance(item, PipelineStep):
-        problem = f"step {number}: a step is a name, or one name with its options, not {item!r}"
-        raise StepOptionError(problem, (number - 1,))
+        raise refused(f": a step is a name, or one name with its options, not {item!r}")
     if item.name not in STEPS:
-        problem = f"step {number}: there is no step {item.name!r}; there are {', '.join(STEPS)}"
-        raise StepOptionError(problem, (number - 1,))
+        raise refused(f": there is no step {item.name!r}; there are {', '.join(STEPS)}")
     return item
 
 
 def _check_origin(step: PipelineStep, file: Path, *, allow_entry: bool) -> None:
     """Refuse a step of a model file whose options name code, or a file that is not in the folder of the model.
 
-    Args:
-        step: The step.
-        file: The model file that it was read from.
-        allow_entry: Whether options may name code. Files in other folders are refused nevertheless.
-
-    Raises:
-        FileError: If it is refused.
+    With ``allow_entry``, options may name code. Files in other folders are refused nevertheless.
     """
     folder = file.resolve().parent
     for name, value in step.options.items():

@@ -23,6 +23,7 @@ from htp_export.files.written_check import made_from
 from htp_export.files.yaml_file import line_in_yaml, read_yaml
 from htp_export.format.provenance_notes import ProvenanceNote, read_provenance, write_provenance
 from htp_export.model.content_hash import content_hash
+from htp_export.model.parts import weight_bytes
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of, name_of
 from htp_export.process.progress import counted
@@ -115,15 +116,15 @@ def _located(file: Path | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PipelineFile:
-    """What a file says of a pipeline.
+    """What a file says of a pipeline; None where it says nothing.
 
     Attributes:
         steps: Its steps.
-        model: The file of the model to begin with; None if it names none.
-        output: The file to write; the same.
-        folder: The folder for the files of the steps; the same.
+        model: The file of the model to begin with.
+        output: The file to write.
+        folder: The folder for the files of the steps.
         made: Of an ONNX file that a pipeline made: the steps that made it.
-        file: The YAML or JSON file; None for steps that do not stand in one.
+        file: The YAML or JSON file, if the steps stand in one.
     """
 
     steps: tuple[PipelineStep, ...]
@@ -134,7 +135,7 @@ class PipelineFile:
     file: Path | None = None
 
 
-_KEYS = ("steps", "model", "output", "folder")
+_FILES = ("model", "output", "folder")
 
 
 def read_pipeline(
@@ -145,14 +146,7 @@ def read_pipeline(
 ) -> PipelineFile:
     """Read a pipeline from a YAML or JSON file, or from the metadata of an ONNX file that a pipeline made.
 
-    Args:
-        path: The file.
-        prepare: Called with each step; returns it with options for its function, such as a model that is named.
-        allow_entry: As for `pipeline`.
-
-    Raises:
-        FileError: If the file cannot be read, has no steps, or is an ONNX file with options that are not allowed.
-        InputError: If there is no such step or option.
+    Each step is given to ``prepare``, which returns it with options for its function, such as a model that is named.
     """
     file = Path(path)
     if file.suffix.lower() not in (".yaml", ".yml", ".json"):
@@ -166,27 +160,19 @@ def read_pipeline(
         return PipelineFile(tuple(steps_of(listed, prepare, file, allow_entry=allow_entry)), made=made)
     content = read_yaml(file)
     content = content if isinstance(content, Mapping) else {"steps": content}
-    unknown = [key for key in content if key not in _KEYS]
-    if unknown:
-        raise FileError(file, f"there is no key {unknown[0]!r}; there are {', '.join(_KEYS)}")
-    for key in _KEYS[1:]:
-        if not isinstance(content.get(key), str | None):
+    for key in content:
+        if key not in ("steps", *_FILES):
+            raise FileError(file, f"there is no key {key!r}; there are steps, {', '.join(_FILES)}")
+        if key in _FILES and not isinstance(content[key], str | None):
             problem = f"line {line_in_yaml(file, (key,))}: {key} is {content[key]!r}, and takes the name of a file"
             raise FileError(file, problem)
-    model, output, folder = (None if content.get(key) is None else Path(content[key]) for key in _KEYS[1:])
+    model, output, folder = (None if content.get(key) is None else Path(content[key]) for key in _FILES)
     with _located(file):
         return PipelineFile(tuple(steps_of(content.get("steps"), prepare)), model, output, folder, file=file)
 
 
 class _Run:
-    """One run of a pipeline.
-
-    Args:
-        steps: Its steps.
-        source: The model to begin with.
-        output: The file to write.
-        folder: The folder for the files of the steps.
-    """
+    """One run of a pipeline."""
 
     def __init__(self, steps: Sequence[PipelineStep], source: ModelSource, output: Path, folder: Path) -> None:
         self._steps, self._source, self._output, self._folder = steps, source, output, folder
@@ -204,12 +190,7 @@ class _Run:
         return self._source if isinstance(self._source, TaggedModel) else load(self._start)
 
     def result(self, made: Sequence[ProvenanceNote], *, resume: bool) -> PipelineRun:
-        """Run the steps.
-
-        Args:
-            made: The steps that are repeated, if that is so.
-            resume: Whether to go on after what an earlier run has done.
-        """
+        """Run the steps; ``made`` are those that are repeated, if that is so."""
         if made and made[0].input != self._hash:
             raise InputError("the pipeline of this file began with another model than the one that is given")
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -242,7 +223,11 @@ class _Run:
         except Exception as error:
             raise StepError(number, step.name, given, error) from error
         if step.kind.check:
-            return self._checked(number, step, note, result, begun)
+            seconds = time.perf_counter() - begun
+            if not result.ok:
+                return StepReport(number, step.name, "failed", seconds, summary=result.summary)
+            self._notes.append(replace(note, output=self._hash))
+            return StepReport(number, step.name, "ran", seconds, summary=result.summary)
         model: ir.Model = result.model
         self._hash = content_hash(model)
         self._notes.append(replace(note, output=self._hash))
@@ -253,14 +238,6 @@ class _Run:
         except ResultError as error:
             raise StepError(number, step.name, given, error) from error
         return _report(number, step, "ran", model, self._file, seconds=time.perf_counter() - begun)
-
-    def _checked(self, number: int, step: PipelineStep, note: ProvenanceNote, result: Any, begun: float) -> StepReport:
-        """Report on a check, and note it if it holds."""
-        if result.ok:
-            self._notes.append(replace(note, output=self._hash))
-        status = "ran" if result.ok else "failed"
-        seconds = time.perf_counter() - begun
-        return StepReport(number, step.name, status, seconds, summary=result.summary)  # type: ignore[arg-type]
 
     def _file_of(self, number: int, step: PipelineStep) -> Path:
         return self._folder / f"{number:02}-{step.name}.onnx"
@@ -306,8 +283,6 @@ class _Run:
 def _report(
     number: int, step: PipelineStep, status: Any, model: ir.Model, file: Path, seconds: float = 0.0
 ) -> StepReport:
-    tensors = {
-        id(value.const_value): value.const_value for graph in model.graphs() for value in graph.initializers.values()
-    }
-    size = sum(tensor.nbytes for tensor in tensors.values() if tensor is not None)
-    return StepReport(number, step.name, status, seconds, sum(1 for _ in all_nodes(model)), size, file=file)
+    stored = {id(value.const_value): value for graph in model.graphs() for value in graph.initializers.values()}
+    nodes, size = sum(1 for _ in all_nodes(model)), weight_bytes(stored.values())
+    return StepReport(number, step.name, status, seconds, nodes, size, file=file)

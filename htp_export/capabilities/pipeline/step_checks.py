@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,14 +28,8 @@ _BY_SELECTOR = ("plan", "tolerances")
 def check_values(steps: Sequence[PipelineStep], start: Callable[[], TaggedModel]) -> None:
     """Check the values of options: types, files, modules, and what each function checks of its own arguments.
 
-    Modules are looked for in the model that the pipeline begins with, up to the first step that adds or removes some.
-
-    Args:
-        steps: The steps.
-        start: Reads this model; called only if an option names modules.
-
-    Raises:
-        StepOptionError: If a value cannot be used.
+    Modules are looked for in the model that the pipeline begins with, up to the first step that adds or removes some;
+    ``start`` reads that model, and is called only if an option names modules.
     """
     from htp_export.capabilities.carry import adapters as tools
 
@@ -48,7 +41,7 @@ def check_values(steps: Sequence[PipelineStep], start: Callable[[], TaggedModel]
                 _check_value(step, name, value)
             if keeps_modules:
                 _check_modules(index, step, name, value, start)
-        for check in step.kind.checks:
+        for check in step.kind.check_functions:
             _run_check(check, index, step, given)
         if step.name in tools.__all__ and is_repeatable(step.written):
             with blamed(index, step):
@@ -83,11 +76,9 @@ def _check_modules(index: int, step: PipelineStep, name: str, value: Any, start:
             start()[value]
 
 
-def _run_check(check: str, index: int, step: PipelineStep, given: Mapping[str, Any]) -> None:
+def _run_check(check: Callable[..., Any], index: int, step: PipelineStep, given: Mapping[str, Any]) -> None:
     """Call a check of a function with the options that it takes; of a mapping, the entry at fault is named."""
-    module, _, name = check.partition(":")
-    function = getattr(importlib.import_module(f"htp_export.{module}"), name)
-    taken = list(inspect.signature(function).parameters)
+    taken = list(inspect.signature(check).parameters)
     if not set(taken) & set(given):
         return
     defaults = {key: each.default for key, each in step.kind.parameters.items()}
@@ -96,9 +87,9 @@ def _run_check(check: str, index: int, step: PipelineStep, given: Mapping[str, A
     if isinstance(given[option], Mapping):
         for key, value in given[option].items():
             with blamed(index, step, option, str(key)):
-                function(**{**arguments, option: {key: value}})
+                check(**{**arguments, option: {key: value}})
     with blamed(index, step, option):
-        function(**arguments)
+        check(**arguments)
 
 
 def _try_tool(step: PipelineStep) -> None:

@@ -41,16 +41,21 @@ def is_described(value: Any) -> bool:
         >>> is_described({"data": {"object": "ndarray", "sha256": "0"}}), is_described([{"object": "list_iterator"}])
         (True, False)
     """
-    if isinstance(value, Mapping):
-        return "sha256" in value if _is_object(value) else all(map(is_described, value.values()))
-    return all(map(is_described, value)) if isinstance(value, list) else True
+    return all("sha256" in stand_in for stand_in in _objects(value))
 
 
 def is_repeatable(value: Any) -> bool:
     """Return whether described options are options that a step can be called with."""
-    if isinstance(value, Mapping):
-        return not _is_object(value) and all(map(is_repeatable, value.values()))
-    return all(map(is_repeatable, value)) if isinstance(value, list) else True
+    return not any(True for _ in _objects(value))
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """What described options have in place of objects of Python."""
+    if isinstance(value, Mapping) and "object" in value and set(value) <= {"object", "sha256"}:
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _objects(inner)
 
 
 def texts_in(options: Any) -> Iterator[str]:
@@ -90,10 +95,6 @@ def option_files(options: Any) -> dict[str, str]:
     return found
 
 
-def _is_object(value: Mapping[Any, Any]) -> bool:
-    return "object" in value and set(value) <= {"object", "sha256"}
-
-
 def _file_digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -101,17 +102,15 @@ def _file_digest(file: Path) -> str:
 
 def _digest(value: Any) -> str:
     """The hash of an array, a tensor, a PyTorch model or a dataclass; empty for anything else."""
-    digest = hashlib.sha256()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {each.name: described_options(getattr(value, each.name)) for each in dataclasses.fields(value)}
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest() if is_described(fields) else ""
+    digest, arrays = hashlib.sha256(), {"": value}
     if hasattr(value, "state_dict") and hasattr(value, "named_modules"):
         arrays = {name: each for name, each in value.state_dict().items() if hasattr(each, "detach")}
         classes = [f"{path}:{type(module).__qualname__}" for path, module in value.named_modules()]
         digest.update(repr((value.training, classes, list(arrays))).encode())
-    elif hasattr(value, "detach") or isinstance(value, np.ndarray | np.generic):
-        arrays = {"": value}
-    else:
+    elif not (hasattr(value, "detach") or isinstance(value, np.ndarray | np.generic)):
         return ""
     for each in arrays.values():
         array = _array(each)
