@@ -41,15 +41,12 @@ class LoweredGraph:
 def lowered_graph(
     module: torch.fx.GraphModule, inputs: tuple[Any, ...], named: Mapping[str, Any] | None = None
 ) -> LoweredGraph:
-    """Translate the functions that an FX graph calls into torch's operators.
+    """Translate the functions that an FX graph without breaks calls into torch's operators.
 
     Args:
-        module: The graph, without breaks.
+        module: The graph.
         inputs: What it is given.
         named: What it is given by keyword.
-
-    Raises:
-        Exception: Whatever ``torch.export`` raises.
     """
     with torch.no_grad():
         program = torch.export.export(module, inputs, dict(named or {}), strict=False).run_decompositions({})
@@ -77,10 +74,6 @@ def exported_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
 
     Returns:
         A graph of torch's operators, functional and not decomposed; see ``capture/program_graph.py``.
-
-    Raises:
-        Exception: Whatever ``torch.export`` raises.
-        CaptureError: htp_export failed to follow the export.
     """
     try:
         return _attempt(model, args, kwargs, strict=False)
@@ -95,7 +88,7 @@ def exported_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
 
 def _attempt(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool) -> ir.Model:
     names = ModuleNames(model)
-    capture = DynamoCapture(names.path_now, names.aliases, names.by_id)
+    capture = DynamoCapture.of(names)
 
     def make(changes: Changes) -> None:
         running.wait_alone(changes)
@@ -110,7 +103,7 @@ def _attempt(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
         with torch.no_grad():
             program = torch.export.export(model, args, dict(kwargs), strict=strict)
             functional = prepare(lambda made: made.run_decompositions({}))(program)
-        capture.step("noting the calls in branches", capture.mark_bodies, functional)
+        capture.step("noting the calls in branches", capture.calls.mark_bodies, functional)
         graph, values = graph_of_program(functional)
         capture.step("noting the values of an FX graph", capture.translated_nodes, values)
         capture.step("reading the graph as it was translated", capture.translated, graph)

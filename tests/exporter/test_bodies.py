@@ -12,7 +12,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import CaptureError, UntaggedExportWarning
-from htp_export.exporter.capture.program_bodies import ProgramBodies
+from htp_export.exporter.capture.programs import ProgramBodies
 from tests.exporting import converts_loops, exported, metadata
 from tests.nets import NETS, spread, x
 from tests.truth import nodes_of, owners_of, tree_of

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from htp_export.exporter.capture.body_internals import gives_what_a_body_gives, has_bodies
+from htp_export.exporter.capture.torch_internals import gives_what_a_body_gives, has_bodies
 from htp_export.format.module_paths import module_paths
 
 if TYPE_CHECKING:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from htp_export.exporter.capture.body_internals import use_plain_containers, watch_bodies
-from htp_export.exporter.capture.dynamo_internals import is_forward_of_layer
+from htp_export.exporter.capture.bodies import watch_bodies
 from htp_export.exporter.capture.running import (
     dynamo_capture,
     keeps_dynamo,
@@ -19,12 +18,15 @@ from htp_export.exporter.capture.running import (
     wanted,
     wants_frames_of_layers,
 )
-from htp_export.exporter.capture.torch_internals import called_by_export, called_by_forward, executed_since, fx_tracing
+from htp_export.exporter.capture.torch_internals import (
+    called_by_export,
+    called_by_forward,
+    executed_since,
+    fx_tracing,
+    is_forward_of_layer,
+    use_plain_containers,
+)
 from htp_export.process.restoring import Changes
-
-if TYPE_CHECKING:
-    from htp_export.exporter.capture.dynamo import DynamoCapture
-    from htp_export.exporter.capture.program_bodies import ProgramBodies
 
 _REPLACED = "following a value that the optimiser replaced"
 
@@ -72,10 +74,12 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         if (inner := called_by_forward(called)) is not None:
             calls.append((inner, None))
         step = "noting that a module is called"
-        entered = [each for each, scope in calls if capture.step(step, capture.enter, self, each, scope, args, kwargs)]
+        entered = [
+            each for each, scope in calls if capture.step(step, capture.calls.enter, self, each, scope, args, kwargs)
+        ]
         result = original(self, module, forward, args, kwargs)
         for _ in entered:
-            capture.step("noting that a module returns", capture.leave, self, result)
+            capture.step("noting that a module returns", capture.calls.leave, self, result)
         return result
 
     return wrapper
@@ -103,17 +107,14 @@ def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        watching: list[DynamoCapture | ProgramBodies] = [
-            each for each in (dynamo_capture.get(), program_bodies.get()) if each is not None
-        ]
-        entered = [
-            each for each in watching if each.step("noting the bodies of an operator", each.enter_operator, self, args)
-        ]
+        captures = [capture for capture in (dynamo_capture.get(), program_bodies.get()) if capture is not None]
+        noting = "noting the bodies of an operator"
+        entered = [capture for capture in captures if capture.step(noting, capture.enter_operator, self, args)]
         try:
             return original(self, *args, **kwargs)
         finally:
-            for each in entered:
-                each.step("noting that an operator with bodies returns", each.leave_operator)
+            for capture in entered:
+                capture.step("noting that an operator with bodies returns", capture.leave_operator)
 
     return wrapper
 
@@ -142,7 +143,7 @@ def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _decomposed(capture: DynamoCapture, decompose: Callable[[], Any], program: Any, changes: Changes) -> Any:
+def _decomposed(capture: Any, decompose: Callable[[], Any], program: Any, changes: Changes) -> Any:
     """Decompose a program; once more where torch fails at containers that the program takes or returns."""
     try:
         return decompose()
@@ -157,7 +158,7 @@ def _decomposed(capture: DynamoCapture, decompose: Callable[[], Any], program: A
         raise failure from None
 
 
-def _watch_bodies(capture: DynamoCapture, exported_program: Any, changes: Changes) -> None:
+def _watch_bodies(capture: Any, exported_program: Any, changes: Changes) -> None:
     watch_bodies(changes, exported_program.graph_module, functools.partial(_run_watched, capture))
 
 
@@ -174,7 +175,7 @@ def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _run_watched(capture: DynamoCapture, run: Callable[[], Any], interpreter: Any, node: Any) -> Any:
+def _run_watched(capture: Any, run: Callable[[], Any], interpreter: Any, node: Any) -> Any:
     """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, note what it became."""
     before = capture.step("looking for the FX trace that runs", fx_tracing, interpreter, node)
     result = run()
@@ -184,36 +185,8 @@ def _run_watched(capture: DynamoCapture, run: Callable[[], Any], interpreter: An
     return result
 
 
-def _note_ran(capture: DynamoCapture, *what: Any) -> None:
+def _note_ran(capture: Any, *what: Any) -> None:
     capture.decomposition.record(executed_since(*what))
-
-
-def translate_graph(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note the values that the nodes of an FX graph became."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        values = original(*args, **kwargs)
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.step("noting the ONNX values of an FX graph", capture.translated_nodes, values)
-        return values
-
-    return wrapper
-
-
-def translate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note the ONNX graph before anything changes it."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        program = original(*args, **kwargs)
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.step("reading the ONNX graph as it was translated", capture.translated, program.model)
-        return program
-
-    return wrapper
 
 
 def optimize(original: Callable[..., Any]) -> Callable[..., Any]:

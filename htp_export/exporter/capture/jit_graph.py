@@ -57,8 +57,7 @@ class Reading:
     Attributes:
         steps: Its nodes that are no constants, those inside blocks before the node that has the blocks.
         sizes: For each node of the outermost block that is no constant, how many steps it is.
-        constants: Numbers of the tensors that constants make.
-        made: Numbers of everything that nodes of the outermost block make, in order.
+        constants: Numbers of the tensors that constants make, in order.
         inputs: Numbers of the inputs that the user gives.
         parameters: Numbers of the other inputs.
         outputs: What it returns, with tuples taken apart.
@@ -67,8 +66,7 @@ class Reading:
 
     steps: list[JitStep] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    constants: set[int] = field(default_factory=set)
-    made: list[int] = field(default_factory=list)
+    constants: dict[int, None] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     parameters: list[int] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
@@ -84,46 +82,13 @@ class Reading:
         """Numbers of everything that a step makes."""
         return {number for step in self.steps for number in step.outputs}
 
-    def copied_to(self, graph: Any) -> dict[int, int] | None:
-        """Old number → new, for a copy of this graph that numbers its values one after the other.
-
-        None where the copy does not do so, or where there are blocks, whose values come in between.
-        """
-        first = len(list(graph.inputs()))
-        last = graph.return_node().prev()
-        if any(size > 1 for size in self.sizes) or not self.made or not last.outputsSize():
-            return None
-        if last.outputsAt(last.outputsSize() - 1).unique() != first + len(self.made) - 1:
-            return None
-        numbers = zip((*self.inputs, *self.parameters), (value.unique() for value in graph.inputs()), strict=True)
-        return {**dict(numbers), **{old: new for new, old in enumerate(self.made, first)}}
-
     def paired_with(self, copy: Reading) -> dict[int, int]:
-        """Old number → new, for another reading of a copy of this graph."""
-        numbers = dict(zip((*self.inputs, *self.parameters), (*copy.inputs, *copy.parameters), strict=True))
+        """Old number → new, for the reading of a copy of this graph that was made node by node."""
+        old, new = ((*each.inputs, *each.parameters, *each.constants) for each in (self, copy))
+        numbers = dict(zip(old, new, strict=True))
         for was, now in zip(self.steps, copy.steps, strict=True):
             numbers.update(zip(was.outputs, now.outputs, strict=True))
-        return {**numbers, **dict(zip(self.made, copy.made, strict=True))}
-
-    def renamed(self, numbers: dict[int, int]) -> Reading:
-        """This graph with other numbers; what has none (values of constants in blocks) gets one that nothing has."""
-
-        def new(old: Iterable[int]) -> tuple[int, ...]:
-            return tuple([numbers.get(number, -1 - number) for number in old])
-
-        steps = [
-            step._replace(inputs=new(step.inputs), outputs=new(step.outputs), returned=new(step.returned))
-            for step in self.steps
-        ]
-        return Reading(
-            steps,
-            self.sizes,
-            set(new(self.constants)),
-            list(new(self.made)),
-            list(new(self.inputs)),
-            list(new(self.parameters)),
-            list(new(self.outputs)),
-        )
+        return numbers
 
 
 def read(graph: Any, user_inputs: int, *, scopes: bool = False) -> Reading:
@@ -148,14 +113,9 @@ def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> N
     for node in block.nodes():
         kind = node.kind()
         if kind in CONSTANTS:
-            number = node.output().unique()
-            constants.add(number)
-            if top:
-                reading.made.append(number)
+            constants[node.output().unique()] = None
             continue
         outputs = numbers_of_outputs(node)
-        if top:
-            reading.made.extend(outputs)
         before = len(steps)
         reads = numbers_of_inputs(node)
         returned: list[int] = []

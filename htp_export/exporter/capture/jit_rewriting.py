@@ -1,4 +1,4 @@
-"""What became of the tensors of a JIT graph that was rewritten in place, from one reading of it to the next."""
+"""What became of the tensors of a JIT graph: rewritten in place, translated into another graph, or copied."""
 
 from __future__ import annotations
 
@@ -6,11 +6,45 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from htp_export.exporter.capture.jit_graph import JitStep, Reading
+from htp_export.exporter.capture.jit_graph import JitStep, Reading, autograd_functions, nodes_of, numbers_of_outputs
 
 _CONSTANT = "constant"
 # Attributes of operators with several inputs that say how one input is read: those of the first input, the second, ...
 _OF_ONE_INPUT = {"onnx::Gemm": ("transA", "transB")}
+
+
+class Stages:
+    """Where the tensors of a graph are, from one reading of it to the next.
+
+    Attributes:
+        last: The graph as it was read last.
+    """
+
+    def __init__(self, first: Reading) -> None:
+        self.last = first
+        self._stages: list[Mapping[Any, int]] = []
+
+    def rewritten(self, now: Reading) -> None:
+        """Note the graph after it was rewritten in place."""
+        self._add(follow(self.last, now), now)
+
+    def translated(self, numbers: Mapping[int, int], now: Reading) -> None:
+        """Note the graph that it was translated into; ``numbers`` are those of its nodes, old → new."""
+        self._add({**numbers, **dict(zip(self.last.inputs, now.inputs, strict=True))}, now)
+
+    def copied(self, copy: Reading) -> None:
+        """Note a copy that was made node by node, with new numbers."""
+        self._add(self.last.paired_with(copy), copy)
+
+    def _add(self, stage: Mapping[Any, int], now: Reading) -> None:
+        self._stages.append(stage)
+        self.last = now
+
+    def now(self, key: Any) -> Any:
+        """The number of the tensor that holds a value of the first graph; None where none does."""
+        for stage in self._stages:
+            key = stage.get(key)
+        return key
 
 
 def follow(before: Reading, after: Reading) -> dict[int, int]:
@@ -147,3 +181,45 @@ def _changed(producer: JitStep, remade: JitStep, became: dict[int, int], constan
         return True
     pairs = zip(producer.inputs, remade.inputs, strict=True)
     return any(a != b and became.get(a) != b and not (a in constants and b in constants) for a, b in pairs)
+
+
+class Translation:
+    """One translation of a graph into ONNX operators, as it happens: operator by operator.
+
+    Attributes:
+        numbers: Number of a tensor in the graph → number in the new graph.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        self._functions: list[tuple[str, tuple[int, ...]]] = []  # those that are not translated yet
+
+    def begin(self, graph: Any) -> None:
+        """Note the graph that is about to be translated."""
+        self._functions = autograd_functions(nodes_of(graph))
+
+    def node(self, node: Any, result: Any) -> None:
+        """Note what a node became."""
+        self._note(numbers_of_outputs(node), result)
+
+    def function(self, name: str, result: Any) -> None:
+        """Note what an ``autograd.Function`` with a translation of its own became: torch does not say which node."""
+        called = next((place for place, (known, _) in enumerate(self._functions) if known == name), None)
+        if called is not None:
+            _, outputs = self._functions.pop(called)
+            self._note(outputs, result)
+
+    def _note(self, outputs: tuple[int, ...], result: Any) -> None:
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        for output, value in zip(outputs, results, strict=False):
+            if hasattr(value, "unique"):
+                # A quantized tensor is a tuple: the tensor, its scale and its zero point.
+                made = value.node().inputsAt(0) if value.node().kind() == "prim::TupleConstruct" else value
+                self.numbers[output] = made.unique()
+
+    def through_blocks(self, steps: Iterable[JitStep]) -> None:
+        """Note what became of nodes whose one block was dissolved: ``autograd.Function``s without a translation."""
+        for step in steps:
+            for output, inner in zip(step.outputs, step.returned, strict=bool(step.returned)):
+                if output not in self.numbers and inner in self.numbers:
+                    self.numbers[output] = self.numbers[inner]

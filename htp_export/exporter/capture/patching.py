@@ -7,6 +7,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,31 @@ class Patch:
             raise TorchChangedError(f"{self.module}.{self.name}", problem) from error
 
 
+def noting(
+    running: ContextVar[Any], seam: str, note: Callable[[Any, tuple[Any, ...], Any], object]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the wrapper of a function whose result a running capture takes note of.
+
+    Args:
+        running: Holds the capture that runs.
+        seam: What is done, for an error.
+        note: Given the capture, the positional arguments of the function, and its result.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            capture = running.get()
+            if capture is not None:
+                capture.step(seam, note, capture, args, result)
+            return result
+
+        return wrapper
+
+    return wrap
+
+
 class Patches:
     """Patches that go in together when the first user comes, and out when the last one leaves."""
 
@@ -65,14 +91,7 @@ class Patches:
         return restored(self.hold)
 
     def hold(self, changes: Changes) -> None:
-        """Hold the patches in place until the changes are taken back.
-
-        Args:
-            changes: Where that is noted.
-
-        Raises:
-            TorchChangedError: As in `held`.
-        """
+        """Hold the patches in place until the changes are taken back; raises as `held` does."""
         user = object()
         changes.will_undo(lambda: locked(self._lock, functools.partial(self._leave, user)))
         locked(self._lock, functools.partial(self._enter, user))

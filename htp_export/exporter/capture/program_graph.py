@@ -13,8 +13,15 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
-from htp_export.exporter.capture.body_internals import bodies_of, is_choice
-from htp_export.exporter.capture.torch_internals import arguments_of, is_assertion, is_view, operator_name, outputs_of
+from htp_export.exporter.capture.bodies import bodies_of
+from htp_export.exporter.capture.torch_internals import (
+    arguments_of,
+    is_assertion,
+    is_choice,
+    is_view,
+    operator_name,
+    outputs_of,
+)
 from htp_export.format import tags
 from htp_export.shapes.operator_kinds import VIEW
 

@@ -16,10 +16,11 @@ are its own work: its region would otherwise take in what it computed itself.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL
+from htp_export.exporter.capture.fx_calls import FxCalls, Places
 from htp_export.exporter.capture.torch_internals import ExecutedNode, State, is_view, reversed_view
 
 
@@ -89,26 +90,14 @@ class Replays:
     around the one that made the change and those that made the views. Both belong to a call inside of that one if it
     makes the change and reads the result, too (`settle`).
 
-    Args:
-        mark: A node of the decomposed graph → a number that copies of the node have too.
-        call_of: A node of an FX graph → its call.
-        common: Two calls → the innermost call around both.
-        assign: Gives a node of the decomposed graph to a call.
-
     Attributes:
         moved: Views that were computed again from another state of the tensor, and do not belong to the call that made
             them first.
         again: Number of the node that made a view first → the numbers of those that computed the same again.
     """
 
-    def __init__(
-        self,
-        mark: Callable[[Any], int],
-        call_of: Callable[[Any], int],
-        common: Callable[[int, int], int],
-        assign: Callable[[Any, int], None],
-    ) -> None:
-        self._mark, self._call_of, self._common, self._assign = mark, call_of, common, assign
+    def __init__(self, calls: FxCalls, decomposed: Places) -> None:
+        self._mark, self._calls = decomposed.mark, calls
         self._first: dict[Any, Way] = {}  # node of the exported graph → how its tensor was first made
         self.moved: list[Moved] = []
         self.again: dict[int, list[int]] = {}
@@ -145,7 +134,7 @@ class Replays:
         Args:
             outputs: Nodes of the exported graph whose results are returned, each with the node of the decomposed
                 graph that is returned; None for what is no tensor.
-            late: The nodes of the decomposed graph that were made after the last node of the exported graph ran.
+            late: The nodes that were made after the last node of the exported graph ran.
         """
         for node, again in outputs:
             if node in self._first:
@@ -163,12 +152,12 @@ class Replays:
         settled: dict[int, int] = {}
         for node in reversed(list(nodes)):
             change = self._change.get(self._mark(node), NO_CALL)
-            call = before = self._call_of(node)
+            call = before = self._calls.of_node(node)
             for reader in node.users if change != NO_CALL else ():
-                both = self._common(change, self._call_of(reader))  # around the change, as `call` is
-                call = both if self._common(both, call) == call else call
+                both = self._calls.common(change, self._calls.of_node(reader))  # around the change, as `call` is
+                call = both if self._calls.common(both, call) == call else call
             if call != before:
-                self._assign(node, call)
+                self._calls.assign(node, call)
                 settled[self._mark(node)] = call
         self.moved = [moved._replace(now=settled.get(moved.again, moved.now)) for moved in self.moved]
 
@@ -178,7 +167,7 @@ class Replays:
         while is_view(node) and node not in self._written:
             nodes, below = _step(node)
             target = nodes[0].target if len(nodes) == 1 else None
-            views.append(View(target, self._call_of(node), self._mark(node), self._mark(below)))
+            views.append(View(target, self._calls.of_node(node), self._mark(node), self._mark(below)))
             node = below
         return Way(maker, tuple(views))
 
@@ -203,12 +192,12 @@ class Replays:
         if repeated is None:
             return
         same = self._mark(repeated.base) == first.views[len(repeated.views) - 1].below
-        base = self._call_of(repeated.base)
+        base = self._calls.of_node(repeated.base)
         change = self._change.get(self._mark(repeated.base), base)
         for nodes, view in zip(repeated.views, first.views, strict=False):
-            call = view.call if same else self._common(view.call, base)
+            call = view.call if same else self._calls.common(view.call, base)
             for node in nodes:
-                self._assign(node, call)
+                self._calls.assign(node, call)
                 if not same:
                     self._change[self._mark(node)] = change
             if same:
@@ -234,21 +223,21 @@ class Replays:
         if repeated is None or repeated.base not in traced:
             return None
         node, value = repeated.base, None
-        change = call = self._call_of(node)
+        change = call = self._calls.of_node(node)
         calls = []
         for view in first.views:
-            call = self._common(call, view.call)
+            call = self._calls.common(call, view.call)
             calls.append(call)
         for call in reversed(calls):
             value = reversed_view(node) if node in traced else None
             if value is None:
                 break
-            self._assign(node, call)
+            self._calls.assign(node, call)
             self._change[self._mark(node)] = change
             self._written.add(node)
             below = node.args[0]
             while below is not value and below in traced and is_view(below):  # the views before this one, as they were
-                self._assign(below, call)
+                self._calls.assign(below, call)
                 self._change[self._mark(below)] = change
                 below = below.args[0]
             node = value

@@ -1,8 +1,7 @@
 """Private parts of torch that are used, each behind a function that says what for: FX graphs, modules and their calls.
 
-Those of TorchScript are in ``torchscript_internals.py``, those of branches and loop bodies in ``body_internals.py``;
-the places that are patched stand in ``patches.py``. ``tests/exporter/test_torch_internals.py`` fails where a part
-has moved.
+Those of TorchScript are in ``torchscript_internals.py``, the places that are patched in ``dynamo_patches.py`` and
+``patches.py``. ``tests/exporter/test_torch_internals.py`` fails where a part has moved.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ import functools
 import inspect
 import itertools
 import operator
+import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -50,10 +51,12 @@ class Scope(NamedTuple):
 
 def scopes_of(node: Any) -> list[Scope]:
     """The modules in which a node of a graph that Dynamo made runs, outermost first."""
+    # From the second call on, the keys are "id@1", ...; torch.export puts a name before what it takes from Dynamo.
     stack = node.meta.get("nn_module_stack") or {}
-    numbers = {key: key.partition("@")[0] for key in stack}  # from the second call on, the keys are "id@1", ...
+    numbers = {key: re.search(r"(\d+)(@\d+)?$", key) for key in stack}
     return [
-        Scope(key, str(name), int(numbers[key]) if numbers[key].isdecimal() else -1) for key, (name, _) in stack.items()
+        Scope(key, str(name), int(number.group(1)) if (number := numbers[key]) else -1)
+        for key, (name, _) in stack.items()
     ]
 
 
@@ -245,6 +248,68 @@ def changes_of(tensor: Any) -> int:
         return 0
 
 
+def has_bodies(function: Any) -> bool:
+    """Return whether a function takes branches or loop bodies: ``torch.cond``, ``while_loop``, ``scan``."""
+    import torch
+
+    return isinstance(function, torch._ops.HigherOrderOperator)
+
+
+def is_choice(function: Any) -> bool:
+    """Whether of the bodies of such an operator one alone runs."""
+    import torch
+
+    return function is torch.ops.higher_order.cond
+
+
+def gives_what_a_body_gives(function: Any) -> bool:
+    """Whether the last body of such an operator gives results of the operator's kind, from the same inputs."""
+    import torch
+
+    return function in (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop)
+
+
+def use_plain_containers(changes: Changes, program: Any) -> bool:
+    """Let an exported program take and return lists in place of the containers of other libraries.
+
+    torch builds the containers again while it decomposes the program, inside the trace. Tensors that they make for
+    that, as the caches of transformers do, become constants of the trace that the decomposed program lacks.
+
+    Args:
+        changes: When they are reverted, the program has its own containers again.
+        program: The program.
+
+    Returns:
+        Whether there are such containers.
+    """
+    from torch.utils import _pytree
+
+    def children(spec: Any) -> list[Any]:
+        found: list[Any] = spec.children() if hasattr(spec, "children") else spec.children_specs  # of torch 2.10
+        return found
+
+    def plain(spec: Any) -> Any:
+        parts = [plain(child) for child in children(spec)]
+        if spec.is_leaf():
+            return 0
+        if spec.type is dict:
+            return dict(zip(spec.context, parts, strict=True))
+        return tuple(parts) if spec.type is tuple else parts
+
+    def has_others(spec: Any) -> bool:
+        own = spec.is_leaf() or spec.type in (list, tuple, dict)
+        return not own or any(map(has_others, children(spec)))
+
+    signature = program.module_call_graph[0].signature if program.module_call_graph else None
+    before = {} if signature is None else {name: getattr(signature, name) for name in ("in_spec", "out_spec")}
+    if not any(map(has_others, before.values())):
+        return False
+    for name, spec in before.items():
+        changes.will_undo(functools.partial(setattr, signature, name, spec))
+        setattr(signature, name, _pytree.tree_structure(plain(spec)))
+    return True
+
+
 def _stance() -> Any:
     from torch._dynamo import eval_frame
 
@@ -387,6 +452,14 @@ def outputs_of(output: Any) -> list[Any]:
 
     leaves = torch.utils._pytree.tree_leaves(output.args[0])
     return [leaf if isinstance(leaf, torch.fx.Node) else None for leaf in leaves]
+
+
+def is_forward_of_layer(code: Any) -> bool:
+    """Whether code is the ``forward`` of one of torch's own layers."""
+    import torch.nn.modules
+
+    folder = str(torch.nn.modules.__file__).rpartition("__init__")[0]
+    return isinstance(code, types.CodeType) and code.co_name == "forward" and code.co_filename.startswith(folder)
 
 
 def opset_range(*, dynamo: bool) -> tuple[int, int]:
