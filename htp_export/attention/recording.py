@@ -41,13 +41,7 @@ def is_softmax(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """A call of a function of torch.
-
-    Attributes:
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
+    """A call of a function of torch."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -81,17 +75,11 @@ class AttentionCall:
 
 
 class _Origin(NamedTuple):
-    """Where a tensor got its present state.
-
-    Attributes:
-        operation: The operation.
-        place: Which tensor of the operation's outcome it is.
-        state: How often it had been changed in place then.
-    """
+    """Where a tensor got its present state."""
 
     operation: _Operation
-    place: int
-    state: int
+    place: int  # which tensor of the operation's outcome it is
+    state: int  # how often it had been changed in place then
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,37 +87,25 @@ class _Operation:
     """A call that was recorded.
 
     Attributes:
-        number: Its place in the order of execution.
-        call: The call.
         origins: The origin of each of its tensors; None for one that is not computed from products.
-        states: How often each of its tensors had been changed in place before.
-        outcome: Its arguments and results, see `AttentionCall.outcome`.
-        places: Which of these it made or changed.
-        problem: Why it cannot run again; empty if it can.
-        product: Whether it is a product.
     """
 
-    number: int
+    number: int  # its place in the order of execution
     call: AttentionCall
     origins: tuple[_Origin | None, ...]
-    states: tuple[int, ...]
-    outcome: tuple[Tensor, ...]
-    places: tuple[int, ...]
-    problem: str
-    product: bool
+    states: tuple[int, ...]  # how often each of its tensors had been changed in place before
+    outcome: tuple[Tensor, ...]  # its arguments and results, see `AttentionCall.outcome`
+    places: tuple[int, ...]  # which of these it made or changed
+    problem: str  # why it cannot run again; empty if it can
+    product: bool  # whether it is a product
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Operations that run again.
+    """Operations that run again."""
 
-    Attributes:
-        problem: Why they cannot; empty if they can.
-        tensors: The tensors that they read and do not compute.
-    """
-
-    problem: str
-    tensors: tuple[Tensor, ...]
+    problem: str  # why they cannot; empty if they can
+    tensors: tuple[Tensor, ...]  # the tensors that they read and do not compute
     _operations: tuple[_Operation, ...]
     _result: _Origin
 

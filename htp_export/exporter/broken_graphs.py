@@ -35,36 +35,22 @@ depend on data, so that the graph goes on."""
 
 @dataclass(frozen=True)
 class GraphRun:
-    """One run of one of Dynamo's graphs.
+    """One run of one of Dynamo's graphs."""
 
-    Attributes:
-        graph: The FX graph module; of equal modules, all may run the same one.
-        inputs: What it was given, parameters too.
-        outputs: What it returned.
-        path: The module whose ``forward`` ran.
-        traced_in: The module whose ``forward`` ran when the graph was made.
-    """
-
-    graph: Any
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    path: str
-    traced_in: str
+    graph: Any  # the FX graph module; of equal modules, all may run the same one
+    inputs: tuple[Any, ...]  # what it was given, parameters too
+    outputs: tuple[Any, ...]  # what it returned
+    path: str  # the module whose ``forward`` ran
+    traced_in: str  # the module whose ``forward`` ran when the graph was made
 
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Where a graph ended before ``forward`` did.
+    """Where a graph ended before ``forward`` did."""
 
-    Attributes:
-        reason: The first line of what Dynamo said.
-        frames: File and line of each call on the way there, outermost first.
-        module: The module whose ``forward`` ran.
-    """
-
-    reason: str
-    frames: tuple[tuple[str, int], ...]
-    module: str = ""
+    reason: str  # the first line of what Dynamo said
+    frames: tuple[tuple[str, int], ...]  # file and line of each call on the way there, outermost first
+    module: str = ""  # the module whose ``forward`` ran
 
 
 @dataclass
@@ -72,28 +58,19 @@ class BrokenRun:
     """One run of a model in graphs.
 
     Attributes:
-        runs: The runs of the graphs, in order.
         breaks: Where graphs ended, or would have ended in functions of which Dynamo made none.
     """
 
-    runs: list[GraphRun] = field(default_factory=list)
+    runs: list[GraphRun] = field(default_factory=list)  # the runs of the graphs, in order
     breaks: list[GraphBreak] = field(default_factory=list)
 
 
 def run_with_breaks(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], path_by_id: Mapping[int, str]
 ) -> BrokenRun:
-    """Run a model once by Dynamo, and keep the graphs that it makes.
+    """Run a model once by Dynamo, and keep the graphs that it makes; what the run changes of the model is not restored.
 
-    Args:
-        model: The model. What a run of it changes is not restored.
-        args: Its arguments.
-        kwargs: Its arguments by keyword.
-        path_by_id: ``id(module)`` → module path.
-
-    Raises:
-        RuntimeError: The model, or a module in it, is compiled already.
-        Exception: Errors of the model.
+    ``path_by_id`` gives ``id(module)`` → module path. A `RuntimeError` if the model, or a module in it, is compiled.
     """
     if any(map(is_compiled, model.modules())):
         raise RuntimeError("the model, or a module in it, is compiled: its graphs are the compiler's")
@@ -153,9 +130,7 @@ def _prepared() -> Iterator[None]:
 def module_of_frame(frame: types.FrameType, path_by_id: Mapping[int, str]) -> str | None:
     """The path of the module whose method runs in a frame; None if it is no method of one.
 
-    Args:
-        frame: The frame. What goes on after a graph break has other arguments than the method, and ``self`` among them.
-        path_by_id: ``id(module)`` → module path.
+    What goes on after a graph break has other arguments than the method, and ``self`` among them.
     """
     for name in (*frame.f_code.co_varnames[:1], "self"):
         path = path_by_id.get(id(frame.f_locals.get(name)))

@@ -29,25 +29,17 @@ class LoweredGraph:
 
     Attributes:
         model: The graph, without tags. ``meta["node"]`` of each node is the FX node that it was made of.
-        inputs: For each tensor that it was given, its name; None for what is no tensor.
-        outputs: The same for what it returns.
     """
 
     model: ir.Model
-    inputs: tuple[str | None, ...]
-    outputs: tuple[str | None, ...]
+    inputs: tuple[str | None, ...]  # for each tensor that it was given, its name; None for what is no tensor
+    outputs: tuple[str | None, ...]  # the same for what it returns
 
 
 def lowered_graph(
     module: torch.fx.GraphModule, inputs: tuple[Any, ...], named: Mapping[str, Any] | None = None
 ) -> LoweredGraph:
-    """Translate the functions that an FX graph without breaks calls into torch's operators.
-
-    Args:
-        module: The graph.
-        inputs: What it is given.
-        named: What it is given by keyword.
-    """
+    """Translate the functions that an FX graph without breaks calls into torch's operators."""
     with torch.no_grad():
         program = torch.export.export(module, inputs, dict(named or {}), strict=False).run_decompositions({})
     model, values = graph_of_program(program)
@@ -63,17 +55,10 @@ def lowered_graph(
 
 
 def exported_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ir.Model:
-    """Export a model with ``torch.export``, and tag the graph of the program as a file would be.
+    """Export a model with ``torch.export``, and tag the graph of its program (`graph_of_program`) as a file would be.
 
-    If torch's own tracer fails, Dynamo traces the model (``strict=True``): it knows NumPy, and ``print``.
-
-    Args:
-        model: The model; it is left as it was.
-        args: Its arguments.
-        kwargs: Its arguments by keyword.
-
-    Returns:
-        A graph of torch's operators, functional and not decomposed; see ``capture/program_graph.py``.
+    If torch's own tracer fails, Dynamo traces the model (``strict=True``): it knows NumPy, and ``print``. The graph is
+    functional and not decomposed.
     """
     try:
         return _attempt(model, args, kwargs, strict=False)

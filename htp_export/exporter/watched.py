@@ -28,13 +28,7 @@ from htp_export.process.shared_settings import turn_attention_fast_path_off
 
 
 class Dynamo:
-    """One export under ``dynamo=True``.
-
-    Args:
-        model: The model.
-        follow: Takes the tagged model, if changes that are made to it later are to be followed.
-        changes: What the export changed outside of itself.
-    """
+    """One export under ``dynamo=True``; ``follow`` takes the tagged model, if changes of it are to be followed."""
 
     patches = (patches.MODULE_CALLS, patches.REPLACEMENTS, patches.DYNAMO)
 

@@ -83,18 +83,14 @@ class Run:
     """One run of an operator with bodies that Dynamo made.
 
     Attributes:
-        parent: The call that it happened in.
-        calls: Body and name of a node in it → the node's call.
         made: Module path and parent → the calls that were added for this run, in order.
-        bodies: The bodies, inner ones too; held, so that their ids stay theirs.
-        found: Whether exported nodes are known to be of this run.
     """
 
-    parent: int
-    calls: dict[tuple[int, str], int] = field(default_factory=dict)
+    parent: int  # the call that it happened in
+    calls: dict[tuple[int, str], int] = field(default_factory=dict)  # body and name of a node in it → the node's call
     made: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-    bodies: list[Any] = field(default_factory=list)
-    found: bool = False
+    bodies: list[Any] = field(default_factory=list)  # the bodies, inner ones too; held, so that their ids stay theirs
+    found: bool = False  # whether exported nodes are known to be of this run
 
 
 class Bodies:
@@ -122,11 +118,8 @@ class Bodies:
     def enter(self, function: Any, args: Any, log: CallLog, *, traced: bool) -> bool:
         """Note that the model calls an operator, which calls itself again with the same bodies while it runs.
 
-        Args:
-            function: The operator.
-            args: Its arguments.
-            log: The calls so far. Those of modules in bodies are added.
-            traced: Whether it runs in the model itself, and not while Dynamo tries its graphs out.
+        Calls of modules in bodies are added to the log. ``traced`` says whether the operator runs in the model itself,
+        and not while Dynamo tries its graphs out.
 
         Returns:
             Whether it has bodies and is not inside another one; only then `leave` is to be called.
@@ -147,12 +140,7 @@ class Bodies:
         self._inside = False
 
     def calls(self, parent: int, traces: Iterable[str | None]) -> Mapping[str, int]:
-        """Stack traces of exported nodes in the bodies of one operator → their calls, as far as they are known.
-
-        Args:
-            parent: The call of the operator.
-            traces: The stack traces.
-        """
+        """Stack traces of nodes in the bodies of an operator, which ran in the call ``parent`` → their calls, if known."""
         places = {trace: self._place(trace) for trace in traces if trace}
         at_hand = [run for run in self._runs if run.parent == parent and not run.found]
         run = next((run for run in at_hand if any(place in run.calls for place in places.values())), None)
@@ -175,15 +163,9 @@ class _Reader:
         self._counts = collections.Counter[tuple[str, int]]()  # module path and parent → how often it ran so far
 
     def read_operator(self, function: Any, bodies: Iterable[Any], call: int, above: frozenset[_Module]) -> None:
-        """Read the bodies of an operator that runs in a call.
+        """Read the bodies of an operator that runs in a call, and in modules ``above`` that scopes inside name too.
 
         Of the branches of a ``torch.cond`` one alone runs: a module that runs in several of them runs once.
-
-        Args:
-            function: The operator.
-            bodies: Its bodies.
-            call: The call.
-            above: The modules in which the operator runs: the scopes inside the bodies name them too.
         """
         before, most = self._counts.copy(), self._counts.copy()
         for body in bodies:

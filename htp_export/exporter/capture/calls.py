@@ -17,17 +17,11 @@ NO_CALL = -1
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One run of a module's ``forward``.
+    """One run of a module's ``forward``."""
 
-    Attributes:
-        path: The module's path.
-        nth: The number of this run of the module, from 0.
-        parent: Index of the calling call; ``NO_CALL`` for the outermost.
-    """
-
-    path: str
-    nth: int
-    parent: int
+    path: str  # the module's path
+    nth: int  # the number of this run of the module, from 0
+    parent: int  # index of the calling call; ``NO_CALL`` for the outermost
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +30,11 @@ class CallTensors:
 
     Attributes:
         inputs: Name of the argument of ``forward``, ``mask`` or ``states.1``, and key of each tensor.
-        outputs: The keys of the tensors that ``forward`` returned, in order.
-        containers: As of `Given`.
     """
 
     inputs: tuple[tuple[str, Any], ...]
-    outputs: tuple[Any, ...]
-    containers: tuple[str, ...] = ()
+    outputs: tuple[Any, ...]  # the keys of the tensors that ``forward`` returned, in order
+    containers: tuple[str, ...] = ()  # as of `Given`
 
     def is_part(self, argument: str) -> bool:
         """Return whether an argument is a part of a container."""
@@ -63,13 +55,7 @@ class Given:
 
     @classmethod
     def of(cls, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
-        """Read the arguments of a call.
-
-        Args:
-            forward: The ``forward`` of the module.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-        """
+        """Read the arguments of a call of ``forward``."""
         arguments = arguments_by_name(forward, args, kwargs)
         return cls(tuple(named_tensors_in(arguments)), tuple(containers_in(arguments)))
 
@@ -121,23 +107,13 @@ class CallLog:
         return next((self._first[up] for up in above if up in self._first), NO_CALL)
 
     def record_inputs(self, given: Given, key: Callable[[Any], Any]) -> None:
-        """Record the inputs of the innermost running call.
-
-        Args:
-            given: The arguments of ``forward``.
-            key: Tensor → its key in the graph that is being captured.
-        """
+        """Record the inputs of the innermost running call; ``key`` gives a tensor's key in the captured graph."""
         names, tensors = [name for name, _ in given.tensors], [tensor for _, tensor in given.tensors]
         entering = CallTensors(tuple(zip(names, keys_of(tensors, key), strict=True)), (), given.containers)
         self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
 
     def exit(self, returned: Any, key: Callable[[Any], Any]) -> None:
-        """Record the outputs and the end of the innermost running call.
-
-        Args:
-            returned: What ``forward`` returned.
-            key: As in ``record_inputs``.
-        """
+        """Record the outputs and the end of the innermost running call; ``key`` is as of `record_inputs`."""
         index, results = self.stack.pop(), list(tensors_in(returned))
         path, (input_ids, entered) = self.calls[index].path, self._inputs.pop(index)
         if self.returned_inputs.get(path, True):

@@ -42,23 +42,14 @@ _STACK_TRACE = "pkg.torch.onnx.stack_trace"  # torch's own metadata; bodies have
 
 @dataclass
 class _FirstGraph:
-    """The ONNX graph as it was translated, before anything changed it.
+    """The ONNX graph as it was translated, before anything changed it."""
 
-    Attributes:
-        graph: The graph; another one, once it was read back from bytes.
-        operations: Its nodes.
-        inputs: What it was given.
-        outputs: What it returned.
-        equal: Each of its tensors that is equal to others → these.
-        call_tensors: As of `Record`.
-    """
-
-    graph: ir.Graph
-    operations: list[Operation]
-    inputs: list[ir.Value]
-    outputs: list[ir.Value]
-    equal: dict[ir.Value, tuple[ir.Value, ...]]
-    call_tensors: dict[int, CallTensors]
+    graph: ir.Graph  # the graph; another one, once it was read back from bytes
+    operations: list[Operation]  # its nodes
+    inputs: list[ir.Value]  # what it was given
+    outputs: list[ir.Value]  # what it returned
+    equal: dict[ir.Value, tuple[ir.Value, ...]]  # each of its tensors that is equal to others → these
+    call_tensors: dict[int, CallTensors]  # as of `Record`
 
     @property
     def tensors(self) -> Iterator[ir.Value]:
@@ -112,6 +103,10 @@ class DynamoCapture(Guarded):
     def translated_nodes(self, values: dict[str, Any]) -> None:
         """Note the values that the nodes of an FX graph became; the outermost graph comes last."""
         self._values.update(values)
+
+    def translated_program(self, program: Any) -> None:
+        """Note the graph of an ``ONNXProgram`` as it was translated."""
+        self.translated(program.model)
 
     def translated(self, model: ir.Model) -> None:
         """Note the ONNX graph as it was translated, before anything changed it."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from htp_export.exporter.capture.bodies import watch_bodies
+from htp_export.exporter.capture.patching import replacing
 from htp_export.exporter.capture.running import (
     dynamo_capture,
     keeps_dynamo,
@@ -31,30 +32,22 @@ from htp_export.process.restoring import Changes
 _REPLACED = "following a value that the optimiser replaced"
 
 
-def core_export(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def core_export(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Hand an export over to the exporter that was asked for tags in this thread."""
-
-    @functools.wraps(original)
-    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
-        active = wanted()
-        if active is None or dynamo_capture.get() is not None:
-            return original(model, *args, **kwargs)
-        return active.dynamo(lambda: original(model, *args, **kwargs), model)
-
-    return wrapper
+    active = wanted()
+    if active is None or dynamo_capture.get() is not None:
+        return original(model, *args, **kwargs)
+    return active.dynamo(lambda: original(model, *args, **kwargs), model)
 
 
-def export_program(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def export_program(original: Callable[..., Any], mod: Any, *args: Any, **kwargs: Any) -> Any:
     """While tags are wanted, capture the modules that run while ``torch.export`` makes a program."""
-
-    @functools.wraps(original)
-    def wrapper(mod: Any, *args: Any, **kwargs: Any) -> Any:
-        active = wanted()
-        if active is None or dynamo_capture.get() is not None or not hasattr(mod, "named_modules"):
-            return original(mod, *args, **kwargs)
-        return active.program(lambda: original(mod, *args, **kwargs), mod)
-
-    return wrapper
+    active = wanted()
+    if active is None or dynamo_capture.get() is not None or not hasattr(mod, "named_modules"):
+        return original(mod, *args, **kwargs)
+    return active.program(lambda: original(mod, *args, **kwargs), mod)
 
 
 def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,21 +78,17 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def call_region(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def call_region(original: Callable[..., Any], func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a function that ``torch.compiler.nested_compile_region`` marks as if it were not marked.
 
     torch lets Dynamo trace such a region, and runs the graph of it in which no call of a module is seen. The exported
     graph is the same without that.
     """
-
-    @functools.wraps(original)
-    def wrapper(func: Any, *args: Any, **kwargs: Any) -> Any:
-        nobody_watches = dynamo_capture.get() is None and program_bodies.get() is None
-        if torch.compiler.is_dynamo_compiling() or nobody_watches:
-            return original(func, *args, **kwargs)
-        return func(*args, **kwargs)
-
-    return wrapper
+    nobody_watches = dynamo_capture.get() is None and program_bodies.get() is None
+    if torch.compiler.is_dynamo_compiling() or nobody_watches:
+        return original(func, *args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,28 +108,22 @@ def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def prepare(original: Callable[..., Any], exported_program: Any, *args: Any, **kwargs: Any) -> Any:
     """While torch decomposes the exported program, watch what becomes of each node."""
-
-    @functools.wraps(original)
-    def wrapper(exported_program: Any, *args: Any, **kwargs: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is None:
-            return original(exported_program, *args, **kwargs)
-        changes = capture.changes.inner()
-        try:
-            capture.step("reading the exported program", capture.exported, exported_program)
-            watch = functools.partial(_watch_bodies, capture, exported_program, changes)
-            capture.step("preparing to watch the bodies of the exported program", watch)
-            prepared = _decomposed(
-                capture, lambda: original(exported_program, *args, **kwargs), exported_program, changes
-            )
-        finally:
-            changes.take_back()
-        capture.step("reading the decomposed program", capture.decomposition.finish, prepared)
-        return prepared
-
-    return wrapper
+    capture = dynamo_capture.get()
+    if capture is None:
+        return original(exported_program, *args, **kwargs)
+    changes = capture.changes.inner()
+    try:
+        capture.step("reading the exported program", capture.exported, exported_program)
+        watch = functools.partial(_watch_bodies, capture, exported_program, changes)
+        capture.step("preparing to watch the bodies of the exported program", watch)
+        prepared = _decomposed(capture, lambda: original(exported_program, *args, **kwargs), exported_program, changes)
+    finally:
+        changes.take_back()
+    capture.step("reading the decomposed program", capture.decomposition.finish, prepared)
+    return prepared
 
 
 def _decomposed(capture: Any, decompose: Callable[[], Any], program: Any, changes: Changes) -> Any:
@@ -189,40 +172,30 @@ def _note_ran(capture: Any, *what: Any) -> None:
     capture.decomposition.record(executed_since(*what))
 
 
-def optimize(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def optimize(original: Callable[..., Any], self: Any) -> Any:
     """Find tensors again before the graph is optimised: it may have been read back from bytes."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.step("finding tensors again after the opset was converted", capture.converted, self.model)
-        return original(self)
-
-    return wrapper
+    capture = dynamo_capture.get()
+    if capture is not None:
+        capture.step("finding tensors again after the opset was converted", capture.converted, self.model)
+    return original(self)
 
 
-def replace_input_with(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def replace_input_with(original: Callable[..., Any], self: Any, index: int, value: Any) -> Any:
     """Note which value replaces another at one of its consumers."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, index: int, value: Any) -> None:
-        if 0 <= index < len(self.inputs):
-            _replaced(self.inputs[index], value)
-        original(self, index, value)
-
-    return wrapper
+    if 0 <= index < len(self.inputs):
+        _replaced(self.inputs[index], value)
+    original(self, index, value)
 
 
-def replace_all_uses_with(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def replace_all_uses_with(
+    original: Callable[..., Any], self: Any, replacement: Any, /, *args: Any, **kwargs: Any
+) -> Any:
     """Note which value replaces another."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, replacement: Any, /, *args: Any, **kwargs: Any) -> None:
-        _replaced(self, replacement)
-        original(self, replacement, *args, **kwargs)
-
-    return wrapper
+    _replaced(self, replacement)
+    original(self, replacement, *args, **kwargs)
 
 
 def _replaced(old: Any, new: Any) -> None:
@@ -233,44 +206,34 @@ def _replaced(old: Any, new: Any) -> None:
         active.replaced(old, new)
 
 
-def save(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Bring the tags of models that were rewritten up to date before a model is written."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = wanted()
-        if active is not None and dynamo_capture.get() is None:
-            active.settle()
-        return original(*args, **kwargs)
-
-    return wrapper
+    active = wanted()
+    if active is not None and dynamo_capture.get() is None:
+        active.settle()
+    return original(*args, **kwargs)
 
 
-def skips_frame(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def skips_frame(original: Callable[..., Any], obj: Any, *rest: Any, **named: Any) -> Any:
     """Let Dynamo trace torch's own layers where they are called from code that it cannot trace.
 
     As a rule it leaves them alone there, as functions of torch, and the graphs of such a model lack them.
     """
-
-    @functools.wraps(original)
-    def wrapper(obj: Any, *rest: Any, **named: Any) -> Any:
-        inlined = rest[0] if rest else named.get("is_inlined_call", False)
-        if wants_frames_of_layers.get() and not inlined and is_forward_of_layer(obj):
-            return False
-        return original(obj, *rest, **named)
-
-    return wrapper
+    inlined = rest[0] if rest else named.get("is_inlined_call", False)
+    if wants_frames_of_layers.get() and not inlined and is_forward_of_layer(obj):
+        return False
+    return original(obj, *rest, **named)
 
 
-def reset_dynamo(original: Callable[[], None]) -> Callable[[], None]:
+@replacing
+def reset_dynamo(
+    original: Callable[..., Any],
+) -> Any:
     """Let nothing forget what Dynamo has compiled: ``torch.export`` resets it before it traces in strict mode."""
-
-    @functools.wraps(original)
-    def wrapper() -> None:
-        if not keeps_dynamo.get():
-            original()
-
-    return wrapper
+    if not keeps_dynamo.get():
+        original()
 
 
 def read_once(original: Callable[..., Any]) -> Any:

@@ -36,11 +36,7 @@ class Marks:
 
 
 class Places:
-    """Numbers for the results of the nodes of one FX graph; copies of a node have the same.
-
-    Args:
-        key: Where the number stands in a node's ``meta``.
-    """
+    """Numbers for the results of the nodes of one FX graph, under a key in their ``meta``; copies have the same."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -59,15 +55,10 @@ class Places:
 
 
 class Result(NamedTuple):
-    """A tensor that a node of the exported graph gave, in one of its states.
+    """A tensor that a node of the exported graph gave, in one of its states."""
 
-    Attributes:
-        place: The node's number.
-        changes: How often the tensor had been changed in place by then.
-    """
-
-    place: int
-    changes: int
+    place: int  # the node's number
+    changes: int  # how often the tensor had been changed in place by then
 
 
 @dataclass
@@ -75,22 +66,17 @@ class _Trace:
     """What one attempt at tracing has shown so far.
 
     Attributes:
-        tracer: torch's tracer.
-        root_name: Its name of the model.
-        scoped: Module path, and which of its scopes → call.
         scope_counts: Module path → number of its scopes.
-        made_something: Calls that made FX nodes.
         nodes_before: For each running call, how many FX nodes there were when it began.
-        marked: How many FX nodes there were when a module last began or returned.
     """
 
-    tracer: Any = None
-    root_name: str | None = None
-    scoped: dict[tuple[str, int], int] = field(default_factory=dict)
+    tracer: Any = None  # torch's tracer
+    root_name: str | None = None  # its name of the model
+    scoped: dict[tuple[str, int], int] = field(default_factory=dict)  # module path, and which of its scopes → call
     scope_counts: collections.Counter[str] = field(default_factory=collections.Counter)
-    made_something: set[int] = field(default_factory=set)
+    made_something: set[int] = field(default_factory=set)  # calls that made FX nodes
     nodes_before: list[int] = field(default_factory=list)
-    marked: int = 0
+    marked: int = 0  # how many FX nodes there were when a module last began or returned
 
 
 class FxCalls:

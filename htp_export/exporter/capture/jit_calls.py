@@ -42,21 +42,13 @@ _PART = re.compile(r"([^.()]+)\([^()]*\)")
 
 
 class TracedNode(NamedTuple):
-    """One node of a JIT graph while it is traced.
+    """One node of a JIT graph while it is traced."""
 
-    Attributes:
-        kind: What it does; an operation in place is called as the one that is not.
-        scope: The name of its scope.
-        call: Index of the call that ran it.
-        outputs: The numbers of what it makes.
-        inputs: The numbers of what it reads.
-    """
-
-    kind: str
-    scope: str
-    call: int
-    outputs: tuple[int, ...]
-    inputs: tuple[int, ...]
+    kind: str  # what it does; an operation in place is called as the one that is not
+    scope: str  # the name of its scope
+    call: int  # index of the call that ran it
+    outputs: tuple[int, ...]  # the numbers of what it makes
+    inputs: tuple[int, ...]  # the numbers of what it reads
 
 
 @dataclass
@@ -65,13 +57,11 @@ class Matched:
 
     Attributes:
         calls: The call of each node of the graph's outermost block that is no constant.
-        dead: Calls that ran nodes which the graph does not have.
-        numbers: Number while tracing → number in the graph.
     """
 
     calls: list[int] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)
-    numbers: dict[int, int] = field(default_factory=dict)
+    dead: set[int] = field(default_factory=set)  # calls that ran nodes which the graph does not have
+    numbers: dict[int, int] = field(default_factory=dict)  # number while tracing → number in the graph
 
     def add(self, node: TracedNode, step: JitStep) -> None:
         """Note that a node of the graph is one of the trace."""
@@ -127,13 +117,9 @@ class Trace:
         self._between.setdefault(self.log.stack[-1], [next_number()])
 
     def leave(self, state: Any, given: Given, result: Any, changed: Callable[[Any], Any] | None) -> None:
-        """Note that the innermost running module returns.
+        """Note that the innermost running module returns ``result``.
 
-        Args:
-            state: The tracer's state.
-            given: What ``forward`` was given.
-            result: What the module returns.
-            changed: Gives what it is to give back in place of that; None for that.
+        ``changed`` gives what it is to give back in place of that; None for that.
         """
         # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
         self.log.record_inputs(given, traced_number)
@@ -298,12 +284,9 @@ class ScriptCalls:
         log.stack.pop()
 
     def of_graph(self, graph: Any, reading: Reading, parameters: Mapping[int, str]) -> Iterator[int]:
-        """The call of each step of a graph that was inlined, also of those in branches and loop bodies.
+        """The call of each step of a graph that was inlined and read, also of those in branches and loop bodies.
 
-        Args:
-            graph: The graph.
-            reading: The same, as it was read.
-            parameters: Number of a graph input that is a parameter → its name.
+        ``parameters`` gives the names of the graph's inputs that are parameters.
         """
         nodes = (node for node in nodes_of(graph) if node.kind() not in CONSTANTS)
         for node, step in zip(nodes, reading.steps, strict=True):
@@ -311,11 +294,9 @@ class ScriptCalls:
             yield self.call_of(node.getModuleHierarchy(), held)
 
     def call_of(self, hierarchy: str, parameters: Sequence[str]) -> int:
-        """The call of one operation.
+        """The call of one operation, from where it says it is and from the parameters that it reads.
 
-        Args:
-            hierarchy: What the operation says of its origin, ``0(Block).fc(Linear)``; empty for the root.
-            parameters: Names of the parameters that it reads, ``layers.0.fc.weight``.
+        It says ``0(Block).fc(Linear)``, or nothing in the root.
         """
         holders = [name.rpartition(".")[0] for name in parameters]
         names = _PART.findall(hierarchy)

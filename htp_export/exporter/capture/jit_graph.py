@@ -34,19 +34,14 @@ class JitStep(NamedTuple):
     """One node of a JIT graph at one moment; tensors are named by their numbers in the graph, or by their states.
 
     Attributes:
-        kind: What it does, ``aten::linear``; an operation in place is called as the one that is not: `out_of_place`.
-        inputs: What it reads, what its blocks return included.
-        outputs: What it makes.
-        returned: For a node whose one block makes its outputs, the block's; empty for others.
-        writes: Which of its inputs it changes in place; -1 for none.
         attributes: Names and values of its attributes. ONNX operators have such; those of ATen have inputs instead.
     """
 
-    kind: str
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    returned: tuple[int, ...] = ()
-    writes: int = -1
+    kind: str  # what it does, ``aten::linear``; an operation in place is called as the one that is not: `out_of_place`
+    inputs: tuple[Any, ...]  # what it reads, what its blocks return included
+    outputs: tuple[Any, ...]  # what it makes
+    returned: tuple[int, ...] = ()  # for a node whose one block makes its outputs, the block's; empty for others
+    writes: int = -1  # which of its inputs it changes in place; -1 for none
     attributes: tuple[tuple[str, Any], ...] = ()
 
 
@@ -57,19 +52,15 @@ class Reading:
     Attributes:
         steps: Its nodes that are no constants, those inside blocks before the node that has the blocks.
         sizes: For each node of the outermost block that is no constant, how many steps it is.
-        constants: Numbers of the tensors that constants make, in order.
-        inputs: Numbers of the inputs that the user gives.
-        parameters: Numbers of the other inputs.
-        outputs: What it returns, with tuples taken apart.
         scopes: For each node of the outermost block that is no constant, the name of its scope; if they were asked for.
     """
 
     steps: list[JitStep] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    constants: dict[int, None] = field(default_factory=dict)
-    inputs: list[int] = field(default_factory=list)
-    parameters: list[int] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
+    constants: dict[int, None] = field(default_factory=dict)  # numbers of the tensors that constants make, in order
+    inputs: list[int] = field(default_factory=list)  # numbers of the inputs that the user gives
+    parameters: list[int] = field(default_factory=list)  # numbers of the other inputs
+    outputs: list[Any] = field(default_factory=list)  # what it returns, with tuples taken apart
     scopes: list[str] = field(default_factory=list)
 
     @property

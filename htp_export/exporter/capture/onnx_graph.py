@@ -134,15 +134,10 @@ def _sizes(value: ir.Value) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class BodyFunction:
-    """A function that stands for a branch or loop body of a graph that was just translated: torch inlines it later.
+    """A function that stands for a branch or loop body of a graph that was just translated: torch inlines it later."""
 
-    Attributes:
-        nodes: Its nodes; those of functions that it calls are not among them.
-        read: FX node → names of the initializers that the ONNX nodes made of it read.
-    """
-
-    nodes: tuple[ir.Node, ...]
-    read: Mapping[Any, frozenset[str]]
+    nodes: tuple[ir.Node, ...]  # its nodes; those of functions that it calls are not among them
+    read: Mapping[Any, frozenset[str]]  # FX node → names of the initializers that the ONNX nodes made of it read
 
     def parameters(self, node: ir.Node) -> frozenset[str]:
         """The initializers that a node reads, or another node that torch made of the same node of the FX graph."""
@@ -152,12 +147,9 @@ class BodyFunction:
 def bodies_of_node(
     node: ir.Node, functions: Mapping[Any, ir.Function], initializer_names: Mapping[Any, str] | None = None
 ) -> Iterator[BodyFunction]:
-    """The bodies of a node, and the bodies inside them.
+    """The bodies of a node of the main graph or of a function, and the bodies inside them.
 
-    Args:
-        node: A node of the main graph, or of a function.
-        functions: The model's functions.
-        initializer_names: For a node of a function, its inputs that stand for initializers → the names of these.
+    For a node of a function, ``initializer_names`` has the function's inputs that stand for initializers.
     """
     for body in subgraphs(node):
         for call in every_node(body):

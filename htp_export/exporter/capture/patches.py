@@ -19,6 +19,12 @@ _CORE = "torch.onnx._internal.exporter._core"
 _SCRIPT = "torch.onnx._internal.torchscript_exporter.utils"
 _SCRIPT_PROTO = "torch.onnx._internal.torchscript_exporter.onnx_proto_utils"
 
+_OF_FX_GRAPH = "noting the ONNX values of an FX graph"
+_FIRST_GRAPH = "reading the ONNX graph as it was translated"
+_JIT_GRAPH = "reading the graph that is to be translated"
+_OPERATOR = "following the translation of an operator"
+_FUNCTION = "following the translation of an autograd.Function"
+
 # Where an export begins. Apart, because the dynamo exporter takes 30 MB of memory to import.
 DYNAMO_ENTRY = Patches(
     Patch(*saving.LATE_PLACE, saving.saving_after(dynamo_patches.core_export, wanted))
@@ -36,24 +42,8 @@ MODULE_CALLS = Patches(
 
 DYNAMO = Patches(
     Patch(_CORE, "_prepare_exported_program_for_export", dynamo_patches.prepare),
-    Patch(
-        _CORE,
-        "_translate_fx_graph",
-        noting(
-            dynamo_capture,
-            "noting the ONNX values of an FX graph",
-            lambda capture, args, values: capture.translated_nodes(values),
-        ),
-    ),
-    Patch(
-        _CORE,
-        "_exported_program_to_onnx_program",
-        noting(
-            dynamo_capture,
-            "reading the ONNX graph as it was translated",
-            lambda capture, args, program: capture.translated(program.model),
-        ),
-    ),
+    Patch(_CORE, "_translate_fx_graph", noting(dynamo_capture, _OF_FX_GRAPH, "translated_nodes")),
+    Patch(_CORE, "_exported_program_to_onnx_program", noting(dynamo_capture, _FIRST_GRAPH, "translated_program")),
     Patch("torch.fx.interpreter", "Interpreter.run_node", dynamo_patches.run_node),
     Patch("torch.onnx", "ONNXProgram.optimize", dynamo_patches.optimize),
 )
@@ -75,33 +65,9 @@ DYNAMO_RESET = Patches(Patch("torch._dynamo", "reset", dynamo_patches.reset_dyna
 TORCHSCRIPT = Patches(
     Patch(_SCRIPT, "_trace_and_get_graph_from_model", torchscript_patches.traced),
     # Where the graph comes from: for a quantized model, from `torch.jit.trace`, which torch put before.
-    Patch(
-        _SCRIPT,
-        "_create_jit_graph",
-        noting(
-            script_capture,
-            "reading the graph that is to be translated",
-            lambda capture, args, made: capture.created(made[0], len(made[1])),
-        ),
-    ),
-    Patch(
-        _SCRIPT,
-        "_run_symbolic_function",
-        noting(
-            script_capture,
-            "following the translation of an operator",
-            lambda capture, args, result: capture.translated_node(args[2], result),
-        ),
-    ),
-    Patch(
-        _SCRIPT,
-        "_run_symbolic_method",
-        noting(
-            script_capture,
-            "following the translation of an autograd.Function",
-            lambda capture, args, result: capture.translated_function(args[1], result),
-        ),
-    ),
+    Patch(_SCRIPT, "_create_jit_graph", noting(script_capture, _JIT_GRAPH, "created")),
+    Patch(_SCRIPT, "_run_symbolic_function", noting(script_capture, _OPERATOR, "translated_node", 2)),
+    Patch(_SCRIPT, "_run_symbolic_method", noting(script_capture, _FUNCTION, "translated_function", 1)),
     Patch(_SCRIPT, "_C", torchscript_patches.ScriptPasses),
     Patch(_SCRIPT_PROTO, "_add_onnxscript_fn", torchscript_patches.add_functions),
     Patch(_SCRIPT_PROTO, "_export_file", torchscript_patches.export_file),

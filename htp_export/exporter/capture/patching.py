@@ -48,29 +48,46 @@ class Patch:
             raise TorchChangedError(f"{self.module}.{self.name}", problem) from error
 
 
-def noting(
-    running: ContextVar[Any], seam: str, note: Callable[[Any, tuple[Any, ...], Any], object]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes the wrapper of a function."""
+
+
+def replacing(instead: Callable[..., Any]) -> Wrap:
+    """Make wrappers that call ``instead`` with the function and its arguments.
+
+    A frame lies between them: whatever is on the stack of every operation that torch traces has a wrapper of its own.
+    """
+
+    @functools.wraps(instead)
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return instead(original, *args, **kwargs)
+
+        return wrapper
+
+    return wrap
+
+
+def noting(running: ContextVar[Any], seam: str, method: str, place: int | None = None) -> Wrap:
     """Make the wrapper of a function whose result a running capture takes note of.
 
     Args:
         running: Holds the capture that runs.
         seam: What is done, for an error.
-        note: Given the capture, the positional arguments of the function, and its result.
+        method: The method of the capture that is given the result.
+        place: Which positional argument of the function it is given before the result; None for none.
     """
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            capture = running.get()
-            if capture is not None:
-                capture.step(seam, note, capture, args, result)
-            return result
+    @replacing
+    def note(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        capture = running.get()
+        if capture is not None:
+            capture.step(seam, getattr(capture, method), *(() if place is None else (args[place],)), result)
+        return result
 
-        return wrapper
-
-    return wrap
+    return note
 
 
 class Patches:

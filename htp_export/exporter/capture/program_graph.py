@@ -40,8 +40,7 @@ _Values: TypeAlias = dict[Any, Any]
 def graph_of_program(program: Any) -> tuple[ir.Model, dict[str, Any]]:
     """Make a graph of an exported program.
 
-    Args:
-        program: The program. Operators that change their inputs are taken as they are: decompose it before.
+    Operators that change their inputs are taken as they are: decompose it before.
 
     Returns:
         The graph, and the name of each FX node → its value, or its values if the node has several results. The
@@ -62,12 +61,7 @@ def drop_identities(
 ) -> list[ir.Node]:
     """Remove nodes that give back their input, as the optimiser of an ONNX export does; one between ends stays.
 
-    Args:
-        graph: The graph; branches in it too.
-        replaced: Told of each value, and of the one that replaces it.
-
-    Returns:
-        The nodes that were removed.
+    ``replaced`` is told of each value, and of the one that replaces it. Returns the nodes that were removed.
     """
     removed = []
     for node in list(graph.all_nodes()):
@@ -133,12 +127,9 @@ class _Translation:
 
 
 class _Body:
-    """The graph of a program, or of a branch in it.
+    """The graph of a program, or of a branch in it, whose names begin with ``prefix``.
 
-    Args:
-        module: Its graph module.
-        values: FX node → value, or a list of values: what is known before.
-        prefix: What names in it begin with.
+    ``values`` are those that are known before: FX node → value, or a list of values.
     """
 
     def __init__(self, module: Any, values: _Values, prefix: str = "") -> None:

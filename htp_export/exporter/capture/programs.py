@@ -30,17 +30,11 @@ _Stack = dict[str, tuple[str, str]]
 
 @dataclass(frozen=True)
 class Captured:
-    """What was captured of one model; it does not hold the model.
+    """What was captured of one model; it does not hold the model."""
 
-    Attributes:
-        capture: The capture, as it was when the program was complete.
-        hierarchy: The model's module tree.
-        parameters: Module path → the parameters that it holds.
-    """
-
-    capture: DynamoCapture
-    hierarchy: Hierarchy | None
-    parameters: Mapping[str, ModuleParameters] | None
+    capture: DynamoCapture  # the capture, as it was when the program was complete
+    hierarchy: Hierarchy | None  # the model's module tree
+    parameters: Mapping[str, ModuleParameters] | None  # module path → the parameters that it holds
 
     def keep_with(self, program: Any) -> None:
         """Note it on the nodes of an ``ExportedProgram``."""

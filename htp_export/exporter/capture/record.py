@@ -21,37 +21,25 @@ class Operation:
     """One operation as PyTorch ran it.
 
     Attributes:
-        call: Index of the call that ran it, ``NO_CALL`` where nothing says.
-        inputs: Keys of the tensors it reads.
-        outputs: Keys of the tensors it makes.
-        shape_only: Whether its result depends on shapes alone (``Shape``, ``aten::size``).
         symbolic: Whether it computes a size of sizes, which torch does once for all calls that compute the same.
     """
 
-    call: int
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
-    shape_only: bool = False
+    call: int  # index of the call that ran it, ``NO_CALL`` where nothing says
+    inputs: tuple[Key, ...]  # keys of the tensors it reads
+    outputs: tuple[Key, ...]  # keys of the tensors it makes
+    shape_only: bool = False  # whether its result depends on shapes alone (``Shape``, ``aten::size``)
     symbolic: bool = False
 
 
 @dataclass(slots=True)
 class Node:
-    """One node of the exported graph, or of a body inside it.
+    """One node of the exported graph, or of a body inside it."""
 
-    Attributes:
-        inputs: Keys of the tensors it reads, those that its bodies return included.
-        outputs: Keys of the tensors it makes.
-        hint: Index of the call that other evidence names, or ``NO_CALL``.
-        evidence: Which evidence that is: ``scope``, ``parameters`` or ``flow``.
-        shape_only: As in `Operation`.
-    """
-
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
-    hint: int = NO_CALL
-    evidence: Reason = Reason.SCOPE
-    shape_only: bool = False
+    inputs: tuple[Key, ...]  # keys of the tensors it reads, those that its bodies return included
+    outputs: tuple[Key, ...]  # keys of the tensors it makes
+    hint: int = NO_CALL  # index of the call that other evidence names, or ``NO_CALL``
+    evidence: Reason = Reason.SCOPE  # which evidence that is: ``scope``, ``parameters`` or ``flow``
+    shape_only: bool = False  # as in `Operation`
 
 
 @dataclass
@@ -59,28 +47,22 @@ class Record:
     """Everything that one export told about its modules.
 
     Attributes:
-        log: The calls.
-        operations: What PyTorch ran, in order.
         dead: Calls that did something which the captured graph does not have, because nothing needed it.
         moved: Call → other calls to which work of it was given, because the tensor that it made is not in the captured
             graph: a view of a tensor that was changed afterwards.
         call_tensors: Call → the tensors that enter and leave it; a key is None if the tensor was not captured.
-        inputs: Keys of the captured graph's inputs whose values the user gives.
-        outputs: Keys of the tensors that the captured graph returns.
         final: For a captured tensor, its key in the exported graph; absent where no tensor of it is left.
-        nodes: The exported graph's nodes, in order, bodies included.
         graph_inputs: Keys of the exported graph's inputs whose values the user gives.
-        graph_outputs: Keys of the tensors that the exported graph returns.
     """
 
-    log: CallLog
-    operations: list[Operation] = field(default_factory=list)
+    log: CallLog  # the calls
+    operations: list[Operation] = field(default_factory=list)  # what PyTorch ran, in order
     dead: set[int] = field(default_factory=set)
     moved: dict[int, set[int]] = field(default_factory=dict)
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
-    inputs: set[Key] = field(default_factory=set)
-    outputs: list[Key] = field(default_factory=list)
+    inputs: set[Key] = field(default_factory=set)  # keys of the captured graph's inputs whose values the user gives
+    outputs: list[Key] = field(default_factory=list)  # keys of the tensors that the captured graph returns
     final: dict[Key, Key] = field(default_factory=dict)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)  # the exported graph's nodes, in order, bodies included
     graph_inputs: set[Key] = field(default_factory=set)
-    graph_outputs: set[Key] = field(default_factory=set)
+    graph_outputs: set[Key] = field(default_factory=set)  # keys of the tensors that the exported graph returns

@@ -30,27 +30,19 @@ class View(NamedTuple):
     Attributes:
         operator: The view operator; None for one that has several results, since another may stand for it afterwards:
             ``slice`` for ``split``.
-        call: The call that made the view.
-        number: The number of the node that gives the view.
-        below: The number of the node that gives the tensor under it.
     """
 
     operator: Any
-    call: int
-    number: int
-    below: int
+    call: int  # the call that made the view
+    number: int  # the number of the node that gives the view
+    below: int  # the number of the node that gives the tensor under it
 
 
 class Way(NamedTuple):
-    """How a tensor was first made.
+    """How a tensor was first made."""
 
-    Attributes:
-        maker: The node of the decomposed graph that made it.
-        views: The views that lead to it, from the last to the first; none for a tensor that is no view.
-    """
-
-    maker: Any
-    views: tuple[View, ...]
+    maker: Any  # the node of the decomposed graph that made it
+    views: tuple[View, ...]  # the views that lead to it, from the last to the first; none for a tensor that is no view
 
 
 class Repeated(NamedTuple):
@@ -58,27 +50,19 @@ class Repeated(NamedTuple):
 
     Attributes:
         views: For each view, from the last to the first, its nodes: the operator, after the one that picks a result.
-        base: The node that gives the tensor under them.
     """
 
     views: list[list[Any]]
-    base: Any
+    base: Any  # the node that gives the tensor under them
 
 
 class Moved(NamedTuple):
-    """A view that was computed again, and belongs to another call than the one that made it first.
+    """A view that was computed again, and belongs to another call than the one that made it first."""
 
-    Attributes:
-        first: The number of the node that made it first.
-        call: The call that did.
-        again: The number of the node that computed it again.
-        now: The call to which that node belongs.
-    """
-
-    first: int
-    call: int
-    again: int
-    now: int
+    first: int  # the number of the node that made it first
+    call: int  # the call that did
+    again: int  # the number of the node that computed it again
+    now: int  # the call to which that node belongs
 
 
 class Replays:
@@ -131,23 +115,18 @@ class Replays:
     def returned(self, outputs: Iterable[tuple[Any, Any]], late: Collection[Any]) -> None:
         """Assign the nodes that compute views again for what the graph returns.
 
-        Args:
-            outputs: Nodes of the exported graph whose results are returned, each with the node of the decomposed
-                graph that is returned; None for what is no tensor.
-            late: The nodes that were made after the last node of the exported graph ran.
+        ``outputs`` are nodes of the exported graph, each with the node of the decomposed one that is returned, or None
+        for what is no tensor; ``late`` are the nodes that were made after the last node of the exported graph ran.
         """
         for node, again in outputs:
             if node in self._first:
                 self._computed_again(self._first[node], again, late)
 
     def settle(self, nodes: Iterable[Any]) -> None:
-        """Assign nodes that follow a change to a call that makes the change and reads the result.
+        """Assign nodes of the complete graph that follow a change to a call that makes the change and reads the result.
 
         Where such a call is inside of the one that has the tensor under the view, nodes outside of it would take what
         it changed, and give it back.
-
-        Args:
-            nodes: The nodes of the decomposed graph, when it is complete.
         """
         settled: dict[int, int] = {}
         for node in reversed(list(nodes)):

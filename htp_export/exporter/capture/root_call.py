@@ -123,11 +123,10 @@ class RootChoice:
     """The call that is traced.
 
     Attributes:
-        call: The call.
         before: The state to go back to before the call as given is tried; None if that is no other call.
     """
 
-    call: RootCall
+    call: RootCall  # the call
     before: Before | None = None
 
     @property

@@ -23,7 +23,7 @@ from htp_export.process.restoring import Changes, locked
 
 __all__ = [
     *("Exporter", "Guarded", "dynamo_capture", "export_untagged", "exporter", "keeps_dynamo", "program_bodies"),
-    *("script_capture", "seam", "translations_read", "wait_alone", "wanted", "wants_frames_of_layers"),
+    *("alone", "script_capture", "seam", "translations_read", "wait_alone", "wanted", "wants_frames_of_layers"),
 ]
 
 _log = logging.getLogger(__name__)
@@ -33,30 +33,30 @@ _Result = TypeVar("_Result")
 
 
 class Exporter(Protocol):
-    """What the patches call when an export runs in a thread that asked for tags."""
+    """What the patches call when an export runs in a thread that asked for tags.
 
-    @property
-    def strict(self) -> bool:
-        """Whether an export fails that cannot be tagged."""
+    Attributes:
+        strict: Whether an export fails that cannot be tagged.
+        ended: Whether the block that asked for tags is over.
+    """
 
-    @property
-    def ended(self) -> bool:
-        """Whether the block that asked for tags is over."""
+    strict: bool
+    ended: bool
 
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         """Run torch's dynamo exporter and tag its result."""
-
-    def replaced(self, old: Any, new: Any) -> None:
-        """Note that a value of an ONNX graph was replaced after its export."""
-
-    def settle(self) -> None:
-        """Tag the models that were rewritten after their export."""
 
     def program(self, export: Callable[[], Any], model: Any) -> Any:
         """Run ``torch.export`` and keep what is captured with the program that it makes."""
 
     def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
         """Run torch's TorchScript exporter and tag the file it writes."""
+
+    def replaced(self, old: Any, new: Any) -> None:
+        """Note that a value of an ONNX graph was replaced after its export."""
+
+    def settle(self) -> None:
+        """Tag the models that were rewritten after their export."""
 
 
 exporter: ContextVar[Exporter | None] = ContextVar("htp_export_exporter", default=None)
@@ -116,6 +116,19 @@ def wait_alone(changes: Changes) -> None:
     export = object()
     changes.will_undo(functools.partial(_ONE_AT_A_TIME.leave, export))
     _ONE_AT_A_TIME.enter(export)
+
+
+def alone(do: Callable[[Changes], _Result]) -> _Result:
+    """Do something while no other thread exports, as of `wait_alone`, and take back what it changes."""
+    changes = Changes()
+    try:
+        try:
+            wait_alone(changes)
+            return do(changes)
+        finally:
+            changes.take_back()
+    finally:
+        changes.take_back()
 
 
 @contextlib.contextmanager

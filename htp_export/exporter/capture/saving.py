@@ -126,12 +126,9 @@ def _memory(values: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 
 class _InParts(ir.Tensor):  # type: ignore[type-arg]
-    """A tensor that is written part by part.
+    """A tensor of torch's exporter that is written part by part.
 
-    Args:
-        tensor: The tensor of torch's exporter.
-        values: Its values.
-        mapped: Address and length of its memory, where that is mapped from a file.
+    ``mapped`` is the address and length of its memory, where that is mapped from a file.
     """
 
     __slots__ = ("_mapped", "_tensor", "_values")
@@ -181,12 +178,7 @@ def is_late() -> bool:
 
 
 def saving_after(tagged: Wrap, wanted: Callable[[], Any]) -> Wrap:
-    """Make the wrapper of ``export_compat`` from that of ``_core.export``.
-
-    Args:
-        tagged: Makes, from an export that saves nothing, the same with tags.
-        wanted: Whether tags are wanted in this thread; if not, nothing is changed.
-    """
+    """Make the wrapper of ``export_compat`` from that of ``_core.export``, which adds tags, where they are wanted."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

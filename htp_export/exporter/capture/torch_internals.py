@@ -36,17 +36,11 @@ def has_module_stacks(model: Any) -> bool:
 
 
 class Scope(NamedTuple):
-    """One module of those in which a node of a graph that Dynamo made runs.
+    """One module of those in which a node of a graph that Dynamo made runs."""
 
-    Attributes:
-        key: Dynamo's key of the module's call.
-        name: The expression by which Dynamo reaches the module.
-        module: Its ``id``; -1 where the key does not hold it.
-    """
-
-    key: str
-    name: str
-    module: int
+    key: str  # dynamo's key of the module's call
+    name: str  # the expression by which Dynamo reaches the module
+    module: int  # its ``id``; -1 where the key does not hold it
 
 
 def scopes_of(node: Any) -> list[Scope]:
@@ -61,35 +55,21 @@ def scopes_of(node: Any) -> list[Scope]:
 
 
 class State(NamedTuple):
-    """A tensor that an executed node read or returned, in its state after the execution.
+    """A tensor that an executed node read or returned, in its state after the execution."""
 
-    Attributes:
-        node: The node of the executed graph whose result the tensor is.
-        changes: How often the tensor has been changed in place.
-        maker: The node of the traced graph that produces it, or None.
-        changed: Whether this execution changed it in place.
-    """
-
-    node: Any
-    changes: int
-    maker: Any
-    changed: bool = False
+    node: Any  # the node of the executed graph whose result the tensor is
+    changes: int  # how often the tensor has been changed in place
+    maker: Any  # the node of the traced graph that produces it, or None
+    changed: bool = False  # whether this execution changed it in place
 
 
 class ExecutedNode(NamedTuple):
-    """One executed node of the decomposed FX graph, and the nodes into which it was traced.
+    """One executed node of the decomposed FX graph, and the nodes into which it was traced."""
 
-    Attributes:
-        node: The executed node.
-        made: The nodes of the traced graph, in order.
-        read: The tensors that the node read.
-        returned: The tensor that it returned; empty if it returned several.
-    """
-
-    node: Any
-    made: list[Any]
-    read: list[State]
-    returned: list[State]
+    node: Any  # the executed node
+    made: list[Any]  # the nodes of the traced graph, in order
+    read: list[State]  # the tensors that the node read
+    returned: list[State]  # the tensor that it returned; empty if it returned several
 
 
 def fx_tracer() -> Any:
@@ -104,23 +84,16 @@ class Tracing(NamedTuple):
     """The state of the trace in this thread before a node of another graph is executed.
 
     Attributes:
-        tracer: The tracer.
-        made: Number of nodes in the traced graph.
         held: The tensors that the node reads: producer, tensor, and how often it has been changed in place.
     """
 
-    tracer: Any
-    made: int
+    tracer: Any  # the tracer
+    made: int  # number of nodes in the traced graph
     held: list[tuple[Any, Any, int]]
 
 
 def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
-    """Return the state of the running trace before a node is executed; None if there is no trace.
-
-    Args:
-        interpreter: Executes the node's graph; it has the results of the other nodes.
-        node: The node.
-    """
+    """The state of the running trace before an interpreter executes a node of another graph; None without a trace."""
     import torch
 
     tracer = fx_tracer()
@@ -132,13 +105,7 @@ def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
 
 
 def executed_since(before: Tracing, node: Any, result: Any) -> ExecutedNode:
-    """Return the nodes into which a node was traced when it was executed.
-
-    Args:
-        before: The state of the trace before the execution.
-        node: The executed node.
-        result: Its result.
-    """
+    """The nodes into which a node was traced when it was executed, and gave ``result``."""
     nodes = before.tracer.graph.nodes
     traced = list(itertools.islice(reversed(nodes), len(nodes) - before.made))[::-1]
     read = [
@@ -167,17 +134,11 @@ def is_view(node: Any) -> bool:
 
 
 class OperatorName(NamedTuple):
-    """What the operator that a node of an FX graph calls is named.
+    """What the operator that a node of an FX graph calls is named."""
 
-    Attributes:
-        namespace: ``aten``; ``python`` for functions of Python, which compute with sizes.
-        name: ``linear``.
-        overload: ``Tensor``; empty for the default one.
-    """
-
-    namespace: str
-    name: str
-    overload: str = ""
+    namespace: str  # ``aten``; ``python`` for functions of Python, which compute with sizes
+    name: str  # ``linear``
+    overload: str = ""  # ``Tensor``; empty for the default one
 
 
 def operator_name(target: Any) -> OperatorName:
@@ -193,17 +154,11 @@ def operator_name(target: Any) -> OperatorName:
 
 
 class Argument(NamedTuple):
-    """One argument of a node of an FX graph.
+    """One argument of a node of an FX graph."""
 
-    Attributes:
-        name: As the operator's schema has it; its place, where there is no schema.
-        value: None if it is left out.
-        takes_tensors: Whether the schema has a tensor, or several, at its place.
-    """
-
-    name: str
-    value: Any
-    takes_tensors: bool = False
+    name: str  # as the operator's schema has it; its place, where there is no schema
+    value: Any  # none if it is left out
+    takes_tensors: bool = False  # whether the schema has a tensor, or several, at its place
 
 
 def arguments_of(node: Any) -> list[Argument]:
@@ -225,11 +180,7 @@ def is_assertion(node: Any) -> bool:
 
 
 def reversed_view(node: Any) -> Any:
-    """Return the view that a node writes back into its base tensor, as functionalization does after an in-place change.
-
-    Returns:
-        The node with the value of the view; None if the node is no such write.
-    """
+    """The view that a node writes back into its base tensor, as functionalization does after a change; or None."""
     import torch
 
     if node.target is operator.getitem:
@@ -274,10 +225,6 @@ def use_plain_containers(changes: Changes, program: Any) -> bool:
 
     torch builds the containers again while it decomposes the program, inside the trace. Tensors that they make for
     that, as the caches of transformers do, become constants of the trace that the decomposed program lacks.
-
-    Args:
-        changes: When they are reverted, the program has its own containers again.
-        program: The program.
 
     Returns:
         Whether there are such containers.
@@ -354,12 +301,7 @@ def keep_autocast_cache(changes: Changes) -> None:
 def run_after_hooks(changes: Changes, module: Any, finish: Callable[[Any], Any]) -> bool:
     """Run something once, when the user's forward hooks on a module have run, with what the module gives back then.
 
-    It is asked for while the module's ``forward`` runs.
-
-    Args:
-        changes: When they are taken back, nothing is left to be run.
-        module: The module.
-        finish: Gets what the module gives back, and gives back what it is to give back.
+    It is asked for while the module's ``forward`` runs. ``finish`` gives back what the module is to give back.
 
     Returns:
         Whether there are hooks; else it would not run.
@@ -436,11 +378,8 @@ def is_compiled(module: Any) -> bool:
 def without_export_root(name: str, root: str | None) -> str:
     """A module's name in a scope, without the name of the wrapper in which ``torch.export`` traces the model.
 
-    torch takes it off the names in the main graph, and leaves it in branches and loop bodies.
-
-    Args:
-        name: The name, ``_export_root.layer.0``.
-        root: The model's own name in the trace; None where the trace was not seen, and has the usual one.
+    torch takes it off the names in the main graph, and leaves it in branches and loop bodies. ``root`` is the model's
+    own name in the trace; None where the trace was not seen, and has the usual one.
     """
     root = "_export_root" if root is None else root
     return "" if name == root else name.removeprefix(f"{root}.")

@@ -31,33 +31,21 @@ from htp_export.files.protobuf_bytes import SerializedModel
 
 @dataclass
 class _FirstGraph:
-    """The JIT graph before anything in it was rewritten.
+    """The JIT graph before anything in it was rewritten."""
 
-    Attributes:
-        reading: The graph.
-        operations: Its nodes.
-        outputs: The keys of what it returns.
-        numbers: Number while tracing → number in the graph.
-        dead: Calls that ran nodes which the graph does not have.
-    """
-
-    reading: Reading
-    operations: list[Operation]
-    outputs: list[Key]
-    numbers: dict[int, int]
-    dead: set[int]
+    reading: Reading  # the graph
+    operations: list[Operation]  # its nodes
+    outputs: list[Key]  # the keys of what it returns
+    numbers: dict[int, int]  # number while tracing → number in the graph
+    dead: set[int]  # calls that ran nodes which the graph does not have
 
 
 class TorchScriptCapture(Guarded):
     """One export through ``torch.jit.trace``, as it happens.
 
-    Args:
-        names: The names of the model's modules.
-        model: The model.
-        root: How it is called.
-
     Attributes:
         trace: The calls of its modules.
+        root: How the model is called.
         tag: Makes, of a file as torch made it, the pieces of the file with tags.
         kept: The weights that torch was not given to serialize.
     """
@@ -123,14 +111,15 @@ class TorchScriptCapture(Guarded):
         reading = read(graph, self._user_inputs, scopes=True)
         self._began(reading, dict(zip(self.trace.inputs, (*reading.inputs, *reading.parameters), strict=False)))
 
-    def created(self, graph: Any, parameters: int) -> None:
+    def created(self, made: tuple[Any, ...]) -> None:
         """Note the graph that is to be translated, if it was not traced but made of a module that was traced before.
 
-        torch does so with quantized models.
+        torch does so with quantized models. The graph and its parameters are the first two of what it made.
         """
         if self._first or not self.trace.nodes:
             return
-        self._user_inputs = len(list(graph.inputs())) - parameters
+        graph, parameters, *_ = made
+        self._user_inputs = len(list(graph.inputs())) - len(parameters)
         reading = read(graph, self._user_inputs, scopes=True)
         # The first input of the trace is the module, whose method is traced.
         self._began(reading, dict(zip(self.trace.inputs[1:], reading.inputs, strict=False)))

@@ -26,15 +26,10 @@ _MOST = 1 << 30  # bytes; torch decides by the whole size whether a model still 
 
 @dataclass
 class KeptWeights:
-    """The weights that are not in the bytes that torch made.
+    """The weights that are not in the bytes that torch made."""
 
-    Attributes:
-        weights: Name of an initializer → its contents.
-        whole: Makes the bytes as torch makes them, with all weights.
-    """
-
-    weights: dict[str, Weight]
-    whole: Callable[[], bytes]
+    weights: dict[str, Weight]  # name of an initializer → its contents
+    whole: Callable[[], bytes]  # makes the bytes as torch makes them, with all weights
 
     @classmethod
     def of(

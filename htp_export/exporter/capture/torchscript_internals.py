@@ -12,12 +12,6 @@ def usual_name(kind: str) -> str:
     """The operator that torch puts for one that is another name of it, ``aten::mul`` for ``aten::multiply``.
 
     It does so at the end of every trace, and whenever it compiles a function; so one is compiled.
-
-    Args:
-        kind: The kind of a node of a JIT graph.
-
-    Returns:
-        The kind that the node has afterwards: its own, if the operator has no other name.
     """
     import torch
 
@@ -46,8 +40,7 @@ def tracing_state() -> Any:
 def flattened(value: Any) -> list[Any]:
     """What the TorchScript tracer makes of arguments or results: their tensors, numbers and flags as tensors, in order.
 
-    Raises:
-        RuntimeError: If something among them is none of what it takes.
+    A `RuntimeError` if something among them is none of what it takes.
     """
     import torch
 
@@ -56,11 +49,7 @@ def flattened(value: Any) -> list[Any]:
 
 
 def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments as the TorchScript tracer passes them on: numbers and flags are tensors.
-
-    Raises:
-        RuntimeError: If something among them is none of what it takes.
-    """
+    """Arguments as the TorchScript tracer passes them on, or refuses them: numbers and flags are tensors."""
     import torch
 
     tensors, structure = torch._C._jit_flatten(arguments)
@@ -204,13 +193,10 @@ def traced_number(*tensor: Any) -> int | None:
 
 
 def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Let tensors that were computed a second time stand for the first ones in the TorchScript trace that runs.
+    """Let the second tensor of each pair, computed again, stand for the first in the TorchScript trace that runs.
 
     What computed the first ones is removed from the trace, unless something else reads it: exporters would merge it
-    with what computes the second ones, and keep the scopes of the first.
-
-    Args:
-        pairs: Each first tensor with the second one, in the order of their computation.
+    with what computes the second ones, and keep the scopes of the first. Pairs are in the order of computation.
     """
     import torch
 

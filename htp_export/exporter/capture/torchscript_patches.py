@@ -9,6 +9,7 @@ from typing import Any
 
 from htp_export.exporter.capture import torchscript_internals
 from htp_export.exporter.capture.calls import Given
+from htp_export.exporter.capture.patching import replacing
 from htp_export.exporter.capture.root_call import RootCall
 from htp_export.exporter.capture.running import script_capture, wanted
 from htp_export.exporter.capture.torchscript_file import KeptWeights, stand_ins, write, write_tagged
@@ -76,78 +77,64 @@ def _returns(capture: Any, tracing_state: Any, module: Any, given: Any, result: 
     return bool(capture.returns(module, tracing_state, given, result, changed))
 
 
-def traced(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def traced(original: Callable[..., Any], model: Any, args: Any) -> Any:
     """Trace the model with the call that was chosen, and note the graph."""
-
-    @functools.wraps(original)
-    def wrapper(model: Any, args: Any) -> Any:
-        capture = script_capture.get()
-        if capture is None:
-            return original(model, args)
-        result = capture.run_trace(lambda args: original(model, args), model, args)
-        capture.step("reading the traced graph", capture.traced, result[0])
-        return result
-
-    return wrapper
+    capture = script_capture.get()
+    if capture is None:
+        return original(model, args)
+    result = capture.run_trace(lambda args: original(model, args), model, args)
+    capture.step("reading the traced graph", capture.traced, result[0])
+    return result
 
 
-def serialize(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def serialize(
+    original: Callable[..., Any], graph: Any, weights: Any, opset: Any, axes: Any, defer: bool, *rest: Any
+) -> Any:
     """Leave the weights out of the bytes that torch makes: they are put in when the file is written."""
+    capture = script_capture.get()
 
-    @functools.wraps(original)
-    def wrapper(graph: Any, weights: Any, opset: Any, axes: Any, defer: bool, *rest: Any) -> Any:
-        capture = script_capture.get()
+    def plain() -> Any:
+        return original(graph, weights, opset, axes, defer, *rest)
 
-        def plain() -> Any:
-            return original(graph, weights, opset, axes, defer, *rest)
-
-        empty = None
-        if capture is not None and not defer:
-            empty = capture.step("looking for weights to leave out of the bytes", stand_ins, weights)
-        if capture is None or not empty:
-            return plain()
-        try:
-            model_bytes, copied, *others = original(graph, {**weights, **empty}, opset, axes, True, *rest)
-        except RuntimeError:
-            # What cannot be done so is done as torch does it, and fails as it does there: above 2 GB, weights go
-            # into files of their own.
-            return plain()
-        keeping = (weights, empty, copied, lambda: plain()[0])
-        capture.kept = capture.step("keeping the weights for the file", KeptWeights.of, *keeping)
-        return plain() if capture.kept is None else (model_bytes, {}, *others)
-
-    return wrapper
+    empty = None
+    if capture is not None and not defer:
+        empty = capture.step("looking for weights to leave out of the bytes", stand_ins, weights)
+    if capture is None or not empty:
+        return plain()
+    try:
+        model_bytes, copied, *others = original(graph, {**weights, **empty}, opset, axes, True, *rest)
+    except RuntimeError:
+        # What cannot be done so is done as torch does it, and fails as it does there: above 2 GB, weights go
+        # into files of their own.
+        return plain()
+    keeping = (weights, empty, copied, lambda: plain()[0])
+    capture.kept = capture.step("keeping the weights for the file", KeptWeights.of, *keeping)
+    return plain() if capture.kept is None else (model_bytes, {}, *others)
 
 
-def add_functions(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def add_functions(original: Callable[..., Any], model_bytes: bytes, custom_opsets: Any) -> Any:
     """Add torch's functions to the bytes with all weights, too, should these be needed."""
-
-    @functools.wraps(original)
-    def wrapper(model_bytes: bytes, custom_opsets: Any) -> Any:
-        capture = script_capture.get()
-        if capture is not None and (kept := capture.kept) is not None:
-            without_functions = kept.whole
-            kept.whole = lambda: original(without_functions(), custom_opsets)
-        return original(model_bytes, custom_opsets)
-
-    return wrapper
+    capture = script_capture.get()
+    if capture is not None and (kept := capture.kept) is not None:
+        without_functions = kept.whole
+        kept.whole = lambda: original(without_functions(), custom_opsets)
+    return original(model_bytes, custom_opsets)
 
 
-def export_file(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def export_file(original: Callable[..., Any], model_bytes: bytes, f: Any, export_map: Any) -> Any:
     """Write the file with tags; without, as torch makes it, where the capture failed and that is allowed."""
-
-    @functools.wraps(original)
-    def wrapper(model_bytes: bytes, f: Any, export_map: Any) -> Any:
-        capture = script_capture.get()
-        if capture is None:
-            return original(model_bytes, f, export_map)
-        chunks = capture.step("tagging the nodes of the file", capture.tagged, model_bytes)
-        if chunks is None or not write_tagged(capture, f, chunks):
-            capture.give_up()
-            write(f, [model_bytes if capture.kept is None else capture.kept.whole()])
-        return None
-
-    return wrapper
+    capture = script_capture.get()
+    if capture is None:
+        return original(model_bytes, f, export_map)
+    chunks = capture.step("tagging the nodes of the file", capture.tagged, model_bytes)
+    if chunks is None or not write_tagged(capture, f, chunks):
+        capture.give_up()
+        write(f, [model_bytes if capture.kept is None else capture.kept.whole()])
+    return None
 
 
 class ScriptPasses:

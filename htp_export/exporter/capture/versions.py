@@ -18,15 +18,10 @@ from htp_export.exporter.capture.torchscript_internals import viewed
 
 
 class State(NamedTuple):
-    """A tensor as it is after a part of it was changed.
+    """A tensor as it is after a part of it was changed."""
 
-    Attributes:
-        tensor: Its number.
-        change: The number of what the change gave back: the part.
-    """
-
-    tensor: int
-    change: int
+    tensor: int  # its number
+    change: int  # the number of what the change gave back: the part
 
 
 class Versions:
@@ -86,11 +81,8 @@ class Versions:
         Args:
             operations: Of the trace; changed.
             outputs: What the trace returns; changed.
-            before: The graph as it was traced; a step for each of the operations.
+            before: The graph as it was traced; a step for each of the operations. It is returned with states.
             after: The graph once changes in place are operations of their own.
-
-        Returns:
-            The graph as it was traced, with states.
         """
         if not self:
             return before

@@ -25,17 +25,11 @@ _LOOK_BACK = 31
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The owners of one node, and the evidence for them.
+    """The owners of one node, and the evidence for them."""
 
-    Attributes:
-        paths: The owners' module paths in order of execution, never empty.
-        reason: ``scope``, ``shared``, ``fused``, ``flow`` or ``parameters``; see ``docs/owners.md``.
-        calls: Indices of the calls that the paths come from.
-    """
-
-    paths: tuple[str, ...]
-    reason: Reason
-    calls: tuple[int, ...]
+    paths: tuple[str, ...]  # the owners' module paths in order of execution, never empty
+    reason: Reason  # ``scope``, ``shared``, ``fused``, ``flow`` or ``parameters``; see ``docs/owners.md``
+    calls: tuple[int, ...]  # indices of the calls that the paths come from
 
 
 class Origins:

@@ -30,15 +30,10 @@ def needed(operations: list[Operation], outputs: list[Key], *, values_only: bool
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The captured tensors and operations that count.
+    """The captured tensors and operations that count."""
 
-    Attributes:
-        live: The tensors whose values depend on the inputs.
-        wanted: For each operation, whether the outputs depend on it.
-    """
-
-    live: set[Key]
-    wanted: list[bool]
+    live: set[Key]  # the tensors whose values depend on the inputs
+    wanted: list[bool]  # for each operation, whether the outputs depend on it
 
     @classmethod
     def of(cls, record: Record) -> Flow:

@@ -22,17 +22,11 @@ from htp_export.model.fates import find_fates
 
 @dataclass(frozen=True)
 class Tags:
-    """Everything that is written into one exported model.
+    """Everything that is written into one exported model."""
 
-    Attributes:
-        nodes: Metadata of each node, in the order of the record's nodes.
-        model: Metadata of the model.
-        graph_name: The main graph's name: the root's class.
-    """
-
-    nodes: list[dict[str, str]]
-    model: dict[str, str]
-    graph_name: str
+    nodes: list[dict[str, str]]  # metadata of each node, in the order of the record's nodes
+    model: dict[str, str]  # metadata of the model
+    graph_name: str  # the main graph's name: the root's class
 
 
 def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, ModuleParameters] | None = None) -> Tags:
@@ -129,5 +123,5 @@ def _name(record: Record, key: Key | None) -> str | None:
 
 
 def _name_of(key: Key) -> str:
-    """The name of a tensor of the exported graph, whose key is its value under dynamo, and its name under TorchScript."""
+    """The name of a tensor of the exported graph; its key is its value under dynamo, and its name under TorchScript."""
     return str(getattr(key, "name", key))
