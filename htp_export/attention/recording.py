@@ -30,12 +30,12 @@ _SOFTMAXES = {torch.softmax, torch.special.softmax, Tensor.softmax, functional.s
 
 
 def is_product(function: Callable[..., Any]) -> bool:
-    """Return whether a function of torch contracts its last two tensors."""
+    """Whether a function of torch contracts its last two tensors."""
     return function in _PRODUCTS
 
 
 def is_softmax(function: Callable[..., Any]) -> bool:
-    """Return whether a function of torch computes the softmax of its first tensor."""
+    """Whether a function of torch computes the softmax of its first tensor."""
     return function in _SOFTMAXES
 
 
@@ -84,14 +84,11 @@ class _Origin(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Operation:
-    """A call that was recorded.
-
-    Attributes:
-        origins: The origin of each of its tensors; None for one that is not computed from products.
-    """
+    """A call that was recorded."""
 
     number: int  # its place in the order of execution
     call: AttentionCall
+    # The origin of each of its tensors; None for one that is not computed from products
     origins: tuple[_Origin | None, ...]
     states: tuple[int, ...]  # how often each of its tensors had been changed in place before
     outcome: tuple[Tensor, ...]  # its arguments and results, see `AttentionCall.outcome`
@@ -138,9 +135,6 @@ class Recording:
     """What one run of a module's ``forward`` computes from products.
 
     A product with a parameter, or with what is computed from parameters alone, is a linear map and does not count.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -176,11 +170,9 @@ class Recording:
             self._of_parameters.update((id(tensor), tensor) for tensor in _tensors(result))
 
     def watch(self, call: AttentionCall, problem: str = "") -> Callable[[Any], None]:
-        """Note the state before a call, and return what notes its result.
+        """Note the state before a call of a product, or of what reads one's result, and return what notes its result.
 
-        Args:
-            call: The call; it is a product or reads what is computed from one.
-            problem: Why it cannot run again, as far as that is known.
+        ``problem`` says why it cannot run again, as far as that is known.
         """
         tensors = call.tensors
         origins = tuple(self._origin(tensor) for tensor in tensors)

@@ -55,13 +55,10 @@ class GraphBreak:
 
 @dataclass
 class BrokenRun:
-    """One run of a model in graphs.
-
-    Attributes:
-        breaks: Where graphs ended, or would have ended in functions of which Dynamo made none.
-    """
+    """One run of a model in graphs."""
 
     runs: list[GraphRun] = field(default_factory=list)  # the runs of the graphs, in order
+    # Where graphs ended, or would have ended in functions of which Dynamo made none
     breaks: list[GraphBreak] = field(default_factory=list)
 
 

@@ -25,12 +25,9 @@ __all__ = ["LoweredGraph", "exported_graph", "lowered_graph"]
 
 @dataclass(frozen=True)
 class LoweredGraph:
-    """An FX graph of any kind, in torch's operators.
+    """An FX graph of any kind, in torch's operators."""
 
-    Attributes:
-        model: The graph, without tags. ``meta["node"]`` of each node is the FX node that it was made of.
-    """
-
+    # The graph, without tags. ``meta["node"]`` of each node is the FX node that it was made of.
     model: ir.Model
     inputs: tuple[str | None, ...]  # for each tensor that it was given, its name; None for what is no tensor
     outputs: tuple[str | None, ...]  # the same for what it returns

@@ -24,7 +24,6 @@ from htp_export.exporter import exporting as exporter
 from htp_export.exporter import watched
 from htp_export.exporter.capture import (
     bodies,
-    dynamo_patches,
     modules,
     patches,
     patching,
@@ -44,7 +43,6 @@ SINGLE = {
     torch_internals: {"turn_compilation_off", "keep_autocast_cache", "run_after_hooks", "last"},
     shared_settings: {"hold", "_enter", "_leave", "turn_attention_fast_path_off"},
     torchscript: {"run_trace", "returns"},
-    dynamo_patches: {"_watch_bodies"},
     pytorch_calls: {"evaluating"},
 }
 FUNCTIONS = {module.__file__: None for module in WHOLE} | {module.__file__: names for module, names in SINGLE.items()}

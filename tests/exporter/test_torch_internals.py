@@ -461,11 +461,6 @@ def test_the_fast_path_of_attention_is_off_inside_and_as_it_was_after(enabled: b
         torch.backends.mha.set_fastpath_enabled(True)
 
 
-def test_every_group_of_patches_is_checked() -> None:
-    groups = {id(value) for value in vars(patches).values() if isinstance(value, Patches)}
-    assert groups == {id(group) for group in patches.EVERY}
-
-
 @pytest.mark.parametrize("patch", EVERY, ids=lambda patch: f"{patch.module}.{patch.name}")
 def test_a_place_is_patched_while_its_group_is_held_and_never_else(patch: Patch) -> None:
     [group] = [group for group in patches.EVERY if patch in group.patches]

@@ -80,14 +80,11 @@ def generated_lines(trace: str) -> list[tuple[str, str]]:
 
 @dataclass
 class Run:
-    """One run of an operator with bodies that Dynamo made.
-
-    Attributes:
-        made: Module path and parent → the calls that were added for this run, in order.
-    """
+    """One run of an operator with bodies that Dynamo made."""
 
     parent: int  # the call that it happened in
     calls: dict[tuple[int, str], int] = field(default_factory=dict)  # body and name of a node in it → the node's call
+    # Module path and parent → the calls that were added for this run, in order
     made: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     bodies: list[Any] = field(default_factory=list)  # the bodies, inner ones too; held, so that their ids stay theirs
     found: bool = False  # whether exported nodes are known to be of this run
@@ -140,7 +137,7 @@ class Bodies:
         self._inside = False
 
     def calls(self, parent: int, traces: Iterable[str | None]) -> Mapping[str, int]:
-        """Stack traces of nodes in the bodies of an operator, which ran in the call ``parent`` → their calls, if known."""
+        """Stack traces of nodes in bodies of an operator that ran in the call ``parent`` → their calls where known."""
         places = {trace: self._place(trace) for trace in traces if trace}
         at_hand = [run for run in self._runs if run.parent == parent and not run.found]
         run = next((run for run in at_hand if any(place in run.calls for place in places.values())), None)

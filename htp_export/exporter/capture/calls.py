@@ -26,12 +26,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallTensors:
-    """The tensors that enter and leave one call.
+    """The tensors that enter and leave one call."""
 
-    Attributes:
-        inputs: Name of the argument of ``forward``, ``mask`` or ``states.1``, and key of each tensor.
-    """
-
+    # Name of the argument of ``forward``, ``mask`` or ``states.1``, and key of each tensor
     inputs: tuple[tuple[str, Any], ...]
     outputs: tuple[Any, ...]  # the keys of the tensors that ``forward`` returned, in order
     containers: tuple[str, ...] = ()  # as of `Given`
@@ -43,14 +40,11 @@ class CallTensors:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The arguments of one call at its beginning: a module may change the cache that it is given.
+    """The arguments of one call at its beginning: a module may change the cache that it is given."""
 
-    Attributes:
-        tensors: Name of the argument of ``forward``, ``mask`` or ``states.1``, and each tensor.
-        containers: The names of arguments that are caches, or other containers of tensors that only torch knows.
-    """
-
+    # Name of the argument of ``forward``, ``mask`` or ``states.1``, and each tensor
     tensors: tuple[tuple[str, Any], ...]
+    # The names of arguments that are caches, or other containers of tensors that only torch knows
     containers: tuple[str, ...]
 
     @classmethod
@@ -62,18 +56,14 @@ class Given:
 
 @dataclass
 class CallLog:
-    """The list of calls so far, and the stack of running calls.
+    """The list of calls so far, and the stack of running calls."""
 
-    Attributes:
-        calls: Every call, in the order in which they start; an index into it identifies a call.
-        stack: Indices of the running calls, outermost first.
-        returned_inputs: Module path → whether every call so far returned only input tensors.
-        call_tensors: Call → the tensors that enter and leave it, if they were captured.
-    """
-
+    # Every call, in the order in which they start; an index into it identifies a call
     calls: list[Call] = field(default_factory=list)
-    stack: list[int] = field(default_factory=list)
+    stack: list[int] = field(default_factory=list)  # indices of the running calls, outermost first
+    # Module path → whether every call so far returned only input tensors
     returned_inputs: dict[str, bool] = field(default_factory=dict)
+    # Call → the tensors that enter and leave it, if they were captured
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
     _inputs: dict[int, tuple[set[int], CallTensors]] = field(default_factory=dict)
     _counts: collections.Counter[str] = field(default_factory=collections.Counter)

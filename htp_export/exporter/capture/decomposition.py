@@ -17,15 +17,11 @@ from htp_export.exporter.capture.torch_internals import ExecutedNode, outputs_of
 
 
 class Decomposition:
-    """The decomposition of one exported program, as it happens.
-
-    Attributes:
-        runs: Whether torch is at it.
-        moved: Call → other calls to which its work was given, because nothing is left of what it did itself.
-    """
+    """The decomposition of one exported program, as it happens."""
 
     def __init__(self, calls: FxCalls) -> None:
-        self.runs = False
+        self.runs = False  # whether torch is at it
+        # Call → other calls to which its work was given, because nothing is left of what it did itself
         self.moved: dict[int, set[int]] = {}
         self._calls, self._decomposed = calls, Places("htp.decomposed")
         self._replays = Replays(calls, self._decomposed)

@@ -61,18 +61,13 @@ class _FirstGraph:
 
 
 class DynamoCapture(Guarded):
-    """One export through ``torch.export``, as it happens.
-
-    Attributes:
-        calls: The calls of its modules, and of the nodes of FX graphs.
-        decomposition: What becomes of the exported FX graph.
-    """
+    """One export through ``torch.export``, as it happens."""
 
     def __init__(self, calls: FxCalls) -> None:
         super().__init__()
-        self.calls = calls
+        self.calls = calls  # the calls of its modules, and of the nodes of FX graphs
         self.enter_operator, self.leave_operator = calls.enter_operator, calls.leave_operator
-        self.decomposition = Decomposition(calls)
+        self.decomposition = Decomposition(calls)  # what becomes of the exported FX graph
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
         self._first: _FirstGraph | None = None
         self._replaced: dict[ir.Value, ir.Value] = {}

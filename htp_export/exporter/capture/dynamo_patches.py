@@ -117,8 +117,9 @@ def prepare(original: Callable[..., Any], exported_program: Any, *args: Any, **k
     changes = capture.changes.inner()
     try:
         capture.step("reading the exported program", capture.exported, exported_program)
-        watch = functools.partial(_watch_bodies, capture, exported_program, changes)
-        capture.step("preparing to watch the bodies of the exported program", watch)
+        watched = functools.partial(_run_watched, capture)
+        preparing = "preparing to watch the bodies of the exported program"
+        capture.step(preparing, watch_bodies, changes, exported_program.graph_module, watched)
         prepared = _decomposed(capture, lambda: original(exported_program, *args, **kwargs), exported_program, changes)
     finally:
         changes.take_back()
@@ -141,10 +142,6 @@ def _decomposed(capture: Any, decompose: Callable[[], Any], program: Any, change
         raise failure from None
 
 
-def _watch_bodies(capture: Any, exported_program: Any, changes: Changes) -> None:
-    watch_bodies(changes, exported_program.graph_module, functools.partial(_run_watched, capture))
-
-
 def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
     """Note what each node became: torch runs an exported graph node by node while it decomposes it."""
 
@@ -163,13 +160,9 @@ def _run_watched(capture: Any, run: Callable[[], Any], interpreter: Any, node: A
     before = capture.step("looking for the FX trace that runs", fx_tracing, interpreter, node)
     result = run()
     if before is not None:
-        step = functools.partial(_note_ran, capture, before, node, result)
-        capture.step("following a node of the exported program through its decomposition", step)
+        following = "following a node of the exported program through its decomposition"
+        capture.step(following, lambda: capture.decomposition.record(executed_since(before, node, result)))
     return result
-
-
-def _note_ran(capture: Any, *what: Any) -> None:
-    capture.decomposition.record(executed_since(*what))
 
 
 @replacing

@@ -22,17 +22,12 @@ _captures = itertools.count()
 
 
 class Marks:
-    """Keys in the ``meta`` of FX nodes. Each capture has its own, so that none reads what another one wrote.
-
-    Attributes:
-        call: The key of the call that a node is of, where its scopes do not say that.
-        places: Numbers for the results of the nodes of the exported graph.
-    """
+    """Keys in the ``meta`` of FX nodes. Each capture has its own, so that none reads what another one wrote."""
 
     def __init__(self) -> None:
         number = next(_captures)
-        self.call = f"htp.call.{number}"
-        self.places = Places(f"htp.traced.{number}")
+        self.call = f"htp.call.{number}"  # the key of the call that a node is of, where its scopes do not say that
+        self.places = Places(f"htp.traced.{number}")  # numbers for the results of the nodes of the exported graph
 
 
 class Places:
@@ -63,18 +58,15 @@ class Result(NamedTuple):
 
 @dataclass
 class _Trace:
-    """What one attempt at tracing has shown so far.
-
-    Attributes:
-        scope_counts: Module path → number of its scopes.
-        nodes_before: For each running call, how many FX nodes there were when it began.
-    """
+    """What one attempt at tracing has shown so far."""
 
     tracer: Any = None  # torch's tracer
     root_name: str | None = None  # its name of the model
     scoped: dict[tuple[str, int], int] = field(default_factory=dict)  # module path, and which of its scopes → call
+    # Module path → number of its scopes
     scope_counts: collections.Counter[str] = field(default_factory=collections.Counter)
     made_something: set[int] = field(default_factory=set)  # calls that made FX nodes
+    # For each running call, how many FX nodes there were when it began
     nodes_before: list[int] = field(default_factory=list)
     marked: int = 0  # how many FX nodes there were when a module last began or returned
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, Given, keys_of
 from htp_export.exporter.capture.jit_graph import (
     CONSTANTS,
-    JitStep,
     Reading,
     nodes_of,
     numbers_of_inputs,
@@ -51,40 +49,17 @@ class TracedNode(NamedTuple):
     inputs: tuple[int, ...]  # the numbers of what it reads
 
 
-@dataclass
-class Matched:
-    """Which nodes of a graph are which nodes of its trace.
-
-    Attributes:
-        calls: The call of each node of the graph's outermost block that is no constant.
-    """
-
-    calls: list[int] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)  # calls that ran nodes which the graph does not have
-    numbers: dict[int, int] = field(default_factory=dict)  # number while tracing → number in the graph
-
-    def add(self, node: TracedNode, step: JitStep) -> None:
-        """Note that a node of the graph is one of the trace."""
-        self.calls.append(node.call)
-        self.numbers.update(zip(node.outputs, step.outputs, strict=False))
-
-
 class Trace:
-    """One export's attempts at ``torch.jit.trace``, as they happen; a new one starts from nothing.
-
-    Attributes:
-        log: The calls.
-        nodes: What was traced, without constants, in order; once the trace is over.
-        inputs: The numbers of the inputs.
-        outputs: The numbers of what the model returns; None for what the tracer does not know.
-    """
+    """One export's attempts at ``torch.jit.trace``, as they happen; a new one starts from nothing."""
 
     def __init__(self, names: ModuleNames) -> None:
-        self.log = CallLog()
-        self.nodes: list[TracedNode] = []
-        self.inputs: list[int] = []
+        self.log = CallLog()  # the calls
+        self.nodes: list[TracedNode] = []  # what was traced, without constants, in order; once the trace is over
+        self.inputs: list[int] = []  # the numbers of the inputs
+        # The numbers of what the model returns; None for what the tracer does not know
         self.outputs: tuple[int | None, ...] = ()
-        self._path_of, self._scope_names = names.path_now, scope_names(names.paths)
+        self._names = names
+        self._scope_names: dict[str, str] = {}  # module path → the name of its scope
         self._has_root_scope = True
         self._unscoped: set[int] = set()  # calls that have no scope
         self._between: dict[int, list[int]] = {}  # call → the numbers between which what has its caller's scope is its
@@ -96,9 +71,10 @@ class Trace:
             The name of its scope; an empty one if the tracer has none for it, as it was put in place while the model
             ran; None if nothing is to be noted.
         """
-        path = self._path_of(module) if state is not None else None
+        path = self._names.path_now(module) if state is not None else None
         if path is None or is_script_method(module.forward):
             return None
+        self._scope_names = self._scope_names or scope_names(self._names.paths)
         name = self._scope_names.get(path) if is_listed(module) else ""
         if name is None:
             return None
@@ -176,8 +152,8 @@ def _with_usual_names(traced: Sequence[TracedNode], reading: Reading) -> Sequenc
     )
 
 
-def match(trace: Trace, reading: Reading, inputs: Mapping[int, int]) -> Matched:
-    """Find the node of the trace that each node of the graph is: the graph is the trace, without dead nodes.
+class Matching:
+    """Which node of the trace each node of the graph is: the graph is the trace, without dead nodes.
 
     Neither kind, scope nor order can tell a dead node from a live one like it, so that the graph is matched from its
     end: a node's consumers are matched first, and what they read in the trace is what the node made there.
@@ -186,40 +162,34 @@ def match(trace: Trace, reading: Reading, inputs: Mapping[int, int]) -> Matched:
         trace: The trace.
         reading: The graph: as it was traced, or that of a module which was made by tracing and inlined.
         inputs: Number while tracing → number in the graph, for the graph's inputs.
+
+    Attributes:
+        calls: The call of each node of the graph's outermost block that is no constant.
+        dead: Calls that ran nodes which the graph does not have.
+        numbers: Number while tracing → number in the graph.
     """
-    return _Matching(_with_usual_names(trace.nodes, reading), reading, inputs, trace.outputs).matched()
 
-
-class _Matching:
-    """The places of the graph's nodes in the trace, as far as they are found."""
-
-    def __init__(
-        self, traced: Sequence[TracedNode], reading: Reading, inputs: Mapping[int, int], outputs: Sequence[int | None]
-    ) -> None:
-        self._traced, self._steps, self._scopes = traced, reading.outermost, reading.scopes
+    def __init__(self, trace: Trace, reading: Reading, inputs: Mapping[int, int]) -> None:
+        self._traced = traced = _with_usual_names(trace.nodes, reading)
+        self._steps, self._scopes = reading.outermost, reading.scopes
         self._made_at = {number: place for place, node in enumerate(traced) for number in node.outputs}
         self._made_by = {number: index for index, step in enumerate(self._steps) for number in step.outputs}
         self._was: dict[int, int] = {number: old for old, number in inputs.items()}  # in the graph → while tracing
         self._places: list[int | None] = [None] * len(self._steps)
-        if len(outputs) == len(reading.outputs):
-            pairs = zip(reading.outputs, outputs, strict=True)
+        if len(trace.outputs) == len(reading.outputs):
+            pairs = zip(reading.outputs, trace.outputs, strict=True)
             self._was.update((number, old) for number, old in pairs if old is not None)
         for find in (self._by_consumers, self._by_inputs):
             for index in reversed(range(len(self._steps))):
                 if self._places[index] is None:
                     self._put(index, find(index))
-
-    def matched(self) -> Matched:
-        """The nodes of both graphs that are the same, and the calls of those that only the trace has."""
-        found = Matched()
-        for step, place in zip(self._steps, self._places, strict=True):
-            if place is None:
-                found.calls.append(NO_CALL)
-            else:
-                found.add(self._traced[place], step)
+        self.calls = [NO_CALL if place is None else traced[place].call for place in self._places]
         live = set(self._places)
-        found.dead.update(node.call for place, node in enumerate(self._traced) if place not in live)
-        return found
+        self.dead = {node.call for place, node in enumerate(traced) if place not in live}
+        self.numbers: dict[int, int] = dict(inputs)
+        for step, place in zip(self._steps, self._places, strict=True):
+            if place is not None:
+                self.numbers.update(zip(traced[place].outputs, step.outputs, strict=False))
 
     def _put(self, index: int, place: int | None) -> None:
         self._places[index] = place

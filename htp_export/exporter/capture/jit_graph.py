@@ -31,36 +31,30 @@ _NAME = "onnx_name"
 
 
 class JitStep(NamedTuple):
-    """One node of a JIT graph at one moment; tensors are named by their numbers in the graph, or by their states.
-
-    Attributes:
-        attributes: Names and values of its attributes. ONNX operators have such; those of ATen have inputs instead.
-    """
+    """One node of a JIT graph at one moment; tensors are named by their numbers in the graph, or by their states."""
 
     kind: str  # what it does, ``aten::linear``; an operation in place is called as the one that is not: `out_of_place`
     inputs: tuple[Any, ...]  # what it reads, what its blocks return included
     outputs: tuple[Any, ...]  # what it makes
     returned: tuple[int, ...] = ()  # for a node whose one block makes its outputs, the block's; empty for others
     writes: int = -1  # which of its inputs it changes in place; -1 for none
+    # Names and values of its attributes. ONNX operators have such; those of ATen have inputs instead.
     attributes: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass
 class Reading:
-    """A JIT graph at one moment.
+    """A JIT graph at one moment."""
 
-    Attributes:
-        steps: Its nodes that are no constants, those inside blocks before the node that has the blocks.
-        sizes: For each node of the outermost block that is no constant, how many steps it is.
-        scopes: For each node of the outermost block that is no constant, the name of its scope; if they were asked for.
-    """
-
+    # Its nodes that are no constants, those inside blocks before the node that has the blocks
     steps: list[JitStep] = field(default_factory=list)
+    # For each node of the outermost block that is no constant, how many steps it is
     sizes: list[int] = field(default_factory=list)
     constants: dict[int, None] = field(default_factory=dict)  # numbers of the tensors that constants make, in order
     inputs: list[int] = field(default_factory=list)  # numbers of the inputs that the user gives
     parameters: list[int] = field(default_factory=list)  # numbers of the other inputs
     outputs: list[Any] = field(default_factory=list)  # what it returns, with tuples taken apart
+    # For each node of the outermost block that is no constant, the name of its scope; if they were asked for
     scopes: list[str] = field(default_factory=list)
 
     @property

@@ -16,22 +16,17 @@ from htp_export.process.restoring import Changes
 
 
 class ModuleNames:
-    """A model's modules under every name that leads to them.
-
-    Attributes:
-        paths: ``id(module.__dict__)`` → module path. torch's tracer wraps modules in objects that share their
-            ``__dict__``, and a module registered under several names has the first of them.
-        aliases: Every name under which a module is registered → its path.
-        by_id: ``id(module)`` → module path.
-    """
+    """A model's modules under every name that leads to them."""
 
     def __init__(self, model: Any) -> None:
         import torch
 
+        # ``id(module.__dict__)`` → module path. torch's tracer wraps modules in objects that share their ``__dict__``,
+        # and a module registered under several names has the first of them.
         self.paths: dict[int, str] = {}
-        self.aliases: dict[str, str] = {}
+        self.aliases: dict[str, str] = {}  # every name under which a module is registered → its path
         self._model = model if isinstance(model, torch.nn.Module) else None
-        self.by_id: dict[int, str] = {}
+        self.by_id: dict[int, str] = {}  # ``id(module)`` → module path
         self._seen: list[Any] = []  # kept, so that their ids are nobody else's
         for path, module in self._named():
             self.by_id[id(module)] = self.paths.setdefault(id(module.__dict__), path)

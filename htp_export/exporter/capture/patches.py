@@ -75,17 +75,7 @@ TORCHSCRIPT = Patches(
     Patch("torch._C", "Graph._export_onnx", torchscript_patches.serialize),
 )
 
-EVERY = (
-    DYNAMO_ENTRY,
-    TORCHSCRIPT_ENTRY,
-    MODULE_CALLS,
-    REPLACEMENTS,
-    DYNAMO,
-    TRANSLATIONS,
-    DYNAMO_FRAMES,
-    DYNAMO_RESET,
-    TORCHSCRIPT,
-)
+EVERY = tuple(group for group in globals().copy().values() if isinstance(group, Patches))
 
 
 def translations_read_once() -> contextlib.AbstractContextManager[None]:

@@ -18,16 +18,13 @@ Key = Hashable
 
 @dataclass(slots=True)
 class Operation:
-    """One operation as PyTorch ran it.
-
-    Attributes:
-        symbolic: Whether it computes a size of sizes, which torch does once for all calls that compute the same.
-    """
+    """One operation as PyTorch ran it."""
 
     call: int  # index of the call that ran it, ``NO_CALL`` where nothing says
     inputs: tuple[Key, ...]  # keys of the tensors it reads
     outputs: tuple[Key, ...]  # keys of the tensors it makes
     shape_only: bool = False  # whether its result depends on shapes alone (``Shape``, ``aten::size``)
+    # Whether it computes a size of sizes, which torch does once for all calls that compute the same
     symbolic: bool = False
 
 
@@ -44,25 +41,22 @@ class Node:
 
 @dataclass
 class Record:
-    """Everything that one export told about its modules.
-
-    Attributes:
-        dead: Calls that did something which the captured graph does not have, because nothing needed it.
-        moved: Call → other calls to which work of it was given, because the tensor that it made is not in the captured
-            graph: a view of a tensor that was changed afterwards.
-        call_tensors: Call → the tensors that enter and leave it; a key is None if the tensor was not captured.
-        final: For a captured tensor, its key in the exported graph; absent where no tensor of it is left.
-        graph_inputs: Keys of the exported graph's inputs whose values the user gives.
-    """
+    """Everything that one export told about its modules."""
 
     log: CallLog  # the calls
     operations: list[Operation] = field(default_factory=list)  # what PyTorch ran, in order
+    # Calls that did something which the captured graph does not have, because nothing needed it
     dead: set[int] = field(default_factory=set)
+    # Call → other calls to which work of it was given, because the tensor that it made is not in the captured graph: a
+    # view of a tensor that was changed afterwards
     moved: dict[int, set[int]] = field(default_factory=dict)
+    # Call → the tensors that enter and leave it; a key is None if the tensor was not captured
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
     inputs: set[Key] = field(default_factory=set)  # keys of the captured graph's inputs whose values the user gives
     outputs: list[Key] = field(default_factory=list)  # keys of the tensors that the captured graph returns
+    # For a captured tensor, its key in the exported graph; absent where no tensor of it is left
     final: dict[Key, Key] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)  # the exported graph's nodes, in order, bodies included
+    # Keys of the exported graph's inputs whose values the user gives
     graph_inputs: set[Key] = field(default_factory=set)
     graph_outputs: set[Key] = field(default_factory=set)  # keys of the tensors that the exported graph returns

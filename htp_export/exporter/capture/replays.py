@@ -25,13 +25,10 @@ from htp_export.exporter.capture.torch_internals import ExecutedNode, State, is_
 
 
 class View(NamedTuple):
-    """One view in the way to a tensor, as it was first made. torch may erase the nodes later.
+    """One view in the way to a tensor, as it was first made. torch may erase the nodes later."""
 
-    Attributes:
-        operator: The view operator; None for one that has several results, since another may stand for it afterwards:
-            ``slice`` for ``split``.
-    """
-
+    # The view operator; None for one that has several results, since another may stand for it afterwards: ``slice`` for
+    # ``split``
     operator: Any
     call: int  # the call that made the view
     number: int  # the number of the node that gives the view
@@ -46,12 +43,9 @@ class Way(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """Nodes that repeat the way to a tensor.
+    """Nodes that repeat the way to a tensor."""
 
-    Attributes:
-        views: For each view, from the last to the first, its nodes: the operator, after the one that picks a result.
-    """
-
+    # For each view, from the last to the first, its nodes: the operator, after the one that picks a result
     views: list[list[Any]]
     base: Any  # the node that gives the tensor under them
 
@@ -73,17 +67,15 @@ class Replays:
     call around both. What is written back belongs to the innermost call that has the tensor under the view: the call
     around the one that made the change and those that made the views. Both belong to a call inside of that one if it
     makes the change and reads the result, too (`settle`).
-
-    Attributes:
-        moved: Views that were computed again from another state of the tensor, and do not belong to the call that made
-            them first.
-        again: Number of the node that made a view first → the numbers of those that computed the same again.
     """
 
     def __init__(self, calls: FxCalls, decomposed: Places) -> None:
         self._mark, self._calls = decomposed.mark, calls
         self._first: dict[Any, Way] = {}  # node of the exported graph → how its tensor was first made
+        # Views that were computed again from another state of the tensor, and do not belong to the call that made them
+        # first
         self.moved: list[Moved] = []
+        # Number of the node that made a view first → the numbers of those that computed the same again
         self.again: dict[int, list[int]] = {}
         self._written: set[Any] = set()  # nodes that write back
         self._change: dict[int, int] = {}  # number of a node that follows a change → the call that made the change

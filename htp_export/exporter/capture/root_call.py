@@ -53,9 +53,6 @@ class GivenCall:
         args: The arguments as ``torch.onnx.export`` passes them on: a tuple, keyword arguments as a dict at its end.
         in_signature_order: Whether keyword arguments become inputs in the order of ``forward``'s signature, as torch
             has it; else in the order in which they were given, as under dynamo.
-
-    Attributes:
-        constants: The names or places of the arguments that do not become inputs of the trace.
     """
 
     def __init__(self, model: Any, args: Any, *, in_signature_order: bool) -> None:
@@ -69,6 +66,7 @@ class GivenCall:
         slots: list[tuple[int | str, Any]] = [*enumerate(self.positional), *self.keywords.items()]
         self._slots = [(where, _MISSING if _traceable(value) else value) for where, value in slots]
         self.traced = tuple(value for _, value in slots if _traceable(value))
+        # The names or places of the arguments that do not become inputs of the trace
         self.constants = [where for where, value in self._slots if value is not _MISSING]
 
     def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -88,11 +86,6 @@ class FormattedCall:
     Args:
         formatted: The arguments as torch formats them; a tuple, as a rule.
         given: The call as the user gave it, in whose order keyword arguments become inputs of the trace.
-
-    Attributes:
-        same_values: Whether ``forward`` is certain to get the values that the user gave it. Else there are numbers
-            among the arguments, which become tensors, or keywords that torch drops.
-        same_call: Whether, besides, it gets them as the user gave them: by position, and no defaults.
     """
 
     def __init__(self, formatted: Any, given: GivenCall) -> None:
@@ -104,7 +97,10 @@ class FormattedCall:
         self._order = [*range(by_position), *found, *(at for at in rest if at not in found)]
         self.traced = tuple(values[at] for at in self._order) if isinstance(formatted, tuple) else formatted
         self.formatted = values
+        # Whether ``forward`` is certain to get the values that the user gave it. Else there are numbers among the
+        # arguments, which become tensors, or keywords that torch drops.
         self.same_values = len(found) == len(given.keywords) and all(map(_traceable, values))
+        # Whether, besides, it gets them as the user gave them: by position, and no defaults
         self.same_call = self.same_values and not given.keywords and len(values) == len(given.positional)
 
     def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -120,13 +116,10 @@ class FormattedCall:
 
 @dataclass(frozen=True)
 class RootChoice:
-    """The call that is traced.
-
-    Attributes:
-        before: The state to go back to before the call as given is tried; None if that is no other call.
-    """
+    """The call that is traced."""
 
     call: RootCall  # the call
+    # The state to go back to before the call as given is tried; None if that is no other call
     before: Before | None = None
 
     @property
@@ -143,15 +136,11 @@ class RootCalls:
         args: The arguments, as ``torch.onnx.export`` passes them on.
         names_inputs: Whether the user names the graph's inputs, counting on torch's order of them.
         refusal: Why an export failed in which the model was called as torch calls it; empty if there was none.
-
-    Attributes:
-        choice: How it is called; None before it is traced.
-        runs: Whether it runs, so that modules which are called are called by it.
     """
 
     def __init__(self, args: Any, *, names_inputs: bool, refusal: str = "") -> None:
-        self.choice: RootChoice | None = None
-        self.runs = False
+        self.choice: RootChoice | None = None  # how it is called; None before it is traced
+        self.runs = False  # whether it runs, so that modules which are called are called by it
         self._args, self._names_inputs, self._refusal = args, names_inputs, refusal
 
     @property

@@ -148,18 +148,12 @@ def export_untagged(fault: HtpExportError) -> None:
 
 
 class Guarded:
-    """A capture whose steps cannot fail.
-
-    Attributes:
-        strict: Whether a fault ends the export; else the model is exported without tags.
-        fault: What the first step that failed said; None while all is well.
-        changes: What the capture changed outside of itself; whoever runs the export takes it back.
-    """
+    """A capture whose steps cannot fail."""
 
     def __init__(self) -> None:
-        self.strict = True
-        self.fault: CaptureError | None = None
-        self.changes = Changes()
+        self.strict = True  # whether a fault ends the export; else the model is exported without tags
+        self.fault: CaptureError | None = None  # what the first step that failed said; None while all is well
+        self.changes = Changes()  # what the capture changed outside of itself; whoever runs the export takes it back
 
     def step(self, name: str, do: Callable[..., _Result], *args: Any) -> _Result | None:
         """Run a step, and return what it returns; None if it failed, or one before it. ``name`` is as of `seam`."""

@@ -81,14 +81,11 @@ def fx_tracer() -> Any:
 
 
 class Tracing(NamedTuple):
-    """The state of the trace in this thread before a node of another graph is executed.
-
-    Attributes:
-        held: The tensors that the node reads: producer, tensor, and how often it has been changed in place.
-    """
+    """The state of the trace in this thread before a node of another graph is executed."""
 
     tracer: Any  # the tracer
     made: int  # number of nodes in the traced graph
+    # The tensors that the node reads: producer, tensor, and how often it has been changed in place
     held: list[tuple[Any, Any, int]]
 
 

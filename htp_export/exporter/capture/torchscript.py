@@ -15,9 +15,9 @@ from typing import Any
 import onnx
 
 from htp_export.exporter.capture.calls import CallTensors, Given
-from htp_export.exporter.capture.jit_calls import Matched, ScriptCalls, Trace, match
+from htp_export.exporter.capture.jit_calls import Matching, ScriptCalls, Trace
 from htp_export.exporter.capture.jit_graph import SHAPE_KINDS, Reading, nodes_of, read
-from htp_export.exporter.capture.jit_rewriting import Stages, Translation
+from htp_export.exporter.capture.jit_rewriting import Stages, Translation, Versions
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.record import Key, Node, Operation, Record
 from htp_export.exporter.capture.root_call import RootCalls
@@ -25,7 +25,6 @@ from htp_export.exporter.capture.running import Guarded
 from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks
 from htp_export.exporter.capture.torchscript_file import KeptWeights
 from htp_export.exporter.capture.torchscript_internals import state_names
-from htp_export.exporter.capture.versions import Versions
 from htp_export.files.protobuf_bytes import SerializedModel
 
 
@@ -125,14 +124,14 @@ class TorchScriptCapture(Guarded):
         self._began(reading, dict(zip(self.trace.inputs[1:], reading.inputs, strict=False)))
 
     def _began(self, reading: Reading, inputs: dict[int, int]) -> None:
-        matched: Matched = match(self.trace, reading, inputs)
+        matched = Matching(self.trace, reading, inputs)
         calls = [call for call, size in zip(matched.calls, reading.sizes, strict=True) for _ in range(size)]
         operations = [
             self._versions.operation(index, step, call, step.kind in SHAPE_KINDS)
             for index, (step, call) in enumerate(zip(reading.steps, calls, strict=True))
         ]
         outputs = [self._versions.state(number, len(calls)) for number in reading.outputs]
-        self._first = _FirstGraph(reading, operations, outputs, {**inputs, **matched.numbers}, matched.dead)
+        self._first = _FirstGraph(reading, operations, outputs, matched.numbers, matched.dead)
 
     def _scripted(self, graph: Any) -> None:
         """Note the graph of a `ScriptModule`, which was not traced."""

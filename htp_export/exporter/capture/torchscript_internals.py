@@ -119,25 +119,16 @@ def _aliases(kind: str, count: int) -> list[tuple[int, Any]]:
 _TRACED_ROOT = "__module"  # stands for the root in the scopes of ``torch.jit.trace``, which opens no scope for it
 
 
-class _ScopeNames(dict[str, str]):
-    """Module path → the name of its scope in the trace; filled when the exporter has made its map."""
-
-    def __init__(self, paths: dict[int, str]) -> None:
-        self._paths = paths
-
-    def get(self, path: str, default: Any = None) -> Any:
-        if not self:
-            import torch
-
-            modules = torch.jit._trace._trace_module_map or {}
-            scopes = ((key, name) for key, name in modules.items() if key != _TRACED_ROOT)
-            self.update((self._paths.get(id(module.__dict__), ""), name) for module, name in scopes)
-        return super().get(path, default)
-
-
 def scope_names(paths: dict[int, str]) -> dict[str, str]:
-    """Module path → the name that the tracer of the running export gives the module's scope."""
-    return _ScopeNames(paths)
+    """Module path → the name that the tracer of the running export gives the module's scope.
+
+    ``paths`` has the paths by ``id(module.__dict__)``.
+    """
+    import torch
+
+    modules = torch.jit._trace._trace_module_map or {}
+    scopes = ((module, name) for module, name in modules.items() if module != _TRACED_ROOT)
+    return {paths.get(id(module.__dict__), ""): name for module, name in scopes}
 
 
 def is_listed(module: Any) -> bool:

@@ -33,17 +33,12 @@ class Ownership:
 
 
 class Origins:
-    """The calls that computed each tensor of the exported graph, and the calls whose work was absorbed.
-
-    Attributes:
-        made: Exported tensor → calls of the operations that produced the same tensor.
-        placed: Exported tensors whose calls are known by flow only.
-        absorbed: Exported tensor → calls of further operations whose own tensors are gone.
-    """
+    """The calls that computed each tensor of the exported graph, and the calls whose work was absorbed."""
 
     def __init__(self, record: Record, flow: Flow) -> None:
-        self.made: dict[Key, set[int]] = {}
-        self.placed: set[Key] = set()
+        self.made: dict[Key, set[int]] = {}  # exported tensor → calls of the operations that produced the same tensor
+        self.placed: set[Key] = set()  # exported tensors whose calls are known by flow only
+        # Exported tensor → calls of further operations whose own tensors are gone
         self.absorbed: dict[Key, set[int]] = {}
         self._first: dict[Key, int] = {}  # exported tensor → operation that made it first
         self._maker: dict[Key, int] = {}

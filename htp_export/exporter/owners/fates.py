@@ -23,14 +23,11 @@ from htp_export.model.fates import FateEvidence, Outcome
 
 @dataclass
 class CallBoundary:
-    """The captured tensors that passed in and out of the calls of one module, in order of first use and of production.
+    """The captured tensors that passed in and out of the calls of one module, in order of use and of production."""
 
-    Attributes:
-        inputs: Tensors that were computed outside of a call and read inside → calls that computed them.
-        outputs: Tensors that were computed inside of a call and read outside → calls that read them.
-    """
-
+    # Tensors that were computed outside of a call and read inside → calls that computed them
     inputs: dict[Key, set[int]] = field(default_factory=dict)
+    # Tensors that were computed inside of a call and read outside → calls that read them
     outputs: dict[Key, set[int]] = field(default_factory=dict)
 
 
