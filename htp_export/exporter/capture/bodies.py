@@ -116,10 +116,8 @@ class Bodies:
         """Note that the model calls an operator, which calls itself again with the same bodies while it runs.
 
         Calls of modules in bodies are added to the log. ``traced`` says whether the operator runs in the model itself,
-        and not while Dynamo tries its graphs out.
-
-        Returns:
-            Whether it has bodies and is not inside another one; only then `leave` is to be called.
+        and not while Dynamo tries its graphs out. Returns whether it has bodies and is not inside another one; only
+        then `leave` is to be called.
         """
         bodies = bodies_given(function, args)
         if self._inside or not bodies or not log.stack:

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from htp_export.exporter.capture.calls import NO_CALL, CallTensors
+from htp_export.exporter.capture.calls import NO_CALL, CallTensors, Operation, Record
 from htp_export.exporter.capture.decomposition import Decomposition
 from htp_export.exporter.capture.fx_calls import FxCalls, Result
 from htp_export.exporter.capture.modules import ModuleNames
@@ -27,7 +27,6 @@ from htp_export.exporter.capture.onnx_graph import (
     reads_of,
     values_of,
 )
-from htp_export.exporter.capture.record import Operation, Record
 from htp_export.exporter.capture.running import Guarded
 from htp_export.exporter.capture.torch_internals import computes_a_size
 from htp_export.format.reasons import Reason

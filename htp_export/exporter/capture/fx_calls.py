@@ -115,10 +115,8 @@ class FxCalls:
     def enter(self, tracer: Any, module: Any, name: str | None, args: Any, kwargs: Any) -> bool:
         """Note that a module's ``forward`` begins; ``name`` is the tracer's name of the module.
 
-        It is None for a module that was put in place after the tracing began: torch has no scope for it.
-
-        Returns:
-            Whether the module is one of the model's; only then `leave` is to be called.
+        It is None for a module that was put in place after the tracing began: torch has no scope for it. Returns
+        whether the module is one of the model's; only then `leave` is to be called.
         """
         path = self.names.path_now(module)
         if path is None:

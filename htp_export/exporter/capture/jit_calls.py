@@ -67,9 +67,8 @@ class Trace:
     def enter(self, module: Any, state: Any) -> str | None:
         """Note that a module's ``forward`` begins.
 
-        Returns:
-            The name of its scope; an empty one if the tracer has none for it, as it was put in place while the model
-            ran; None if nothing is to be noted.
+        Returns the name of its scope; an empty one if the tracer has none for it, as it was put in place while
+        the model ran; None if nothing is to be noted.
         """
         path = self._names.path_now(module) if state is not None else None
         if path is None or is_script_method(module.forward):

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from htp_export.exporter.capture.calls import Key, Operation
 from htp_export.exporter.capture.jit_graph import JitStep, Reading, autograd_functions, nodes_of, numbers_of_outputs
-from htp_export.exporter.capture.record import Key, Operation
 from htp_export.exporter.capture.torchscript_internals import viewed
 
 _CONSTANT = "constant"

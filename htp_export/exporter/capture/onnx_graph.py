@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from htp_export.exporter.capture.record import Node, Record
+from htp_export.exporter.capture.calls import Node, Record
 from htp_export.shapes.facts import constant_tensor
 from htp_export.shapes.operator_kinds import (
     RESHAPING,

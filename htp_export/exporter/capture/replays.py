@@ -83,9 +83,8 @@ class Replays:
     def record(self, executed: ExecutedNode) -> dict[Any, Any]:
         """Assign owners to the nodes that were added when a node of the exported graph was executed.
 
-        Returns:
-            For views that the node changed: the node of the decomposed graph that makes the tensor afterwards → the
-            node that has its value before that is written back.
+        Returns for views that the node changed: the node of the decomposed graph that makes the tensor
+        afterwards → the node that has its value before that is written back.
         """
         traced, changed = set(executed.made), {}
         for state in executed.read:
@@ -187,8 +186,7 @@ class Replays:
     def _written_back(self, first: Way, state: State, traced: Collection[Any]) -> Any:
         """Assign the nodes that write the new value of a view into the tensor under it; the node of that value.
 
-        Returns:
-            None if nothing is written back, or not in the way that is known.
+        Returns None if nothing is written back, or not in the way that is known.
         """
         repeated = self._repeated(first, state.maker, traced)
         if repeated is None or repeated.base not in traced:

@@ -221,10 +221,8 @@ def use_plain_containers(changes: Changes, program: Any) -> bool:
     """Let an exported program take and return lists in place of the containers of other libraries.
 
     torch builds the containers again while it decomposes the program, inside the trace. Tensors that they make for
-    that, as the caches of transformers do, become constants of the trace that the decomposed program lacks.
-
-    Returns:
-        Whether there are such containers.
+    that, as the caches of transformers do, become constants of the trace that the decomposed program lacks. Returns
+    whether there are such containers.
     """
     from torch.utils import _pytree
 
@@ -298,10 +296,8 @@ def keep_autocast_cache(changes: Changes) -> None:
 def run_after_hooks(changes: Changes, module: Any, finish: Callable[[Any], Any]) -> bool:
     """Run something once, when the user's forward hooks on a module have run, with what the module gives back then.
 
-    It is asked for while the module's ``forward`` runs. ``finish`` gives back what the module is to give back.
-
-    Returns:
-        Whether there are hooks; else it would not run.
+    It is asked for while the module's ``forward`` runs. ``finish`` gives back what the module is to give back. Returns
+    whether there are hooks; else it would not run.
     """
     from torch.nn.modules import module as modules
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import onnx
 
-from htp_export.exporter.capture.calls import CallTensors, Given
+from htp_export.exporter.capture.calls import CallTensors, Given, Key, Node, Operation, Record
 from htp_export.exporter.capture.jit_calls import Matching, ScriptCalls, Trace
 from htp_export.exporter.capture.jit_graph import SHAPE_KINDS, Reading, nodes_of, read
 from htp_export.exporter.capture.jit_rewriting import Stages, Translation, Versions
 from htp_export.exporter.capture.modules import ModuleNames
-from htp_export.exporter.capture.record import Key, Node, Operation, Record
 from htp_export.exporter.capture.root_call import RootCalls
 from htp_export.exporter.capture.running import Guarded
 from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks
@@ -86,10 +85,8 @@ class TorchScriptCapture(Guarded):
         """Note that the innermost running module's ``forward`` is over; the arguments are those of `Trace.leave`.
 
         The user's forward hooks run outside of the module's scope; what they compute is the module's work. Where there
-        are some, the module returns once they have run.
-
-        Returns:
-            Whether hooks run before the module returns; else ``changed`` is left to the caller.
+        are some, the module returns once they have run. Returns whether hooks run before the module returns; else
+        ``changed`` is left to the caller.
         """
 
         def after_hooks(returned: Any) -> Any:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog
-from htp_export.exporter.capture.record import Key, Node, Operation, Record
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Node, Operation, Record
 from htp_export.exporter.owners.flow import Flow, calls_sharing, relocate_operations
 from htp_export.format.reasons import Reason
 

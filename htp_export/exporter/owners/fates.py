@@ -12,8 +12,7 @@ import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from htp_export.exporter.capture.calls import NO_CALL
-from htp_export.exporter.capture.record import Key, Record
+from htp_export.exporter.capture.calls import NO_CALL, Key, Record
 from htp_export.exporter.owners.flow import Flow, needed, varying
 from htp_export.format.call_tree import NodeCalls
 from htp_export.format.hierarchy import Fate

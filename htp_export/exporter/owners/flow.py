@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from htp_export.exporter.capture.calls import NO_CALL
-from htp_export.exporter.capture.record import Key, Node, Operation, Record
+from htp_export.exporter.capture.calls import NO_CALL, Key, Node, Operation, Record
 from htp_export.model.dependence import dependence
 
 
@@ -47,10 +46,8 @@ def relocate_operations(record: Record, flow: Flow) -> set[int]:
     ``torch.export`` represents sizes by symbols, and reads each size once, from an input of the model. Operations on
     symbols have the scope of one of the modules that use them, or none. An operation without a call is assigned to the
     innermost call around its consumers. One that reads the size of a tensor which its call neither produces nor reads
-    otherwise is assigned to the innermost call around it that does.
-
-    Returns:
-        Indices of the relocated operations; their ``call`` is set.
+    otherwise is assigned to the innermost call around it that does. Returns indices of the relocated operations; their
+    ``call`` is set.
     """
     if not record.log.calls:
         return set()

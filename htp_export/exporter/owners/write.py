@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog
-from htp_export.exporter.capture.record import Key, Record
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Record
 from htp_export.exporter.owners.assign import Ownership, assign
 from htp_export.exporter.owners.fates import ExportEvidence
 from htp_export.exporter.owners.flow import Flow
