@@ -208,7 +208,7 @@ def test_where_one_place_is_gone_none_is_patched() -> None:
         Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self)),
         Patch("torch.onnx", "ONNXProgram.gone", lambda original: original),
     )
-    with pytest.raises(TorchChangedError, match=r"ONNXProgram\.gone"), patches.held():
+    with pytest.raises(TorchChangedError, match=r"ONNXProgram\.gone"), restored(patches.hold):
         pass
     assert torch.onnx.ONNXProgram.optimize is original
 
@@ -223,12 +223,12 @@ def test_where_one_place_cannot_be_wrapped_none_is_patched() -> None:
     group = Patches(good, Patch("torch.onnx", "ONNXProgram.save", refuses))
     with (
         pytest.raises(TorchChangedError, match=r"torch\.onnx\.ONNXProgram\.save is not what it was") as caught,
-        group.held(),
+        restored(group.hold),
     ):
         pass
     assert str(caught.value.__cause__) == "another signature"
     assert torch.onnx.ONNXProgram.optimize is original
-    with Patches(good).held():  # nothing is left that a later user would take for the original
+    with restored(Patches(good).hold):  # nothing is left that a later user would take for the original
         assert torch.onnx.ONNXProgram.optimize is not original
     assert torch.onnx.ONNXProgram.optimize is original
 
@@ -240,7 +240,7 @@ def test_where_one_place_cannot_be_replaced_none_is_patched() -> None:
         Patch("builtins", "dict.get", lambda original: lambda self: None),
     )
     for _ in range(2):
-        with pytest.raises(TorchChangedError, match=r"builtins\.dict\.get cannot be replaced"), group.held():
+        with pytest.raises(TorchChangedError, match=r"builtins\.dict\.get cannot be replaced"), restored(group.hold):
             pass
         assert torch.onnx.ONNXProgram.optimize is original
 
@@ -262,10 +262,10 @@ def test_an_export_says_which_part_of_torch_is_gone(
 def test_patches_go_in_with_the_first_user_and_out_with_the_last() -> None:
     original = nn.ReLU.extra_repr
     patches = Patches(Patch("torch.nn", "ReLU.extra_repr", lambda original: lambda self: "patched"))
-    with patches.held():
+    with restored(patches.hold):
         wrapped = nn.ReLU.extra_repr
         assert nn.ReLU().extra_repr() == "patched"
-        with patches.held():
+        with restored(patches.hold):
             assert nn.ReLU.extra_repr is wrapped
         assert nn.ReLU.extra_repr is wrapped
     assert nn.ReLU.extra_repr is original
@@ -465,7 +465,7 @@ def test_the_fast_path_of_attention_is_off_inside_and_as_it_was_after(enabled: b
 def test_a_place_is_patched_while_its_group_is_held_and_never_else(patch: Patch) -> None:
     [group] = [group for group in patches.EVERY if patch in group.patches]
     assert not is_ours(patch.find()[2])
-    with group.held():
+    with restored(group.hold):
         assert is_ours(patch.find()[2])
     assert not is_ours(patch.find()[2])
 

@@ -36,7 +36,7 @@ class Decomposition:
         for each in executed.made:  # a body's nodes come before the node that runs the body
             self._decomposed.mark(each)
             if call != NO_CALL:
-                each.meta.setdefault(self._calls.marks.call, call)
+                each.meta.setdefault(self._calls.call_key, call)
         changed = self._replays.record(executed)
         if executed.node.op == "output":  # of a body, or of the whole, which comes last
             changes = {state.node: state.changes for state in executed.read}
@@ -54,7 +54,7 @@ class Decomposition:
         self._results.setdefault(result.place, {}).setdefault(result.changes, []).append(self._decomposed.mark(maker))
 
     def _result(self, node: Any, changes: int | None) -> Result | None:
-        place = None if node is None else self._calls.marks.places.read(node)
+        place = None if node is None else self._calls.places.read(node)
         return None if place is None or changes is None else Result(place, changes)
 
     def finish(self, program: Any) -> None:

@@ -21,15 +21,6 @@ from htp_export.exporter.capture.torch_internals import changes_of, fx_node_of, 
 _captures = itertools.count()
 
 
-class Marks:
-    """Keys in the ``meta`` of FX nodes. Each capture has its own, so that none reads what another one wrote."""
-
-    def __init__(self) -> None:
-        number = next(_captures)
-        self.call = f"htp.call.{number}"  # the key of the call that a node is of, where its scopes do not say that
-        self.places = Places(f"htp.traced.{number}")  # numbers for the results of the nodes of the exported graph
-
-
 class Places:
     """Numbers for the results of the nodes of one FX graph, under a key in their ``meta``; copies have the same."""
 
@@ -78,13 +69,17 @@ class FxCalls:
         log: The calls.
         names: The names of the model's modules.
         classes: Module path → class, for modules that only scopes tell of.
-        marks: The keys of this capture in the ``meta`` of FX nodes.
+        call_key: Key in the ``meta`` of an FX node: its call, where its scopes do not say that.
+        places: Numbers for the results of the nodes of the exported graph.
         bodies: What ran in branches and loop bodies.
         needed: Calls that did something which the model's result needs.
     """
 
     def __init__(self, names: ModuleNames) -> None:
-        self.log, self.names, self.marks = CallLog(), names, Marks()
+        self.log, self.names = CallLog(), names
+        number = next(_captures)  # no capture reads what another one wrote in the ``meta`` of FX nodes
+        self.call_key = f"htp.call.{number}"
+        self.places = Places(f"htp.traced.{number}")
         self.classes: dict[str, str] = {}
         self.bodies = Bodies(names.by_id)
         self.needed: set[int] = set()
@@ -100,7 +95,8 @@ class FxCalls:
     def resumed(self) -> FxCalls:
         """The same calls, to which others can be added; the model is not held."""
         other, trace = FxCalls(self.names.without_model()), self._trace
-        other.log, other.bodies, other.marks = self.log.copy(), self.bodies.copy(), self.marks
+        other.log, other.bodies = self.log.copy(), self.bodies.copy()
+        other.call_key, other.places = self.call_key, self.places
         other.classes = self.classes.copy()
         other._trace = _Trace(None, trace.root_name, trace.scoped.copy(), made_something=trace.made_something.copy())
         return other
@@ -152,7 +148,7 @@ class FxCalls:
 
     def _result_of(self, tracer: Any, tensor: Any) -> Result | None:
         node = fx_node_of(tensor, tracer)
-        return None if node is None else Result(self.marks.places.mark(node), changes_of(tensor))
+        return None if node is None else Result(self.places.mark(node), changes_of(tensor))
 
     def _mark(self, tracer: Any) -> None:
         """Write the running call on the FX nodes made since a module last began or returned.
@@ -163,7 +159,7 @@ class FxCalls:
         nodes = tracer.graph.nodes
         if self.log.stack:
             for node in itertools.islice(reversed(nodes), len(nodes) - self._trace.marked):
-                node.meta[self.marks.call] = self.log.stack[-1]
+                node.meta[self.call_key] = self.log.stack[-1]
         self._trace.marked = len(nodes)
 
     # --- the FX graph -----------------------------------------------------------------------------
@@ -176,14 +172,14 @@ class FxCalls:
             for each in inner:
                 if not each.meta.get("nn_module_stack"):
                     call = known.get(each.meta.get("stack_trace") or "", NO_CALL)
-                    each.meta.setdefault(self.marks.call, holder if call == NO_CALL else call)
+                    each.meta.setdefault(self.call_key, holder if call == NO_CALL else call)
 
     def exported(self, program: Any) -> None:
         """Note which calls did something that the model's result needs, before anything is decomposed away."""
         self._parameters = frozenset(program.state_dict)
         modules = [program.graph_module, *bodies_run_in_place(program.graph_module)]
         graphs = [module.graph for module in modules]
-        if all(self.marks.places.read(node) is None for graph in graphs for node in graph.nodes):
+        if all(self.places.read(node) is None for graph in graphs for node in graph.nodes):
             self.log.call_tensors.clear()  # calls of a failed attempt at tracing
         for module in modules:
             inner = nodes_in_bodies(module)
@@ -201,13 +197,13 @@ class FxCalls:
         """The call of an FX node, of whatever graph."""
         if fx_node is None:
             return NO_CALL
-        call = fx_node.meta.get(self.marks.call)
+        call = fx_node.meta.get(self.call_key)
         return self._of_stack(fx_node.meta.get("nn_module_stack")) if call is None else int(call)
 
     def assign(self, fx_node: Any, call: int) -> None:
         """Give an FX node to a call, whatever its scopes say."""
         if call != NO_CALL:
-            fx_node.meta[self.marks.call] = call
+            fx_node.meta[self.call_key] = call
 
     def common(self, first: int, second: int) -> int:
         """The innermost call around two; see `CallLog.common`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from htp_export.errors import TorchChangedError
-from htp_export.process.restoring import Changes, locked, restored
+from htp_export.process.restoring import Changes, locked
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,12 @@ class Patches:
         self._users: set[object] = set()
         self._undo: list[Callable[[], None]] = []
 
-    def held(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the patches in place inside a ``with`` block.
+    def hold(self, changes: Changes) -> None:
+        """Hold the patches in place until the changes are taken back.
 
         Raises:
             TorchChangedError: A place is gone, or cannot be wrapped; none of the patches is in.
         """
-        return restored(self.hold)
-
-    def hold(self, changes: Changes) -> None:
-        """Hold the patches in place until the changes are taken back; raises as `held` does."""
         user = object()
         changes.will_undo(lambda: locked(self._lock, functools.partial(self._leave, user)))
         locked(self._lock, functools.partial(self._enter, user))
