@@ -74,7 +74,7 @@ def translations_read_once(translations: dict[object, object]) -> Iterator[None]
     from htp_export.exporter.capture.running import translations_read
     from htp_export.process.restoring import restored, set_variable
 
-    with TRANSLATIONS.held(), restored(lambda changes: set_variable(changes, translations_read, translations)):
+    with restored(TRANSLATIONS.hold), restored(lambda changes: set_variable(changes, translations_read, translations)):
         yield
 
 

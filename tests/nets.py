@@ -1747,6 +1747,26 @@ net(
 )
 
 
+class PadsByNothing(nn.Module):
+    """As MobileNetV2 of transformers: it pads by what its size needs, and for this size that is nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pad, self.conv, self.act = nn.ZeroPad2d(0), nn.Conv2d(2, 3, 3), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.conv(self.pad(x)))
+
+
+net(
+    "pads_by_nothing",
+    PadsByNothing,
+    lambda: {"x": x(1, 2, 8, 8)},
+    truth=Truth(computed("conv", "act"), {"Conv": [("conv",)], "Relu": [("act",)]}),
+    dynamo=Truth({"pad": "identity"}),
+)
+
+
 # --- shapes ---------------------------------------------------
 
 

@@ -22,9 +22,8 @@ __all__ = ["forward_in_steps", "projections_of"]
 def projections_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str, Step]:
     """Make the projections of an ``nn.MultiheadAttention``, by the names that they are registered under.
 
-    Args:
-        attention: The module; its ``out_proj`` is a step already.
-        exact: Whether query, key and value are projected in one product where the original does so.
+    Its ``out_proj`` is a step already. With ``exact``, query, key and value are projected in one product where the
+    original does so.
     """
     width, weight, bias = attention.embed_dim, attention.in_proj_weight, attention.in_proj_bias
     biases = [None if bias is None else bias[width * part : width * (part + 1)] for part in range(3)]
@@ -52,13 +51,9 @@ class _Heads(NamedTuple):
 def forward_in_steps(
     attention: nn.MultiheadAttention, steps: AttentionSteps, path: str, *, exact: bool
 ) -> Callable[..., Any]:
-    """Return what replaces the ``forward`` of a module that has its steps.
+    """Return what replaces the ``forward`` of a module at ``path``, in which its projections and steps are registered.
 
-    Args:
-        attention: The module, with the modules of `projections_of` and of ``steps`` registered.
-        steps: Compute scores, softmax and context.
-        path: Its path, for messages.
-        exact: Whether results are those of the slow path bit for bit.
+    With ``exact``, results are those of the slow path bit for bit.
     """
 
     def forward(
@@ -91,12 +86,8 @@ def forward_in_steps(
 class _Call:
     """One call of an attention.
 
-    Args:
-        attention: The module.
-        steps: As in `forward_in_steps`.
-        exact: The same.
-        batched: Whether inputs have a batch dimension.
-        need_weights: Whether the weights are returned, which decides the order of operations.
+    ``batched`` says whether inputs have a batch dimension, ``need_weights`` whether the weights are returned, which
+    decides the order of operations.
     """
 
     def __init__(self, attention: Any, steps: AttentionSteps, exact: bool, batched: bool, need_weights: bool) -> None:

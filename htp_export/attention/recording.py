@@ -30,24 +30,18 @@ _SOFTMAXES = {torch.softmax, torch.special.softmax, Tensor.softmax, functional.s
 
 
 def is_product(function: Callable[..., Any]) -> bool:
-    """Return whether a function of torch contracts its last two tensors."""
+    """Whether a function of torch contracts its last two tensors."""
     return function in _PRODUCTS
 
 
 def is_softmax(function: Callable[..., Any]) -> bool:
-    """Return whether a function of torch computes the softmax of its first tensor."""
+    """Whether a function of torch computes the softmax of its first tensor."""
     return function in _SOFTMAXES
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """A call of a function of torch.
-
-    Attributes:
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
+    """A call of a function of torch."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -81,55 +75,34 @@ class AttentionCall:
 
 
 class _Origin(NamedTuple):
-    """Where a tensor got its present state.
-
-    Attributes:
-        operation: The operation.
-        place: Which tensor of the operation's outcome it is.
-        state: How often it had been changed in place then.
-    """
+    """Where a tensor got its present state."""
 
     operation: _Operation
-    place: int
-    state: int
+    place: int  # which tensor of the operation's outcome it is
+    state: int  # how often it had been changed in place then
 
 
 @dataclass(frozen=True, eq=False)
 class _Operation:
-    """A call that was recorded.
+    """A call that was recorded."""
 
-    Attributes:
-        number: Its place in the order of execution.
-        call: The call.
-        origins: The origin of each of its tensors; None for one that is not computed from products.
-        states: How often each of its tensors had been changed in place before.
-        outcome: Its arguments and results, see `AttentionCall.outcome`.
-        places: Which of these it made or changed.
-        problem: Why it cannot run again; empty if it can.
-        product: Whether it is a product.
-    """
-
-    number: int
+    number: int  # its place in the order of execution
     call: AttentionCall
+    # The origin of each of its tensors; None for one that is not computed from products
     origins: tuple[_Origin | None, ...]
-    states: tuple[int, ...]
-    outcome: tuple[Tensor, ...]
-    places: tuple[int, ...]
-    problem: str
-    product: bool
+    states: tuple[int, ...]  # how often each of its tensors had been changed in place before
+    outcome: tuple[Tensor, ...]  # its arguments and results, see `AttentionCall.outcome`
+    places: tuple[int, ...]  # which of these it made or changed
+    problem: str  # why it cannot run again; empty if it can
+    product: bool  # whether it is a product
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Operations that run again.
+    """Operations that run again."""
 
-    Attributes:
-        problem: Why they cannot; empty if they can.
-        tensors: The tensors that they read and do not compute.
-    """
-
-    problem: str
-    tensors: tuple[Tensor, ...]
+    problem: str  # why they cannot; empty if they can
+    tensors: tuple[Tensor, ...]  # the tensors that they read and do not compute
     _operations: tuple[_Operation, ...]
     _result: _Origin
 
@@ -162,9 +135,6 @@ class Recording:
     """What one run of a module's ``forward`` computes from products.
 
     A product with a parameter, or with what is computed from parameters alone, is a linear map and does not count.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -200,11 +170,9 @@ class Recording:
             self._of_parameters.update((id(tensor), tensor) for tensor in _tensors(result))
 
     def watch(self, call: AttentionCall, problem: str = "") -> Callable[[Any], None]:
-        """Note the state before a call, and return what notes its result.
+        """Note the state before a call of a product, or of what reads one's result, and return what notes its result.
 
-        Args:
-            call: The call; it is a product or reads what is computed from one.
-            problem: Why it cannot run again, as far as that is known.
+        ``problem`` says why it cannot run again, as far as that is known.
         """
         tensors = call.tensors
         origins = tuple(self._origin(tensor) for tensor in tensors)

@@ -11,22 +11,15 @@ import math
 import warnings
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 __all__ = [
-    "AttentionSteps",
-    "KernelPart",
-    "KernelSteps",
-    "ObservedStep",
-    "PackedProjection",
-    "Projection",
-    "SdpaCall",
-    "SeparateSteps",
-    "Step",
+    *("AttentionSteps", "KernelPart", "KernelSteps", "ObservedStep", "PackedProjection", "Projection", "SdpaCall"),
+    *("SeparateSteps", "Step"),
 ]
 
 
@@ -50,9 +43,7 @@ class _Arithmetic(Enum):
 class Projection(Step):
     """The linear map of query, key or value, ``(..., in_features)`` → ``(..., out_features)``.
 
-    Args:
-        weight: ``(out_features, in_features)``, a view of the original weight.
-        bias: ``(out_features,)``, the same.
+    ``weight``, ``(out_features, in_features)``, and ``bias`` are views of the original ones.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -114,13 +105,9 @@ class Softmax(Step):
     """The weight of each key for each query, of the shape of the scores."""
 
     def forward(self, scores: Tensor, dropout: float, empty_rows: bool) -> Tensor:
-        """Compute the weights.
+        """The weights of scores ``(..., queries, keys)``; ``dropout`` is the probability with which one becomes zero.
 
-        Args:
-            scores: ``(..., queries, keys)``.
-            dropout: Probability with which a weight is set to zero.
-            empty_rows: Whether queries that may see no key get zeros, as in ``scaled_dot_product_attention``, and not
-                the softmax's NaN.
+        With ``empty_rows``, queries that may see no key get zeros, as in ``scaled_dot_product_attention``, and not NaN.
         """
         weights = functional.softmax(scores, dim=-1)
         if empty_rows and _is_exporting():  # the nodes that exporters write for a mask of flags
@@ -138,15 +125,9 @@ class Context(Step):
 
 
 class ObservedStep(Step):
-    """A step that runs operations of the ``forward`` of the module that it is in."""
+    """A step that runs operations of the ``forward`` of the module that it is in, on the tensors they read."""
 
     def forward(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Run the operations.
-
-        Args:
-            compute: Runs them.
-            tensors: What they read.
-        """
         return compute(*tensors)
 
 
@@ -163,25 +144,11 @@ class SdpaCall(NamedTuple):
     enable_gqa: bool = False
 
 
-class AttentionSteps(Protocol):
-    """How scores, softmax and context are computed in a module."""
-
-    @property
-    def modules(self) -> dict[str, Step]:
-        """The modules, by the last part of their paths."""
-
-    def attend(self, call: SdpaCall) -> Tensor:
-        """What ``scaled_dot_product_attention`` returns."""
-
-    def attend_with_weights(self, call: SdpaCall) -> tuple[Tensor, Tensor]:
-        """The same in the order of ``nn.MultiheadAttention``, and the weights; NaN for a query that may see no key."""
-
-
 class SeparateSteps:
-    """Each step computes its part.
+    """Each step computes its part; with ``exact``, operations have torch's order.
 
-    Args:
-        exact: Whether operations have torch's order.
+    ``attend`` returns what ``scaled_dot_product_attention`` does; ``attend_with_weights`` the same in the order of
+    ``nn.MultiheadAttention``, and the weights: there, a query that may see no key gets NaN.
     """
 
     def __init__(self, exact: bool) -> None:
@@ -255,6 +222,9 @@ class KernelSteps:
         for step in reversed(self.modules.values()):
             kernel = functools.partial(step, kernel)
         return kernel()
+
+
+AttentionSteps: TypeAlias = SeparateSteps | KernelSteps
 
 
 def _is_exporting() -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -16,10 +18,15 @@ import torch
 
 from htp_export.exporter.capture.running import Exporter
 from htp_export.files.filesystem import is_special
+from htp_export.files.model_files import write_model
 from htp_export.files.replacing import work_folder
+from htp_export.files.written_check import made_from
+from htp_export.model.path_names import check_style, check_tags, give_path_names
 from htp_export.model.tagged import HoldsModel, ModelSource, load
 
-__all__ = ["AfterExport", "ModulesAsFunctions", "Run", "around"]
+__all__ = ["AfterExport", "ModulesAsFunctions", "NamesOfModules", "Run", "around"]
+
+_log = logging.getLogger(__name__)
 
 Run: TypeAlias = Callable[..., torch.onnx.ONNXProgram | None]
 
@@ -45,11 +52,7 @@ class AfterExport(Protocol):
 def around(step: AfterExport, exporter: Exporter, run: Run, *, dynamo: bool) -> tuple[Exporter, Run]:
     """The same exporter and ``torch.onnx.export``, with a change of what they return or write.
 
-    Args:
-        step: The change.
-        exporter: The exporter that tags programs and files.
-        run: ``torch.onnx.export``.
-        dynamo: Which of torch's exporters runs; that of TorchScript returns nothing, so that the file is read.
+    The TorchScript exporter returns nothing, so that its file is read.
     """
     if dynamo:
         return cast(Exporter, _Changed(exporter, step)), run
@@ -62,12 +65,7 @@ def around(step: AfterExport, exporter: Exporter, run: Run, *, dynamo: bool) -> 
 
 
 class _Changed:
-    """An exporter under ``dynamo=True`` whose programs are changed.
-
-    Args:
-        exporter: The exporter that tags programs and files.
-        step: The change.
-    """
+    """An exporter under ``dynamo=True`` whose programs are changed."""
 
     def __init__(self, exporter: Exporter, step: AfterExport) -> None:
         self._exporter, self._step = exporter, step
@@ -88,10 +86,7 @@ class _Changed:
 def _written_to(step: AfterExport, f: Any, *, strict: bool) -> Iterator[Any]:
     """Provide a place for the file as torch writes it; at the end, the changed one is written to ``f``.
 
-    Args:
-        step: The change.
-        f: A path or a binary stream; for anything else, nothing is done.
-        strict: As of ``made_of``.
+    For what is neither a path nor a binary stream, nothing is done.
     """
     if isinstance(f, str | os.PathLike):
         with _folder_beside(Path(f)) as folder:
@@ -117,3 +112,31 @@ def _folder_beside(target: Path) -> Iterator[Path]:
         return
     with work_folder(target) as work:
         yield work.new
+
+
+@dataclass(frozen=True)
+class _NamedModel(HoldsModel):
+    model: ir.Model
+
+
+class NamesOfModules:
+    """``names`` of `export`: nodes and tensors are named after modules; an `InputError` if there is no such style."""
+
+    def __init__(self, style: str) -> None:
+        check_style(style)
+
+    def made_of(
+        self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
+    ) -> HoldsModel | None:
+        """Name the nodes and tensors of a copy."""
+        tagged = load(model)
+        if not strict and tagged.source != "htp":
+            _log.warning("torch's names stay: the model was exported without module tags")
+            return None
+        check_tags(tagged)
+        work = tagged.clone()
+        give_path_names(work)
+        if output is not None:
+            with made_from(lambda: [tagged.model]):
+                write_model(work.model, output)
+        return _NamedModel(work.model)

@@ -40,11 +40,7 @@ def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shape
 
 
 def refuse_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse caches with tensors under TorchScript, whose tracer takes none as inputs: they would become constants.
-
-    Raises:
-        InputError: One is among the arguments.
-    """
+    """Refuse caches with tensors under TorchScript (`InputError`), whose tracer would make constants of them."""
     for cache in caches_in([*args, *kwargs.values()]):
         if any(getattr(layer, "keys", None) is not None for layer in getattr(cache, "layers", ())):
             kind = type(cache).__name__

@@ -15,15 +15,13 @@ from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.discovery import provider
 from htp_export.errors import CaptureError, TorchChangedError
-from htp_export.exporter.after_export import AfterExport, ModulesAsFunctions, Run, around
+from htp_export.exporter.after_export import AfterExport, ModulesAsFunctions, NamesOfModules, Run, around
 from htp_export.exporter.caches import advice_on_caches, prepare_caches, refuse_caches
 from htp_export.exporter.capture import patches, running, torch_internals
-from htp_export.exporter.capture.guarded import export_untagged, seam
 from htp_export.exporter.capture.opsets import check_opset, other_opset
 from htp_export.exporter.capture.patching import Patches
-from htp_export.exporter.capture.running import Exporter
+from htp_export.exporter.capture.running import Exporter, export_untagged, seam
 from htp_export.exporter.capture.saving import check_writable
-from htp_export.exporter.module_names import NamesOfModules
 from htp_export.exporter.rewriting import Rewriting
 from htp_export.exporter.watched import Dynamo, Program, TorchScript
 from htp_export.process.restoring import Changes, set_variable
@@ -130,6 +128,7 @@ def export(
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in program.model.graph]
         [('Gemm', '0'), ('Relu', '1')]
     """
+    options = {name: value for name, value in locals().items() if name not in ("model", "args", "f", "names")}
     if isinstance(f, str | os.PathLike):
         check_writable(f)
     uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
@@ -137,58 +136,26 @@ def export(
     entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
     given = args if isinstance(args, tuple | list) else (args,)
     if uses_dynamo:
-        dynamic_shapes = prepare_caches(given, kwargs or {}, dynamic_shapes)
+        options["dynamic_shapes"] = prepare_caches(given, kwargs or {}, dynamic_shapes)
     else:
         refuse_caches(given, kwargs or {})
-    with_advice = advice_on_caches(given, kwargs or {})
     exporter = running.wanted() or _Exporter()
-    run: Run = torch.onnx.export
+    run: Run = advice_on_caches(given, kwargs or {})(torch.onnx.export)
     steps: list[AfterExport] = [] if names is None else [NamesOfModules(names)]
     if export_modules_as_functions:
         steps.append(provider("module_functions").ModuleFunctions(export_modules_as_functions, model))
+        options["export_modules_as_functions"] = False  # made of the tagged graph, for both exporters
     for step in steps:
         exporter, run = around(step, exporter, run, dynamo=uses_dynamo)
+
+    def tagged(changes: Changes) -> torch.onnx.ONNXProgram | None:
+        _watch(changes, entry, exporter)
+        set_variable(changes, running.exporter, exporter)
+        return run(model, args, f, **options)
+
     # All of it alone, not the trace only: torch reads its translations first, which parses sources, and CPython 3.11's
     # parser fails now and then where two threads do that ("AST constructor recursion depth mismatch").
-    changes = Changes()
-    try:
-        try:
-            running.wait_alone(changes)
-            _watch(changes, entry, exporter)
-            set_variable(changes, running.exporter, exporter)
-            program = with_advice(run)(
-                model,
-                args,
-                f,
-                kwargs=kwargs,
-                verbose=verbose,
-                input_names=input_names,
-                output_names=output_names,
-                opset_version=opset_version,
-                dynamo=dynamo,
-                external_data=external_data,
-                dynamic_shapes=dynamic_shapes,
-                custom_translation_table=custom_translation_table,
-                report=report,
-                optimize=optimize,
-                verify=verify,
-                profile=profile,
-                dump_exported_program=dump_exported_program,
-                artifacts_dir=artifacts_dir,
-                export_params=export_params,
-                keep_initializers_as_inputs=keep_initializers_as_inputs,
-                dynamic_axes=dynamic_axes,
-                training=training,
-                operator_export_type=operator_export_type,
-                do_constant_folding=do_constant_folding,
-                custom_opsets=custom_opsets,
-                export_modules_as_functions=False,  # made of the tagged graph, for both exporters
-                autograd_inlining=autograd_inlining,
-            )
-        finally:
-            changes.take_back()
-    finally:
-        changes.take_back()
+    program = running.alone(tagged)
     # The TorchScript exporter writes the opset that it is asked for, or fails.
     other = other_opset(opset_version, program.model.opset_imports.get("")) if program is not None else None
     if other is not None:
@@ -291,19 +258,14 @@ class _Exporter:
         return self._run(export, functools.partial(TorchScript, model, args, names_inputs))
 
     def _run(self, export: Callable[[], Any], begin: Callable[[Changes], _Watched]) -> Any:
-        changes = Changes()
-        try:
-            try:
-                running.wait_alone(changes)
-                watched = self._begun(begin, changes)
-                if watched is None:
-                    set_variable(changes, running.exporter, None)  # nor is what torch exports on its way
-                    return export()
-                return watched.run(export)
-            finally:
-                changes.take_back()
-        finally:
-            changes.take_back()
+        def run(changes: Changes) -> Any:
+            watched = self._begun(begin, changes)
+            if watched is None:
+                set_variable(changes, running.exporter, None)  # nor is what torch exports on its way
+                return export()
+            return watched.run(export)
+
+        return running.alone(run)
 
     def _begun(self, begin: Callable[[Changes], _Watched], changes: Changes) -> _Watched | None:
         """An export that is about to run, watched; None if it cannot be watched, and goes on without tags."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.exporter.capture.body_functions import every_node
 from htp_export.exporter.capture.dynamo import DynamoCapture
-from htp_export.exporter.capture.guarded import export_untagged, seam
+from htp_export.exporter.capture.onnx_graph import nodes_of_model
+from htp_export.exporter.capture.running import export_untagged, seam
 from htp_export.exporter.owners.write import make_tags
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
@@ -30,18 +30,14 @@ def write_tags(
     hierarchy: Hierarchy | None,
     parameters: Mapping[str, ModuleParameters] | None,
 ) -> None:
-    """Tag a model, in place of tags that it has.
+    """Tag a model as it is now, in place of tags that it has.
 
-    Args:
-        capture: What was captured of its export.
-        model: The model as it is now.
-        hierarchy: The module tree; None if only the modules that ran are known.
-        parameters: As of ``make_tags``.
+    ``hierarchy`` is None if only the modules that ran are known; ``parameters`` are as of ``make_tags``.
     """
     with seam("matching the nodes of the ONNX graph with what the modules ran"):
         record, nodes = capture.finish(model)
     with seam("finding the owners of each node"):
-        made = make_tags(record, hierarchy or Hierarchy.from_classes(capture.classes), parameters)
+        made = make_tags(record, hierarchy or Hierarchy.from_classes(capture.calls.classes), parameters)
     for node, metadata in zip(nodes, made.nodes, strict=True):
         tags.tag_node(node.metadata_props, metadata)
     for key in tags.MODEL_KEYS:
@@ -52,14 +48,7 @@ def write_tags(
 
 
 class Rewriting:
-    """One tagged model that others may rewrite.
-
-    Args:
-        capture: What was captured of its export.
-        model: The model.
-        hierarchy: As of `write_tags`.
-        parameters: As of `write_tags`.
-    """
+    """One tagged model that others may rewrite; the arguments are those of `write_tags`."""
 
     _KEY = "htp.rewriting"  # in the model's ``meta``, so that it lives as long as the model
 
@@ -81,11 +70,7 @@ class Rewriting:
         self._capture.step("following a value of a model that is rewritten", self._capture.replaced_later, old, new)
 
     def settle(self) -> None:
-        """Tag the model once more, if it changed.
-
-        Raises:
-            CaptureError: The rewriting could not be followed, and the capture is strict.
-        """
+        """Tag the model once more, if it changed; a `CaptureError` if that fails and the capture is strict."""
         now = _state(self._model)
         if now == self._tagged:
             return
@@ -110,15 +95,12 @@ class Rewriting:
 
 def _state(model: ir.Model) -> list[Any]:
     """What tags depend on: nodes, values and their names. Values are compared by identity."""
-    graphs = [model.graph, *model.functions.values()]
     given = [(value, value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
-    nodes = (node for graph in graphs for node in every_node(graph))
-    return [given, *((node, node.inputs, [value.name for value in node.outputs]) for node in nodes)]
+    return [given, *((node, node.inputs, [value.name for value in node.outputs]) for node in nodes_of_model(model))]
 
 
 def _untag(model: ir.Model) -> None:
-    for graph in (model.graph, *model.functions.values()):
-        for node in every_node(graph):
-            tags.tag_node(node.metadata_props, {})
+    for node in nodes_of_model(model):
+        tags.tag_node(node.metadata_props, {})
     for key in tags.MODEL_KEYS:
         model.metadata_props.pop(key, None)

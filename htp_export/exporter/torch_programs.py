@@ -25,32 +25,18 @@ __all__ = ["LoweredGraph", "exported_graph", "lowered_graph"]
 
 @dataclass(frozen=True)
 class LoweredGraph:
-    """An FX graph of any kind, in torch's operators.
+    """An FX graph of any kind, in torch's operators."""
 
-    Attributes:
-        model: The graph, without tags. ``meta["node"]`` of each node is the FX node that it was made of.
-        inputs: For each tensor that it was given, its name; None for what is no tensor.
-        outputs: The same for what it returns.
-    """
-
+    # The graph, without tags. ``meta["node"]`` of each node is the FX node that it was made of.
     model: ir.Model
-    inputs: tuple[str | None, ...]
-    outputs: tuple[str | None, ...]
+    inputs: tuple[str | None, ...]  # for each tensor that it was given, its name; None for what is no tensor
+    outputs: tuple[str | None, ...]  # the same for what it returns
 
 
 def lowered_graph(
     module: torch.fx.GraphModule, inputs: tuple[Any, ...], named: Mapping[str, Any] | None = None
 ) -> LoweredGraph:
-    """Translate the functions that an FX graph calls into torch's operators.
-
-    Args:
-        module: The graph, without breaks.
-        inputs: What it is given.
-        named: What it is given by keyword.
-
-    Raises:
-        Exception: Whatever ``torch.export`` raises.
-    """
+    """Translate the functions that an FX graph without breaks calls into torch's operators."""
     with torch.no_grad():
         program = torch.export.export(module, inputs, dict(named or {}), strict=False).run_decompositions({})
     model, values = graph_of_program(program)
@@ -66,21 +52,10 @@ def lowered_graph(
 
 
 def exported_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ir.Model:
-    """Export a model with ``torch.export``, and tag the graph of the program as a file would be.
+    """Export a model with ``torch.export``, and tag the graph of its program (`graph_of_program`) as a file would be.
 
-    If torch's own tracer fails, Dynamo traces the model (``strict=True``): it knows NumPy, and ``print``.
-
-    Args:
-        model: The model; it is left as it was.
-        args: Its arguments.
-        kwargs: Its arguments by keyword.
-
-    Returns:
-        A graph of torch's operators, functional and not decomposed; see ``capture/program_graph.py``.
-
-    Raises:
-        Exception: Whatever ``torch.export`` raises.
-        CaptureError: htp_export failed to follow the export.
+    If torch's own tracer fails, Dynamo traces the model (``strict=True``): it knows NumPy, and ``print``. The graph is
+    functional and not decomposed.
     """
     try:
         return _attempt(model, args, kwargs, strict=False)
@@ -95,7 +70,7 @@ def exported_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
 
 def _attempt(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool) -> ir.Model:
     names = ModuleNames(model)
-    capture = DynamoCapture(names.path_now, names.aliases, names.by_id)
+    capture = DynamoCapture.of(names)
 
     def make(changes: Changes) -> None:
         running.wait_alone(changes)
@@ -110,7 +85,7 @@ def _attempt(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
         with torch.no_grad():
             program = torch.export.export(model, args, dict(kwargs), strict=strict)
             functional = prepare(lambda made: made.run_decompositions({}))(program)
-        capture.step("noting the calls in branches", capture.mark_bodies, functional)
+        capture.step("noting the calls in branches", capture.calls.mark_bodies, functional)
         graph, values = graph_of_program(functional)
         capture.step("noting the values of an FX graph", capture.translated_nodes, values)
         capture.step("reading the graph as it was translated", capture.translated, graph)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from htp_export.errors import CaptureError, described
-from htp_export.exporter.capture import patches, running, torch_internals, torchscript_internals
+from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.dynamo import DynamoCapture
-from htp_export.exporter.capture.guarded import seam
 from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes, refused_modules
-from htp_export.exporter.capture.program_bodies import ProgramBodies
-from htp_export.exporter.capture.programs import Captured, captured_with
+from htp_export.exporter.capture.programs import Captured, ProgramBodies, captured_with
+from htp_export.exporter.capture.root_call import RootCalls
+from htp_export.exporter.capture.running import seam
 from htp_export.exporter.capture.saving import save_whole
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from htp_export.exporter.owners.write import make_tags
@@ -27,34 +28,20 @@ from htp_export.process.shared_settings import turn_attention_fast_path_off
 
 
 class Dynamo:
-    """One export under ``dynamo=True``.
-
-    Args:
-        model: The model.
-        follow: Takes the tagged model, if changes that are made to it later are to be followed.
-        changes: What the export changed outside of itself.
-    """
+    """One export under ``dynamo=True``; ``follow`` takes the tagged model, if changes of it are to be followed."""
 
     patches = (patches.MODULE_CALLS, patches.REPLACEMENTS, patches.DYNAMO)
 
     def __init__(self, model: Any, follow: Callable[[Rewriting], None] | None, changes: Changes) -> None:
         self._changes, self._model, self._follow = changes, model, follow
         captured = captured_with(model) if isinstance(model, torch.export.ExportedProgram) else None
-        if captured is not None:
-            self.modules: ModuleNames | Captured = captured
-            self.capture = captured.capture.resumed()
-        else:
-            self.modules, self.capture = _new_capture(model, changes)
+        self.modules = captured or _names_of(model, changes)
+        self.capture = captured.capture.resumed() if captured else DynamoCapture.of(self.modules)  # type: ignore[arg-type]
 
     def run(self, export: Callable[[], Any]) -> Any:
+        """Make the ``ONNXProgram``, and tag it."""
         capture = self.capture
-        capture.changes = self._changes.inner()
-        try:
-            set_variable(capture.changes, running.dynamo_capture, capture)
-            with _named_failure(capture, self._model):
-                program = export()
-        finally:
-            capture.changes.take_back()
+        program = _captured(export, self._model, self._changes, (running.dynamo_capture, capture))
         hold_collection(self._changes, kept=True)
         hierarchy, parameters = self.modules.hierarchy, self.modules.parameters
         capture.step("tagging the nodes of the program", write_tags, capture, program.model, hierarchy, parameters)
@@ -75,20 +62,15 @@ class Program:
 
     def __init__(self, model: Any, changes: Changes) -> None:
         self._changes, self._model = changes, model
-        self.names, self.capture = _new_capture(model, changes)
+        self.names = _names_of(model, changes)
+        self.capture = DynamoCapture.of(self.names)
 
     def run(self, export: Callable[[], Any]) -> Any:
         """Make the program."""
         capture, bodies = self.capture, ProgramBodies()
-        capture.changes = self._changes.inner()
         capture.step("reading the names of the modules in bodies", bodies.begin, self._model)
-        try:
-            set_variable(capture.changes, running.dynamo_capture, capture)
-            set_variable(capture.changes, running.program_bodies, bodies)
-            with _named_failure(capture, self._model):
-                program = export()
-        finally:
-            capture.changes.take_back()
+        variables = (running.dynamo_capture, capture), (running.program_bodies, bodies)
+        program = _captured(export, self._model, self._changes, *variables)
         capture.fault = capture.fault or bodies.fault
         capture.step("keeping what was captured with the exported program", self._keep, program)
         capture.step("writing the modules of bodies into an exported program", bodies.write, program)
@@ -98,18 +80,8 @@ class Program:
     def _keep(self, program: Any) -> None:
         if torch_internals.has_module_stacks(self._model):
             return  # an exported graph calls no module: the stacks that its nodes have from the earlier export say more
-        self.capture.mark_bodies(program)
+        self.capture.calls.mark_bodies(program)
         Captured(self.capture.resumed(), self.names.hierarchy, self.names.parameters).keep_with(program)
-
-
-def _new_capture(model: Any, changes: Changes) -> tuple[ModuleNames, DynamoCapture]:
-    """The names of a model's modules, and a capture that knows them."""
-    reading = changes.inner()
-    hold_collection(reading, kept=True)
-    names = ModuleNames(model)
-    capture = DynamoCapture(names.path_now, names.aliases, names.by_id)
-    reading.take_back()
-    return names, capture
 
 
 class TorchScript:
@@ -123,10 +95,9 @@ class TorchScript:
         self.capture = self._new_capture()
 
     def _new_capture(self, refusal: str = "") -> TorchScriptCapture:
-        self.names = names = ModuleNames(self.model)
-        scopes, state = torchscript_internals.scope_names(names.paths), torchscript_internals.state_names(self.model)
-        paths = names.paths.values()
-        return TorchScriptCapture(names.path_now, paths, scopes, state, self.args, self.names_inputs, refusal)
+        self.names = ModuleNames(self.model)
+        root = RootCalls(self.args, names_inputs=self.names_inputs, refusal=refusal)
+        return TorchScriptCapture(self.names, self.model, root)
 
     def run(self, export: Callable[[], Any]) -> Any:
         """Export with the call that torch makes; once more, with the call as given, where torch refuses it."""
@@ -138,7 +109,7 @@ class TorchScript:
         except (Warning, CaptureError):  # a warning that the user made an error, or a fault of ours
             raise
         except Exception as error:
-            choice = self.capture.choice
+            choice = self.capture.root.choice
             if choice is None or choice.before is None:
                 raise
             refusal, before = error, choice.before
@@ -156,14 +127,11 @@ class TorchScript:
 
     def _attempt(self, export: Callable[[], Any]) -> Any:
         capture = self.capture
-        capture.tag, capture.changes = self._tagged, self._changes.inner()
+        capture.tag = self._tagged
         try:
-            set_variable(capture.changes, running.script_capture, capture)
-            with _named_failure(capture, self.model):
-                return export()
+            return _captured(export, self.model, self._changes, (running.script_capture, capture))
         finally:
-            capture.changes.take_back()
-            capture.tag = capture.whole = None  # they hold the weights, and each other
+            capture.tag = capture.kept = None  # they hold the weights, and each other
 
     def _tagged(self, file: SerializedModel) -> Iterable[bytes | memoryview]:
         with seam("matching the nodes of the ONNX graph with what the modules ran"):
@@ -180,6 +148,28 @@ class TorchScript:
         return file.chunks()
 
 
+def _names_of(model: Any, changes: Changes) -> ModuleNames:
+    """The names of a model's modules, read without garbage collections."""
+    reading = changes.inner()
+    hold_collection(reading, kept=True)
+    names = ModuleNames(model)
+    reading.take_back()
+    return names
+
+
+def _captured(export: Callable[[], Any], model: Any, changes: Changes, *captures: tuple[ContextVar[Any], Any]) -> Any:
+    """Run an export while captures watch it; the first one holds what is changed meanwhile, and names its failure."""
+    capture = captures[0][1]
+    capture.changes = changes.inner()
+    try:
+        for variable, watching in captures:
+            set_variable(capture.changes, variable, watching)
+        with _named_failure(capture, model):
+            return export()
+    finally:
+        capture.changes.take_back()
+
+
 @contextlib.contextmanager
 def _named_failure(capture: DynamoCapture | TorchScriptCapture, model: Any) -> Iterator[None]:
     """Add to an error which module was running, and what to do about modules that torch refuses."""
@@ -188,7 +178,7 @@ def _named_failure(capture: DynamoCapture | TorchScriptCapture, model: Any) -> I
     except CaptureError:
         raise
     except Exception as error:
-        called = capture.log.running if capture.fault is None else ()
+        called = capture.running if capture.fault is None else ()
         if called:
             error.add_note(f"htp_export: while module {called[-1] or '(the root)'!r} was running")
         for advice in refused_modules(model, dynamo=isinstance(capture, DynamoCapture)):

@@ -4,7 +4,7 @@ There is one rule. A tensor enters a module if a node of the module reads it and
 a node of the module makes it and a node outside reads it, or the graph returns it; but equal work of two blocks that
 was merged into one node feeds both blocks (`NodeCalls.others`). Files, captured operations, and the graphs that
 `carry` and the passes compare hand in what their nodes read and make, and which tensors count. What PyTorch passed in
-and out of *calls* is another question, which only an export can answer (`htp_export.exporter.owners.boundaries`).
+and out of *calls* is another question, which only an export can answer (`htp_export.exporter.owners.fates`).
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def test_no_function_writes_a_model_without_the_check() -> None:
     assert found == {
         "files/model_files.py",
         "files/external_writers.py",  # torch's file
-        "exporter/capture/late_saving.py",  # torch's file
+        "exporter/capture/saving.py",  # torch's file
         "capabilities/carry/adapting.py",
         "runtime/sessions.py",
         "capabilities/profile/openvino_session.py",

@@ -12,7 +12,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import CaptureError, UntaggedExportWarning
-from htp_export.exporter.capture.program_bodies import ProgramBodies
+from htp_export.exporter.capture.programs import ProgramBodies
 from tests.exporting import converts_loops, exported, metadata
 from tests.nets import NETS, spread, x
 from tests.truth import nodes_of, owners_of, tree_of
@@ -139,10 +139,11 @@ def nodes_with_owners(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...],
     [
         "Branches",
         pytest.param("Loops", marks=converts_loops),
-        "cond_over_self",
-        "modules_in_branches",
-        "branches_inside_branches",
         "outside_and_in_a_branch",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("cond_over_self", "modules_in_branches", "branches_inside_branches")
+        ),
     ],
 )
 def test_the_bodies_of_a_program_exported_while_tags_are_wanted_have_the_modules_of_the_model(

@@ -132,6 +132,7 @@ def test_what_a_call_leaves_in_the_cache_is_given_to_the_next_call_only(exporter
 
 
 # What torch.export and transformers do there warns their own developers.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_process_in_which_torch_does_not_know_caches_verifies(tmp_path: Path) -> None:
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")

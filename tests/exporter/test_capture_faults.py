@@ -18,9 +18,11 @@ from torch import nn
 import htp_export
 from htp_export.errors import CaptureError, TorchChangedError, UntaggedExportWarning
 from htp_export.exporter import exporting, rewriting, watched
-from htp_export.exporter.capture import dynamo_patches, patches, torchscript
+from htp_export.exporter.capture import dynamo_patches, patches, torchscript, torchscript_file, torchscript_patches
 from htp_export.exporter.capture.decomposition import Decomposition
 from htp_export.exporter.capture.dynamo import DynamoCapture
+from htp_export.exporter.capture.fx_calls import FxCalls
+from htp_export.exporter.capture.jit_calls import Trace
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.patching import Patch
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
@@ -62,8 +64,8 @@ INPUTS = (torch.linspace(-1, 1, 16).reshape(2, 8), torch.linspace(1, 2, 8))
 # Where the fault is, and what the error says was being done.
 DYNAMO = [
     (ModuleNames, "__init__", "reading the names"),
-    (DynamoCapture, "enter", "a module is called"),
-    (DynamoCapture, "leave", "a module returns"),
+    (FxCalls, "enter", "a module is called"),
+    (FxCalls, "leave", "a module returns"),
     (DynamoCapture, "exported", "reading the exported program"),
     (dynamo_patches, "watch_bodies", "bodies of the exported program"),
     (dynamo_patches, "fx_tracing", "the FX trace"),
@@ -79,18 +81,17 @@ DYNAMO = [
 ]
 TORCHSCRIPT = [
     (ModuleNames, "__init__", "reading the names"),
-    (TorchScriptCapture, "enter", "a module is called"),
-    (TorchScriptCapture, "leave", "a module returns"),
+    (Trace, "enter", "a module is called"),
+    (Trace, "leave", "a module returns"),
     (TorchScriptCapture, "traced", "reading the traced graph"),
     (TorchScriptCapture, "before_translation", "before its translation"),
     (TorchScriptCapture, "translated_node", "the translation of an operator"),
     (TorchScriptCapture, "translated", "ONNX graph as it was translated"),
     (TorchScriptCapture, "renumbered", "matching values of a graph with those of its copy"),
     (TorchScriptCapture, "named", "the finished ONNX graph"),
-    (patches, "stand_ins", "weights to leave out"),
-    (patches, "stored", "keeping the weights"),
-    (torchscript, "SerializedModel", "custom domains"),
-    (TorchScriptCapture, "has_only_standard_nodes", "custom domains"),
+    (torchscript_patches, "stand_ins", "weights to leave out"),
+    (torchscript_file, "stored", "keeping the weights"),
+    (torchscript, "SerializedModel", "tagging the nodes of the file"),
     (TorchScriptCapture, "tagged", "tagging the nodes of the file"),
     (TorchScriptCapture, "finish", "matching the nodes of the ONNX graph"),
     (watched, "make_tags", "finding the owners"),

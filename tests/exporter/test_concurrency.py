@@ -118,7 +118,7 @@ def test_torchscript_exports_of_four_threads_all_succeed() -> None:
 
 
 def test_a_thread_that_exports_nothing_is_left_alone() -> None:
-    """It calls torch's own code, while an export with tags runs in another thread."""
+    """It runs modules, while an export with tags runs in another thread."""
     inside, over = threading.Event(), threading.Event()
     found = []
 
@@ -126,27 +126,20 @@ def test_a_thread_that_exports_nothing_is_left_alone() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             inside.set()
             over.wait(60)
-            found.append(type(node.inputs()))
+            found.append(running.script_capture.get() is not None)
             return x * 2
-
-    @torch.jit.script
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x + x
-
-    node = next(iter(function.graph.nodes()))
-    own = type(node.inputs())
 
     def look() -> None:
         inside.wait(60)
-        found.append(type(node.inputs()))
         found.append(running.script_capture.get())
+        found.append(nn.Tanh()._slow_forward(torch.zeros(1)).item())
         over.set()
 
     def export() -> None:
         htp_export.export(Waits().eval(), (torch.ones(1, 4),), io.BytesIO(), dynamo=False, verbose=False)
 
     assert in_threads(export, look) == []
-    assert [each if each is None else each.__name__ for each in found] == [own.__name__, None, "list_iterator"]
+    assert found == [None, 0.0, True]
 
 
 def keys(program: Any) -> set[str]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.onnx import export as imported_before
 
 import htp_export
-from htp_export.exporter.capture import late_saving, patches
+from htp_export.exporter.capture import patches, saving
 from tests.exporter.test_exactness import bert
 from tests.exporting import SharedFiles, exported_net, metadata
 from tests.nets import EXPORTERS, NETS, x
@@ -270,7 +270,7 @@ class Untraceable(nn.Module):
         return result
 
 
-@pytest.mark.skipif(not late_saving.is_late(), reason="torch has had no fallback since 2.11")
+@pytest.mark.skipif(not saving.is_late(), reason="torch has had no fallback since 2.11")
 @pytest.mark.filterwarnings("ignore")
 def test_where_torch_falls_back_to_torchscript_the_file_is_tagged(tmp_path: Path) -> None:
     for model, expected in ((Untraceable(), ["fc", ""]), (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ["0", "1"])):

@@ -23,8 +23,7 @@ from htp_export.capabilities.verify import pytorch_run
 from htp_export.exporter import exporting as exporter
 from htp_export.exporter import watched
 from htp_export.exporter.capture import (
-    body_internals,
-    dynamo_patches,
+    bodies,
     modules,
     patches,
     patching,
@@ -40,11 +39,10 @@ WHOLE = (restoring, garbage, running, patching, exporter, watched)
 SINGLE = {
     modules: {"keep_training_modes", "put_back"},
     patches: {"translations_read_once", "make"},
-    body_internals: {"watch_bodies"},
+    bodies: {"watch_bodies"},
     torch_internals: {"turn_compilation_off", "keep_autocast_cache", "run_after_hooks", "last"},
     shared_settings: {"hold", "_enter", "_leave", "turn_attention_fast_path_off"},
-    torchscript: {"trace", "returns"},
-    dynamo_patches: {"_watch_bodies"},
+    torchscript: {"run_trace", "returns"},
     pytorch_run: {"evaluating"},
 }
 FUNCTIONS = {module.__file__: None for module in WHOLE} | {module.__file__: names for module, names in SINGLE.items()}
@@ -237,11 +235,10 @@ def test_an_interrupt_while_bodies_are_watched_gives_them_their_own_code_back() 
     program = torch.export.export(NoGrad(), (torch.ones(2),)).module()
 
     def watch() -> None:
-        with restoring.restored(lambda changes: body_internals.watch_bodies(changes, program, lambda *_: None)):
+        with restoring.restored(lambda changes: bodies.watch_bodies(changes, program, lambda *_: None)):
             pass
 
-    bodies = list(body_internals.bodies_run_in_place(program))
-    assert bodies
+    assert list(bodies.bodies_run_in_place(program))
     count, changed = interrupted_everywhere(watch, program)
     assert (count > 5, changed) == (True, [])
 

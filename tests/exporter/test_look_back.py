@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from htp_export.exporter.capture.calls import CallLog
-from htp_export.exporter.capture.record import Operation, Record
+from htp_export.exporter.capture.calls import CallLog, Operation, Record
 from htp_export.exporter.owners import assign
 from htp_export.exporter.owners.flow import Flow
 

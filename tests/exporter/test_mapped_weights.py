@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import htp_export
-from htp_export.exporter.capture.mapped_weights import written_in_parts
+from htp_export.exporter.capture.saving import written_in_parts
 from htp_export.process.mapped_memory import MappedFiles, release_pages
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -52,7 +52,7 @@ FEW = (
         "mask_made_in_every_layer",
         "dead_branch_and_unused_module",
     ),
-    *("no_grad_inside", "modules_in_branches", "branches_inside_branches", "graph_module_as_the_model", ENCODER),
+    *("no_grad_inside", "modules_in_branches", "graph_module_as_the_model", ENCODER),
 )
 OTHERS = sorted(name for name, net in NETS.items() if "dynamo" not in net.skip and name not in FEW)
 

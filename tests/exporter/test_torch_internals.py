@@ -15,20 +15,20 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import TorchChangedError
+from htp_export.exporter import broken_graphs
 from htp_export.exporter.capture import (
-    body_internals,
-    dynamo_internals,
+    bodies,
     dynamo_patches,
     patches,
     torch_internals,
     torchscript_internals,
+    torchscript_patches,
 )
 from htp_export.exporter.capture.patches import DYNAMO, TORCHSCRIPT
 from htp_export.exporter.capture.patching import Patch, Patches
-from htp_export.exporter.capture.running import script_capture
 from htp_export.files.protobuf_bytes import SerializedModel, Weight
 from htp_export.process import shared_settings
-from htp_export.process.restoring import restored, set_variable
+from htp_export.process.restoring import restored
 from tests import traceless
 from tests.nets import NETS
 
@@ -79,11 +79,11 @@ def test_patched_functions_take_what_their_wrappers_pass(module: str, name: str,
 )
 def test_watched_passes_are_there(name: str) -> None:
     assert callable(getattr(torch._C, name))
-    assert hasattr(patches.ScriptPasses, name)
+    assert hasattr(torchscript_patches.ScriptPasses, name)
 
 
 def test_other_passes_are_torchs_own() -> None:
-    passes = patches.ScriptPasses(torch._C)
+    passes = torchscript_patches.ScriptPasses(torch._C)
     assert passes._jit_pass_dce is torch._C._jit_pass_dce
 
 
@@ -186,28 +186,6 @@ def test_weights_can_be_had_apart_from_the_rest_of_the_file() -> None:
     assert b"".join(SerializedModel(data, weights=weights).chunks()) == whole
 
 
-def test_lists_of_a_node_are_the_same_while_they_are_patched() -> None:
-    @torch.jit.script
-    def function(x: torch.Tensor, flag: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        if flag:
-            x = x + 1
-        first, second = torch.split(x, 2)
-        return first, second
-
-    def lists() -> list[list[Any]]:
-        nodes = list(function.graph.nodes())
-        values = [[value.unique() for value in (*node.inputs(), *node.outputs())] for node in nodes]
-        return [*values, *([inner.kind() for block in node.blocks() for inner in block.nodes()] for node in nodes)]
-
-    before = lists()
-    with TORCHSCRIPT.held():
-        assert lists() == before  # in a thread that exports nothing
-        with restored(lambda changes: set_variable(changes, script_capture, object())):
-            assert lists() == before
-    assert lists() == before
-    assert sum(map(len, before)) > 15
-
-
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -230,7 +208,7 @@ def test_where_one_place_is_gone_none_is_patched() -> None:
         Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self)),
         Patch("torch.onnx", "ONNXProgram.gone", lambda original: original),
     )
-    with pytest.raises(TorchChangedError, match=r"ONNXProgram\.gone"), patches.held():
+    with pytest.raises(TorchChangedError, match=r"ONNXProgram\.gone"), restored(patches.hold):
         pass
     assert torch.onnx.ONNXProgram.optimize is original
 
@@ -245,12 +223,12 @@ def test_where_one_place_cannot_be_wrapped_none_is_patched() -> None:
     group = Patches(good, Patch("torch.onnx", "ONNXProgram.save", refuses))
     with (
         pytest.raises(TorchChangedError, match=r"torch\.onnx\.ONNXProgram\.save is not what it was") as caught,
-        group.held(),
+        restored(group.hold),
     ):
         pass
     assert str(caught.value.__cause__) == "another signature"
     assert torch.onnx.ONNXProgram.optimize is original
-    with Patches(good).held():  # nothing is left that a later user would take for the original
+    with restored(Patches(good).hold):  # nothing is left that a later user would take for the original
         assert torch.onnx.ONNXProgram.optimize is not original
     assert torch.onnx.ONNXProgram.optimize is original
 
@@ -262,7 +240,7 @@ def test_where_one_place_cannot_be_replaced_none_is_patched() -> None:
         Patch("builtins", "dict.get", lambda original: lambda self: None),
     )
     for _ in range(2):
-        with pytest.raises(TorchChangedError, match=r"builtins\.dict\.get cannot be replaced"), group.held():
+        with pytest.raises(TorchChangedError, match=r"builtins\.dict\.get cannot be replaced"), restored(group.hold):
             pass
         assert torch.onnx.ONNXProgram.optimize is original
 
@@ -284,10 +262,10 @@ def test_an_export_says_which_part_of_torch_is_gone(
 def test_patches_go_in_with_the_first_user_and_out_with_the_last() -> None:
     original = nn.ReLU.extra_repr
     patches = Patches(Patch("torch.nn", "ReLU.extra_repr", lambda original: lambda self: "patched"))
-    with patches.held():
+    with restored(patches.hold):
         wrapped = nn.ReLU.extra_repr
         assert nn.ReLU().extra_repr() == "patched"
-        with patches.held():
+        with restored(patches.hold):
             assert nn.ReLU.extra_repr is wrapped
         assert nn.ReLU.extra_repr is wrapped
     assert nn.ReLU.extra_repr is original
@@ -350,17 +328,17 @@ def test_branches_of_an_exported_graph_are_found_and_are_a_choice() -> None:
             return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))  # type: ignore[no-any-return]
 
     program = torch.export.export(Chooses(), (torch.ones(2),), strict=False)
-    [(node, bodies)] = body_internals.bodies_of(program.graph_module).items()
-    assert body_internals.is_choice(node.target)
-    assert body_internals.bodies_given(node.target, (0, *bodies, torch.ones(2))) == bodies
-    assert body_internals.bodies_given(torch.sin, bodies) == []
-    assert body_internals.gives_what_a_body_gives(node.target)
-    assert [[inner.op for inner in body.graph.nodes].count("call_function") for body in bodies] == [1, 1]
-    inner = [each.name for each in body_internals.nodes_in_bodies(program.graph_module)[node]]
+    [(node, branches)] = bodies.bodies_of(program.graph_module).items()
+    assert torch_internals.is_choice(node.target)
+    assert bodies.bodies_given(node.target, (0, *branches, torch.ones(2))) == branches
+    assert bodies.bodies_given(torch.sin, branches) == []
+    assert torch_internals.gives_what_a_body_gives(node.target)
+    assert [[inner.op for inner in body.graph.nodes].count("call_function") for body in branches] == [1, 1]
+    inner = [each.name for each in bodies.nodes_in_bodies(program.graph_module)[node]]
     assert [each for each in inner if each in ("sin", "cos")] == ["sin", "cos"]
-    assert body_internals.bodies_of(bodies[0]) == body_internals.bodies_of(nn.ReLU()) == {}
-    trace = next(inner for inner in bodies[0].graph.nodes if inner.op == "call_function").meta["stack_trace"]
-    assert [name for _, name in body_internals.generated_lines(trace)] == ["sin", "cond"]
+    assert bodies.bodies_of(branches[0]) == bodies.bodies_of(nn.ReLU()) == {}
+    trace = next(inner for inner in branches[0].graph.nodes if inner.op == "call_function").meta["stack_trace"]
+    assert [name for _, name in bodies.generated_lines(trace)] == ["sin", "cond"]
 
 
 def test_without_compilation_branches_and_loops_call_what_they_are_given() -> None:
@@ -394,10 +372,10 @@ def test_the_tracer_that_runs_is_found() -> None:
 
 def test_the_code_of_a_graph_module_is_in_a_file_of_its_own() -> None:
     one, other = (torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())) for _ in range(2))
-    files = [body_internals.file_of_code(module) for module in (one, other)]
+    files = [bodies.file_of_code(module) for module in (one, other)]
     assert all(str(file).startswith("<eval_with_key>") for file in files)
     assert files[0] != files[1]
-    assert body_internals.file_of_code(nn.ReLU()) is None
+    assert bodies.file_of_code(nn.ReLU()) is None
 
 
 def test_a_view_of_a_changed_tensor_is_made_again_and_changes_of_views_are_written_back() -> None:
@@ -483,16 +461,11 @@ def test_the_fast_path_of_attention_is_off_inside_and_as_it_was_after(enabled: b
         torch.backends.mha.set_fastpath_enabled(True)
 
 
-def test_every_group_of_patches_is_checked() -> None:
-    groups = {id(value) for value in vars(patches).values() if isinstance(value, Patches)}
-    assert groups == {id(group) for group in patches.EVERY}
-
-
 @pytest.mark.parametrize("patch", EVERY, ids=lambda patch: f"{patch.module}.{patch.name}")
 def test_a_place_is_patched_while_its_group_is_held_and_never_else(patch: Patch) -> None:
     [group] = [group for group in patches.EVERY if patch in group.patches]
     assert not is_ours(patch.find()[2])
-    with group.held():
+    with restored(group.hold):
         assert is_ours(patch.find()[2])
     assert not is_ours(patch.find()[2])
 
@@ -603,17 +576,17 @@ def test_dynamos_graphs_say_where_they_end_and_in_which_modules_their_nodes_are(
         graphs.append(graph)
         return graph.forward
 
-    with restored(dynamo_internals.leave_dynamo_as_it_was), dynamo_internals.settings_for_breaks():
-        dynamo_internals.dynamo_frames(model, backend, lambda *found: lost.append(found))(torch.ones(2, 4))
+    with restored(broken_graphs.leave_dynamo_as_it_was), broken_graphs.settings_for_breaks():
+        broken_graphs.dynamo_frames(model, backend, lambda *found: lost.append(found))(torch.ones(2, 4))
     assert lost == []
     assert not torch._dynamo.config.capture_scalar_outputs
-    found = dynamo_internals.break_of(graphs[1])
+    found = broken_graphs.break_of(graphs[1])
     assert found is not None
     assert found.frames[-1] == (traceless.__file__, traceless.line_of(traceless.Choosing, "x.sum().item()"))
     assert found.reason
-    assert dynamo_internals.break_of(graphs[-1]) is None
+    assert broken_graphs.break_of(graphs[-1]) is None
     linear = next(node for node in graphs[0].graph.nodes if node.op == "call_function" and "linear" in node.name)
-    assert dynamo_internals.modules_in_scopes(linear)[-2:] == [id(model.first), id(model.first.fc)]
-    assert dynamo_internals.is_forward_of_layer(torch.nn.Linear.forward.__code__)
-    assert not dynamo_internals.is_forward_of_layer(traceless.Block.forward.__code__)
-    assert not dynamo_internals.is_forward_of_layer(torch.nn.Linear.__init__.__code__)
+    assert [scope.module for scope in torch_internals.scopes_of(linear)][-2:] == [id(model.first), id(model.first.fc)]
+    assert torch_internals.is_forward_of_layer(torch.nn.Linear.forward.__code__)
+    assert not torch_internals.is_forward_of_layer(traceless.Block.forward.__code__)
+    assert not torch_internals.is_forward_of_layer(torch.nn.Linear.__init__.__code__)

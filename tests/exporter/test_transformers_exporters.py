@@ -40,7 +40,7 @@ def bert() -> Any:
     return spread(BertModel(BertConfig(**SIZE, max_position_embeddings=16))).eval()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def exporter() -> Any:
     try:
         return exporters.OnnxExporter()
@@ -58,28 +58,21 @@ def saved(exported: Any, folder: Path) -> dict[str, onnx.ModelProto]:
     return {path.stem: onnx.load(str(path)) for path in folder.glob("*.onnx")}
 
 
-def test_every_node_of_an_encoder_is_tagged(exporter: Any, tmp_path: Path) -> None:
-    with htp_export.tagging():
-        exported = exporter.export(bert(), ids(), exporters.OnnxConfig(dynamic=True))
-    [file] = saved(exported, tmp_path).values()
-    assert untagged(file) == []
-    found = owners(file)
-    for layer in range(2):
-        for linear in ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense"):
-            assert found[f"encoder.layer.{layer}.{linear}"] > 0
-        assert found[f"encoder.layer.{layer}.output.LayerNorm"] > 0
-    assert set(found) <= set(tree_of(file))
-
-
-def test_the_file_of_an_encoder_has_signatures_parameters_and_fates_of_its_own(exporter: Any, tmp_path: Path) -> None:
+def test_the_file_of_an_encoder_has_tags_signatures_parameters_and_fates_of_its_own(
+    exporter: Any, tmp_path: Path
+) -> None:
     model = bert()
     with htp_export.tagging():
         exported = exporter.export(model, ids(), exporters.OnnxConfig(dynamic=True))
     [file] = saved(exported, tmp_path).values()
-    tree, said = (
-        tree_of(file),
-        {entry.key: json.loads(entry.value) for entry in file.metadata_props if "{" in entry.value},
-    )
+    assert untagged(file) == []
+    found, tree = owners(file), tree_of(file)
+    for layer in range(2):
+        for linear in ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense"):
+            assert found[f"encoder.layer.{layer}.{linear}"] > 0
+        assert found[f"encoder.layer.{layer}.output.LayerNorm"] > 0
+    assert set(found) <= set(tree)
+    said = {entry.key: json.loads(entry.value) for entry in file.metadata_props if "{" in entry.value}
     assert list(tree) == [path for path, _ in model.named_modules()]
     assert tree["embeddings.dropout"]["fate"] == "identity"
     assert said["htp.parameters"]["encoder.layer.0.intermediate.dense"]["weight"] == [24, 16]

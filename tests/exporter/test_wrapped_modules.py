@@ -210,8 +210,15 @@ def halved(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["low_rank", "parametrization"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("low_rank", torch.float16),
+        pytest.param("low_rank", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("parametrization", torch.float16, marks=pytest.mark.slow),
+        pytest.param("parametrization", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_weights_of_half_precision_have_the_tags_of_full_precision(
     name: str, dtype: torch.dtype, exporter: str, tmp_path: Path
 ) -> None:

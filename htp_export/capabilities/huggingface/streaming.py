@@ -1,7 +1,7 @@
 """Models whose weights stay in files: mapped from a checkpoint or, if they were converted, from a temporary file.
 
 A mapped weight takes no memory before its values are used. The exporter uses them when it writes the file, and releases
-each part after it was written (`exporter.capture.mapped_weights`).
+each part after it was written (`exporter.capture.saving`).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from htp_export.capabilities.inspect.runs import (
 )
 from htp_export.capabilities.inspect.stops import is_of_model, reason_of
 from htp_export.exporter.broken_graphs import BrokenRun, GraphBreak, GraphRun, run_with_breaks
-from htp_export.exporter.capture.dynamo_internals import modules_in_scopes
 from htp_export.exporter.capture.modules import ModuleNames
+from htp_export.exporter.capture.torch_internals import scopes_of
 from htp_export.exporter.torch_programs import LoweredGraph, lowered_graph
 from htp_export.format import tags
 from htp_export.format.parameters import parameters_of
@@ -125,8 +125,8 @@ class _Graphs:
 
     def _tag(self, node: ir.Node, run: GraphRun) -> None:
         """Write the module of a node: that of its scopes, or the one whose ``forward`` the graph is of."""
-        scopes = modules_in_scopes(node.meta["node"]) if "node" in node.meta else []
-        paths = [self._names.by_id[each] for each in scopes if each in self._names.by_id]
+        scopes = scopes_of(node.meta["node"]) if "node" in node.meta else []
+        paths = [self._names.by_id[scope.module] for scope in scopes if scope.module in self._names.by_id]
         path = paths[-1] if paths else run.traced_in
         if run.path != run.traced_in and tags.is_under(path, run.traced_in):  # an equal module runs the same graph
             path = tags.below(run.path, path[len(run.traced_in) :].removeprefix("."))

@@ -1,48 +1,44 @@
-"""The module calls of one export, as a tree, in the order in which they start."""
+"""What a capture hands on: the calls of modules, operations as PyTorch ran them, and what became of their tensors.
+
+Both exporters fill the same record. Operations are those of the exporter's own first graph (ONNX nodes before any
+optimisation under dynamo, traced ATen operations under TorchScript), where each belongs to exactly one call.
+Tensors are named by any hashable key; `Record.final` says under which key the exported graph still has each.
+"""
 
 from __future__ import annotations
 
 import collections
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from htp_export.format import tags
 from htp_export.format.leaves import containers_in, named_tensors_in, tensors_in
+from htp_export.format.reasons import Reason
 
 NO_CALL = -1
+Key = Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One run of a module's ``forward``.
+    """One run of a module's ``forward``."""
 
-    Attributes:
-        path: The module's path.
-        nth: The number of this run of the module, from 0.
-        parent: Index of the calling call; ``NO_CALL`` for the outermost.
-    """
-
-    path: str
-    nth: int
-    parent: int
+    path: str  # the module's path
+    nth: int  # the number of this run of the module, from 0
+    parent: int  # index of the calling call; ``NO_CALL`` for the outermost
 
 
 @dataclass(frozen=True, slots=True)
 class CallTensors:
-    """The tensors that enter and leave one call.
+    """The tensors that enter and leave one call."""
 
-    Attributes:
-        inputs: Name of the argument of ``forward``, ``mask`` or ``states.1``, and key of each tensor.
-        outputs: The keys of the tensors that ``forward`` returned, in order.
-        containers: As of `Given`.
-    """
-
+    # Name of the argument of ``forward``, ``mask`` or ``states.1``, and key of each tensor
     inputs: tuple[tuple[str, Any], ...]
-    outputs: tuple[Any, ...]
-    containers: tuple[str, ...] = ()
+    outputs: tuple[Any, ...]  # the keys of the tensors that ``forward`` returned, in order
+    containers: tuple[str, ...] = ()  # as of `Given`
 
     def is_part(self, argument: str) -> bool:
         """Return whether an argument is a part of a container."""
@@ -51,43 +47,30 @@ class CallTensors:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The arguments of one call at its beginning: a module may change the cache that it is given.
+    """The arguments of one call at its beginning: a module may change the cache that it is given."""
 
-    Attributes:
-        tensors: Name of the argument of ``forward``, ``mask`` or ``states.1``, and each tensor.
-        containers: The names of arguments that are caches, or other containers of tensors that only torch knows.
-    """
-
+    # Name of the argument of ``forward``, ``mask`` or ``states.1``, and each tensor
     tensors: tuple[tuple[str, Any], ...]
+    # The names of arguments that are caches, or other containers of tensors that only torch knows
     containers: tuple[str, ...]
 
     @classmethod
     def of(cls, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
-        """Read the arguments of a call.
-
-        Args:
-            forward: The ``forward`` of the module.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-        """
+        """Read the arguments of a call of ``forward``."""
         arguments = arguments_by_name(forward, args, kwargs)
         return cls(tuple(named_tensors_in(arguments)), tuple(containers_in(arguments)))
 
 
 @dataclass
 class CallLog:
-    """The list of calls so far, and the stack of running calls.
+    """The list of calls so far, and the stack of running calls."""
 
-    Attributes:
-        calls: Every call, in the order in which they start; an index into it identifies a call.
-        stack: Indices of the running calls, outermost first.
-        returned_inputs: Module path → whether every call so far returned only input tensors.
-        call_tensors: Call → the tensors that enter and leave it, if they were captured.
-    """
-
+    # Every call, in the order in which they start; an index into it identifies a call
     calls: list[Call] = field(default_factory=list)
-    stack: list[int] = field(default_factory=list)
+    stack: list[int] = field(default_factory=list)  # indices of the running calls, outermost first
+    # Module path → whether every call so far returned only input tensors
     returned_inputs: dict[str, bool] = field(default_factory=dict)
+    # Call → the tensors that enter and leave it, if they were captured
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
     _inputs: dict[int, tuple[set[int], CallTensors]] = field(default_factory=dict)
     _counts: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -121,23 +104,13 @@ class CallLog:
         return next((self._first[up] for up in above if up in self._first), NO_CALL)
 
     def record_inputs(self, given: Given, key: Callable[[Any], Any]) -> None:
-        """Record the inputs of the innermost running call.
-
-        Args:
-            given: The arguments of ``forward``.
-            key: Tensor → its key in the graph that is being captured.
-        """
+        """Record the inputs of the innermost running call; ``key`` gives a tensor's key in the captured graph."""
         names, tensors = [name for name, _ in given.tensors], [tensor for _, tensor in given.tensors]
         entering = CallTensors(tuple(zip(names, keys_of(tensors, key), strict=True)), (), given.containers)
         self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
 
     def exit(self, returned: Any, key: Callable[[Any], Any]) -> None:
-        """Record the outputs and the end of the innermost running call.
-
-        Args:
-            returned: What ``forward`` returned.
-            key: As in ``record_inputs``.
-        """
+        """Record the outputs and the end of the innermost running call; ``key`` is as of `record_inputs`."""
         index, results = self.stack.pop(), list(tensors_in(returned))
         path, (input_ids, entered) = self.calls[index].path, self._inputs.pop(index)
         if self.returned_inputs.get(path, True):
@@ -221,3 +194,49 @@ def _positional_names(function: Any, bound: bool) -> tuple[tuple[str, ...], str]
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "args")
     return tuple(p.name for p in parameters if p.kind in by_position), rest
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operation as PyTorch ran it."""
+
+    call: int  # index of the call that ran it, ``NO_CALL`` where nothing says
+    inputs: tuple[Key, ...]  # keys of the tensors it reads
+    outputs: tuple[Key, ...]  # keys of the tensors it makes
+    shape_only: bool = False  # whether its result depends on shapes alone (``Shape``, ``aten::size``)
+    # Whether it computes a size of sizes, which torch does once for all calls that compute the same
+    symbolic: bool = False
+
+
+@dataclass(slots=True)
+class Node:
+    """One node of the exported graph, or of a body inside it."""
+
+    inputs: tuple[Key, ...]  # keys of the tensors it reads, those that its bodies return included
+    outputs: tuple[Key, ...]  # keys of the tensors it makes
+    hint: int = NO_CALL  # index of the call that other evidence names, or ``NO_CALL``
+    evidence: Reason = Reason.SCOPE  # which evidence that is: ``scope``, ``parameters`` or ``flow``
+    shape_only: bool = False  # as in `Operation`
+
+
+@dataclass
+class Record:
+    """Everything that one export told about its modules."""
+
+    log: CallLog  # the calls
+    operations: list[Operation] = field(default_factory=list)  # what PyTorch ran, in order
+    # Calls that did something which the captured graph does not have, because nothing needed it
+    dead: set[int] = field(default_factory=set)
+    # Call → other calls to which work of it was given, because the tensor that it made is not in the captured graph: a
+    # view of a tensor that was changed afterwards
+    moved: dict[int, set[int]] = field(default_factory=dict)
+    # Call → the tensors that enter and leave it; a key is None if the tensor was not captured
+    call_tensors: dict[int, CallTensors] = field(default_factory=dict)
+    inputs: set[Key] = field(default_factory=set)  # keys of the captured graph's inputs whose values the user gives
+    outputs: list[Key] = field(default_factory=list)  # keys of the tensors that the captured graph returns
+    # For a captured tensor, its key in the exported graph; absent where no tensor of it is left
+    final: dict[Key, Key] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)  # the exported graph's nodes, in order, bodies included
+    # Keys of the exported graph's inputs whose values the user gives
+    graph_inputs: set[Key] = field(default_factory=set)
+    graph_outputs: set[Key] = field(default_factory=set)  # keys of the tensors that the exported graph returns

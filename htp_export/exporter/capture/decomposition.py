@@ -7,85 +7,24 @@ copies graphs and names nodes anew; what stands in a node's ``meta`` is copied w
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from htp_export.exporter.capture.calls import NO_CALL
+from htp_export.exporter.capture.fx_calls import FxCalls, Places, Result
 from htp_export.exporter.capture.replays import Replays
 from htp_export.exporter.capture.torch_internals import ExecutedNode, outputs_of
 
-_captures = itertools.count()
-
-
-class Marks:
-    """Keys in the ``meta`` of FX nodes. Each capture has its own, so that none reads what another one wrote.
-
-    Attributes:
-        call: For the call that a node is of, where its scopes do not say that.
-        places: Numbers for the results of the nodes of the exported graph.
-    """
-
-    def __init__(self) -> None:
-        number = next(_captures)
-        self.call = f"htp.call.{number}"
-        self.places = Places(f"htp.traced.{number}")
-
-
-class Places:
-    """Numbers for the results of the nodes of one FX graph; copies of a node have the same.
-
-    Args:
-        key: Where the number stands in a node's ``meta``.
-    """
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-        self._numbers = itertools.count()
-
-    def mark(self, node: Any) -> int:
-        """The number of a node; a new one where it has none."""
-        if self._key not in node.meta:
-            node.meta[self._key] = next(self._numbers)
-        return int(node.meta[self._key])
-
-    def read(self, node: Any) -> int | None:
-        """The number of a node or of the one that it is a copy of, if that has one."""
-        index: int | None = node.meta.get(self._key)
-        return index
-
-
-class Result(NamedTuple):
-    """A tensor that a node of the exported graph gave, in one of its states.
-
-    Attributes:
-        place: The node's number.
-        changes: How often the tensor had been changed in place by then.
-    """
-
-    place: int
-    changes: int
-
 
 class Decomposition:
-    """The decomposition of one exported program, as it happens.
+    """The decomposition of one exported program, as it happens."""
 
-    Args:
-        marks: Those of the capture.
-        call_of: A node of an FX graph → its call.
-        common: Two calls → the innermost call around both.
-
-    Attributes:
-        runs: Whether torch is at it.
-        moved: Call → other calls to which its work was given, because nothing is left of what it did itself.
-    """
-
-    def __init__(self, marks: Marks, call_of: Callable[[Any], int], common: Callable[[int, int], int]) -> None:
-        self.runs = False
-        self._places, self._decomposed = marks.places, Places("htp.decomposed")
-        self._call_key, self._call_of = marks.call, call_of
-        self._replays = Replays(self._decomposed.mark, call_of, common, self._assign)
+    def __init__(self, calls: FxCalls) -> None:
+        self.runs = False  # whether torch is at it
+        # Call → other calls to which its work was given, because nothing is left of what it did itself
         self.moved: dict[int, set[int]] = {}
+        self._calls, self._decomposed = calls, Places("htp.decomposed")
+        self._replays = Replays(calls, self._decomposed)
         self._outputs: list[Any] = []
         self._results: dict[int, dict[int, list[int]]] = {}  # place → changes → places in graphs that were traced
         self._returned: list[Result | None] = []
@@ -93,11 +32,11 @@ class Decomposition:
 
     def record(self, executed: ExecutedNode) -> None:
         """Record an executed node."""
-        call = self._call_of(executed.node) if executed.made else NO_CALL
+        call = self._calls.of_node(executed.node) if executed.made else NO_CALL
         for each in executed.made:  # a body's nodes come before the node that runs the body
             self._decomposed.mark(each)
             if call != NO_CALL:
-                each.meta.setdefault(self._call_key, call)
+                each.meta.setdefault(self._calls.call_key, call)
         changed = self._replays.record(executed)
         if executed.node.op == "output":  # of a body, or of the whole, which comes last
             changes = {state.node: state.changes for state in executed.read}
@@ -115,7 +54,7 @@ class Decomposition:
         self._results.setdefault(result.place, {}).setdefault(result.changes, []).append(self._decomposed.mark(maker))
 
     def _result(self, node: Any, changes: int | None) -> Result | None:
-        place = None if node is None else self._places.read(node)
+        place = None if node is None else self._calls.places.read(node)
         return None if place is None or changes is None else Result(place, changes)
 
     def finish(self, program: Any) -> None:
@@ -139,10 +78,7 @@ class Decomposition:
     def name_of(self, result: Result | None, *, read: bool = False) -> str | None:
         """The name of the decomposed program's node that has a result; None where that is gone, or cannot be told.
 
-        Args:
-            result: The result.
-            read: Whether to name what its readers read, where several nodes have it one after the other; else what
-                was made first.
+        Where several nodes have it one after the other: with ``read``, what its readers read; else what was made first.
         """
         states = {} if result is None else self._results.get(result.place, {})
         if result is None or not states:
@@ -155,7 +91,3 @@ class Decomposition:
 
     def _named(self, places: Iterable[int]) -> list[str]:
         return [self._names[place] for place in places if place in self._names]
-
-    def _assign(self, node: Any, call: int) -> None:
-        if call != NO_CALL:
-            node.meta[self._call_key] = call

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from htp_export.exporter.capture.body_internals import use_plain_containers, watch_bodies
-from htp_export.exporter.capture.dynamo_internals import is_forward_of_layer
+from htp_export.exporter.capture.bodies import watch_bodies
+from htp_export.exporter.capture.patching import replacing
 from htp_export.exporter.capture.running import (
     dynamo_capture,
     keeps_dynamo,
@@ -19,40 +19,35 @@ from htp_export.exporter.capture.running import (
     wanted,
     wants_frames_of_layers,
 )
-from htp_export.exporter.capture.torch_internals import called_by_export, called_by_forward, executed_since, fx_tracing
+from htp_export.exporter.capture.torch_internals import (
+    called_by_export,
+    called_by_forward,
+    executed_since,
+    fx_tracing,
+    is_forward_of_layer,
+    use_plain_containers,
+)
 from htp_export.process.restoring import Changes
-
-if TYPE_CHECKING:
-    from htp_export.exporter.capture.dynamo import DynamoCapture
-    from htp_export.exporter.capture.program_bodies import ProgramBodies
 
 _REPLACED = "following a value that the optimiser replaced"
 
 
-def core_export(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def core_export(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Hand an export over to the exporter that was asked for tags in this thread."""
-
-    @functools.wraps(original)
-    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
-        active = wanted()
-        if active is None or dynamo_capture.get() is not None:
-            return original(model, *args, **kwargs)
-        return active.dynamo(lambda: original(model, *args, **kwargs), model)
-
-    return wrapper
+    active = wanted()
+    if active is None or dynamo_capture.get() is not None:
+        return original(model, *args, **kwargs)
+    return active.dynamo(lambda: original(model, *args, **kwargs), model)
 
 
-def export_program(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def export_program(original: Callable[..., Any], mod: Any, *args: Any, **kwargs: Any) -> Any:
     """While tags are wanted, capture the modules that run while ``torch.export`` makes a program."""
-
-    @functools.wraps(original)
-    def wrapper(mod: Any, *args: Any, **kwargs: Any) -> Any:
-        active = wanted()
-        if active is None or dynamo_capture.get() is not None or not hasattr(mod, "named_modules"):
-            return original(mod, *args, **kwargs)
-        return active.program(lambda: original(mod, *args, **kwargs), mod)
-
-    return wrapper
+    active = wanted()
+    if active is None or dynamo_capture.get() is not None or not hasattr(mod, "named_modules"):
+        return original(mod, *args, **kwargs)
+    return active.program(lambda: original(mod, *args, **kwargs), mod)
 
 
 def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,30 +67,28 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         if (inner := called_by_forward(called)) is not None:
             calls.append((inner, None))
         step = "noting that a module is called"
-        entered = [each for each, scope in calls if capture.step(step, capture.enter, self, each, scope, args, kwargs)]
+        entered = [
+            each for each, scope in calls if capture.step(step, capture.calls.enter, self, each, scope, args, kwargs)
+        ]
         result = original(self, module, forward, args, kwargs)
         for _ in entered:
-            capture.step("noting that a module returns", capture.leave, self, result)
+            capture.step("noting that a module returns", capture.calls.leave, self, result)
         return result
 
     return wrapper
 
 
-def call_region(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def call_region(original: Callable[..., Any], func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a function that ``torch.compiler.nested_compile_region`` marks as if it were not marked.
 
     torch lets Dynamo trace such a region, and runs the graph of it in which no call of a module is seen. The exported
     graph is the same without that.
     """
-
-    @functools.wraps(original)
-    def wrapper(func: Any, *args: Any, **kwargs: Any) -> Any:
-        nobody_watches = dynamo_capture.get() is None and program_bodies.get() is None
-        if torch.compiler.is_dynamo_compiling() or nobody_watches:
-            return original(func, *args, **kwargs)
-        return func(*args, **kwargs)
-
-    return wrapper
+    nobody_watches = dynamo_capture.get() is None and program_bodies.get() is None
+    if torch.compiler.is_dynamo_compiling() or nobody_watches:
+        return original(func, *args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,46 +96,38 @@ def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        watching: list[DynamoCapture | ProgramBodies] = [
-            each for each in (dynamo_capture.get(), program_bodies.get()) if each is not None
-        ]
-        entered = [
-            each for each in watching if each.step("noting the bodies of an operator", each.enter_operator, self, args)
-        ]
+        captures = [capture for capture in (dynamo_capture.get(), program_bodies.get()) if capture is not None]
+        noting = "noting the bodies of an operator"
+        entered = [capture for capture in captures if capture.step(noting, capture.enter_operator, self, args)]
         try:
             return original(self, *args, **kwargs)
         finally:
-            for each in entered:
-                each.step("noting that an operator with bodies returns", each.leave_operator)
+            for capture in entered:
+                capture.step("noting that an operator with bodies returns", capture.leave_operator)
 
     return wrapper
 
 
-def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def prepare(original: Callable[..., Any], exported_program: Any, *args: Any, **kwargs: Any) -> Any:
     """While torch decomposes the exported program, watch what becomes of each node."""
-
-    @functools.wraps(original)
-    def wrapper(exported_program: Any, *args: Any, **kwargs: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is None:
-            return original(exported_program, *args, **kwargs)
-        changes = capture.changes.inner()
-        try:
-            capture.step("reading the exported program", capture.exported, exported_program)
-            watch = functools.partial(_watch_bodies, capture, exported_program, changes)
-            capture.step("preparing to watch the bodies of the exported program", watch)
-            prepared = _decomposed(
-                capture, lambda: original(exported_program, *args, **kwargs), exported_program, changes
-            )
-        finally:
-            changes.take_back()
-        capture.step("reading the decomposed program", capture.decomposition.finish, prepared)
-        return prepared
-
-    return wrapper
+    capture = dynamo_capture.get()
+    if capture is None:
+        return original(exported_program, *args, **kwargs)
+    changes = capture.changes.inner()
+    try:
+        capture.step("reading the exported program", capture.exported, exported_program)
+        watched = functools.partial(_run_watched, capture)
+        preparing = "preparing to watch the bodies of the exported program"
+        capture.step(preparing, watch_bodies, changes, exported_program.graph_module, watched)
+        prepared = _decomposed(capture, lambda: original(exported_program, *args, **kwargs), exported_program, changes)
+    finally:
+        changes.take_back()
+    capture.step("reading the decomposed program", capture.decomposition.finish, prepared)
+    return prepared
 
 
-def _decomposed(capture: DynamoCapture, decompose: Callable[[], Any], program: Any, changes: Changes) -> Any:
+def _decomposed(capture: Any, decompose: Callable[[], Any], program: Any, changes: Changes) -> Any:
     """Decompose a program; once more where torch fails at containers that the program takes or returns."""
     try:
         return decompose()
@@ -155,10 +140,6 @@ def _decomposed(capture: DynamoCapture, decompose: Callable[[], Any], program: A
         return decompose()
     except Exception:
         raise failure from None
-
-
-def _watch_bodies(capture: DynamoCapture, exported_program: Any, changes: Changes) -> None:
-    watch_bodies(changes, exported_program.graph_module, functools.partial(_run_watched, capture))
 
 
 def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,82 +155,40 @@ def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _run_watched(capture: DynamoCapture, run: Callable[[], Any], interpreter: Any, node: Any) -> Any:
+def _run_watched(capture: Any, run: Callable[[], Any], interpreter: Any, node: Any) -> Any:
     """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, note what it became."""
     before = capture.step("looking for the FX trace that runs", fx_tracing, interpreter, node)
     result = run()
     if before is not None:
-        step = functools.partial(_note_ran, capture, before, node, result)
-        capture.step("following a node of the exported program through its decomposition", step)
+        following = "following a node of the exported program through its decomposition"
+        capture.step(following, lambda: capture.decomposition.record(executed_since(before, node, result)))
     return result
 
 
-def _note_ran(capture: DynamoCapture, *what: Any) -> None:
-    capture.decomposition.record(executed_since(*what))
-
-
-def translate_graph(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note the values that the nodes of an FX graph became."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        values = original(*args, **kwargs)
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.step("noting the ONNX values of an FX graph", capture.translated_nodes, values)
-        return values
-
-    return wrapper
-
-
-def translate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note the ONNX graph before anything changes it."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        program = original(*args, **kwargs)
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.step("reading the ONNX graph as it was translated", capture.translated, program.model)
-        return program
-
-    return wrapper
-
-
-def optimize(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def optimize(original: Callable[..., Any], self: Any) -> Any:
     """Find tensors again before the graph is optimised: it may have been read back from bytes."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.step("finding tensors again after the opset was converted", capture.converted, self.model)
-        return original(self)
-
-    return wrapper
+    capture = dynamo_capture.get()
+    if capture is not None:
+        capture.step("finding tensors again after the opset was converted", capture.converted, self.model)
+    return original(self)
 
 
-def replace_input_with(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def replace_input_with(original: Callable[..., Any], self: Any, index: int, value: Any) -> Any:
     """Note which value replaces another at one of its consumers."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, index: int, value: Any) -> None:
-        if 0 <= index < len(self.inputs):
-            _replaced(self.inputs[index], value)
-        original(self, index, value)
-
-    return wrapper
+    if 0 <= index < len(self.inputs):
+        _replaced(self.inputs[index], value)
+    original(self, index, value)
 
 
-def replace_all_uses_with(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def replace_all_uses_with(
+    original: Callable[..., Any], self: Any, replacement: Any, /, *args: Any, **kwargs: Any
+) -> Any:
     """Note which value replaces another."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, replacement: Any, /, *args: Any, **kwargs: Any) -> None:
-        _replaced(self, replacement)
-        original(self, replacement, *args, **kwargs)
-
-    return wrapper
+    _replaced(self, replacement)
+    original(self, replacement, *args, **kwargs)
 
 
 def _replaced(old: Any, new: Any) -> None:
@@ -260,44 +199,34 @@ def _replaced(old: Any, new: Any) -> None:
         active.replaced(old, new)
 
 
-def save(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Bring the tags of models that were rewritten up to date before a model is written."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = wanted()
-        if active is not None and dynamo_capture.get() is None:
-            active.settle()
-        return original(*args, **kwargs)
-
-    return wrapper
+    active = wanted()
+    if active is not None and dynamo_capture.get() is None:
+        active.settle()
+    return original(*args, **kwargs)
 
 
-def skips_frame(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def skips_frame(original: Callable[..., Any], obj: Any, *rest: Any, **named: Any) -> Any:
     """Let Dynamo trace torch's own layers where they are called from code that it cannot trace.
 
     As a rule it leaves them alone there, as functions of torch, and the graphs of such a model lack them.
     """
-
-    @functools.wraps(original)
-    def wrapper(obj: Any, *rest: Any, **named: Any) -> Any:
-        inlined = rest[0] if rest else named.get("is_inlined_call", False)
-        if wants_frames_of_layers.get() and not inlined and is_forward_of_layer(obj):
-            return False
-        return original(obj, *rest, **named)
-
-    return wrapper
+    inlined = rest[0] if rest else named.get("is_inlined_call", False)
+    if wants_frames_of_layers.get() and not inlined and is_forward_of_layer(obj):
+        return False
+    return original(obj, *rest, **named)
 
 
-def reset_dynamo(original: Callable[[], None]) -> Callable[[], None]:
+@replacing
+def reset_dynamo(
+    original: Callable[..., Any],
+) -> Any:
     """Let nothing forget what Dynamo has compiled: ``torch.export`` resets it before it traces in strict mode."""
-
-    @functools.wraps(original)
-    def wrapper() -> None:
-        if not keeps_dynamo.get():
-            original()
-
-    return wrapper
+    if not keeps_dynamo.get():
+        original()
 
 
 def read_once(original: Callable[..., Any]) -> Any:

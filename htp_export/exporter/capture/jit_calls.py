@@ -1,67 +1,145 @@
-"""The call of each node of a graph that was traced, from the nodes as they were while tracing."""
+"""The call of each node of a JIT graph: of one that was traced, from the nodes as they were while tracing; of a script.
+
+While PyTorch traces, each module's call has a block of nodes of its own, which is dissolved when the trace ends. In a
+`ScriptModule` no Python calls are seen, but inlined operations say where they come from: a chain of attribute names,
+``0(Block).fc(Linear)``, without the containers in between (``layers.0``) and the same for every call. Parameters that
+an operation reads tell containers apart; order tells the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog
-from htp_export.exporter.capture.jit_graph import JitStep, Reading
-from htp_export.exporter.capture.torchscript_internals import names_of_inlined_scope, names_of_traced_scope, usual_name
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, Given, keys_of
+from htp_export.exporter.capture.jit_graph import (
+    CONSTANTS,
+    Reading,
+    nodes_of,
+    numbers_of_inputs,
+    numbers_of_outputs,
+)
+from htp_export.exporter.capture.modules import ModuleNames
+from htp_export.exporter.capture.torchscript_internals import (
+    flattened,
+    is_listed,
+    is_script_method,
+    names_of_inlined_scope,
+    names_of_traced_scope,
+    next_number,
+    out_of_place,
+    scope_names,
+    traced_number,
+    usual_name,
+)
+from htp_export.format import tags
+
+_PART = re.compile(r"([^.()]+)\([^()]*\)")
 
 
 class TracedNode(NamedTuple):
-    """One node of a JIT graph while it is traced.
+    """One node of a JIT graph while it is traced."""
 
-    Attributes:
-        kind: What it does; an operation in place is called as the one that is not.
-        scope: The name of its scope.
-        call: Index of the call that ran it.
-        outputs: The numbers of what it makes.
-        inputs: The numbers of what it reads.
-    """
-
-    kind: str
-    scope: str
-    call: int
-    outputs: tuple[int, ...]
-    inputs: tuple[int, ...]
+    kind: str  # what it does; an operation in place is called as the one that is not
+    scope: str  # the name of its scope
+    call: int  # index of the call that ran it
+    outputs: tuple[int, ...]  # the numbers of what it makes
+    inputs: tuple[int, ...]  # the numbers of what it reads
 
 
-@dataclass
-class Matched:
-    """Which nodes of a graph are which nodes of its trace.
+class Trace:
+    """One export's attempts at ``torch.jit.trace``, as they happen; a new one starts from nothing."""
 
-    Attributes:
-        calls: The call of each node of the graph's outermost block that is no constant.
-        dead: Calls that ran nodes which the graph does not have.
-        numbers: Number while tracing → number in the graph.
-    """
+    def __init__(self, names: ModuleNames) -> None:
+        self.log = CallLog()  # the calls
+        self.nodes: list[TracedNode] = []  # what was traced, without constants, in order; once the trace is over
+        self.inputs: list[int] = []  # the numbers of the inputs
+        # The numbers of what the model returns; None for what the tracer does not know
+        self.outputs: tuple[int | None, ...] = ()
+        self._names = names
+        self._scope_names: dict[str, str] = {}  # module path → the name of its scope
+        self._has_root_scope = True
+        self._unscoped: set[int] = set()  # calls that have no scope
+        self._between: dict[int, list[int]] = {}  # call → the numbers between which what has its caller's scope is its
 
-    calls: list[int] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)
-    numbers: dict[int, int] = field(default_factory=dict)
+    def enter(self, module: Any, state: Any) -> str | None:
+        """Note that a module's ``forward`` begins.
 
-    def add(self, node: TracedNode, step: JitStep) -> None:
-        """Note that a node of the graph is one of the trace."""
-        self.calls.append(node.call)
-        self.numbers.update(zip(node.outputs, step.outputs, strict=False))
+        Returns the name of its scope; an empty one if the tracer has none for it, as it was put in place while
+        the model ran; None if nothing is to be noted.
+        """
+        path = self._names.path_now(module) if state is not None else None
+        if path is None or is_script_method(module.forward):
+            return None
+        self._scope_names = self._scope_names or scope_names(self._names.paths)
+        name = self._scope_names.get(path) if is_listed(module) else ""
+        if name is None:
+            return None
+        if not self.log.stack:
+            self.log, self._unscoped, self._between = CallLog(), set(), {}
+            self._has_root_scope = bool(name)
+        elif not name:
+            index = len(self.log.calls)
+            self._unscoped.add(index)
+            self._between[index] = [next_number()]
+        self.log.enter(path)
+        return name
 
+    def runs_hooks(self) -> None:
+        """Note that the user's forward hooks run before the innermost module returns: outside of its scope."""
+        self._between.setdefault(self.log.stack[-1], [next_number()])
 
-def place_between(nodes: list[TracedNode], between: Mapping[int, Sequence[int]], log: CallLog) -> None:
-    """Give calls, outer ones first, what was traced while they ran and has their callers' scope.
+    def leave(self, state: Any, given: Given, result: Any, changed: Callable[[Any], Any] | None) -> None:
+        """Note that the innermost running module returns ``result``.
 
-    Args:
-        nodes: The nodes of the trace; changed.
-        between: Call → the numbers between which it ran.
-        log: The calls.
-    """
-    for index, (began, ended) in sorted(between.items()):
-        parent = log.calls[index].parent
-        for place, node in enumerate(nodes):
-            if node.call == parent and node.outputs and began < node.outputs[0] < ended:
-                nodes[place] = node._replace(call=index)
+        ``changed`` gives what it is to give back in place of that; None for that.
+        """
+        # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
+        self.log.record_inputs(given, traced_number)
+        index = self.log.stack[-1]
+        self.log.exit(result, traced_number)
+        if index in self._between:
+            self._between[index].append(next_number())
+        if self.log.stack:
+            return
+        graph = state.graph()
+        scoped = (at for at in range(len(self.log.calls)) if at not in self._unscoped)
+        self.nodes = list(self._noted(graph.nodes(), NO_CALL if self._has_root_scope else index, list(scoped)))
+        self._place_between()
+        self.inputs = [value.unique() for value in graph.inputs()]
+        with contextlib.suppress(RuntimeError):  # the tracer refuses the result, and the export fails
+            self.outputs = keys_of(flattened(result if changed is None else changed(result)), traced_number)
+
+    def _noted(self, nodes: Any, call: int, later: list[int]) -> Iterator[TracedNode]:
+        """Every traced node but constants, in order.
+
+        The tracer puts what a module's call does into a block of its own, whose node names the module as the trace
+        module map does. Blocks stand in the order of the calls; ``later`` are the calls whose blocks are to come.
+        """
+        for node in nodes:
+            kind = node.kind()
+            if kind == "prim::TracedModuleForward":
+                name, inner = node.s("scope"), call
+                for place, index in enumerate(later):
+                    if self._scope_names.get(self.log.calls[index].path) == name:
+                        inner = index
+                        del later[: place + 1]
+                        break
+                for block in node.blocks():
+                    yield from self._noted(block.nodes(), inner, later)
+            elif kind not in CONSTANTS:
+                numbers = numbers_of_outputs(node), numbers_of_inputs(node)
+                yield TracedNode(out_of_place(kind), node.scopeName(), call, *numbers)
+
+    def _place_between(self) -> None:
+        """Give calls, outer ones first, what was traced while they ran and has their callers' scope."""
+        for index, (began, ended) in sorted(self._between.items()):
+            parent = self.log.calls[index].parent
+            for place, node in enumerate(self.nodes):
+                if node.call == parent and node.outputs and began < node.outputs[0] < ended:
+                    self.nodes[place] = node._replace(call=index)
 
 
 def _with_usual_names(traced: Sequence[TracedNode], reading: Reading) -> Sequence[TracedNode]:
@@ -73,57 +151,44 @@ def _with_usual_names(traced: Sequence[TracedNode], reading: Reading) -> Sequenc
     )
 
 
-def match(
-    traced: Sequence[TracedNode], reading: Reading, inputs: Mapping[int, int], outputs: Sequence[int | None]
-) -> Matched:
-    """Find the node of the trace that each node of the graph is: the graph is the trace, without dead nodes.
+class Matching:
+    """Which node of the trace each node of the graph is: the graph is the trace, without dead nodes.
 
     Neither kind, scope nor order can tell a dead node from a live one like it, so that the graph is matched from its
     end: a node's consumers are matched first, and what they read in the trace is what the node made there.
 
     Args:
-        traced: The nodes of the trace.
+        trace: The trace.
         reading: The graph: as it was traced, or that of a module which was made by tracing and inlined.
         inputs: Number while tracing → number in the graph, for the graph's inputs.
-        outputs: The numbers while tracing of what the graph returns; None where it is not known.
+
+    Attributes:
+        calls: The call of each node of the graph's outermost block that is no constant.
+        dead: Calls that ran nodes which the graph does not have.
+        numbers: Number while tracing → number in the graph.
     """
-    return _Matching(_with_usual_names(traced, reading), reading, inputs, outputs).matched()
 
-
-class _Matching:
-    """The places of the graph's nodes in the trace, as far as they are found."""
-
-    def __init__(
-        self,
-        traced: Sequence[TracedNode],
-        reading: Reading,
-        inputs: Mapping[int, int],
-        outputs: Sequence[int | None],
-    ) -> None:
-        self._traced, self._steps, self._scopes = traced, reading.outermost, reading.scopes
+    def __init__(self, trace: Trace, reading: Reading, inputs: Mapping[int, int]) -> None:
+        self._traced = traced = _with_usual_names(trace.nodes, reading)
+        self._steps, self._scopes = reading.outermost, reading.scopes
         self._made_at = {number: place for place, node in enumerate(traced) for number in node.outputs}
         self._made_by = {number: index for index, step in enumerate(self._steps) for number in step.outputs}
         self._was: dict[int, int] = {number: old for old, number in inputs.items()}  # in the graph → while tracing
         self._places: list[int | None] = [None] * len(self._steps)
-        if len(outputs) == len(reading.outputs):
-            pairs = zip(reading.outputs, outputs, strict=True)
+        if len(trace.outputs) == len(reading.outputs):
+            pairs = zip(reading.outputs, trace.outputs, strict=True)
             self._was.update((number, old) for number, old in pairs if old is not None)
         for find in (self._by_consumers, self._by_inputs):
             for index in reversed(range(len(self._steps))):
                 if self._places[index] is None:
                     self._put(index, find(index))
-
-    def matched(self) -> Matched:
-        """The nodes of both graphs that are the same, and the calls of those that only the trace has."""
-        found = Matched()
-        for step, place in zip(self._steps, self._places, strict=True):
-            if place is None:
-                found.calls.append(NO_CALL)
-            else:
-                found.add(self._traced[place], step)
+        self.calls = [NO_CALL if place is None else traced[place].call for place in self._places]
         live = set(self._places)
-        found.dead.update(node.call for place, node in enumerate(self._traced) if place not in live)
-        return found
+        self.dead = {node.call for place, node in enumerate(traced) if place not in live}
+        self.numbers: dict[int, int] = dict(inputs)
+        for step, place in zip(self._steps, self._places, strict=True):
+            if place is not None:
+                self.numbers.update(zip(traced[place].outputs, step.outputs, strict=False))
 
     def _put(self, index: int, place: int | None) -> None:
         self._places[index] = place
@@ -176,3 +241,56 @@ class _Matching:
 
 def _agree(traced: str, scope: str) -> bool:
     return traced == scope or names_of_traced_scope(traced) == names_of_inlined_scope(scope)
+
+
+class ScriptCalls:
+    """Turns chains of attribute names into calls of modules with these paths, operation by operation, in order."""
+
+    def __init__(self, log: CallLog, paths: Iterable[str]) -> None:
+        self._log = log
+        self._paths = list(paths)
+        self._running: list[tuple[str, str, int]] = [("", "", log.enter(""))]  # name, path, call
+        log.stack.pop()
+
+    def of_graph(self, graph: Any, reading: Reading, parameters: Mapping[int, str]) -> Iterator[int]:
+        """The call of each step of a graph that was inlined and read, also of those in branches and loop bodies.
+
+        ``parameters`` gives the names of the graph's inputs that are parameters.
+        """
+        nodes = (node for node in nodes_of(graph) if node.kind() not in CONSTANTS)
+        for node, step in zip(nodes, reading.steps, strict=True):
+            held = [parameters[number] for number in step.inputs if number in parameters]
+            yield self.call_of(node.getModuleHierarchy(), held)
+
+    def call_of(self, hierarchy: str, parameters: Sequence[str]) -> int:
+        """The call of one operation, from where it says it is and from the parameters that it reads.
+
+        It says ``0(Block).fc(Linear)``, or nothing in the root.
+        """
+        holders = [name.rpartition(".")[0] for name in parameters]
+        names = _PART.findall(hierarchy)
+        for depth, name in enumerate(names, 1):
+            same = depth < len(self._running) and self._running[depth][0] == name
+            if same and (depth < len(names) or self._holds(self._running[depth][1], holders)):
+                continue
+            _, above, parent = self._running[depth - 1]
+            path = self._resolve(above, name, holders, self._running[depth][1] if depth < len(self._running) else None)
+            del self._running[depth:]
+            # A frozen module has no modules in it any more: what they computed is its own work, in one call of it.
+            call = parent if path == above else self._log.add(path, parent)
+            self._running.append((name, path, call))
+        del self._running[len(names) + 1 :]
+        return self._running[-1][2]
+
+    @staticmethod
+    def _holds(path: str, holders: Sequence[str]) -> bool:
+        return not holders or any(tags.is_under(holder, path) or tags.is_under(path, holder) for holder in holders)
+
+    def _resolve(self, above: str, name: str, holders: Sequence[str], last: str | None) -> str:
+        """The module called ``name`` below ``above``: by parameters, else the next one in order, else the nearest."""
+        below = [path for path in self._paths if path != above and tags.is_under(path, above)]
+        candidates = [path for path in below if path.rpartition(".")[2] == name]
+        known = [path for path in candidates if any(tags.is_under(holder, path) for holder in holders)]
+        later = [path for path in candidates if last is not None and self._paths.index(path) > self._paths.index(last)]
+        ranked = known or later or sorted(candidates, key=lambda path: path.count("."))
+        return ranked[0] if ranked else above

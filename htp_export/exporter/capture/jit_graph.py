@@ -31,47 +31,30 @@ _NAME = "onnx_name"
 
 
 class JitStep(NamedTuple):
-    """One node of a JIT graph at one moment; tensors are named by their numbers in the graph, or by their states.
+    """One node of a JIT graph at one moment; tensors are named by their numbers in the graph, or by their states."""
 
-    Attributes:
-        kind: What it does, ``aten::linear``; an operation in place is called as the one that is not: `out_of_place`.
-        inputs: What it reads, what its blocks return included.
-        outputs: What it makes.
-        returned: For a node whose one block makes its outputs, the block's; empty for others.
-        writes: Which of its inputs it changes in place; -1 for none.
-        attributes: Names and values of its attributes. ONNX operators have such; those of ATen have inputs instead.
-    """
-
-    kind: str
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    returned: tuple[int, ...] = ()
-    writes: int = -1
+    kind: str  # what it does, ``aten::linear``; an operation in place is called as the one that is not: `out_of_place`
+    inputs: tuple[Any, ...]  # what it reads, what its blocks return included
+    outputs: tuple[Any, ...]  # what it makes
+    returned: tuple[int, ...] = ()  # for a node whose one block makes its outputs, the block's; empty for others
+    writes: int = -1  # which of its inputs it changes in place; -1 for none
+    # Names and values of its attributes. ONNX operators have such; those of ATen have inputs instead.
     attributes: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass
 class Reading:
-    """A JIT graph at one moment.
+    """A JIT graph at one moment."""
 
-    Attributes:
-        steps: Its nodes that are no constants, those inside blocks before the node that has the blocks.
-        sizes: For each node of the outermost block that is no constant, how many steps it is.
-        constants: Numbers of the tensors that constants make.
-        made: Numbers of everything that nodes of the outermost block make, in order.
-        inputs: Numbers of the inputs that the user gives.
-        parameters: Numbers of the other inputs.
-        outputs: What it returns, with tuples taken apart.
-        scopes: For each node of the outermost block that is no constant, the name of its scope; if they were asked for.
-    """
-
+    # Its nodes that are no constants, those inside blocks before the node that has the blocks
     steps: list[JitStep] = field(default_factory=list)
+    # For each node of the outermost block that is no constant, how many steps it is
     sizes: list[int] = field(default_factory=list)
-    constants: set[int] = field(default_factory=set)
-    made: list[int] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    parameters: list[int] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
+    constants: dict[int, None] = field(default_factory=dict)  # numbers of the tensors that constants make, in order
+    inputs: list[int] = field(default_factory=list)  # numbers of the inputs that the user gives
+    parameters: list[int] = field(default_factory=list)  # numbers of the other inputs
+    outputs: list[Any] = field(default_factory=list)  # what it returns, with tuples taken apart
+    # For each node of the outermost block that is no constant, the name of its scope; if they were asked for
     scopes: list[str] = field(default_factory=list)
 
     @property
@@ -84,46 +67,13 @@ class Reading:
         """Numbers of everything that a step makes."""
         return {number for step in self.steps for number in step.outputs}
 
-    def copied_to(self, graph: Any) -> dict[int, int] | None:
-        """Old number → new, for a copy of this graph that numbers its values one after the other.
-
-        None where the copy does not do so, or where there are blocks, whose values come in between.
-        """
-        first = len(list(graph.inputs()))
-        last = graph.return_node().prev()
-        if any(size > 1 for size in self.sizes) or not self.made or not last.outputsSize():
-            return None
-        if last.outputsAt(last.outputsSize() - 1).unique() != first + len(self.made) - 1:
-            return None
-        numbers = zip((*self.inputs, *self.parameters), (value.unique() for value in graph.inputs()), strict=True)
-        return {**dict(numbers), **{old: new for new, old in enumerate(self.made, first)}}
-
     def paired_with(self, copy: Reading) -> dict[int, int]:
-        """Old number → new, for another reading of a copy of this graph."""
-        numbers = dict(zip((*self.inputs, *self.parameters), (*copy.inputs, *copy.parameters), strict=True))
+        """Old number → new, for the reading of a copy of this graph that was made node by node."""
+        old, new = ((*each.inputs, *each.parameters, *each.constants) for each in (self, copy))
+        numbers = dict(zip(old, new, strict=True))
         for was, now in zip(self.steps, copy.steps, strict=True):
             numbers.update(zip(was.outputs, now.outputs, strict=True))
-        return {**numbers, **dict(zip(self.made, copy.made, strict=True))}
-
-    def renamed(self, numbers: dict[int, int]) -> Reading:
-        """This graph with other numbers; what has none (values of constants in blocks) gets one that nothing has."""
-
-        def new(old: Iterable[int]) -> tuple[int, ...]:
-            return tuple([numbers.get(number, -1 - number) for number in old])
-
-        steps = [
-            step._replace(inputs=new(step.inputs), outputs=new(step.outputs), returned=new(step.returned))
-            for step in self.steps
-        ]
-        return Reading(
-            steps,
-            self.sizes,
-            set(new(self.constants)),
-            list(new(self.made)),
-            list(new(self.inputs)),
-            list(new(self.parameters)),
-            list(new(self.outputs)),
-        )
+        return numbers
 
 
 def read(graph: Any, user_inputs: int, *, scopes: bool = False) -> Reading:
@@ -148,14 +98,9 @@ def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> N
     for node in block.nodes():
         kind = node.kind()
         if kind in CONSTANTS:
-            number = node.output().unique()
-            constants.add(number)
-            if top:
-                reading.made.append(number)
+            constants[node.output().unique()] = None
             continue
         outputs = numbers_of_outputs(node)
-        if top:
-            reading.made.extend(outputs)
         before = len(steps)
         reads = numbers_of_inputs(node)
         returned: list[int] = []

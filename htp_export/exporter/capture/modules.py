@@ -1,35 +1,32 @@
-"""The names of a model's modules, as the captures need them."""
+"""The modules of a model: their names, as the captures need them, and what a run of them may change."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from htp_export.exporter.capture.torch_internals import is_compiled
 from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.leaves import tensors_in
 from htp_export.format.module_paths import module_paths
 from htp_export.format.parameters import ModuleParameters, parameters_of
 from htp_export.process.restoring import Changes
 
 
 class ModuleNames:
-    """A model's modules under every name that leads to them.
-
-    Attributes:
-        paths: ``id(module.__dict__)`` → module path. torch's tracer wraps modules in objects that share their
-            ``__dict__``, and a module registered under several names has the first of them.
-        aliases: Every name under which a module is registered → its path.
-        by_id: ``id(module)`` → module path.
-    """
+    """A model's modules under every name that leads to them."""
 
     def __init__(self, model: Any) -> None:
         import torch
 
+        # ``id(module.__dict__)`` → module path. torch's tracer wraps modules in objects that share their ``__dict__``,
+        # and a module registered under several names has the first of them.
         self.paths: dict[int, str] = {}
-        self.aliases: dict[str, str] = {}
+        self.aliases: dict[str, str] = {}  # every name under which a module is registered → its path
         self._model = model if isinstance(model, torch.nn.Module) else None
-        self.by_id: dict[int, str] = {}
+        self.by_id: dict[int, str] = {}  # ``id(module)`` → module path
         self._seen: list[Any] = []  # kept, so that their ids are nobody else's
         for path, module in self._named():
             self.by_id[id(module)] = self.paths.setdefault(id(module.__dict__), path)
@@ -52,6 +49,12 @@ class ModuleNames:
     def parameters(self) -> dict[str, ModuleParameters] | None:
         """Module path → the parameters it holds now; None for what is no ``nn.Module``."""
         return None if self._model is None else parameters_of(self._model)
+
+    def without_model(self) -> ModuleNames:
+        """The same names, of modules that may be gone."""
+        other = ModuleNames(None)
+        other.aliases, other.by_id = self.aliases, self.by_id
+        return other
 
     def path_now(self, module: Any) -> str | None:
         """The path of a module that may have been put in place after the names were taken; None if it is none."""
@@ -106,3 +109,56 @@ def refused_modules(model: Any, *, dynamo: bool) -> Iterator[str]:
                 "put the original module in its place"
             )
             return
+
+
+class Before:
+    """The state of a model, of its arguments and of random number generators: run twice, it gives what it gives once.
+
+    Parameters are left out: a model of any size would be copied for the few whose ``forward`` changes them.
+    """
+
+    def __init__(self, model: Any, arguments: Any) -> None:
+        import torch
+        from torch.nn.parameter import is_lazy
+
+        held = [tensor for tensor in (*model.buffers(), *tensors_in(arguments)) if not is_lazy(tensor)]
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in held]
+        self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+        self._containers = [(each, each.copy()) for each in self._held_containers()]
+        self._random = random.getstate()
+        cuda_runs = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._generator = torch.get_rng_state()
+        self._devices = torch.cuda.get_rng_state_all() if cuda_runs else []
+
+    def _held_containers(self) -> Iterator[Any]:
+        """Dictionaries and lists that modules hold: their parameters and buffers are in such."""
+        for _, attributes in self._attributes:
+            for value in attributes.values():
+                if isinstance(value, (dict, list)):
+                    yield value
+
+    def put_back(self) -> None:
+        """Undo what was changed since."""
+        import torch
+
+        for now, then in (*self._attributes, *self._containers):
+            _put_back(now, then)
+        with torch.no_grad():
+            for tensor, values in self._tensors:
+                with contextlib.suppress(RuntimeError):  # tensors without values of their own: sparse, fake
+                    if not torch.equal(tensor, values):  # versions do not tell: batch normalization raises none
+                        tensor.copy_(values)
+        random.setstate(self._random)
+        torch.set_rng_state(self._generator)
+        if self._devices:
+            torch.cuda.set_rng_state_all(self._devices)
+
+
+def _put_back(now: Any, then: Any) -> None:
+    """Fill a dictionary or list with what it held; one that holds the same is not touched."""
+    if isinstance(now, list):
+        if list(map(id, now)) != list(map(id, then)):
+            now[:] = then
+    elif [(key, id(value)) for key, value in now.items()] != [(key, id(value)) for key, value in then.items()]:
+        now.clear()
+        now.update(then)

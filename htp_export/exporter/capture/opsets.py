@@ -9,14 +9,7 @@ __all__ = ["check_opset", "other_opset"]
 
 
 def check_opset(opset: int | None, *, dynamo: bool) -> None:
-    """Refuse an opset that an exporter of torch cannot write.
-
-    Args:
-        opset: The opset; None for torch's own choice.
-        dynamo: Which exporter: dynamo, or TorchScript.
-
-    Raises:
-        InputError: If the exporter cannot write the opset.
+    """Refuse an opset that an exporter of torch cannot write, with an `InputError`; None is torch's own choice.
 
     Examples:
         >>> check_opset(18, dynamo=True)
@@ -30,14 +23,9 @@ def check_opset(opset: int | None, *, dynamo: bool) -> None:
 
 
 def other_opset(asked: int | None, written: int | None) -> str | None:
-    """Say that the file has another opset than the one that was asked for.
+    """Say that the file has another opset than the one that was asked for; None if there is nothing to say.
 
-    Args:
-        asked: The opset that was asked for; None for torch's own choice.
-        written: The opset of the file; None if it imports no ONNX operators.
-
-    Returns:
-        The message, or None if there is nothing to say.
+    Either is None where there is none: torch chose, or the file imports no ONNX operators.
 
     Examples:
         >>> other_opset(7, 18)

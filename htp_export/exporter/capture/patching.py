@@ -7,11 +7,12 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from htp_export.errors import TorchChangedError
-from htp_export.process.restoring import Changes, locked, restored
+from htp_export.process.restoring import Changes, locked
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,48 @@ class Patch:
             raise TorchChangedError(f"{self.module}.{self.name}", problem) from error
 
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes the wrapper of a function."""
+
+
+def replacing(instead: Callable[..., Any]) -> Wrap:
+    """Make wrappers that call ``instead`` with the function and its arguments.
+
+    A frame lies between them: whatever is on the stack of every operation that torch traces has a wrapper of its own.
+    """
+
+    @functools.wraps(instead)
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return instead(original, *args, **kwargs)
+
+        return wrapper
+
+    return wrap
+
+
+def noting(running: ContextVar[Any], seam: str, method: str, place: int | None = None) -> Wrap:
+    """Make the wrapper of a function whose result a running capture takes note of.
+
+    Args:
+        running: Holds the capture that runs.
+        seam: What is done, for an error.
+        method: The method of the capture that is given the result.
+        place: Which positional argument of the function it is given before the result; None for none.
+    """
+
+    @replacing
+    def note(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        capture = running.get()
+        if capture is not None:
+            capture.step(seam, getattr(capture, method), *(() if place is None else (args[place],)), result)
+        return result
+
+    return note
+
+
 class Patches:
     """Patches that go in together when the first user comes, and out when the last one leaves."""
 
@@ -56,22 +99,11 @@ class Patches:
         self._users: set[object] = set()
         self._undo: list[Callable[[], None]] = []
 
-    def held(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the patches in place inside a ``with`` block.
-
-        Raises:
-            TorchChangedError: A place is gone, or cannot be wrapped; none of the patches is in.
-        """
-        return restored(self.hold)
-
     def hold(self, changes: Changes) -> None:
         """Hold the patches in place until the changes are taken back.
 
-        Args:
-            changes: Where that is noted.
-
         Raises:
-            TorchChangedError: As in `held`.
+            TorchChangedError: A place is gone, or cannot be wrapped; none of the patches is in.
         """
         user = object()
         changes.will_undo(lambda: locked(self._lock, functools.partial(self._leave, user)))

@@ -11,10 +11,18 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import onnx_ir as ir
+import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
-from htp_export.exporter.capture.body_internals import bodies_of, is_choice
-from htp_export.exporter.capture.torch_internals import arguments_of, is_assertion, is_view, operator_name, outputs_of
+from htp_export.exporter.capture.bodies import bodies_of
+from htp_export.exporter.capture.torch_internals import (
+    arguments_of,
+    is_assertion,
+    is_choice,
+    is_view,
+    operator_name,
+    outputs_of,
+)
 from htp_export.format import tags
 from htp_export.shapes.operator_kinds import VIEW
 
@@ -33,8 +41,7 @@ _Values: TypeAlias = dict[Any, Any]
 def graph_of_program(program: Any) -> tuple[ir.Model, dict[str, Any]]:
     """Make a graph of an exported program.
 
-    Args:
-        program: The program. Operators that change their inputs are taken as they are: decompose it before.
+    Operators that change their inputs are taken as they are: decompose it before.
 
     Returns:
         The graph, and the name of each FX node → its value, or its values if the node has several results. The
@@ -47,7 +54,27 @@ def graph_of_program(program: Any) -> tuple[ir.Model, dict[str, Any]]:
         >>> [(node.domain, node.op_type, len(node.inputs)) for node in model.graph]
         [('aten', 'linear', 3)]
     """
-    return _Translation(program).result()
+    body, inputs, initializers = _Body(program.graph_module, {}), list[ir.Value](), list[ir.Value]()
+    held = {**program.constants, **program.state_dict}
+    targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
+    for node in program.graph.nodes:
+        known = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(known, torch.Tensor | torch.SymInt):
+            continue
+        tensor = held.get(targets.get(node.name))  # a parameter, a buffer or a constant; None for what the user gives
+        value = body.values[node] = _value(str(node.name if tensor is None else targets[node.name]), known)
+        (inputs if tensor is None else initializers).append(value)
+        if isinstance(tensor, torch.Tensor) and value.dtype is not None:
+            value.const_value = TorchTensor(tensor.detach(), name=value.name)
+    returned = zip(body.translate(), program.graph_signature.output_specs, strict=False)
+    graph = ir.Graph(
+        inputs,  # what was changed of buffers is not among the outputs
+        [value for value, spec in returned if spec.kind.name == "USER_OUTPUT" and value is not None],
+        nodes=body.nodes,
+        initializers=initializers,
+        opset_imports={tags.ATEN: 1, **{domain: 1 if domain else _CONTROL_FLOW for domain in body.domains}},
+    )
+    return ir.Model(graph, ir_version=_IR_VERSION, producer_name="torch"), body.named
 
 
 def drop_identities(
@@ -55,12 +82,7 @@ def drop_identities(
 ) -> list[ir.Node]:
     """Remove nodes that give back their input, as the optimiser of an ONNX export does; one between ends stays.
 
-    Args:
-        graph: The graph; branches in it too.
-        replaced: Told of each value, and of the one that replaces it.
-
-    Returns:
-        The nodes that were removed.
+    ``replaced`` is told of each value, and of the one that replaces it. Returns the nodes that were removed.
     """
     removed = []
     for node in list(graph.all_nodes()):
@@ -77,61 +99,10 @@ def drop_identities(
     return removed
 
 
-class _Translation:
-    """One program, on its way to a graph."""
-
-    def __init__(self, program: Any) -> None:
-        self._program = program
-        self._held = {**program.constants, **program.state_dict}
-        self._body = _Body(program.graph_module, {})
-        self._inputs: list[ir.Value] = []
-        self._initializers: list[ir.Value] = []
-
-    def result(self) -> tuple[ir.Model, dict[str, Any]]:
-        given = {spec.arg.name: spec for spec in self._program.graph_signature.input_specs}
-        for node in self._program.graph.nodes:
-            if node.op == "placeholder":
-                self._take(node, given.get(node.name))
-        returned = self._body.translate()
-        specs = self._program.graph_signature.output_specs
-        outputs = [value for value, spec in zip(returned, specs, strict=False) if spec.kind.name == "USER_OUTPUT"]
-        versions = {domain: 1 if domain else _CONTROL_FLOW for domain in self._body.domains}
-        graph = ir.Graph(
-            self._inputs,
-            [value for value in outputs if value is not None],  # what was changed of buffers is not among them
-            nodes=self._body.nodes,
-            initializers=self._initializers,
-            opset_imports={tags.ATEN: 1, **versions},
-        )
-        model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="torch")
-        return model, self._body.named
-
-    def _take(self, node: Any, spec: Any) -> None:
-        """An input of the program: a parameter, a buffer, a constant, or what the user gives."""
-        import torch
-
-        known = node.meta.get("val")
-        if not isinstance(known, torch.Tensor | torch.SymInt):
-            return
-        target = getattr(spec, "target", None)
-        held = self._held.get(target) if target else None
-        value = _value(str(node.name if held is None else target), known)
-        self._body.values[node] = value
-        if held is None:
-            self._inputs.append(value)
-            return
-        if isinstance(held, torch.Tensor) and value.dtype is not None:
-            value.const_value = TorchTensor(held.detach(), name=target)
-        self._initializers.append(value)
-
-
 class _Body:
-    """The graph of a program, or of a branch in it.
+    """The graph of a program, or of a branch in it, whose names begin with ``prefix``.
 
-    Args:
-        module: Its graph module.
-        values: FX node → value, or a list of values: what is known before.
-        prefix: What names in it begin with.
+    ``values`` are those that are known before: FX node → value, or a list of values.
     """
 
     def __init__(self, module: Any, values: _Values, prefix: str = "") -> None:
@@ -210,8 +181,6 @@ class _Body:
 
     def _arguments(self, node: Any) -> tuple[list[ir.Value | None], list[ir.Attr]]:
         """What an operator reads, and its attributes."""
-        import torch
-
         inputs: list[ir.Value | None] = []
         attributes: list[ir.Attr] = []
         for name, value, takes_tensors in arguments_of(node):
@@ -233,8 +202,6 @@ class _Body:
 
 def _checks(graph: Any) -> set[Any]:
     """The nodes that check what is true of sizes, and those whose results nothing but these checks reads."""
-    import torch
-
     found: set[Any] = set()
     for node in reversed(graph.nodes):
         is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
@@ -252,8 +219,6 @@ def _names_of_parts(node: Any) -> dict[int, str]:
 
 def _value(name: str, known: Any) -> ir.Value:
     """A value with the type and shape of what torch computed with while it traced."""
-    import torch
-
     if isinstance(known, torch.Tensor):
         return ir.Value(name=name, type=_type(known.dtype), shape=ir.Shape([_size(size) for size in known.shape]))
     kinds = {torch.SymInt: ir.DataType.INT64, int: ir.DataType.INT64, torch.SymBool: ir.DataType.BOOL}

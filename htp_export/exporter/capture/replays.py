@@ -16,68 +16,47 @@ are its own work: its region would otherwise take in what it computed itself.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL
+from htp_export.exporter.capture.fx_calls import FxCalls, Places
 from htp_export.exporter.capture.torch_internals import ExecutedNode, State, is_view, reversed_view
 
 
 class View(NamedTuple):
-    """One view in the way to a tensor, as it was first made. torch may erase the nodes later.
+    """One view in the way to a tensor, as it was first made. torch may erase the nodes later."""
 
-    Attributes:
-        operator: The view operator; None for one that has several results, since another may stand for it afterwards:
-            ``slice`` for ``split``.
-        call: The call that made the view.
-        number: The number of the node that gives the view.
-        below: The number of the node that gives the tensor under it.
-    """
-
+    # The view operator; None for one that has several results, since another may stand for it afterwards: ``slice`` for
+    # ``split``
     operator: Any
-    call: int
-    number: int
-    below: int
+    call: int  # the call that made the view
+    number: int  # the number of the node that gives the view
+    below: int  # the number of the node that gives the tensor under it
 
 
 class Way(NamedTuple):
-    """How a tensor was first made.
+    """How a tensor was first made."""
 
-    Attributes:
-        maker: The node of the decomposed graph that made it.
-        views: The views that lead to it, from the last to the first; none for a tensor that is no view.
-    """
-
-    maker: Any
-    views: tuple[View, ...]
+    maker: Any  # the node of the decomposed graph that made it
+    views: tuple[View, ...]  # the views that lead to it, from the last to the first; none for a tensor that is no view
 
 
 class Repeated(NamedTuple):
-    """Nodes that repeat the way to a tensor.
+    """Nodes that repeat the way to a tensor."""
 
-    Attributes:
-        views: For each view, from the last to the first, its nodes: the operator, after the one that picks a result.
-        base: The node that gives the tensor under them.
-    """
-
+    # For each view, from the last to the first, its nodes: the operator, after the one that picks a result
     views: list[list[Any]]
-    base: Any
+    base: Any  # the node that gives the tensor under them
 
 
 class Moved(NamedTuple):
-    """A view that was computed again, and belongs to another call than the one that made it first.
+    """A view that was computed again, and belongs to another call than the one that made it first."""
 
-    Attributes:
-        first: The number of the node that made it first.
-        call: The call that did.
-        again: The number of the node that computed it again.
-        now: The call to which that node belongs.
-    """
-
-    first: int
-    call: int
-    again: int
-    now: int
+    first: int  # the number of the node that made it first
+    call: int  # the call that did
+    again: int  # the number of the node that computed it again
+    now: int  # the call to which that node belongs
 
 
 class Replays:
@@ -88,29 +67,15 @@ class Replays:
     call around both. What is written back belongs to the innermost call that has the tensor under the view: the call
     around the one that made the change and those that made the views. Both belong to a call inside of that one if it
     makes the change and reads the result, too (`settle`).
-
-    Args:
-        mark: A node of the decomposed graph → a number that copies of the node have too.
-        call_of: A node of an FX graph → its call.
-        common: Two calls → the innermost call around both.
-        assign: Gives a node of the decomposed graph to a call.
-
-    Attributes:
-        moved: Views that were computed again from another state of the tensor, and do not belong to the call that made
-            them first.
-        again: Number of the node that made a view first → the numbers of those that computed the same again.
     """
 
-    def __init__(
-        self,
-        mark: Callable[[Any], int],
-        call_of: Callable[[Any], int],
-        common: Callable[[int, int], int],
-        assign: Callable[[Any, int], None],
-    ) -> None:
-        self._mark, self._call_of, self._common, self._assign = mark, call_of, common, assign
+    def __init__(self, calls: FxCalls, decomposed: Places) -> None:
+        self._mark, self._calls = decomposed.mark, calls
         self._first: dict[Any, Way] = {}  # node of the exported graph → how its tensor was first made
+        # Views that were computed again from another state of the tensor, and do not belong to the call that made them
+        # first
         self.moved: list[Moved] = []
+        # Number of the node that made a view first → the numbers of those that computed the same again
         self.again: dict[int, list[int]] = {}
         self._written: set[Any] = set()  # nodes that write back
         self._change: dict[int, int] = {}  # number of a node that follows a change → the call that made the change
@@ -118,9 +83,8 @@ class Replays:
     def record(self, executed: ExecutedNode) -> dict[Any, Any]:
         """Assign owners to the nodes that were added when a node of the exported graph was executed.
 
-        Returns:
-            For views that the node changed: the node of the decomposed graph that makes the tensor afterwards → the
-            node that has its value before that is written back.
+        Returns for views that the node changed: the node of the decomposed graph that makes the tensor
+        afterwards → the node that has its value before that is written back.
         """
         traced, changed = set(executed.made), {}
         for state in executed.read:
@@ -142,33 +106,28 @@ class Replays:
     def returned(self, outputs: Iterable[tuple[Any, Any]], late: Collection[Any]) -> None:
         """Assign the nodes that compute views again for what the graph returns.
 
-        Args:
-            outputs: Nodes of the exported graph whose results are returned, each with the node of the decomposed
-                graph that is returned; None for what is no tensor.
-            late: The nodes of the decomposed graph that were made after the last node of the exported graph ran.
+        ``outputs`` are nodes of the exported graph, each with the node of the decomposed one that is returned, or None
+        for what is no tensor; ``late`` are the nodes that were made after the last node of the exported graph ran.
         """
         for node, again in outputs:
             if node in self._first:
                 self._computed_again(self._first[node], again, late)
 
     def settle(self, nodes: Iterable[Any]) -> None:
-        """Assign nodes that follow a change to a call that makes the change and reads the result.
+        """Assign nodes of the complete graph that follow a change to a call that makes the change and reads the result.
 
         Where such a call is inside of the one that has the tensor under the view, nodes outside of it would take what
         it changed, and give it back.
-
-        Args:
-            nodes: The nodes of the decomposed graph, when it is complete.
         """
         settled: dict[int, int] = {}
         for node in reversed(list(nodes)):
             change = self._change.get(self._mark(node), NO_CALL)
-            call = before = self._call_of(node)
+            call = before = self._calls.of_node(node)
             for reader in node.users if change != NO_CALL else ():
-                both = self._common(change, self._call_of(reader))  # around the change, as `call` is
-                call = both if self._common(both, call) == call else call
+                both = self._calls.common(change, self._calls.of_node(reader))  # around the change, as `call` is
+                call = both if self._calls.common(both, call) == call else call
             if call != before:
-                self._assign(node, call)
+                self._calls.assign(node, call)
                 settled[self._mark(node)] = call
         self.moved = [moved._replace(now=settled.get(moved.again, moved.now)) for moved in self.moved]
 
@@ -178,7 +137,7 @@ class Replays:
         while is_view(node) and node not in self._written:
             nodes, below = _step(node)
             target = nodes[0].target if len(nodes) == 1 else None
-            views.append(View(target, self._call_of(node), self._mark(node), self._mark(below)))
+            views.append(View(target, self._calls.of_node(node), self._mark(node), self._mark(below)))
             node = below
         return Way(maker, tuple(views))
 
@@ -203,12 +162,12 @@ class Replays:
         if repeated is None:
             return
         same = self._mark(repeated.base) == first.views[len(repeated.views) - 1].below
-        base = self._call_of(repeated.base)
+        base = self._calls.of_node(repeated.base)
         change = self._change.get(self._mark(repeated.base), base)
         for nodes, view in zip(repeated.views, first.views, strict=False):
-            call = view.call if same else self._common(view.call, base)
+            call = view.call if same else self._calls.common(view.call, base)
             for node in nodes:
-                self._assign(node, call)
+                self._calls.assign(node, call)
                 if not same:
                     self._change[self._mark(node)] = change
             if same:
@@ -227,28 +186,27 @@ class Replays:
     def _written_back(self, first: Way, state: State, traced: Collection[Any]) -> Any:
         """Assign the nodes that write the new value of a view into the tensor under it; the node of that value.
 
-        Returns:
-            None if nothing is written back, or not in the way that is known.
+        Returns None if nothing is written back, or not in the way that is known.
         """
         repeated = self._repeated(first, state.maker, traced)
         if repeated is None or repeated.base not in traced:
             return None
         node, value = repeated.base, None
-        change = call = self._call_of(node)
+        change = call = self._calls.of_node(node)
         calls = []
         for view in first.views:
-            call = self._common(call, view.call)
+            call = self._calls.common(call, view.call)
             calls.append(call)
         for call in reversed(calls):
             value = reversed_view(node) if node in traced else None
             if value is None:
                 break
-            self._assign(node, call)
+            self._calls.assign(node, call)
             self._change[self._mark(node)] = change
             self._written.add(node)
             below = node.args[0]
             while below is not value and below in traced and is_view(below):  # the views before this one, as they were
-                self._assign(below, call)
+                self._calls.assign(below, call)
                 self._change[self._mark(below)] = change
                 below = below.args[0]
             node = value

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from htp_export.errors import described
+from htp_export.exporter.capture.modules import Before
 from htp_export.exporter.capture.torchscript_internals import flattened, numbers_as_tensors
-from htp_export.exporter.capture.undoing import Before
 from htp_export.format.leaves import named_leaves
 
 _MISSING = object()
@@ -53,12 +53,6 @@ class GivenCall:
         args: The arguments as ``torch.onnx.export`` passes them on: a tuple, keyword arguments as a dict at its end.
         in_signature_order: Whether keyword arguments become inputs in the order of ``forward``'s signature, as torch
             has it; else in the order in which they were given, as under dynamo.
-
-    Attributes:
-        positional: The positional arguments.
-        keywords: The keyword arguments, in the order in which they become inputs.
-        traced: The arguments that become inputs of the trace, in order.
-        constants: The names or places of those that do not.
     """
 
     def __init__(self, model: Any, args: Any, *, in_signature_order: bool) -> None:
@@ -72,10 +66,10 @@ class GivenCall:
         slots: list[tuple[int | str, Any]] = [*enumerate(self.positional), *self.keywords.items()]
         self._slots = [(where, _MISSING if _traceable(value) else value) for where, value in slots]
         self.traced = tuple(value for _, value in slots if _traceable(value))
+        # The names or places of the arguments that do not become inputs of the trace
         self.constants = [where for where, value in self._slots if value is not _MISSING]
 
     def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What ``forward`` is called with, positional and by keyword: the tracer's tensors in their places."""
         values = iter(traced)
         slots = [(where, next(values) if value is _MISSING else value) for where, value in self._slots]
         positional = tuple(value for where, value in slots if isinstance(where, int))
@@ -83,7 +77,6 @@ class GivenCall:
 
     @staticmethod
     def result(result: Any) -> Any:
-        """What the model returns, as the tracer takes it."""
         return result if _traceable(result) else tuple(_tensors(result))
 
 
@@ -92,14 +85,7 @@ class FormattedCall:
 
     Args:
         formatted: The arguments as torch formats them; a tuple, as a rule.
-        given: The call as the user gave it.
-
-    Attributes:
-        formatted: As above, always a tuple.
-        traced: The arguments that become inputs of the trace, keyword arguments in the order of ``given``.
-        same_values: Whether ``forward`` is certain to get the values that the user gave it. Else there are numbers
-            among the arguments, which become tensors, or keywords that torch drops.
-        same_call: Whether, besides, it gets them as the user gave them: by position, and no defaults.
+        given: The call as the user gave it, in whose order keyword arguments become inputs of the trace.
     """
 
     def __init__(self, formatted: Any, given: GivenCall) -> None:
@@ -111,16 +97,17 @@ class FormattedCall:
         self._order = [*range(by_position), *found, *(at for at in rest if at not in found)]
         self.traced = tuple(values[at] for at in self._order) if isinstance(formatted, tuple) else formatted
         self.formatted = values
+        # Whether ``forward`` is certain to get the values that the user gave it. Else there are numbers among the
+        # arguments, which become tensors, or keywords that torch drops.
         self.same_values = len(found) == len(given.keywords) and all(map(_traceable, values))
+        # Whether, besides, it gets them as the user gave them: by position, and no defaults
         self.same_call = self.same_values and not given.keywords and len(values) == len(given.positional)
 
     def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What ``forward`` is called with, positional and by keyword: the tracer's tensors in their places."""
         placed = dict(zip(self._order, traced, strict=True))
         return tuple(placed[at] for at in range(len(placed))), {}
 
     def result(self, result: Any) -> Any:
-        """What the model returns, as the tracer takes it."""
         if not self.same_values or not _refused(result):
             return result
         _log.info("torch does not take a %s as output: its tensors become outputs", type(result).__name__)
@@ -129,14 +116,10 @@ class FormattedCall:
 
 @dataclass(frozen=True)
 class RootChoice:
-    """The call that is traced.
+    """The call that is traced."""
 
-    Attributes:
-        call: The call.
-        before: The state to go back to before the call as given is tried; None if that is no other call.
-    """
-
-    call: RootCall
+    call: RootCall  # the call
+    # The state to go back to before the call as given is tried; None if that is no other call
     before: Before | None = None
 
     @property
@@ -146,15 +129,40 @@ class RootChoice:
         return replace(self, before=None) if same else self
 
 
-def choose(model: Any, formatted: Any, as_passed: GivenCall, refusal: str) -> RootChoice:
-    """How to call a model.
+class RootCalls:
+    """How the model is called in one export.
 
     Args:
-        model: The module.
-        formatted: The arguments as torch formats them.
-        as_passed: The call as the user gave it.
-        refusal: Why an export with torch's call has failed; empty if there was none.
+        args: The arguments, as ``torch.onnx.export`` passes them on.
+        names_inputs: Whether the user names the graph's inputs, counting on torch's order of them.
+        refusal: Why an export failed in which the model was called as torch calls it; empty if there was none.
     """
+
+    def __init__(self, args: Any, *, names_inputs: bool, refusal: str = "") -> None:
+        self.choice: RootChoice | None = None  # how it is called; None before it is traced
+        self.runs = False  # whether it runs, so that modules which are called are called by it
+        self._args, self._names_inputs, self._refusal = args, names_inputs, refusal
+
+    @property
+    def call(self) -> RootCall | None:
+        """The call; None where torch alone says so."""
+        return None if self.choice is None else self.choice.call
+
+    def choose(self, model: Any, formatted: Any) -> Any:
+        """Choose how to call the model, and return the arguments that become inputs of the trace.
+
+        ``formatted`` are the arguments as torch formats them.
+        """
+        as_passed = GivenCall(model, self._args, in_signature_order=self._names_inputs)
+        self.choice = _chosen(model, formatted, as_passed, self._refusal)
+        return self.choice.call.traced
+
+    def traced(self) -> None:
+        """Note that the trace is made."""
+        self.choice = None if self.choice is None else self.choice.after_trace
+
+
+def _chosen(model: Any, formatted: Any, as_passed: GivenCall, refusal: str) -> RootChoice:
     if not refusal:
         call = FormattedCall(formatted, as_passed)
         if call.same_call:

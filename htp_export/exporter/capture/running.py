@@ -1,46 +1,50 @@
-"""What of htp_export runs in this thread or task: who tags its exports, and what captures the one that runs now."""
+"""What of htp_export runs in this thread or task: who tags its exports, what captures one, and faults of that.
+
+Every step of a capture runs in `Guarded.step`. The first step that fails is noted and ends the capture; torch's export
+goes on as if nobody watched it. What becomes of the fault is decided once the graph is complete: `Guarded.give_up`.
+Nothing of the model and no step of torch's exporter runs inside a step, so that their errors are never taken for a
+fault of the capture.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from htp_export.errors import CaptureError, HtpExportError, UntaggedExportWarning
 from htp_export.process.restoring import Changes, locked
 
-if TYPE_CHECKING:
-    from htp_export.exporter.capture.dynamo import DynamoCapture
-    from htp_export.exporter.capture.program_bodies import ProgramBodies
-    from htp_export.exporter.capture.torchscript import TorchScriptCapture
-
+__all__ = [
+    *("Exporter", "Guarded", "dynamo_capture", "export_untagged", "exporter", "keeps_dynamo", "program_bodies"),
+    *("alone", "script_capture", "seam", "translations_read", "wait_alone", "wanted", "wants_frames_of_layers"),
+]
 
 _log = logging.getLogger(__name__)
 _PAUSE = 0.005  # seconds
 
+_Result = TypeVar("_Result")
+
 
 class Exporter(Protocol):
-    """What the patches call when an export runs in a thread that asked for tags."""
+    """What the patches call when an export runs in a thread that asked for tags.
 
-    @property
-    def strict(self) -> bool:
-        """Whether an export fails that cannot be tagged."""
+    Attributes:
+        strict: Whether an export fails that cannot be tagged.
+        ended: Whether the block that asked for tags is over.
+    """
 
-    @property
-    def ended(self) -> bool:
-        """Whether the block that asked for tags is over."""
+    strict: bool
+    ended: bool
 
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         """Run torch's dynamo exporter and tag its result."""
-
-    def replaced(self, old: Any, new: Any) -> None:
-        """Note that a value of an ONNX graph was replaced after its export."""
-
-    def settle(self) -> None:
-        """Tag the models that were rewritten after their export."""
 
     def program(self, export: Callable[[], Any], model: Any) -> Any:
         """Run ``torch.export`` and keep what is captured with the program that it makes."""
@@ -48,16 +52,20 @@ class Exporter(Protocol):
     def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
         """Run torch's TorchScript exporter and tag the file it writes."""
 
+    def replaced(self, old: Any, new: Any) -> None:
+        """Note that a value of an ONNX graph was replaced after its export."""
+
+    def settle(self) -> None:
+        """Tag the models that were rewritten after their export."""
+
 
 exporter: ContextVar[Exporter | None] = ContextVar("htp_export_exporter", default=None)
-dynamo_capture: ContextVar[DynamoCapture | None] = ContextVar("htp_export_dynamo", default=None)
-program_bodies: ContextVar[ProgramBodies | None] = ContextVar("htp_export_program_bodies", default=None)
-script_capture: ContextVar[TorchScriptCapture | None] = ContextVar("htp_export_torchscript", default=None)
+dynamo_capture: ContextVar[Any] = ContextVar("htp_export_dynamo", default=None)  # DynamoCapture | None
+program_bodies: ContextVar[Any] = ContextVar("htp_export_program_bodies", default=None)  # ProgramBodies | None
+script_capture: ContextVar[Any] = ContextVar("htp_export_torchscript", default=None)  # TorchScriptCapture | None
 translations_read: ContextVar[dict[tuple[tuple[str, Any], ...], Any] | None] = ContextVar(
     "htp_export_translations", default=None
 )
-
-
 keeps_dynamo: ContextVar[bool] = ContextVar("htp_export_keeps_dynamo", default=False)
 wants_frames_of_layers: ContextVar[bool] = ContextVar("htp_export_frames_of_layers", default=False)
 
@@ -108,3 +116,62 @@ def wait_alone(changes: Changes) -> None:
     export = object()
     changes.will_undo(functools.partial(_ONE_AT_A_TIME.leave, export))
     _ONE_AT_A_TIME.enter(export)
+
+
+def alone(do: Callable[[Changes], _Result]) -> _Result:
+    """Do something while no other thread exports, as of `wait_alone`, and take back what it changes."""
+    changes = Changes()
+    try:
+        try:
+            wait_alone(changes)
+            return do(changes)
+        finally:
+            changes.take_back()
+    finally:
+        changes.take_back()
+
+
+@contextlib.contextmanager
+def seam(name: str) -> Iterator[None]:
+    """Name a part of a step: an error inside becomes a `CaptureError`, "the capture failed while" and the name."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(name, error) from error
+
+
+def export_untagged(fault: HtpExportError) -> None:
+    """Warn that an export goes on without tags, and why."""
+    warnings.warn(UntaggedExportWarning(f"the model is exported without module tags: {fault}"), stacklevel=2)
+
+
+class Guarded:
+    """A capture whose steps cannot fail."""
+
+    def __init__(self) -> None:
+        self.strict = True  # whether a fault ends the export; else the model is exported without tags
+        self.fault: CaptureError | None = None  # what the first step that failed said; None while all is well
+        self.changes = Changes()  # what the capture changed outside of itself; whoever runs the export takes it back
+
+    def step(self, name: str, do: Callable[..., _Result], *args: Any) -> _Result | None:
+        """Run a step, and return what it returns; None if it failed, or one before it. ``name`` is as of `seam`."""
+        if self.fault is not None:
+            return None
+        try:
+            return do(*args)
+        except CaptureError as fault:
+            self.fault = fault
+        except Exception as error:
+            self.fault = CaptureError(name, error)
+            self.fault.__cause__ = error
+        _log.debug("the capture of modules ends here", exc_info=self.fault)
+        return None
+
+    def give_up(self) -> None:
+        """Say that there will be no tags, if there was a fault; raises it if the capture is strict."""
+        if self.fault is not None:
+            if self.strict:
+                raise self.fault
+            export_untagged(self.fault)

@@ -1,21 +1,42 @@
-"""How a tagged program of the dynamo exporter is saved: as torch saves it, but whole or not at all.
+"""How a tagged program of the dynamo exporter is saved: as torch saves it, but whole or not at all, and part by part.
 
 torch writes the weights first and the model afterwards, each over what is there. Between the two, an old model has new
 weights, which loads and computes something that neither model does.
+
+Parameters that were loaded from safetensors files, or by ``torch.load(mmap=True)``, are mapped. Written as torch writes
+them, all of them would be resident at the end; so pages that are mapped from a file are released behind each part. The
+optimizer transposes weights without copying them; numpy would write these one element at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import io
 import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from htp_export.exporter.capture.mapped_weights import written_in_parts
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from htp_export.errors import HtpExportError
 from htp_export.files.external_writers import written_whole
 from htp_export.files.filesystem import is_special, why_not_writable
+from htp_export.process.mapped_memory import MappedFiles, release_pages
 
-__all__ = ["check_writable", "save_whole"]
+__all__ = ["LATE_PLACE", "check_writable", "is_late", "save_whole", "saving_after", "written_in_parts"]
+
+_LARGE_BYTES = 1 << 20
+_PART_BYTES = 1 << 24
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Size of an element → a type of this size that numpy has, too."""
+_MARK = "_htp_export_saves_whole"
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -40,9 +61,6 @@ def _only_itself_writable(file: Path) -> bool:
     return _is_writable(file) and why_not_writable(file.absolute().parent) is not None
 
 
-_MARK = "_htp_export_saves_whole"
-
-
 def save_whole(program: Any) -> None:
     """Let ``program.save`` write a model and its data together; `torch.onnx.export` saves by that method, too."""
     program_class: Any = type(program)
@@ -64,3 +82,146 @@ def _saved_whole(program_class: Any) -> Any:
 
     described = {"__doc__": program_class.__doc__, "__module__": program_class.__module__, "save": save, _MARK: True}
     return type(program_class.__name__, (program_class,), described)
+
+
+@contextlib.contextmanager
+def written_in_parts(model: ir.Model) -> Iterator[None]:
+    """Replace the large weights of a model, for the duration of a ``with`` block, by tensors that are so written."""
+    kept: list[tuple[ir.Value, Any]] = []
+    mapped = MappedFiles.now()
+    try:
+        for value in model.graph.initializers.values():
+            values = _values(value.const_value)
+            if values is not None:
+                memory = _memory(values)
+                kept.append((value, value.const_value))
+                value.const_value = _InParts(
+                    value.const_value, values, memory if mapped.path_of(*memory) is not None else (0, 0)
+                )
+        yield
+    finally:
+        for value, tensor in kept:
+            value.const_value = tensor
+
+
+def _values(tensor: Any) -> np.ndarray[Any, Any] | None:
+    """The values of a large tensor, with the bytes of each as they are to be written; None if they are not at hand."""
+    raw: Any = getattr(tensor, "raw", None)
+    if type(raw) in (torch.Tensor, torch.nn.Parameter):
+        weight: torch.Tensor = raw.detach()
+        plain = weight.layout is torch.strided and weight.device.type == "cpu" and weight.dtype.itemsize in _WHOLE
+        if not plain or weight.is_neg() or weight.is_quantized:
+            return None
+        raw = weight.view(_WHOLE[weight.dtype.itemsize]).numpy()
+    if not isinstance(raw, np.ndarray) or sys.byteorder != "little" or not raw.dtype.isnative:
+        return None
+    return raw if raw.ndim > 0 and raw.nbytes == tensor.nbytes >= _LARGE_BYTES else None
+
+
+def _memory(values: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Address and length of the memory in which the values lie."""
+    steps = [(size - 1) * stride for size, stride in zip(values.shape, values.strides, strict=True)]
+    before, behind = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+    return values.ctypes.data + before, behind - before + values.itemsize
+
+
+class _InParts(ir.Tensor):  # type: ignore[type-arg]
+    """A tensor of torch's exporter that is written part by part.
+
+    ``mapped`` is the address and length of its memory, where that is mapped from a file.
+    """
+
+    __slots__ = ("_mapped", "_tensor", "_values")
+
+    def __init__(self, tensor: Any, values: np.ndarray[Any, Any], mapped: tuple[int, int]) -> None:
+        about = {"doc_string": tensor.doc_string, "metadata_props": dict(tensor.metadata_props)}
+        super().__init__(tensor.raw, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name, **about)
+        self._tensor, self._values, self._mapped = tensor, values, mapped
+
+    def numpy(self) -> Any:
+        return self._tensor.numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self._tensor.__array__(dtype, copy)
+
+    def tobytes(self) -> bytes:
+        return self._tensor.tobytes()  # type: ignore[no-any-return]
+
+    def tofile(self, file: IO[bytes]) -> None:
+        values = self._values
+        in_order = values.flags.c_contiguous
+        rows = values.reshape(-1) if in_order else values
+        step = max(1, _PART_BYTES * len(rows) // values.nbytes)
+        for start in range(0, len(rows), step):
+            part = np.ascontiguousarray(rows[start : start + step])
+            file.write(part.view(np.uint8).data)
+            if in_order and self._mapped[1]:
+                release_pages(part.ctypes.data, part.nbytes)
+        release_pages(*self._mapped)  # what is transposed has each of its pages in every part
+
+
+# --- torch 2.10, whose exporter ends later than that of the releases after it -------------------
+#
+# From 2.11 on, ``_core.export`` converts the opset and optimizes, and its caller only saves what it returns, so the
+# tags are written when it returns. In 2.10 its caller, ``export_compat``, converts, optimizes and saves. The end of the
+# export is therefore the end of ``export_compat``, called without a file; what torch would have saved is saved here,
+# after the tags are written. To be deleted with the support of torch 2.10.
+
+LATE_PLACE = ("torch.onnx._internal.exporter._compat", "export_compat")
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def is_late() -> bool:
+    """Whether the installed torch optimizes and saves outside of ``_core.export``."""
+    return torch.torch_version.TorchVersion(torch.__version__) < "2.11"
+
+
+def saving_after(tagged: Wrap, wanted: Callable[[], Any]) -> Wrap:
+    """Make the wrapper of ``export_compat`` from that of ``_core.export``, which adds tags, where they are wanted."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+        with_tags = tagged(original)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not wanted():
+                return original(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            options = bound.arguments
+            try:
+                program = with_tags(**{**options, "f": None, "fallback": False})
+            except HtpExportError:
+                raise
+            except Exception:
+                if not options["fallback"]:
+                    raise
+                # Fails once more, and writes the file with TorchScript, an export with tags of its own.
+                return original(*args, **kwargs)
+            if options["f"] is not None:
+                _save(program, options)
+            return program
+
+        return wrapper
+
+    return wrap
+
+
+def _save(program: Any, options: dict[str, Any]) -> None:
+    """Save a program as ``export_compat`` does."""
+    import onnx
+
+    if isinstance(options["f"], io.BytesIO):
+        warnings.warn(
+            "Saving ONNX model to a BytesIO object is deprecated. Please use a file path instead.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        onnx.save(program.model_proto, options["f"])
+    else:
+        kept = ("keep_initializers_as_inputs", "external_data")
+        program.save(
+            options["f"], include_initializers=options["export_params"], **{name: options[name] for name in kept}
+        )

@@ -1,8 +1,7 @@
 """Private parts of torch that are used, each behind a function that says what for: FX graphs, modules and their calls.
 
-Those of TorchScript are in ``torchscript_internals.py``, those of branches and loop bodies in ``body_internals.py``;
-the places that are patched stand in ``patches.py``. ``tests/exporter/test_torch_internals.py`` fails where a part
-has moved.
+Those of TorchScript are in ``torchscript_internals.py``, the places that are patched in ``dynamo_patches.py`` and
+``patches.py``. ``tests/exporter/test_torch_internals.py`` fails where a part has moved.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ import functools
 import inspect
 import itertools
 import operator
+import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -35,58 +36,40 @@ def has_module_stacks(model: Any) -> bool:
 
 
 class Scope(NamedTuple):
-    """One module of those in which a node of a graph that Dynamo made runs.
+    """One module of those in which a node of a graph that Dynamo made runs."""
 
-    Attributes:
-        key: Dynamo's key of the module's call.
-        name: The expression by which Dynamo reaches the module.
-        module: Its ``id``; -1 where the key does not hold it.
-    """
-
-    key: str
-    name: str
-    module: int
+    key: str  # dynamo's key of the module's call
+    name: str  # the expression by which Dynamo reaches the module
+    module: int  # its ``id``; -1 where the key does not hold it
 
 
 def scopes_of(node: Any) -> list[Scope]:
     """The modules in which a node of a graph that Dynamo made runs, outermost first."""
+    # From the second call on, the keys are "id@1", ...; torch.export puts a name before what it takes from Dynamo.
     stack = node.meta.get("nn_module_stack") or {}
-    numbers = {key: key.partition("@")[0] for key in stack}  # from the second call on, the keys are "id@1", ...
+    numbers = {key: re.search(r"(\d+)(@\d+)?$", key) for key in stack}
     return [
-        Scope(key, str(name), int(numbers[key]) if numbers[key].isdecimal() else -1) for key, (name, _) in stack.items()
+        Scope(key, str(name), int(number.group(1)) if (number := numbers[key]) else -1)
+        for key, (name, _) in stack.items()
     ]
 
 
 class State(NamedTuple):
-    """A tensor that an executed node read or returned, in its state after the execution.
+    """A tensor that an executed node read or returned, in its state after the execution."""
 
-    Attributes:
-        node: The node of the executed graph whose result the tensor is.
-        changes: How often the tensor has been changed in place.
-        maker: The node of the traced graph that produces it, or None.
-        changed: Whether this execution changed it in place.
-    """
-
-    node: Any
-    changes: int
-    maker: Any
-    changed: bool = False
+    node: Any  # the node of the executed graph whose result the tensor is
+    changes: int  # how often the tensor has been changed in place
+    maker: Any  # the node of the traced graph that produces it, or None
+    changed: bool = False  # whether this execution changed it in place
 
 
 class ExecutedNode(NamedTuple):
-    """One executed node of the decomposed FX graph, and the nodes into which it was traced.
+    """One executed node of the decomposed FX graph, and the nodes into which it was traced."""
 
-    Attributes:
-        node: The executed node.
-        made: The nodes of the traced graph, in order.
-        read: The tensors that the node read.
-        returned: The tensor that it returned; empty if it returned several.
-    """
-
-    node: Any
-    made: list[Any]
-    read: list[State]
-    returned: list[State]
+    node: Any  # the executed node
+    made: list[Any]  # the nodes of the traced graph, in order
+    read: list[State]  # the tensors that the node read
+    returned: list[State]  # the tensor that it returned; empty if it returned several
 
 
 def fx_tracer() -> Any:
@@ -98,26 +81,16 @@ def fx_tracer() -> Any:
 
 
 class Tracing(NamedTuple):
-    """The state of the trace in this thread before a node of another graph is executed.
+    """The state of the trace in this thread before a node of another graph is executed."""
 
-    Attributes:
-        tracer: The tracer.
-        made: Number of nodes in the traced graph.
-        held: The tensors that the node reads: producer, tensor, and how often it has been changed in place.
-    """
-
-    tracer: Any
-    made: int
+    tracer: Any  # the tracer
+    made: int  # number of nodes in the traced graph
+    # The tensors that the node reads: producer, tensor, and how often it has been changed in place
     held: list[tuple[Any, Any, int]]
 
 
 def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
-    """Return the state of the running trace before a node is executed; None if there is no trace.
-
-    Args:
-        interpreter: Executes the node's graph; it has the results of the other nodes.
-        node: The node.
-    """
+    """The state of the running trace before an interpreter executes a node of another graph; None without a trace."""
     import torch
 
     tracer = fx_tracer()
@@ -129,13 +102,7 @@ def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
 
 
 def executed_since(before: Tracing, node: Any, result: Any) -> ExecutedNode:
-    """Return the nodes into which a node was traced when it was executed.
-
-    Args:
-        before: The state of the trace before the execution.
-        node: The executed node.
-        result: Its result.
-    """
+    """The nodes into which a node was traced when it was executed, and gave ``result``."""
     nodes = before.tracer.graph.nodes
     traced = list(itertools.islice(reversed(nodes), len(nodes) - before.made))[::-1]
     read = [
@@ -164,17 +131,11 @@ def is_view(node: Any) -> bool:
 
 
 class OperatorName(NamedTuple):
-    """What the operator that a node of an FX graph calls is named.
+    """What the operator that a node of an FX graph calls is named."""
 
-    Attributes:
-        namespace: ``aten``; ``python`` for functions of Python, which compute with sizes.
-        name: ``linear``.
-        overload: ``Tensor``; empty for the default one.
-    """
-
-    namespace: str
-    name: str
-    overload: str = ""
+    namespace: str  # ``aten``; ``python`` for functions of Python, which compute with sizes
+    name: str  # ``linear``
+    overload: str = ""  # ``Tensor``; empty for the default one
 
 
 def operator_name(target: Any) -> OperatorName:
@@ -190,17 +151,11 @@ def operator_name(target: Any) -> OperatorName:
 
 
 class Argument(NamedTuple):
-    """One argument of a node of an FX graph.
+    """One argument of a node of an FX graph."""
 
-    Attributes:
-        name: As the operator's schema has it; its place, where there is no schema.
-        value: None if it is left out.
-        takes_tensors: Whether the schema has a tensor, or several, at its place.
-    """
-
-    name: str
-    value: Any
-    takes_tensors: bool = False
+    name: str  # as the operator's schema has it; its place, where there is no schema
+    value: Any  # none if it is left out
+    takes_tensors: bool = False  # whether the schema has a tensor, or several, at its place
 
 
 def arguments_of(node: Any) -> list[Argument]:
@@ -222,11 +177,7 @@ def is_assertion(node: Any) -> bool:
 
 
 def reversed_view(node: Any) -> Any:
-    """Return the view that a node writes back into its base tensor, as functionalization does after an in-place change.
-
-    Returns:
-        The node with the value of the view; None if the node is no such write.
-    """
+    """The view that a node writes back into its base tensor, as functionalization does after a change; or None."""
     import torch
 
     if node.target is operator.getitem:
@@ -243,6 +194,62 @@ def changes_of(tensor: Any) -> int:
         return int(tensor._version)
     except RuntimeError:  # made in inference mode
         return 0
+
+
+def has_bodies(function: Any) -> bool:
+    """Return whether a function takes branches or loop bodies: ``torch.cond``, ``while_loop``, ``scan``."""
+    import torch
+
+    return isinstance(function, torch._ops.HigherOrderOperator)
+
+
+def is_choice(function: Any) -> bool:
+    """Whether of the bodies of such an operator one alone runs."""
+    import torch
+
+    return function is torch.ops.higher_order.cond
+
+
+def gives_what_a_body_gives(function: Any) -> bool:
+    """Whether the last body of such an operator gives results of the operator's kind, from the same inputs."""
+    import torch
+
+    return function in (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop)
+
+
+def use_plain_containers(changes: Changes, program: Any) -> bool:
+    """Let an exported program take and return lists in place of the containers of other libraries.
+
+    torch builds the containers again while it decomposes the program, inside the trace. Tensors that they make for
+    that, as the caches of transformers do, become constants of the trace that the decomposed program lacks. Returns
+    whether there are such containers.
+    """
+    from torch.utils import _pytree
+
+    def children(spec: Any) -> list[Any]:
+        found: list[Any] = spec.children() if hasattr(spec, "children") else spec.children_specs  # of torch 2.10
+        return found
+
+    def plain(spec: Any) -> Any:
+        parts = [plain(child) for child in children(spec)]
+        if spec.is_leaf():
+            return 0
+        if spec.type is dict:
+            return dict(zip(spec.context, parts, strict=True))
+        return tuple(parts) if spec.type is tuple else parts
+
+    def has_others(spec: Any) -> bool:
+        own = spec.is_leaf() or spec.type in (list, tuple, dict)
+        return not own or any(map(has_others, children(spec)))
+
+    signature = program.module_call_graph[0].signature if program.module_call_graph else None
+    before = {} if signature is None else {name: getattr(signature, name) for name in ("in_spec", "out_spec")}
+    if not any(map(has_others, before.values())):
+        return False
+    for name, spec in before.items():
+        changes.will_undo(functools.partial(setattr, signature, name, spec))
+        setattr(signature, name, _pytree.tree_structure(plain(spec)))
+    return True
 
 
 def _stance() -> Any:
@@ -289,15 +296,8 @@ def keep_autocast_cache(changes: Changes) -> None:
 def run_after_hooks(changes: Changes, module: Any, finish: Callable[[Any], Any]) -> bool:
     """Run something once, when the user's forward hooks on a module have run, with what the module gives back then.
 
-    It is asked for while the module's ``forward`` runs.
-
-    Args:
-        changes: When they are taken back, nothing is left to be run.
-        module: The module.
-        finish: Gets what the module gives back, and gives back what it is to give back.
-
-    Returns:
-        Whether there are hooks; else it would not run.
+    It is asked for while the module's ``forward`` runs. ``finish`` gives back what the module is to give back. Returns
+    whether there are hooks; else it would not run.
     """
     from torch.nn.modules import module as modules
 
@@ -371,11 +371,8 @@ def is_compiled(module: Any) -> bool:
 def without_export_root(name: str, root: str | None) -> str:
     """A module's name in a scope, without the name of the wrapper in which ``torch.export`` traces the model.
 
-    torch takes it off the names in the main graph, and leaves it in branches and loop bodies.
-
-    Args:
-        name: The name, ``_export_root.layer.0``.
-        root: The model's own name in the trace; None where the trace was not seen, and has the usual one.
+    torch takes it off the names in the main graph, and leaves it in branches and loop bodies. ``root`` is the model's
+    own name in the trace; None where the trace was not seen, and has the usual one.
     """
     root = "_export_root" if root is None else root
     return "" if name == root else name.removeprefix(f"{root}.")
@@ -387,6 +384,14 @@ def outputs_of(output: Any) -> list[Any]:
 
     leaves = torch.utils._pytree.tree_leaves(output.args[0])
     return [leaf if isinstance(leaf, torch.fx.Node) else None for leaf in leaves]
+
+
+def is_forward_of_layer(code: Any) -> bool:
+    """Whether code is the ``forward`` of one of torch's own layers."""
+    import torch.nn.modules
+
+    folder = str(torch.nn.modules.__file__).rpartition("__init__")[0]
+    return isinstance(code, types.CodeType) and code.co_name == "forward" and code.co_filename.startswith(folder)
 
 
 def opset_range(*, dynamo: bool) -> tuple[int, int]:

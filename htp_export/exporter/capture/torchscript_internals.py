@@ -12,12 +12,6 @@ def usual_name(kind: str) -> str:
     """The operator that torch puts for one that is another name of it, ``aten::mul`` for ``aten::multiply``.
 
     It does so at the end of every trace, and whenever it compiles a function; so one is compiled.
-
-    Args:
-        kind: The kind of a node of a JIT graph.
-
-    Returns:
-        The kind that the node has afterwards: its own, if the operator has no other name.
     """
     import torch
 
@@ -46,8 +40,7 @@ def tracing_state() -> Any:
 def flattened(value: Any) -> list[Any]:
     """What the TorchScript tracer makes of arguments or results: their tensors, numbers and flags as tensors, in order.
 
-    Raises:
-        RuntimeError: If something among them is none of what it takes.
+    A `RuntimeError` if something among them is none of what it takes.
     """
     import torch
 
@@ -56,11 +49,7 @@ def flattened(value: Any) -> list[Any]:
 
 
 def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments as the TorchScript tracer passes them on: numbers and flags are tensors.
-
-    Raises:
-        RuntimeError: If something among them is none of what it takes.
-    """
+    """Arguments as the TorchScript tracer passes them on, or refuses them: numbers and flags are tensors."""
     import torch
 
     tensors, structure = torch._C._jit_flatten(arguments)
@@ -130,25 +119,16 @@ def _aliases(kind: str, count: int) -> list[tuple[int, Any]]:
 _TRACED_ROOT = "__module"  # stands for the root in the scopes of ``torch.jit.trace``, which opens no scope for it
 
 
-class _ScopeNames(dict[str, str]):
-    """Module path → the name of its scope in the trace; filled when the exporter has made its map."""
-
-    def __init__(self, paths: dict[int, str]) -> None:
-        self._paths = paths
-
-    def get(self, path: str, default: Any = None) -> Any:
-        if not self:
-            import torch
-
-            modules = torch.jit._trace._trace_module_map or {}
-            scopes = ((key, name) for key, name in modules.items() if key != _TRACED_ROOT)
-            self.update((self._paths.get(id(module.__dict__), ""), name) for module, name in scopes)
-        return super().get(path, default)
-
-
 def scope_names(paths: dict[int, str]) -> dict[str, str]:
-    """Module path → the name that the tracer of the running export gives the module's scope."""
-    return _ScopeNames(paths)
+    """Module path → the name that the tracer of the running export gives the module's scope.
+
+    ``paths`` has the paths by ``id(module.__dict__)``.
+    """
+    import torch
+
+    modules = torch.jit._trace._trace_module_map or {}
+    scopes = ((module, name) for module, name in modules.items() if module != _TRACED_ROOT)
+    return {paths.get(id(module.__dict__), ""): name for module, name in scopes}
 
 
 def is_listed(module: Any) -> bool:
@@ -204,13 +184,10 @@ def traced_number(*tensor: Any) -> int | None:
 
 
 def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Let tensors that were computed a second time stand for the first ones in the TorchScript trace that runs.
+    """Let the second tensor of each pair, computed again, stand for the first in the TorchScript trace that runs.
 
     What computed the first ones is removed from the trace, unless something else reads it: exporters would merge it
-    with what computes the second ones, and keep the scopes of the first.
-
-    Args:
-        pairs: Each first tensor with the second one, in the order of their computation.
+    with what computes the second ones, and keep the scopes of the first. Pairs are in the order of computation.
     """
     import torch
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog
-from htp_export.exporter.capture.record import Key, Node, Operation, Record
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Node, Operation, Record
 from htp_export.exporter.owners.flow import Flow, calls_sharing, relocate_operations
 from htp_export.format.reasons import Reason
 
@@ -25,31 +24,20 @@ _LOOK_BACK = 31
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The owners of one node, and the evidence for them.
+    """The owners of one node, and the evidence for them."""
 
-    Attributes:
-        paths: The owners' module paths in order of execution, never empty.
-        reason: ``scope``, ``shared``, ``fused``, ``flow`` or ``parameters``; see ``docs/owners.md``.
-        calls: Indices of the calls that the paths come from.
-    """
-
-    paths: tuple[str, ...]
-    reason: Reason
-    calls: tuple[int, ...]
+    paths: tuple[str, ...]  # the owners' module paths in order of execution, never empty
+    reason: Reason  # ``scope``, ``shared``, ``fused``, ``flow`` or ``parameters``; see ``docs/owners.md``
+    calls: tuple[int, ...]  # indices of the calls that the paths come from
 
 
 class Origins:
-    """The calls that computed each tensor of the exported graph, and the calls whose work was absorbed.
-
-    Attributes:
-        made: Exported tensor → calls of the operations that produced the same tensor.
-        placed: Exported tensors whose calls are known by flow only.
-        absorbed: Exported tensor → calls of further operations whose own tensors are gone.
-    """
+    """The calls that computed each tensor of the exported graph, and the calls whose work was absorbed."""
 
     def __init__(self, record: Record, flow: Flow) -> None:
-        self.made: dict[Key, set[int]] = {}
-        self.placed: set[Key] = set()
+        self.made: dict[Key, set[int]] = {}  # exported tensor → calls of the operations that produced the same tensor
+        self.placed: set[Key] = set()  # exported tensors whose calls are known by flow only
+        # Exported tensor → calls of further operations whose own tensors are gone
         self.absorbed: dict[Key, set[int]] = {}
         self._first: dict[Key, int] = {}  # exported tensor → operation that made it first
         self._maker: dict[Key, int] = {}

@@ -1,29 +1,72 @@
-"""What an export knows of the fates of modules: the captured tensors that passed in and out of their calls."""
+"""What an export knows of the fates of modules: the captured tensors that passed in and out of their calls.
+
+There are two boundaries of a module. At the boundary of its *calls* are the tensors that PyTorch passed in and out of
+them, also from one call of a module to another call of it. At the boundary of its *nodes*
+(`htp_export.model.boundaries`) are the tensors between the region of the module and the rest of the graph: what passes
+from call to call is inside.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from htp_export.exporter.capture.record import Key, Record
-from htp_export.exporter.owners.boundaries import CallBoundary, boundaries_of_calls, boundaries_of_nodes
-from htp_export.exporter.owners.flow import Flow, needed
+from htp_export.exporter.capture.calls import NO_CALL, Key, Record
+from htp_export.exporter.owners.flow import Flow, needed, varying
 from htp_export.format.call_tree import NodeCalls
 from htp_export.format.fates import Fate
+from htp_export.model.boundaries import Boundaries
 from htp_export.model.fates import FateEvidence, Outcome
 
 
-class ExportEvidence(FateEvidence[Key]):
-    """What the capture says of the boundaries of modules.
+@dataclass
+class CallBoundary:
+    """The captured tensors that passed in and out of the calls of one module, in order of use and of production."""
 
-    Args:
-        record: What was captured.
-        works: Whose work each node of the exported graph does.
-        flow: Which captured tensors and operations count.
+    # Tensors that were computed outside of a call and read inside → calls that computed them
+    inputs: dict[Key, set[int]] = field(default_factory=dict)
+    # Tensors that were computed inside of a call and read outside → calls that read them
+    outputs: dict[Key, set[int]] = field(default_factory=dict)
+
+
+def boundaries_of_calls(record: Record, flow: Flow) -> dict[str, CallBoundary]:
+    """Return the boundary of the calls of each module that ran.
+
+    Only tensors whose values depend on the model's inputs count, and only operations on which the result depends.
     """
+    log, boundaries = record.log, {call.path: CallBoundary() for call in record.log.calls}
+    producer = dict.fromkeys(record.inputs, NO_CALL)
+
+    def passes(key: Key, reader: int) -> None:
+        source = producer.get(key)
+        if source is None or source == reader or key not in flow.live:
+            return
+        reading, producing = log.chain(reader), log.chain(source)
+        for call in reading:
+            if call not in producing:
+                boundaries[log.calls[call].path].inputs.setdefault(key, set()).add(source)
+        for call in producing:
+            if call not in reading:
+                boundaries[log.calls[call].path].outputs.setdefault(key, set()).add(reader)
+
+    for operation, is_wanted in zip(record.operations, flow.wanted, strict=True):
+        if is_wanted:
+            for key in operation.inputs:
+                passes(key, operation.call)
+            producer.update(dict.fromkeys(operation.outputs, operation.call))
+    for key in record.outputs:
+        passes(key, NO_CALL)
+    return boundaries
+
+
+class ExportEvidence(FateEvidence[Key]):
+    """What the capture says of the boundaries of modules; ``works`` says whose work each node does."""
 
     def __init__(self, record: Record, works: Sequence[NodeCalls], flow: Flow) -> None:
-        super().__init__(boundaries_of_nodes(record, works))
+        live = varying(record.nodes, record.graph_inputs)
+        nodes = [(node.inputs, node.outputs) for node in record.nodes]
+        super().__init__(Boundaries(nodes, works, live.__contains__, record.graph_outputs))
         self._record = record
         self._passed = boundaries_of_calls(record, flow)
         self._useful = self._modules_that_count(flow.wanted)
@@ -52,8 +95,9 @@ class ExportEvidence(FateEvidence[Key]):
         """The captured tensors that calls of a module read, and that were computed outside of them."""
         return self._passed.get(path, CallBoundary()).inputs
 
+    # The methods of `FateEvidence` say there what they are.
+
     def settled(self, path: str) -> Outcome | None:
-        """The fate of a module that never ran, computed nothing, or nothing that is needed."""
         has_nodes = self.has_nodes(path)
         if not self._record.log.count(path):
             return Outcome(Fate.UNCALLED)
@@ -70,7 +114,6 @@ class ExportEvidence(FateEvidence[Key]):
         return None
 
     def without_work(self, path: str) -> Fate | None:
-        """Whether a module gave nothing that counts, or what it took."""
         if self._moved(path) or self._lost(path):
             return None
         boundary, final = self._passed[path], self._record.final
@@ -80,21 +123,17 @@ class ExportEvidence(FateEvidence[Key]):
         return Fate.IDENTITY if all(final[key] in inputs for key in boundary.outputs) else None
 
     def partners(self, path: str) -> Collection[str] | None:
-        """The owners of a module's work that is no longer its own, or those beyond tensors that are gone."""
         return self._moved(path) or self._lost(path) or None
 
     def ran(self, path: str) -> bool:
-        """Whether a module ran."""
         return self._record.log.count(path) > 0
 
     def known(self, path: str) -> Collection[Key]:
-        """The tensors of the exported graph that passed in and out of a module's calls."""
         final, passed = self._record.final, self._passed.get(path, CallBoundary())
         known = {final[key] for key in (*passed.inputs, *passed.outputs) if key in final}
         return known if path else known | self._record.graph_outputs
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
-        """The owners of the operations that made what modules took, then of those that read what they gave."""
         boundaries = [self._passed[path] for path in group if path in self._passed]
         yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.inputs)]
         yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.outputs)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from htp_export.exporter.capture.calls import NO_CALL
-from htp_export.exporter.capture.record import Key, Node, Operation, Record
+from htp_export.exporter.capture.calls import NO_CALL, Key, Node, Operation, Record
 from htp_export.model.dependence import dependence
 
 
@@ -30,15 +29,10 @@ def needed(operations: list[Operation], outputs: list[Key], *, values_only: bool
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The captured tensors and operations that count.
+    """The captured tensors and operations that count."""
 
-    Attributes:
-        live: The tensors whose values depend on the inputs.
-        wanted: For each operation, whether the outputs depend on it.
-    """
-
-    live: set[Key]
-    wanted: list[bool]
+    live: set[Key]  # the tensors whose values depend on the inputs
+    wanted: list[bool]  # for each operation, whether the outputs depend on it
 
     @classmethod
     def of(cls, record: Record) -> Flow:
@@ -52,10 +46,8 @@ def relocate_operations(record: Record, flow: Flow) -> set[int]:
     ``torch.export`` represents sizes by symbols, and reads each size once, from an input of the model. Operations on
     symbols have the scope of one of the modules that use them, or none. An operation without a call is assigned to the
     innermost call around its consumers. One that reads the size of a tensor which its call neither produces nor reads
-    otherwise is assigned to the innermost call around it that does.
-
-    Returns:
-        Indices of the relocated operations; their ``call`` is set.
+    otherwise is assigned to the innermost call around it that does. Returns indices of the relocated operations; their
+    ``call`` is set.
     """
     if not record.log.calls:
         return set()

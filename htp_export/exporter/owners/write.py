@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog
-from htp_export.exporter.capture.record import Key, Record
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Record
 from htp_export.exporter.owners.assign import Ownership, assign
 from htp_export.exporter.owners.fates import ExportEvidence
 from htp_export.exporter.owners.flow import Flow
@@ -20,14 +19,50 @@ from htp_export.format.signatures import Signature
 from htp_export.model.fates import find_fates
 
 
-def works_of(log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy) -> tuple[CallTree, list[NodeCalls]]:
-    """The calls of a model's modules as they ran, and whose work each node does.
+@dataclass(frozen=True)
+class Tags:
+    """Everything that is written into one exported model."""
+
+    nodes: list[dict[str, str]]  # metadata of each node, in the order of the record's nodes
+    model: dict[str, str]  # metadata of the model
+    graph_name: str  # the main graph's name: the root's class
+
+
+def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, ModuleParameters] | None = None) -> Tags:
+    """Find owners and fates, and say them in the file format's words.
 
     Args:
-        log: The calls.
-        owners: Who owns each node.
-        hierarchy: The module tree, with how often each module ran.
+        record: What the export told.
+        hierarchy: The module tree without calls and fates.
+        parameters: Module path → the parameters it holds, where they are known.
     """
+    flow = Flow.of(record)
+    owners = assign(record, flow)
+    hierarchy = _with_calls(hierarchy, record.log)
+    calls, works = _works_of(record.log, owners, hierarchy)
+    evidence = ExportEvidence(record, works, flow)
+    tree, unknown = find_fates(hierarchy, evidence)
+    metadata: dict[str, str] = {}
+    write_model_metadata(
+        metadata,
+        tree,
+        calls=calls,
+        signatures=_signatures(record, evidence),
+        parameters=parameters,
+        contamination=[(path, _name_of(key), leaves) for path, key, leaves in unknown],
+    )
+    return Tags(_node_metadata(owners, works, calls, tree), metadata, tree.root.simple_class)
+
+
+def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
+    """The module tree with how often each module ran; modules that ran and are not in it are added."""
+    paths = dict.fromkeys((*hierarchy, *(call.path for call in log.calls)))
+    known = (hierarchy.get(path) or ModuleInfo(path, "") for path in paths)
+    return Hierarchy([replace(module, calls=log.count(module.path)) for module in known])
+
+
+def _works_of(log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy) -> tuple[CallTree, list[NodeCalls]]:
+    """The calls of a model's modules as they ran, and whose work each node does."""
     instances = [Instance(call.path, call.nth) for call in log.calls]
     callers: dict[str, list[Instance | None]] = {}
     for call in log.calls:
@@ -41,7 +76,7 @@ def works_of(log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy) ->
     return tree, [work(owner.paths, owner.calls) for owner in owners]
 
 
-def node_metadata(
+def _node_metadata(
     owners: Sequence[Ownership], works: Sequence[NodeCalls], calls: CallTree, hierarchy: Hierarchy
 ) -> list[dict[str, str]]:
     """The metadata of each node, in order."""
@@ -57,39 +92,6 @@ def node_metadata(
 
     owned = zip(owners, works, strict=True)
     return [fixed(owner.paths, owner.reason, encoded_calls(work)).copy() for owner, work in owned]
-
-
-def model_metadata(
-    record: Record,
-    evidence: ExportEvidence,
-    calls: CallTree,
-    hierarchy: Hierarchy,
-    parameters: Mapping[str, ModuleParameters] | None,
-) -> tuple[Hierarchy, dict[str, str]]:
-    """The module tree with fates, and the model's metadata that holds it.
-
-    Args:
-        record: What the export told.
-        evidence: What it says of the boundaries of modules.
-        calls: Their calls.
-        hierarchy: The module tree without fates.
-        parameters: As of `make_tags`.
-    """
-    tree, contamination = find_fates(hierarchy, evidence)
-    metadata: dict[str, str] = {}
-    unknown = [(path, str(getattr(key, "name", key)), leaves) for path, key, leaves in contamination]
-    signatures = _signatures(record, evidence)
-    write_model_metadata(
-        metadata, tree, calls=calls, signatures=signatures, parameters=parameters, contamination=unknown
-    )
-    return tree, metadata
-
-
-def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
-    """The module tree with how often each module ran; modules that ran and are not in it are added."""
-    paths = dict.fromkeys((*hierarchy, *(call.path for call in log.calls)))
-    known = (hierarchy.get(path) or ModuleInfo(path, "") for path in paths)
-    return Hierarchy([replace(module, calls=log.count(module.path)) for module in known])
 
 
 def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Signature]]:
@@ -116,35 +118,9 @@ def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Sign
 def _name(record: Record, key: Key | None) -> str | None:
     """The name that a captured tensor has in the file."""
     final = record.final.get(key)
-    return None if final is None else str(getattr(final, "name", final))
+    return None if final is None else _name_of(final)
 
 
-@dataclass(frozen=True)
-class Tags:
-    """Everything that is written into one exported model.
-
-    Attributes:
-        nodes: Metadata of each node, in the order of the record's nodes.
-        model: Metadata of the model.
-        graph_name: The main graph's name: the root's class.
-    """
-
-    nodes: list[dict[str, str]]
-    model: dict[str, str]
-    graph_name: str
-
-
-def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, ModuleParameters] | None = None) -> Tags:
-    """Find owners and fates, and say them in the file format's words.
-
-    Args:
-        record: What the export told.
-        hierarchy: The module tree without calls and fates.
-        parameters: Module path → the parameters it holds, where they are known.
-    """
-    flow = Flow.of(record)
-    owners = assign(record, flow)
-    ran = _with_calls(hierarchy, record.log)
-    calls, works = works_of(record.log, owners, ran)
-    tree, metadata = model_metadata(record, ExportEvidence(record, works, flow), calls, ran, parameters)
-    return Tags(node_metadata(owners, works, calls, tree), metadata, tree.root.simple_class)
+def _name_of(key: Key) -> str:
+    """The name of a tensor of the exported graph; its key is its value under dynamo, and its name under TorchScript."""
+    return str(getattr(key, "name", key))

@@ -1,0 +1,169 @@
+"""Wrappers that tell a running capture what torch's TorchScript exporter does; `patches` says where each one goes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from htp_export.exporter.capture import torchscript_internals
+from htp_export.exporter.capture.calls import Given
+from htp_export.exporter.capture.patching import replacing
+from htp_export.exporter.capture.root_call import RootCall
+from htp_export.exporter.capture.running import script_capture, wanted
+from htp_export.exporter.capture.torchscript_file import KeptWeights, stand_ins, write, write_tagged
+
+
+def script_export(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand an export over to the exporter that was asked for tags in this thread."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        active = wanted()
+        if active is None or script_capture.get() is not None:
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs).arguments
+        run, named = functools.partial(original, *args, **kwargs), bool(bound.get("input_names"))
+        return active.torchscript(run, bound["model"], bound["args"], named)
+
+    return wrapper
+
+
+def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of the method that runs ``forward`` while a trace is made, doing what that does.
+
+    It takes the method's place in the call stack too, and has its names: the tracer walks the stack for every
+    operation, so that a frame more for every module costs a tenth of the export, and names values by what it finds.
+    """
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *input: Any, **kwargs: Any) -> Any:
+        capture = script_capture.get()
+        if capture is None:
+            return original(self, *input, **kwargs)
+        tracing_state = torchscript_internals.tracing_state()
+        name = capture.step("noting that a module is called", capture.trace.enter, self, tracing_state)
+        if name is None and capture.fault is None:  # none of the model's modules
+            return original(self, *input, **kwargs)
+        root = None if capture.root.runs else capture.root.call
+        if root is not None:
+            input, kwargs = root.arguments(input)
+        capture.root.runs, waits = True, False
+        try:
+            if name is None:
+                result = original(self, *input, **kwargs)
+            else:
+                given = capture.step("noting what a module is given", Given.of, self.forward, input, kwargs)
+                if name:
+                    tracing_state.push_scope(name)
+                try:
+                    result = self.forward(*input, **kwargs)
+                finally:
+                    if name:
+                        tracing_state.pop_scope()
+                arguments = (capture, tracing_state, self, given, result, root)
+                waits = bool(capture.step("noting that a module returns", _returns, *arguments))
+        finally:
+            capture.root.runs = root is None
+        return result if root is None or waits else root.result(result)
+
+    return wrapper
+
+
+def _returns(capture: Any, tracing_state: Any, module: Any, given: Any, result: Any, root: RootCall | None) -> bool:
+    changed = None if root is None else root.result
+    return bool(capture.returns(module, tracing_state, given, result, changed))
+
+
+@replacing
+def traced(original: Callable[..., Any], model: Any, args: Any) -> Any:
+    """Trace the model with the call that was chosen, and note the graph."""
+    capture = script_capture.get()
+    if capture is None:
+        return original(model, args)
+    result = capture.run_trace(lambda args: original(model, args), model, args)
+    capture.step("reading the traced graph", capture.traced, result[0])
+    return result
+
+
+@replacing
+def serialize(
+    original: Callable[..., Any], graph: Any, weights: Any, opset: Any, axes: Any, defer: bool, *rest: Any
+) -> Any:
+    """Leave the weights out of the bytes that torch makes: they are put in when the file is written."""
+    capture = script_capture.get()
+
+    def plain() -> Any:
+        return original(graph, weights, opset, axes, defer, *rest)
+
+    empty = None
+    if capture is not None and not defer:
+        empty = capture.step("looking for weights to leave out of the bytes", stand_ins, weights)
+    if capture is None or not empty:
+        return plain()
+    try:
+        model_bytes, copied, *others = original(graph, {**weights, **empty}, opset, axes, True, *rest)
+    except RuntimeError:
+        # What cannot be done so is done as torch does it, and fails as it does there: above 2 GB, weights go
+        # into files of their own.
+        return plain()
+    keeping = (weights, empty, copied, lambda: plain()[0])
+    capture.kept = capture.step("keeping the weights for the file", KeptWeights.of, *keeping)
+    return plain() if capture.kept is None else (model_bytes, {}, *others)
+
+
+@replacing
+def add_functions(original: Callable[..., Any], model_bytes: bytes, custom_opsets: Any) -> Any:
+    """Add torch's functions to the bytes with all weights, too, should these be needed."""
+    capture = script_capture.get()
+    if capture is not None and (kept := capture.kept) is not None:
+        without_functions = kept.whole
+        kept.whole = lambda: original(without_functions(), custom_opsets)
+    return original(model_bytes, custom_opsets)
+
+
+@replacing
+def export_file(original: Callable[..., Any], model_bytes: bytes, f: Any, export_map: Any) -> Any:
+    """Write the file with tags; without, as torch makes it, where the capture failed and that is allowed."""
+    capture = script_capture.get()
+    if capture is None:
+        return original(model_bytes, f, export_map)
+    chunks = capture.step("tagging the nodes of the file", capture.tagged, model_bytes)
+    if chunks is None or not write_tagged(capture, f, chunks):
+        capture.give_up()
+        write(f, [model_bytes if capture.kept is None else capture.kept.whole()])
+    return None
+
+
+class ScriptPasses:
+    """``torch._C`` as the TorchScript exporter sees it, with three of its passes watched."""
+
+    def __init__(self, passes: Any) -> None:
+        self._passes = passes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._passes, name)
+
+    def _jit_pass_onnx(self, graph: Any, *args: Any) -> Any:
+        capture = script_capture.get()
+        if capture is None:
+            return self._passes._jit_pass_onnx(graph, *args)
+        capture.step("reading the traced graph before its translation", capture.before_translation, graph)
+        translated = self._passes._jit_pass_onnx(graph, *args)
+        capture.step("reading the ONNX graph as it was translated", capture.translated, translated)
+        return translated
+
+    def _jit_pass_canonicalize(self, graph: Any) -> Any:
+        copied = self._passes._jit_pass_canonicalize(graph)
+        capture = script_capture.get()
+        if capture is not None:
+            capture.step("matching values of a graph with those of its copy", capture.renumbered, graph, copied)
+        return copied
+
+    def _jit_pass_onnx_assign_scoped_names_for_node_and_value(self, graph: Any) -> None:
+        self._passes._jit_pass_onnx_assign_scoped_names_for_node_and_value(graph)
+        capture = script_capture.get()
+        if capture is not None:
+            capture.step("reading the finished ONNX graph", capture.named, graph)
