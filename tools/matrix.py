@@ -3,6 +3,7 @@
 
     python tools/matrix.py                               # torch 2.10, 2.13 and 2.15, the whole suite
     python tools/matrix.py --torch 2.15 -- -m torch      # one release; what follows "--" is passed to pytest
+    python tools/matrix.py --torch 2.15 -- -m slow       # the sweeps, which CI leaves out; before every release
     python tools/matrix.py --lowest                      # every ">=" of pyproject.toml taken as "=="
     python tools/matrix.py --folder environments         # keep the environments; a second run uses them again
 
