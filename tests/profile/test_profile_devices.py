@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.profile import latency, module_times
+from htp_export.capabilities.profile import module_times, onnxruntime_engine
 from htp_export.capabilities.profile.kernels import Kernel
 from htp_export.capabilities.profile.module_times import device_of
 from htp_export.command.main import main
@@ -222,21 +222,21 @@ class TestWhichTimesAProfileTakes:
 
     @pytest.mark.usefixtures("queued")
     def test_launches_that_explain_a_run_stay_and_are_said_to_be_launches(self, program, monkeypatch):
-        monkeypatch.setattr(latency, "_explain", lambda kernels, run_ms: True)
+        monkeypatch.setattr(onnxruntime_engine, "_explain", lambda kernels, run_ms: True)
         report = htp_export.profile(program, runs=2)
         assert report.timing == "launches"
         assert "this ONNX Runtime does not measure kernels on the device" in str(report)
 
     @pytest.mark.usefixtures("queued")
     def test_launches_that_do_not_give_way_to_modules_alone_unless_kernels_are_asked_for(self, program, monkeypatch):
-        monkeypatch.setattr(latency, "_explain", lambda kernels, run_ms: False)
+        monkeypatch.setattr(onnxruntime_engine, "_explain", lambda kernels, run_ms: False)
         assert htp_export.profile(program, runs=2).timing == "modules"
         assert htp_export.profile(program, runs=2, timing="kernels").timing == "launches"
 
     def test_they_explain_a_run_if_most_of_it_has_modules(self):
         known, lost = Kernel("a", "A", CUDA, 4.0, 1, ("a",)), Kernel("b", "B", CUDA, 9.0, 1, ())
-        assert latency._explain([known, lost], 8.0)
-        assert not latency._explain([known, lost], 8.1)
+        assert onnxruntime_engine._explain([known, lost], 8.0)
+        assert not onnxruntime_engine._explain([known, lost], 8.1)
 
     def test_kernels_on_a_device_are_said_to_be_such(self, program):
         report = htp_export.profile(program, runs=1)

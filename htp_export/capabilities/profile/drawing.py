@@ -33,14 +33,8 @@ def render_profile(
 ) -> RenderableType:
     """A table with a line for each module that takes time: total, self, share and kernels; then the whole in words.
 
-    Module names are drawn as they are, whatever markup they look like.
-
-    Args:
-        profile: What to draw.
-        sort: One of ``SORTS``.
-        depth: Leave out modules more than so many levels below the root; all where it is None. Containers that never
-            ran are no level.
-        fold: Draw siblings that are alike and follow each other once, with the mean of their times.
+    Modules more than ``depth`` levels below the root are left out; containers that never ran are no level. With
+    ``fold``, siblings that are alike and follow each other are drawn once, with the mean of their times.
 
     Raises:
         ValueError: If ``sort`` is none of ``SORTS``.
