@@ -18,7 +18,7 @@ from htp_export.results.result import Result, Table
 if TYPE_CHECKING:
     import torch
 
-    from htp_export.capabilities.cost.fusing import FusedCost
+    from htp_export.capabilities.cost.memory import FusedCost
 
 __all__ = ["AttentionReport", "AttentionRow", "attention_report"]
 
@@ -160,7 +160,7 @@ def _exported(
 def _numbers(
     tagged: TaggedModel, operations: Sequence[frozenset[str]], groups: Mapping[str, Collection[str]]
 ) -> dict[str, AttentionRow]:
-    from htp_export.capabilities.cost.fusing import cost_of_fusing
+    from htp_export.capabilities.cost.memory import cost_of_fusing
 
     groups = {_MODEL: ("",), **groups}
     costs = cost_of_fusing(tagged, groups)

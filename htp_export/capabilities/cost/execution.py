@@ -163,11 +163,15 @@ class Run:
     Attributes:
         steps: Its nodes in order; those of functions in place of the calls.
         outputs: What it returns.
+        sizes: Name of an open size of the inputs → the size that was used.
+        notes: What was assumed of sizes.
         unknown: Why the first shape that is not known is not; empty where all are.
     """
 
     steps: Sequence[RunStep]
     outputs: Sequence[Tensor]
+    sizes: Mapping[str, int]
+    notes: tuple[str, ...] = ()
     unknown: str = ""
 
 

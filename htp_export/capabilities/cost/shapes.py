@@ -7,18 +7,20 @@ Weights are not read. Shapes are inferred in numbers, and what they are computed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.cost.bindings import Bindings
 from htp_export.capabilities.cost.execution import Body, Origin, Run, RunStep, Tensor
 from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
+from htp_export.runtime.inputs import Inputs
 from htp_export.shapes.facts import Fact
 from htp_export.shapes.inference import Inference
-from htp_export.shapes.known import Dims, Operation
+from htp_export.shapes.known import MOST_ELEMENTS, Dims, Operation
 from htp_export.shapes.operator_kinds import RESHAPING, VIEW
 from htp_export.shapes.sizes import Dim
 
@@ -28,21 +30,56 @@ __all__ = ["run_by_shapes"]
 _VIEWS = RESHAPING | {"Identity"}
 
 
-def run_by_shapes(tagged: TaggedModel, bindings: Bindings) -> Run:
-    """What happens in one run of a model.
+def run_by_shapes(
+    tagged: TaggedModel,
+    inputs: Mapping[str, Any] | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> Run:
+    """What happens in one run of a model; a call of a function of the model is the steps of its body.
 
-    Returns:
-        The steps, in the order of the graph; a call of a function of the model is the steps of its body.
+    Args:
+        tagged: The model.
+        inputs: Input name → example: anything with a ``shape``, or nested lists. Not all have to be there.
+        dims: Name of an open size → size. What nothing tells is 1, with a note.
+        shapes: Input name → its whole shape.
+
+    Raises:
+        InputError: If there is no such input or size, they contradict each other or the model, or the number of
+            dimensions of an input is not known.
     """
-    return _Runner(tagged, bindings).main()
+    examples = {
+        name: example if hasattr(example, "shape") else np.asarray(example) for name, example in (inputs or {}).items()
+    }
+    example_shapes = {name: tuple(int(size) for size in example.shape) for name, example in examples.items()}
+    wanted = Inputs.of(tagged.model)
+    bound, notes = wanted.assume(wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})}))
+    bound.check()
+    tensors = {}
+    for declared in wanted:
+        known = _small(examples[declared.name]) if declared.name in examples and declared.type is not None else None
+        shape = bound.shapes[declared.name]
+        sizes = None if shape is None else tuple(size for size in shape if size is not None)  # all are: see above
+        tensors[declared.name] = Tensor(declared.name, declared.type, sizes, "input", known)
+    return _Runner(tagged, tensors, bound.sizes).main(notes)
+
+
+def _small(array: Any) -> Any:
+    """The values of an example that may say sizes: whole numbers, and few of them."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        array = array.numpy() if str(array.dtype).startswith(("torch.int", "torch.bool", "torch.uint")) else None
+    if isinstance(array, np.ndarray | np.generic) and array.dtype.kind in "iub" and array.size <= MOST_ELEMENTS:
+        return np.asarray(array)
+    return None
 
 
 class _Runner(Inference):
     """One run; functions are run once for each call, with the tensors that the call gives."""
 
-    def __init__(self, tagged: TaggedModel, bindings: Bindings) -> None:
-        super().__init__(tagged.model.opset_imports, tagged.model.functions, bindings.sizes)
-        self._tagged = tagged
+    def __init__(self, tagged: TaggedModel, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+        super().__init__(tagged.model.opset_imports, tagged.model.functions, sizes)
+        self._tagged, self._sizes = tagged, sizes
         self._tensors: dict[ir.Value, Tensor] = {}
         self._around: tuple[str, ...] = ()
         self._owners: tuple[str, ...] = ()
@@ -52,17 +89,17 @@ class _Runner(Inference):
         self._bodies: list[Body] = []
         self._trips_known = True
         for value in tagged.model.graph.inputs:
-            tensor = bindings.inputs.get(str(value.name))
+            tensor = inputs.get(str(value.name))
             if tensor is not None:
                 kind = None if tensor.dtype is None else ir.TensorType(tensor.dtype)
                 self.state(value, Fact(kind, tensor.shape, None, tensor.value))
                 self._tensors[value] = tensor
 
-    def main(self) -> Run:
+    def main(self, notes: tuple[str, ...]) -> Run:
         graph = self._tagged.model.graph
         self.walk(graph)
         outputs = [self._tensor(value) for value in graph.outputs]
-        return Run(self._steps, outputs, self._first_unknown)
+        return Run(self._steps, outputs, self._sizes, notes, self._first_unknown)
 
     def visit(self, node: ir.Node) -> None:
         """Infer what a node makes, and note it as a step; a call of a function is the steps of its body."""
