@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 import htp_export
-from htp_export.capabilities.cost.module_tree import Measured, ModuleRow, ModuleTree, tree_rows
-from htp_export.capabilities.cost.tree_drawing import render
+from htp_export.capabilities.cost.drawing import render
+from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree, tree_rows
 from htp_export.command.main import main
 from htp_export.model.tagged import load
 from htp_export.results.columns import si
@@ -235,7 +235,7 @@ def test_a_narrow_terminal_shows_what_matters_most_and_says_what_it_left_out() -
 
 
 def test_colours_are_off_where_nobody_wants_them(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = tree_rows(load(file), measured={"": Measured(status="differs")})
+    tree = tree_rows(load(file), measured={"": {"status": "differs"}})
 
     def text() -> str:
         stream = io.StringIO()

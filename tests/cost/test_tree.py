@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 import htp_export
+from htp_export.capabilities.cost.drawing import render
 from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree, tree_rows
-from htp_export.capabilities.cost.tree_drawing import render
 from htp_export.errors import InputError, SelectorError
 from htp_export.model.tagged import load
 from htp_export.results.columns import csv_text

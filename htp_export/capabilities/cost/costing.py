@@ -105,7 +105,7 @@ def _nodes(run: Run, formulas: Formulas) -> list[NodeCost]:
                 shapes=tuple(tensor.shape for tensor in step.outputs),
                 activation_bytes=times * sum(t.bytes for t in step.outputs if t.viewed is None and t.origin == "made"),
                 traffic_bytes=times * sum(traffic(step).values()),
-                modules=step.modules if "" in step.modules else step.modules | {""},  # not copied in deep models
+                modules=step.modules if "" in step.modules else step.modules | {""},
             )
         )
     return costs
@@ -141,7 +141,7 @@ def _modules(run: Run, nodes: Sequence[NodeCost], timeline: Timeline, contents: 
             uncounted=dict(uncounted[path]),
             peak_bytes=peaks.get(path, 0),
             fused_traffic_bytes=total[path]["traffic_bytes"] - timeline.traffic_of(internal),
-            fused_peak_bytes=timeline.peak_without(internal),
+            fused_peak_bytes=timeline.peak(without=internal),
             **sums,
         )
     return modules
@@ -187,7 +187,7 @@ def _peak(run: Run, timeline: Timeline) -> Peak:
     step = run.steps[at]
     alive = [life for life in timeline.lives if life.size and life.start <= at <= life.end]
     live = tuple((life.tensor.name, life.size) for life in sorted(alive, key=lambda life: -life.size))
-    return Peak(timeline.peak, step.node.name or step.node.op_type, step.owners, live)
+    return Peak(timeline.peak(), step.node.name or step.node.op_type, step.owners, live)
 
 
 def _limits(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...]:

@@ -81,13 +81,12 @@ class Timeline:
     def __init__(self, run: Run) -> None:
         self._steps = run.steps
         self.lives = _lives(run.steps, run.outputs, "input")
-        self._extra = np.array([_inside(step) for step in run.steps], dtype=np.int64)
-        self.live: _Bytes = _occupied(self.lives, 0, len(run.steps)) + self._extra
+        self.live: _Bytes = _occupied(self.lives, len(run.steps)) + _in_bodies(run.steps)
 
-    @property
-    def peak(self) -> int:
-        """The most that is live at once, in bytes."""
-        return int(self.live.max(initial=0))
+    def peak(self, *, without: Collection[Life] = (), steps: Sequence[int] | None = None) -> int:
+        """The most that is live at once, in bytes: if some activations took no memory, while one of some steps runs."""
+        live = self.live - _occupied(without, len(self.live)) if without else self.live
+        return int((live if steps is None else live[list(steps)]).max(initial=0))
 
     @cached_property
     def internal(self) -> Mapping[str, Sequence[Life]]:
@@ -98,29 +97,6 @@ class Timeline:
                 for path in set[str].intersection(*({"", *self._steps[t].modules} for t in life.touched)):
                     lives[path].append(life)
         return lives
-
-    @cached_property
-    def _before(self) -> _Bytes:
-        return np.maximum.accumulate(self.live)
-
-    @cached_property
-    def _after(self) -> _Bytes:
-        return np.maximum.accumulate(self.live[::-1])[::-1]
-
-    def peak_without(self, lives: Sequence[Life]) -> int:
-        """The peak of the model if some activations took no memory."""
-        if not lives:
-            return self.peak
-        start, end = min(life.start for life in lives), max(life.end for life in lives) + 1
-        rest = int((self.live[start:end] - _occupied(lives, start, end)).max(initial=0))
-        before = int(self._before[start - 1]) if start else 0
-        after = int(self._after[end]) if end < len(self.live) else 0
-        return max(before, rest, after)
-
-    def peak_while(self, steps: Sequence[int], without: Sequence[Life] = ()) -> int:
-        """The most that is live while one of some steps runs, if some activations took no memory."""
-        live = self.live - _occupied(without, 0, len(self.live))
-        return int(live[list(steps)].max(initial=0))
 
     @cached_property
     def _moved(self) -> Counter[Tensor]:
@@ -184,21 +160,21 @@ def _captured(body: Body) -> Iterator[Tensor]:
     yield from (tensor for tensor in body.outputs if tensor not in inside)
 
 
-def _inside(step: RunStep) -> int:
-    """What the subgraphs of a node take at their peak, besides what the node makes."""
-    peak = 0
-    for body in step.bodies:
-        returned = {tensor.buffer for tensor in body.outputs}
-        lives = [life for life in _lives(body.steps, body.outputs) if life.tensor not in returned]
-        extra = np.array([_inside(inner) for inner in body.steps], dtype=np.int64)
-        peak = max(peak, int((_occupied(lives, 0, len(body.steps)) + extra).max(initial=0)))
-    return peak
+def _in_bodies(steps: Sequence[RunStep]) -> _Bytes:
+    """What the subgraphs of each step take at their peak, besides what the step makes."""
+    return np.array([max(map(_body_peak, step.bodies), default=0) for step in steps], dtype=np.int64)
 
 
-def _occupied(lives: Iterable[Life], start: int, end: int) -> _Bytes:
-    """Bytes that are live at each of the steps from ``start`` up to ``end``."""
-    change = np.zeros(end - start + 1, dtype=np.int64)
-    counted = [(life.start - start, life.end + 1 - start, life.size) for life in lives if life.size]
+def _body_peak(body: Body) -> int:
+    returned = {tensor.buffer for tensor in body.outputs}
+    lives = [life for life in _lives(body.steps, body.outputs) if life.tensor not in returned]
+    return int((_occupied(lives, len(body.steps)) + _in_bodies(body.steps)).max(initial=0))
+
+
+def _occupied(lives: Iterable[Life], steps: int) -> _Bytes:
+    """Bytes that are live at each step."""
+    change = np.zeros(steps + 1, dtype=np.int64)
+    counted = [(life.start, life.end + 1, life.size) for life in lives if life.size]
     if counted:
         starts, ends, sizes = zip(*counted, strict=True)
         np.add.at(change, list(starts), sizes)
@@ -251,7 +227,7 @@ def cost_of_fusing(model: ModelSource, groups: Mapping[str, Collection[str]]) ->
         costs[name] = FusedCost(
             traffic_bytes=moved,
             fused_traffic_bytes=moved - timeline.traffic_of(internal),
-            peak_bytes=timeline.peak_while(steps),
-            fused_peak_bytes=timeline.peak_while(steps, internal),
+            peak_bytes=timeline.peak(steps=steps),
+            fused_peak_bytes=timeline.peak(steps=steps, without=internal),
         )
     return costs

@@ -18,7 +18,9 @@ from htp_export.discovery import names_in
 from htp_export.errors import InputError
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
 
-__all__ = ["NOTHING", "Formula", "Formulas", "Work", "all_formulas", "nothing", "per_input", "per_output", "work_of"]
+__all__ = [
+    "NOTHING", "Formula", "Formulas", "Work", "all_formulas", "names", "nothing", "per_input", "per_output", "work_of",
+]  # fmt: skip
 
 _FOLDER = "htp_export.capabilities.cost.formulas"
 
@@ -59,6 +61,11 @@ def per_input(count: int, position: int = 0) -> Formula:
 def nothing(_step: RunStep) -> Work:
     """No work: the operator moves, selects or converts elements."""
     return NOTHING
+
+
+def names(text: str) -> list[str]:
+    """The operators of a text, with spaces between them."""
+    return text.split()
 
 
 @cache

@@ -171,7 +171,7 @@ class FileExports:
     def _show(self, tree: ModuleTree, files: Mapping[str, int], facts: dict[str, Any]) -> None:
         """Show the tree, and say what was written."""
         if self._shown:
-            from htp_export.capabilities.cost.tree_drawing import render
+            from htp_export.capabilities.cost.drawing import render
 
             show(render(tree))
             show_written(files)

@@ -95,10 +95,8 @@ def _inverse(step: RunStep) -> Work:
 def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") -> Formula:
     """``MoE`` and ``QMoE``: every token goes through k experts, whatever the router says.
 
-    Args:
-        biases: Positions of the biases of the experts' layers.
-        weights: Positions of their weights, ``[experts, …]``, the third of which may be left out.
-        bits: The attribute with the size of a weight, of which several lie in a byte.
+    Given are the positions of the layers' biases and weights, ``[experts, …]``, the third of which may be left out, and
+    the attribute with the size of a weight, of which several lie in a byte.
     """
 
     def formula(step: RunStep) -> Work:
