@@ -22,7 +22,7 @@ from htp_export.capabilities.profile.module_times import device_of
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.runtime import traces
-from htp_export.runtime.traces import Trace, read_trace
+from htp_export.runtime.traces import KernelKey, Trace, read_trace
 from tests.handmade import branching, encoder
 from tests.nets import spread
 from tests.profile.test_latency import assert_adds_up
@@ -121,6 +121,34 @@ class TestTraces:
             for event in run_of(0, 1, device=False)
         ]
         assert read(tmp_path, events).timing == "kernels"
+
+    def test_each_kernel_has_its_own_time_in_measured_runs(self, tmp_path):
+        execute = "SequentialExecutor::Execute"
+        one = [
+            node("Neg_a", 10, 0, CPU),
+            node("Exp_b", 10, 4, CPU),
+            session(execute, 9, 6),
+            node("If_c", 8, 10, CPU),
+            node("Neg_d", 18, 5, CPU),
+            session(execute, 7, 20),
+            session("model_run", 5, 25),
+        ]
+        later = [{**event, "ts": event["ts"] + 100, "dur": event["dur"] * 2} for event in one[:-1]]
+        parallel = {**node("Abs_e", 111, 7, CPU), "tid": 2}
+        whole = [*one, *later, parallel, session("model_run", 105, 60)]
+        trace = read(tmp_path, whole)
+        holder = KernelKey("If_c", "If", 0)
+        assert trace.runs == 1
+        assert {key.label: (key.holders, times) for key, times in trace.times.items()} == {
+            "If_c": ((), [0.012]),
+            "Neg_a": ((holder,), [0.0]),
+            "Exp_b": ((holder,), [0.008]),
+            "Abs_e": ((), [0.007]),
+            "Neg_d": ((), [0.010]),
+        }
+        assert read_trace(tmp_path / "trace.json", 5).runs == 2
+        cut_short = read(tmp_path, one, later)  # full: the second run is not complete
+        assert next(iter(cut_short.times.values())) == [0.006]
 
 
 class Net(nn.Module):
