@@ -65,14 +65,12 @@ class Body:
     """A subgraph that a node runs.
 
     Attributes:
-        name: The attribute that holds it.
         steps: What happens in one run of it.
         times: How often it runs.
         inputs: What it is given in each run.
         outputs: What it gives back.
     """
 
-    name: str
     steps: Sequence[RunStep]
     times: int
     inputs: Sequence[Tensor] = ()

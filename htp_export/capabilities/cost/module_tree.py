@@ -100,20 +100,9 @@ def tree_rows(
     cost: Cost | None = None,
     measured: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ModuleTree:
-    """What each module of a model came to.
+    """What each of the ``visible`` modules of a model came to.
 
-    Args:
-        tagged: The model.
-        depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None.
-            Containers that never run (``nn.ModuleList``) are no level: they are as deep as what they hold.
-        select: Only the modules that this selector names, and those above them, which say where they are.
-        cost: What the model costs, for FLOPs.
-        measured: Module path → what was measured of it: attribute of ``ModuleRow`` → value.
-
-    Raises:
-        SelectorError: If the selector cannot be read or matches nothing.
-        UntaggedModelError: If the model has no tags.
-        InputError: If ``depth`` is negative.
+    FLOPs are those of its cost. What was ``measured`` is module path → attribute of ``ModuleRow`` → value.
     """
     contents = contents_of(tagged).modules
     rows = tuple(
@@ -128,7 +117,13 @@ def tree_rows(
 
 
 def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None) -> list[str]:
-    """The modules that a tree shows; see ``tree_rows``.
+    """The modules that a tree shows.
+
+    Args:
+        tagged: The model.
+        depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None.
+            Containers that never run (``nn.ModuleList``) are no level: they are as deep as what they hold.
+        select: Only the modules that this selector names, and those above them, which say where they are.
 
     Raises:
         SelectorError: If the selector cannot be read or matches nothing.

@@ -136,7 +136,7 @@ class _Runner(Inference):
         results = super().body(name, graph, facts, times)
         steps, self.steps = self.steps, outer
         outputs = [self.tensor(value) for value in graph.outputs]
-        self._bodies.append(Body(name, steps, 1 if times is None else times, tensors, outputs))
+        self._bodies.append(Body(steps, 1 if times is None else times, tensors, outputs))
         self._trips_known = times is not None
         return results
 

@@ -44,9 +44,8 @@ def render_profile(
     rows = _shown(profile, depth)
     if sort != "tree":
         rows.sort(key=lambda row: -float(getattr(row, f"{sort}_ms")))
-    alike = _alike if fold else None
     columns = [*chosen(profile.columns, (*_COLUMNS, *profile.drawn_memory)), _MOSTLY]
-    table = TreeTable(rows, columns, alike, _merged, flat=sort != "tree")
+    table = TreeTable(rows, columns, _alike if fold else None, _merged, flat=sort != "tree")
     lines = (profile.summary, *profile.lines)
     return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
 

@@ -7,7 +7,7 @@ original nodes; what the names leave open is the same for all, and follows `carr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
@@ -103,16 +103,11 @@ def entry_kernels(entries: Sequence[Entry], tagged: TaggedModel) -> tuple[Kernel
 def _works(entry: Entry, named: set[ir.Node], tagged: TaggedModel) -> list[NodeCalls]:
     nodes = dict.fromkeys(entry.nodes)
     for node in entry.nodes:
-        inside = list(_inside(node))
+        inside = [inner for body in subgraphs(node) for inner in body.all_nodes()]
         if named.isdisjoint(inside):
             nodes.update(dict.fromkeys(inside))
     ordered = sorted(nodes, key=lambda node: tagged.index.place.get(node, 0))
     return [work for work in map(tagged.work_of, ordered) if work.owners]
-
-
-def _inside(node: ir.Node) -> Iterator[ir.Node]:
-    for body in subgraphs(node):
-        yield from body.all_nodes()
 
 
 def _spread(works: list[list[NodeCalls]], near: Sequence[Sequence[int]], order: Iterable[int]) -> None:

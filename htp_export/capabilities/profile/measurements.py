@@ -99,16 +99,9 @@ class ProfileEngine(Protocol):
         options: Mapping[str, Any],
         folder: Path,
     ) -> Measurement:
-        """Run a model without functions, and measure it.
+        """Run a model without functions ``warmup`` times, then ``runs`` times with the engine's profiler and without.
 
-        Args:
-            tagged: The model; not changed.
-            feed: Its inputs.
-            runs: Number of measured runs, each with the engine's profiler and without.
-            warmup: Number of runs before those.
-            name: The model's name in errors.
-            options: Options of the engine.
-            folder: A temporary folder.
+        ``name`` is the model's in errors, and ``folder`` a temporary one.
         """
 
     def read(self, tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: str) -> Measurement:
@@ -116,10 +109,7 @@ class ProfileEngine(Protocol):
 
 
 def consistent(measure: Callable[[], Measurement]) -> Measurement:
-    """Measure again, up to three times in all, while the times contradict each other.
-
-    Args:
-        measure: Runs the model in a new session.
+    """Measure again in a new session, up to three times in all, while the times contradict each other.
 
     Returns:
         The first measurement without a contradiction; otherwise the one with the smallest, and a note that states it.

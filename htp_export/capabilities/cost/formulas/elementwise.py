@@ -56,10 +56,6 @@ def _pool(step: RunStep) -> Work:
     return per_output(window * (2 if step.node.op_type == "LpPool" else 1))(step)
 
 
-def _lrn(step: RunStep) -> Work:
-    return per_output(step.integer("size") + 4)(step)
-
-
 def _resize(step: RunStep) -> Work:
     """Nearest copies; linear and cubic sum 2 or 4 neighbours along each axis that changes."""
     taps = {"linear": 2, "cubic": 4, "bilinear": 2, "bicubic": 4}.get(step.text("mode", "nearest"), 0)
@@ -171,7 +167,7 @@ FORMULAS: Formulas = {
     ("", "DFT"): _dft,
     ("", "Gelu"): _gelu,
     ("", "GridSample"): _grid_sample,
-    ("", "LRN"): _lrn,
+    ("", "LRN"): lambda step: per_output(step.integer("size") + 4)(step),
     ("", "LayerNormalization"): _layer_norm(),
     ("", "RMSNormalization"): _layer_norm(centred=False),
     ("", "SimplifiedLayerNormalization"): _layer_norm(centred=False),  # ONNX Runtime puts it into ONNX's domain

@@ -114,11 +114,6 @@ def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") 
     return formula
 
 
-def _skip_group_norm(step: RunStep) -> Work:
-    count = 8 + (step.input(4) is not None) + 2 * step.integer("activation")
-    return per_output(count)(step)
-
-
 def _distances(step: RunStep) -> Work:
     """A subtraction, a square and a sum for each element of each pair."""
     return Work(0, 3 * math.prod(step.output_shape()) * step.shape(0)[-1])
@@ -145,7 +140,9 @@ FORMULAS: Formulas = {
     (_CONTRIB, "Unique"): _sort,
     (_CONTRIB, "Inverse"): _inverse,
     (_CONTRIB, "CDist"): _distances,
-    (_CONTRIB, "SkipGroupNorm"): _skip_group_norm,
+    (_CONTRIB, "SkipGroupNorm"): lambda step: per_output(
+        8 + (step.input(4) is not None) + 2 * step.integer("activation")
+    )(step),
     (_CONTRIB, "GatherBlockQuantized"): per_output(2),
     (_CONTRIB, "BiasDropout"): per_output(2),
     (_CONTRIB, "ComplexMul"): per_output(3),

@@ -85,10 +85,6 @@ def _sort(step: RunStep) -> Work:
     return Work(0, math.prod(shape) * halvings(count))
 
 
-def _adaptive_pool(step: RunStep) -> Work:
-    return Work(0, max(math.prod(step.shape(0)), math.prod(step.output_shape())))
-
-
 def _clamp(step: RunStep) -> Work:
     bounds = sum(name in step.attributes for name in ("min", "max")) or len(step.inputs) - 1
     return per_output(bounds)(step)
@@ -198,7 +194,7 @@ _ATEN: Mapping[str, Formula] = {
             _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
             adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
         """),
-        _adaptive_pool,
+        lambda step: Work(0, max(math.prod(step.shape(0)), math.prod(step.output_shape()))),
     ),
     **dict.fromkeys(names("add sub subtract"), _each_summand),
     **dict.fromkeys(names("clamp clamp_max clamp_min clip"), _clamp),
