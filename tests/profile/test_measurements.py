@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.profile import onnxruntime_engine
-from htp_export.capabilities.profile.kernels import Kernel
+from htp_export.capabilities.profile import latency, onnxruntime_engine
+from htp_export.capabilities.profile.kernels import Entry, Kernel, entry_kernels
 from htp_export.capabilities.profile.measurements import Measurement, consistent
+from htp_export.errors import InputError
+from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.profiling import ProfiledSession
+from tests.handmade import encoder
 
 
 def measurement(kernels: float, profiled: float, plain: float, launches: int = 1, **facts: Any) -> Measurement:
@@ -88,3 +92,20 @@ def test_profile_measures_again_in_a_new_session(
     assert any("contradict" in note for note in report.notes) is said
     assert ("contradict" in str(report)) is said
     assert report.end_to_end_ms == (1e9 if said else 1e6)
+
+
+def test_an_engine_of_another_package_says_what_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(tagged: TaggedModel, feed: Any, runs: int, warmup: int, **facts: Any) -> Measurement:
+        entries = [Entry(Kernel(str(node.name), node.op_type, "npu", 2.0, 1), [node]) for node in tagged.nodes]
+        return Measurement(
+            entry_kernels(entries, tagged), providers=("npu",), runs=runs, notes=(f"{facts['options']}",)
+        )
+
+    engine = SimpleNamespace(measure=measure)
+    monkeypatch.setattr(latency, "plug_in", lambda capability, name: engine)
+    report = htp_export.profile(encoder(), engine="mine", runs=7, engine_options={"cores": 2})
+    assert (report.engine, report.runs, report.modules["layer.0.fc"].self_ms) == ("mine", 7, 4)
+    assert (report.end_to_end_ms, report.kernels_ms, report.unattributed) == (14, 14, ())
+    assert "{'cores': 2}" in report.notes
+    with pytest.raises(InputError, match="mine runs models here, and reads no files"):
+        htp_export.profile(encoder(), engine="mine", measured=["times.json"])
