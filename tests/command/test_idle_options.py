@@ -62,7 +62,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "cost FILE --fused --columns flops", "search FILE --choices int4 --study x",
         "search FILE --choices int4 --grace 3", "search FILE --choices int4 --runs 3", "pipeline FILE --fresh",
         "compare FILE FILE --inputs x.npz --seed 3", "export-plan FILE int8 --to ort --data x.npz -o o.json",
-        "profile FILE --tensorrt layers.json times.json --runs 3",
+        "profile FILE --engine x --measured times.json --runs 3",
     ],
 )  # fmt: skip
 def test_an_option_without_effect_is_refused(

@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 import htp_export
-from htp_export.capabilities.cost.module_tree import Measured, ModuleRow, ModuleTree, tree_rows
-from htp_export.capabilities.cost.tree_drawing import render
+from htp_export.capabilities.cost.drawing import render
+from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree, tree_rows
 from htp_export.command.main import main
 from htp_export.model.tagged import load
 from htp_export.results.columns import si
@@ -235,7 +235,7 @@ def test_a_narrow_terminal_shows_what_matters_most_and_says_what_it_left_out() -
 
 
 def test_colours_are_off_where_nobody_wants_them(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = tree_rows(load(file), measured={"": Measured(status="differs")})
+    tree = tree_rows(load(file), measured={"": {"status": "differs"}})
 
     def text() -> str:
         stream = io.StringIO()
@@ -268,10 +268,6 @@ def test_the_tree_of_an_export_has_flops_of_its_example_inputs(
 )
 def test_numbers_have_four_digits(number: float, text: str) -> None:
     assert si(number) == text
-
-
-def test_public_results_are_documented() -> None:
-    assert "FLOPs" in str(htp_export.cost.__doc__)
 
 
 def test_tied_parameters_are_marked_and_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.capabilities.cost.bindings import bind
 from htp_export.capabilities.cost.execution import Run
 from htp_export.capabilities.cost.shapes import run_by_shapes
 from htp_export.errors import InputError
@@ -47,8 +46,7 @@ def parsed(text: str) -> ir.Model:
 
 
 def run(model: Any, **given: Any) -> Run:
-    tagged = load(model)
-    return run_by_shapes(tagged, bind(tagged.model, **given))
+    return run_by_shapes(load(model), **given)
 
 
 def test_shapes_that_are_computed_from_shapes_are_known() -> None:
@@ -99,14 +97,14 @@ def test_sizes_that_do_not_fit_are_refused(given: dict[str, Any], message: str) 
 
 
 def test_sizes_that_nothing_tells_are_1() -> None:
-    assert bind(parsed(TEXT)).notes == ("size 'n' is 1",)
+    assert run(parsed(TEXT)).notes == ("size 'n' is 1",)
     assert [t.shape for t in run(parsed(TEXT)).outputs] == [t.shape for t in run(parsed(TEXT), dims={"n": 1}).outputs]
 
 
 def test_an_input_whose_number_of_dimensions_is_not_known_is_refused() -> None:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
     with pytest.raises(InputError, match="input 'x': the model does not tell its shape; give inputs, or its shape"):
-        bind(ir.Model(ir.Graph([x], [], nodes=[]), ir_version=10))
+        run(ir.Model(ir.Graph([x], [], nodes=[]), ir_version=10))
 
 
 def test_expressions_of_open_sizes_are_worked_out() -> None:

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 import htp_export
+from htp_export.capabilities.cost.drawing import render
 from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree, tree_rows
-from htp_export.capabilities.cost.tree_drawing import render
 from htp_export.errors import InputError, SelectorError
 from htp_export.model.tagged import load
 from htp_export.results.columns import csv_text
@@ -64,24 +64,12 @@ def test_the_tree_prints_as_a_table_and_is_plain_data() -> None:
         "2 modules, 7 nodes, 32 parameters",
         "every node has a module: 6 captured at export, 1 shared by several modules",
     ]
+    counts = {"calls": 1, "fate": "computed", "nodes": 7, "own_nodes": 1, "parameters": 32}
+    nothing = {"calls": 1, "nodes": 0, "own_nodes": 0, "parameters": 0}
     assert tree.to_dict() == {
         "modules": {
-            "": {
-                "class_name": "net.Net",
-                "calls": 1,
-                "fate": "computed",
-                "nodes": 7,
-                "own_nodes": 1,
-                "parameters": 32,
-            },
-            "dropout": {
-                "class_name": "torch.nn.modules.dropout.Dropout",
-                "calls": 1,
-                "fate": "identity",
-                "nodes": 0,
-                "own_nodes": 0,
-                "parameters": 0,
-            },
+            "": {**counts, "class_name": "net.Net"},
+            "dropout": {**nothing, "class_name": "torch.nn.modules.dropout.Dropout", "fate": "identity"},
         },
         "tags": {"source": "htp", "reasons": {"scope": 6, "shared": 1}, "untagged": 0, "lost": False},
     }

@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 
 import htp_export
+from htp_export.capabilities.cost.drawing import render
 from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree
-from htp_export.capabilities.cost.tree_drawing import render
 from htp_export.capabilities.extract.splicing import _drop_unused as drop_unused
 from htp_export.capabilities.fingerprint.blocks import repeated_blocks
 from htp_export.capabilities.functions import placing

@@ -215,6 +215,5 @@ def test_no_function_writes_a_model_without_the_check() -> None:
         "exporter/capture/saving.py",  # torch's file
         "capabilities/carry/adapting.py",
         "runtime/sessions.py",
-        "capabilities/profile/openvino_session.py",
         "capabilities/quantize/integers.py",
     }

@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 import htp_export
-from htp_export.capabilities.cost.drawing import render_cost
+from htp_export.capabilities.cost.drawing import render, render_cost
 from htp_export.capabilities.cost.module_tree import tree_rows
-from htp_export.capabilities.cost.tree_drawing import render
 from tests import screens
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "view.ipynb"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +11,17 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.profile import latency
-from htp_export.capabilities.profile.kernels import Kernel
+from htp_export.capabilities.profile import latency, onnxruntime_engine
+from htp_export.capabilities.profile.kernels import Entry, Kernel, entry_kernels
 from htp_export.capabilities.profile.measurements import Measurement, consistent
+from htp_export.errors import InputError
+from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.traces import ProfiledSession
+from tests.handmade import encoder
 
 
 def measurement(kernels: float, profiled: float, plain: float, launches: int = 1, **facts: Any) -> Measurement:
-    kernel = Kernel("k", "Gemm", "CPUExecutionProvider", kernels, launches, ("fc",), (frozenset({"", "fc"}),))
+    kernel = Kernel("k", "Gemm", "CPUExecutionProvider", kernels, launches)
     return Measurement([kernel], [profiled] * 3, [plain] * 3, **facts)
 
 
@@ -25,24 +29,22 @@ GOOD = measurement(0.9, 1.2, 1.0)
 BAD, WORSE = measurement(30, 40, 1.0), measurement(59, 60, 1.0)
 
 
-def measured(*runs: Measurement) -> tuple[Measurement, tuple[str, ...], int]:
-    """What is taken of several measurements, what is said, and how many were made."""
+def measured(*runs: Measurement) -> tuple[Measurement, int]:
+    """What is taken of several measurements, and how many were made."""
     left: Iterator[Measurement] = iter(runs)
-    found, said = consistent(lambda: next(left))
-    return found, said, len(runs) - len(list(left))
+    taken = consistent(lambda: next(left))
+    return taken, len(runs) - len(list(left))
 
 
-def test_one_measurement_is_enough_if_its_times_fit() -> None:
-    assert measured(GOOD, BAD) == (GOOD, (), 1)
-
-
-def test_it_is_measured_again_until_the_times_fit() -> None:
-    assert measured(WORSE, BAD, GOOD, BAD) == (GOOD, (), 3)
+def test_it_is_measured_until_the_times_fit() -> None:
+    assert measured(GOOD, BAD) == (GOOD, 1)
+    assert measured(WORSE, BAD, GOOD, BAD) == (GOOD, 3)
 
 
 def test_a_contradiction_that_stays_is_said_with_the_smallest() -> None:
-    found, (said,), count = measured(WORSE, BAD, WORSE, GOOD)
-    assert (found, count) == (BAD, 3)
+    taken, count = measured(WORSE, BAD, WORSE, GOOD)
+    (said,) = taken.notes
+    assert (taken.kernels, count) == (BAD.kernels, 3)
     assert "contradict each other in each of 3 measurements: 30.000 ms in kernels, 1.000 ms a run" in said
 
 
@@ -58,7 +60,7 @@ def test_a_contradiction_that_stays_is_said_with_the_smallest() -> None:
     ],
 )
 def test_what_contradicts(times: Measurement, contradict: bool) -> None:
-    assert bool(measured(times, times, times)[1]) is contradict
+    assert bool(measured(times, times, times)[0].notes) is contradict
 
 
 @pytest.mark.parametrize(("busy", "sessions", "said"), [(0, 1, False), (1, 2, False), (5, 3, True)])
@@ -83,10 +85,27 @@ def test_profile_measures_again_in_a_new_session(
             super().run(feed, runs)
             return [1e9 if self.ended and len(opened) <= busy else 1e6] * runs
 
-    monkeypatch.setattr(latency, "ProfiledSession", Session)
+    monkeypatch.setattr(onnxruntime_engine, "ProfiledSession", Session)
     program = htp_export.export(nn.Sequential(nn.Linear(4, 4)).eval(), (torch.ones(1, 4),), verbose=False)
     report = htp_export.profile(program, runs=2)
     assert len(opened) == sessions
     assert any("contradict" in note for note in report.notes) is said
     assert ("contradict" in str(report)) is said
     assert report.end_to_end_ms == (1e9 if said else 1e6)
+
+
+def test_an_engine_of_another_package_says_what_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(tagged: TaggedModel, feed: Any, runs: int, warmup: int, **facts: Any) -> Measurement:
+        entries = [Entry(Kernel(str(node.name), node.op_type, "npu", 2.0, 1), [node]) for node in tagged.nodes]
+        return Measurement(
+            entry_kernels(entries, tagged), providers=("npu",), runs=runs, notes=(f"{facts['options']}",)
+        )
+
+    engine = SimpleNamespace(measure=measure)
+    monkeypatch.setattr(latency, "plug_in", lambda capability, name: engine)
+    report = htp_export.profile(encoder(), engine="mine", runs=7, engine_options={"cores": 2})
+    assert (report.engine, report.runs, report.modules["layer.0.fc"].self_ms) == ("mine", 7, 4)
+    assert (report.end_to_end_ms, report.kernels_ms, report.unattributed) == (14, 14, ())
+    assert "{'cores': 2}" in report.notes
+    with pytest.raises(InputError, match="mine runs models here, and reads no files"):
+        htp_export.profile(encoder(), engine="mine", measured=["times.json"])

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.profile import latency, module_times
+from htp_export.capabilities.profile import module_times, onnxruntime_engine
 from htp_export.capabilities.profile.kernels import Kernel
 from htp_export.capabilities.profile.module_times import device_of
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.runtime import traces
-from htp_export.runtime.traces import Trace, read_trace
+from htp_export.runtime.traces import KernelKey, Trace, read_trace
 from tests.handmade import branching, encoder
 from tests.nets import spread
 from tests.profile.test_latency import assert_adds_up
@@ -121,6 +121,34 @@ class TestTraces:
             for event in run_of(0, 1, device=False)
         ]
         assert read(tmp_path, events).timing == "kernels"
+
+    def test_each_kernel_has_its_own_time_in_measured_runs(self, tmp_path):
+        execute = "SequentialExecutor::Execute"
+        one = [
+            node("Neg_a", 10, 0, CPU),
+            node("Exp_b", 10, 4, CPU),
+            session(execute, 9, 6),
+            node("If_c", 8, 10, CPU),
+            node("Neg_d", 18, 5, CPU),
+            session(execute, 7, 20),
+            session("model_run", 5, 25),
+        ]
+        later = [{**event, "ts": event["ts"] + 100, "dur": event["dur"] * 2} for event in one[:-1]]
+        parallel = {**node("Abs_e", 111, 7, CPU), "tid": 2}
+        whole = [*one, *later, parallel, session("model_run", 105, 60)]
+        trace = read(tmp_path, whole)
+        holder = KernelKey("If_c", "If", 0)
+        assert trace.runs == 1
+        assert {key.label: (key.holders, times) for key, times in trace.times.items()} == {
+            "If_c": ((), [0.012]),
+            "Neg_a": ((holder,), [0.0]),
+            "Exp_b": ((holder,), [0.008]),
+            "Abs_e": ((), [0.007]),
+            "Neg_d": ((), [0.010]),
+        }
+        assert read_trace(tmp_path / "trace.json", 5).runs == 2
+        cut_short = read(tmp_path, one, later)  # full: the second run is not complete
+        assert next(iter(cut_short.times.values())) == [0.006]
 
 
 class Net(nn.Module):
@@ -222,21 +250,21 @@ class TestWhichTimesAProfileTakes:
 
     @pytest.mark.usefixtures("queued")
     def test_launches_that_explain_a_run_stay_and_are_said_to_be_launches(self, program, monkeypatch):
-        monkeypatch.setattr(latency, "_explain", lambda kernels, run_ms: True)
+        monkeypatch.setattr(onnxruntime_engine, "_explain", lambda kernels, run_ms: True)
         report = htp_export.profile(program, runs=2)
         assert report.timing == "launches"
         assert "this ONNX Runtime does not measure kernels on the device" in str(report)
 
     @pytest.mark.usefixtures("queued")
     def test_launches_that_do_not_give_way_to_modules_alone_unless_kernels_are_asked_for(self, program, monkeypatch):
-        monkeypatch.setattr(latency, "_explain", lambda kernels, run_ms: False)
+        monkeypatch.setattr(onnxruntime_engine, "_explain", lambda kernels, run_ms: False)
         assert htp_export.profile(program, runs=2).timing == "modules"
         assert htp_export.profile(program, runs=2, timing="kernels").timing == "launches"
 
     def test_they_explain_a_run_if_most_of_it_has_modules(self):
         known, lost = Kernel("a", "A", CUDA, 4.0, 1, ("a",)), Kernel("b", "B", CUDA, 9.0, 1, ())
-        assert latency._explain([known, lost], 8.0)
-        assert not latency._explain([known, lost], 8.1)
+        assert onnxruntime_engine._explain([known, lost], 8.0)
+        assert not onnxruntime_engine._explain([known, lost], 8.1)
 
     def test_kernels_on_a_device_are_said_to_be_such(self, program):
         report = htp_export.profile(program, runs=1)

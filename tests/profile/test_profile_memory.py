@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import onnx.reference
 import onnx_ir as ir
 import onnxruntime
@@ -20,6 +19,7 @@ from htp_export.capabilities.profile.measured_memory import ModuleMemory, _Sums
 from htp_export.command.main import main
 from tests.handmade import encoder
 from tests.nets import spread
+from tests.profile.test_latency import tagged as of_text
 
 BLOCK = 256
 
@@ -30,12 +30,7 @@ def blocks(size: int) -> int:
 
 
 def tagged(text: str, **owners: str) -> onnx.ModelProto:
-    """A model from ONNX text; the node that gives each tensor belongs to a module."""
-    model = ir.from_proto(onnx.parser.parse_model(text))
-    for node in model.graph.all_nodes():
-        if node.outputs[0].name in owners:
-            node.metadata_props["htp.module"] = owners[str(node.outputs[0].name)]
-    return ir.to_proto(model)
+    return ir.to_proto(of_text(text, **owners))
 
 
 def as_written() -> onnxruntime.SessionOptions:
@@ -182,12 +177,8 @@ class TestNames:
             ModuleMemory(512, 512, 324, 324, 1)
         ] * 4
         assert report.memory is not None
-        assert sorted(kernel.owners for kernel in report.memory.kernels) == [
-            ("first",),
-            ("fourth",),
-            ("second",),
-            ("third",),
-        ]
+        owners = sorted(path for kernel in report.memory.kernels for path in kernel.owners)
+        assert owners == ["first", "fourth", "second", "third"]
 
     def test_what_belongs_to_no_module_is_said(self):
         text = '<ir_version: 10, opset_import: ["": 20]> g (float[9] x) => (float[9] y, float[9] z)'

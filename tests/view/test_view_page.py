@@ -462,8 +462,8 @@ def test_alike_siblings_are_one_row_with_their_mean_time_and_largest_error(page,
 def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack):
     from rich.console import Console
 
+    from htp_export.capabilities.cost.drawing import render
     from htp_export.capabilities.cost.module_tree import tree_rows
-    from htp_export.capabilities.cost.tree_drawing import render
 
     start(page, stack)
     program = htp_export.export(Stack().eval(), (torch.randn(2, 8),), verbose=False)

@@ -18,7 +18,7 @@ from htp_export.results.result import Result, Table
 if TYPE_CHECKING:
     import torch
 
-    from htp_export.capabilities.cost.fusing import FusedCost
+    from htp_export.capabilities.cost.memory import FusedCost
 
 __all__ = ["AttentionReport", "AttentionRow", "attention_report"]
 
@@ -61,15 +61,14 @@ class AttentionReport(Result):
     @property
     def summary(self) -> str:
         """How many nodes and operations there are, in one line."""
-
-        def change(part: str, numbers: str) -> str:
-            return f"{getattr(self.before[part], numbers)} to {getattr(self.after[part], numbers)}"
-
-        counts = (
-            f"{title} from {change(_MODEL, numbers)}, in attention from {change(_ATTENTION, numbers)}"
-            for title, numbers in (("ONNX nodes", "nodes"), ("FX operations", "operations"))
+        before, after = ([rows[part] for part in (_MODEL, _ATTENTION)] for rows in (self.before, self.after))
+        return (
+            f"{len(self.modules)} modules with attention; "
+            f"ONNX nodes from {before[0].nodes} to {after[0].nodes}, "
+            f"in attention from {before[1].nodes} to {after[1].nodes}; "
+            f"FX operations from {before[0].operations} to {after[0].operations}, "
+            f"in attention from {before[1].operations} to {after[1].operations}"
         )
-        return f"{len(self.modules)} modules with attention; {'; '.join(counts)}"
 
     def table(self) -> Table:
         """Each part of both exports."""
@@ -121,7 +120,8 @@ def attention_report(
     """
     with decomposed_attention(model):
         tagged, operations = _exported(model, args, kwargs)
-    if not _made_of_steps(tagged) <= frozenset().union(*operations):
+    made_of_steps = {path for path, info in tagged.hierarchy.items() if info.synthetic and tagged[path].nodes}
+    if not made_of_steps <= frozenset().union(*operations):
         with attention_as_in(tagged.hierarchy, model):  # torch knows the modules that there were when its export began
             tagged, operations = _exported(model, args, kwargs)
     steps: defaultdict[str, list[str]] = defaultdict(list)
@@ -132,18 +132,13 @@ def attention_report(
             "no module of the model computes attention: nn.MultiheadAttention, scaled_dot_product_attention, or the "
             "softmax of a product of two tensors"
         )
-    for path in (child for attention in paths for child in hierarchy.children(attention)):
+    for path in (child for parent in paths for child in hierarchy.children(parent)):
         if tagged[path].nodes:
             name = path.rpartition(".")[2]
             steps[f".{name}" if name in (_MODEL, _ATTENTION) else name].append(path)
     after = _numbers(tagged, operations, {_ATTENTION: paths, **steps})
     tagged, operations = _exported(model, args, kwargs)
     return AttentionReport(paths, _numbers(tagged, operations, {_ATTENTION: paths}), after)
-
-
-def _made_of_steps(tagged: TaggedModel) -> set[str]:
-    """The steps that have nodes."""
-    return {path for path, info in tagged.hierarchy.items() if info.synthetic and tagged[path].nodes}
 
 
 def _exported(
@@ -160,7 +155,8 @@ def _exported(
 def _numbers(
     tagged: TaggedModel, operations: Sequence[frozenset[str]], groups: Mapping[str, Collection[str]]
 ) -> dict[str, AttentionRow]:
-    from htp_export.capabilities.cost.fusing import cost_of_fusing
+    """The rows of an export: the whole model, then groups of modules."""
+    from htp_export.capabilities.cost.memory import cost_of_fusing
 
     groups = {_MODEL: ("",), **groups}
     costs = cost_of_fusing(tagged, groups)

@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
-from htp_export.capabilities.cost.bindings import bind
-from htp_export.capabilities.cost.execution import Body, Run, RunStep
-from htp_export.capabilities.cost.flops import all_formulas, work_of
+from htp_export.capabilities.cost.execution import Body, Run, RunStep, walk
 from htp_export.capabilities.cost.memory import Timeline, traffic
 from htp_export.capabilities.cost.result import Cost, ModuleCost, NodeCost, Peak
 from htp_export.capabilities.cost.shapes import run_by_shapes
-from htp_export.capabilities.cost.work import NOTHING, Formulas, Work
+from htp_export.capabilities.cost.work import NOTHING, Formulas, Work, all_formulas, work_of
 from htp_export.editing.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import Contents, contents_of
@@ -69,34 +67,31 @@ def cost(
         (56, {})
     """
     tagged = read_flat(model)
-    bindings = bind(tagged.model, inputs, dims, shapes)
-    run = run_by_shapes(tagged, bindings)
-    nodes, uncounted = _nodes(run, all_formulas(formulas))
+    run = run_by_shapes(tagged, inputs, dims, shapes)
+    nodes = _nodes(run, all_formulas(formulas))
     timeline = Timeline(run)
     contents = contents_of(tagged)
-    modules = _modules(run, nodes, timeline, contents)
     return Cost(
-        modules=modules,
+        modules=_modules(run, nodes, timeline, contents),
         nodes=tuple(nodes),
-        uncounted=uncounted,
+        uncounted=dict(Counter(node.op_type for node in nodes if not node.counted)),
         peak=_peak(run, timeline),
         shared=contents.shared,
-        dims=dict(bindings.sizes),
+        dims=dict(run.sizes),
         from_pytorch=contents.from_pytorch,
         limits=_limits(tagged, run, contents.from_pytorch),
         tags=tagged.tag_facts,
-        assumed=bindings.notes,
+        assumed=run.notes,
     )
 
 
-def _nodes(run: Run, formulas: Formulas) -> tuple[list[NodeCost], dict[str, int]]:
-    """Every run of a node; and operator → nodes that are not counted."""
-    works = {id(step): work_of(step, formulas) for step in _every(run.steps)}
+def _nodes(run: Run, formulas: Formulas) -> list[NodeCost]:
+    """Every run of a node."""
+    works = {id(step): work_of(step, formulas) for step, _ in walk(run.steps)}
     costs = []
     for step, times in _chosen(run.steps, works):
         work = works[id(step)]
         done = work or NOTHING
-        read, written = traffic(step)
         costs.append(
             NodeCost(
                 name=step.node.name or "",
@@ -109,18 +104,11 @@ def _nodes(run: Run, formulas: Formulas) -> tuple[list[NodeCost], dict[str, int]
                 other_flops=done.other * times,
                 shapes=tuple(tensor.shape for tensor in step.outputs),
                 activation_bytes=times * sum(t.bytes for t in step.outputs if t.viewed is None and t.origin == "made"),
-                traffic_bytes=times * (sum(read.values()) + written),
+                traffic_bytes=times * sum(traffic(step).values()),
                 modules=step.modules if "" in step.modules else step.modules | {""},
             )
         )
-    return costs, dict(Counter(node.op_type for node in costs if not node.counted))
-
-
-def _every(steps: Sequence[RunStep]) -> Iterator[RunStep]:
-    for step in steps:
-        yield step
-        for body in step.bodies:
-            yield from _every(body.steps)
+    return costs
 
 
 def _chosen(
@@ -153,7 +141,7 @@ def _modules(run: Run, nodes: Sequence[NodeCost], timeline: Timeline, contents: 
             uncounted=dict(uncounted[path]),
             peak_bytes=peaks.get(path, 0),
             fused_traffic_bytes=total[path]["traffic_bytes"] - timeline.traffic_of(internal),
-            fused_peak_bytes=timeline.peak_without(internal),
+            fused_peak_bytes=timeline.peak(without=internal),
             **sums,
         )
     return modules
@@ -193,12 +181,13 @@ def _peaks(run: Run, timeline: Timeline) -> dict[str, int]:
 
 
 def _peak(run: Run, timeline: Timeline) -> Peak:
-    at = timeline.peak_step
-    if at is None:
+    if not run.steps:
         return Peak(0, "", (), ())
+    at = int(timeline.live.argmax())  # the first step at which it is reached
     step = run.steps[at]
-    live = tuple((life.tensor.name, life.tensor.bytes) for life in timeline.alive_at(at) if life.tensor.bytes)
-    return Peak(timeline.peak, step.node.name or step.node.op_type, step.owners, live)
+    alive = [life for life in timeline.lives if life.size and life.start <= at <= life.end]
+    live = tuple((life.tensor.name, life.size) for life in sorted(alive, key=lambda life: -life.size))
+    return Peak(timeline.peak(), step.node.name or step.node.op_type, step.owners, live)
 
 
 def _limits(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...]:
@@ -209,7 +198,7 @@ def _limits(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...
         notes.append("nodes of no module count in the whole")
     if not from_pytorch:
         notes.append("parameters are the weights that the file has: it does not say which PyTorch had")
-    unknown = sum(t.shape is None and bool(t.name) for step in _every(run.steps) for t in step.outputs)
+    unknown = sum(t.shape is None and bool(t.name) for step, _ in walk(run.steps) for t in step.outputs)
     if unknown:
         notes.append(f"{unknown} tensors have no known shape; they are missing from bytes and peaks ({run.unknown})")
     return tuple(notes)

@@ -65,14 +65,12 @@ class Body:
     """A subgraph that a node runs.
 
     Attributes:
-        name: The attribute that holds it.
         steps: What happens in one run of it.
         times: How often it runs.
         inputs: What it is given in each run.
         outputs: What it gives back.
     """
 
-    name: str
     steps: Sequence[RunStep]
     times: int
     inputs: Sequence[Tensor] = ()
@@ -136,24 +134,23 @@ class RunStep:
 
     def integer(self, name: str, default: int = 0) -> int:
         """An attribute that is a whole number."""
-        attribute = self.attributes.get(name)
-        return attribute.as_int() if attribute is not None and attribute.type == ir.AttributeType.INT else default
+        return int(self._attribute(name, ir.AttributeType.INT, default))
 
     def real(self, name: str, default: float) -> float:
         """An attribute that is a number."""
-        attribute = self.attributes.get(name)
-        return attribute.as_float() if attribute is not None and attribute.type == ir.AttributeType.FLOAT else default
+        return float(self._attribute(name, ir.AttributeType.FLOAT, default))
 
     def text(self, name: str, default: str = "") -> str:
         """An attribute that is a string."""
-        attribute = self.attributes.get(name)
-        return attribute.as_string() if attribute is not None and attribute.type == ir.AttributeType.STRING else default
+        return str(self._attribute(name, ir.AttributeType.STRING, default))
 
     def integers(self, name: str) -> tuple[int, ...]:
         """An attribute that is a list of whole numbers; empty where it is left out."""
+        return tuple(self._attribute(name, ir.AttributeType.INTS, ()))
+
+    def _attribute(self, name: str, kind: ir.AttributeType, default: Any) -> Any:
         attribute = self.attributes.get(name)
-        listed = attribute is not None and attribute.type == ir.AttributeType.INTS
-        return tuple(attribute.as_ints()) if listed and attribute is not None else ()
+        return attribute.value if attribute is not None and attribute.type == kind else default
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,11 +160,15 @@ class Run:
     Attributes:
         steps: Its nodes in order; those of functions in place of the calls.
         outputs: What it returns.
+        sizes: Name of an open size of the inputs → the size that was used.
+        notes: What was assumed of sizes.
         unknown: Why the first shape that is not known is not; empty where all are.
     """
 
     steps: Sequence[RunStep]
     outputs: Sequence[Tensor]
+    sizes: Mapping[str, int]
+    notes: tuple[str, ...] = ()
     unknown: str = ""
 
 

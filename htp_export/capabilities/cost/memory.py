@@ -7,8 +7,8 @@ and its like give back their input's memory, and no other node writes over what 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -17,9 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from htp_export.capabilities.cost.execution import Body, Run, RunStep, Tensor
+from htp_export.capabilities.cost.shapes import run_by_shapes
+from htp_export.editing.flattening import read_flat
+from htp_export.model.tagged import ModelSource
 from htp_export.shapes.operator_kinds import CONTROL_FLOW, RESHAPING, SIZES_ONLY
 
-__all__ = ["Timeline", "traffic"]
+__all__ = ["FusedCost", "Timeline", "cost_of_fusing", "traffic"]
 
 _Bytes: TypeAlias = npt.NDArray[np.int64]
 
@@ -28,26 +31,22 @@ _NO_TRAFFIC = RESHAPING | SIZES_ONLY | CONTROL_FLOW | {"Constant", "Identity"}
 _PICKING = frozenset(("Gather", "GatherElements", "GatherND", "Slice", "Compress"))
 
 
-def traffic(step: RunStep) -> tuple[dict[Tensor, int], int]:
-    """What one run of a node reads and writes.
+def traffic(step: RunStep) -> Mapping[Tensor, int]:
+    """Memory → bytes that one run of a node reads from it and writes into it.
 
-    Returns:
-        Memory that is read → bytes, and the bytes that are written. Nothing for views, and for nodes with subgraphs,
-        whose nodes have their own.
+    Nothing for views, and for nodes with subgraphs, whose nodes have their own.
     """
-    if _moves_nothing(step):
-        return {}, 0
+    if step.op[0] == "" and step.op[1] in _NO_TRAFFIC:
+        return {}
     written = sum(tensor.bytes for tensor in step.outputs)
-    read: defaultdict[Tensor, int] = defaultdict(int)
+    moved: defaultdict[Tensor, int] = defaultdict(int)
     for position, tensor in enumerate(step.inputs):
         if tensor is not None:
             picks = position == 0 and step.op[1] in _PICKING
-            read[tensor.buffer] = max(read[tensor.buffer], min(tensor.bytes, written) if picks else tensor.bytes)
-    return dict(read), written
-
-
-def _moves_nothing(step: RunStep) -> bool:
-    return step.op[0] == "" and step.op[1] in _NO_TRAFFIC
+            moved[tensor.buffer] = max(moved[tensor.buffer], min(tensor.bytes, written) if picks else tensor.bytes)
+    for tensor in step.outputs:
+        moved[tensor.buffer] += tensor.bytes
+    return moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,24 +81,12 @@ class Timeline:
     def __init__(self, run: Run) -> None:
         self._steps = run.steps
         self.lives = _lives(run.steps, run.outputs, "input")
-        self._extra = np.array([_inside(step) for step in run.steps], dtype=np.int64)
-        self.live: _Bytes = _occupied(self.lives, 0, len(run.steps)) + self._extra
+        self.live: _Bytes = _occupied(self.lives, len(run.steps)) + _in_bodies(run.steps)
 
-    @property
-    def peak(self) -> int:
-        """The most that is live at once, in bytes."""
-        return int(self.live.max(initial=0))
-
-    @property
-    def peak_step(self) -> int | None:
-        """The first step at which it is reached; None for a model without nodes."""
-        return int(self.live.argmax()) if len(self.live) else None
-
-    def alive_at(self, step: int) -> list[Life]:
-        """What is in memory while a step runs, the largest first."""
-        return sorted(
-            (life for life in self.lives if life.start <= step <= life.end), key=lambda life: -life.tensor.bytes
-        )
+    def peak(self, *, without: Collection[Life] = (), steps: Sequence[int] | None = None) -> int:
+        """The most that is live at once, in bytes: if some activations took no memory, while one of some steps runs."""
+        live = self.live - _occupied(without, len(self.live)) if without else self.live
+        return int((live if steps is None else live[list(steps)]).max(initial=0))
 
     @cached_property
     def internal(self) -> Mapping[str, Sequence[Life]]:
@@ -112,53 +99,22 @@ class Timeline:
         return lives
 
     @cached_property
-    def _before(self) -> _Bytes:
-        return np.maximum.accumulate(self.live)
-
-    @cached_property
-    def _after(self) -> _Bytes:
-        return np.maximum.accumulate(self.live[::-1])[::-1]
-
-    def peak_without(self, lives: Sequence[Life]) -> int:
-        """The peak of the model if some activations took no memory."""
-        if not lives:
-            return self.peak
-        start, end = min(life.start for life in lives), max(life.end for life in lives) + 1
-        rest = int((self.live[start:end] - _occupied(lives, start, end)).max(initial=0))
-        before = int(self._before[start - 1]) if start else 0
-        after = int(self._after[end]) if end < len(self.live) else 0
-        return max(before, rest, after)
-
-    def peak_while(self, steps: Sequence[int], without: Sequence[Life] = ()) -> int:
-        """The most that is live while one of some steps runs, if some activations took no memory."""
-        live = self.live - _occupied(without, 0, len(self.live))
-        return int(live[list(steps)].max(initial=0))
-
-    @cached_property
-    def _moved(self) -> Mapping[Tensor, int]:
-        """Memory → bytes that are written into it and read from it by all steps."""
-        moved: defaultdict[Tensor, int] = defaultdict(int)
+    def _moved(self) -> Counter[Tensor]:
+        """Memory → bytes that all steps write into it and read from it."""
+        moved = Counter[Tensor]()
         for step in self._steps:
-            read, _ = traffic(step)
-            for tensor, size in read.items():
-                moved[tensor] += size
-            if not _moves_nothing(step):
-                for tensor in step.outputs:
-                    moved[tensor.buffer] += tensor.bytes
+            moved.update(traffic(step))
         return moved
 
     def traffic_of(self, lives: Iterable[Life]) -> int:
         """Bytes that are moved because some activations are in memory."""
-        return sum(self._moved.get(life.tensor, 0) for life in lives)
+        return sum(self._moved[life.tensor] for life in lives)
 
 
 def _lives(steps: Sequence[RunStep], outputs: Sequence[Tensor], origin: str = "") -> list[Life]:
     """Activations of a graph, by the order in which they are first seen.
 
-    Args:
-        steps: What happens in it.
-        outputs: What it gives back.
-        origin: The origin of tensors that are its own though no step makes them; none, for a subgraph.
+    Tensors of ``origin`` are its own though no step makes them; a subgraph has none.
     """
     touched: dict[Tensor, list[int]] = {}
     inputs: set[Tensor] = set()
@@ -204,23 +160,74 @@ def _captured(body: Body) -> Iterator[Tensor]:
     yield from (tensor for tensor in body.outputs if tensor not in inside)
 
 
-def _inside(step: RunStep) -> int:
-    """What the subgraphs of a node take at their peak, besides what the node makes."""
-    peak = 0
-    for body in step.bodies:
-        returned = {tensor.buffer for tensor in body.outputs}
-        lives = [life for life in _lives(body.steps, body.outputs) if life.tensor not in returned]
-        extra = np.array([_inside(inner) for inner in body.steps], dtype=np.int64)
-        peak = max(peak, int((_occupied(lives, 0, len(body.steps)) + extra).max(initial=0)))
-    return peak
+def _in_bodies(steps: Sequence[RunStep]) -> _Bytes:
+    """What the subgraphs of each step take at their peak, besides what the step makes."""
+    return np.array([max(map(_body_peak, step.bodies), default=0) for step in steps], dtype=np.int64)
 
 
-def _occupied(lives: Iterable[Life], start: int, end: int) -> _Bytes:
-    """Bytes that are live at each of the steps from ``start`` up to ``end``."""
-    change = np.zeros(end - start + 1, dtype=np.int64)
-    counted = [(life.start - start, life.end + 1 - start, life.size) for life in lives if life.size]
+def _body_peak(body: Body) -> int:
+    returned = {tensor.buffer for tensor in body.outputs}
+    lives = [life for life in _lives(body.steps, body.outputs) if life.tensor not in returned]
+    return int((_occupied(lives, len(body.steps)) + _in_bodies(body.steps)).max(initial=0))
+
+
+def _occupied(lives: Iterable[Life], steps: int) -> _Bytes:
+    """Bytes that are live at each step."""
+    change = np.zeros(steps + 1, dtype=np.int64)
+    counted = [(life.start, life.end + 1, life.size) for life in lives if life.size]
     if counted:
         starts, ends, sizes = zip(*counted, strict=True)
         np.add.at(change, list(starts), sizes)
         np.subtract.at(change, list(ends), sizes)
     return np.cumsum(change[:-1])
+
+
+@dataclass(frozen=True)
+class FusedCost:
+    """Some modules of a model, and the same modules if each kept its intermediates on chip, all of them together.
+
+    Attributes:
+        traffic_bytes: What their nodes read and write, one after another.
+        fused_traffic_bytes: The same without their intermediates.
+        peak_bytes: The most activation memory that the whole model takes while one of their nodes runs.
+        fused_peak_bytes: The same without their intermediates.
+    """
+
+    traffic_bytes: int
+    fused_traffic_bytes: int
+    peak_bytes: int
+    fused_peak_bytes: int
+
+
+def cost_of_fusing(model: ModelSource, groups: Mapping[str, Collection[str]]) -> dict[str, FusedCost]:
+    """What a model saves if all modules of a group are fused: name → memory and traffic; open sizes are 1.
+
+    Each module is fused alone, and the modules of a group at the same time.
+
+    Raises:
+        FileError: If the file cannot be read.
+        InputError: If the number of dimensions of an input is unknown.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> block = lambda: torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
+        >>> net = torch.nn.Sequential(block(), block()).eval()
+        >>> program = htp_export.export(net, (torch.randn(100),), verbose=False)
+        >>> cost_of_fusing(program, {"blocks": ["0", "1"], "first": ["0"]})["blocks"]
+        FusedCost(traffic_bytes=3200, fused_traffic_bytes=1600, peak_bytes=800, fused_peak_bytes=400)
+    """
+    tagged = read_flat(model)
+    run = run_by_shapes(tagged)
+    timeline = Timeline(run)
+    costs = {}
+    for name, paths in groups.items():
+        internal = list(dict.fromkeys(life for path in paths for life in timeline.internal.get(path, ())))
+        steps = [place for place, step in enumerate(run.steps) if not {*step.modules, ""}.isdisjoint(paths)]
+        moved = sum(sum(traffic(run.steps[place]).values()) for place in steps)
+        costs[name] = FusedCost(
+            traffic_bytes=moved,
+            fused_traffic_bytes=moved - timeline.traffic_of(internal),
+            peak_bytes=timeline.peak(steps=steps),
+            fused_peak_bytes=timeline.peak(steps=steps, without=internal),
+        )
+    return costs

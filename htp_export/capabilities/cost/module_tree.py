@@ -17,7 +17,7 @@ from htp_export.results.columns import Column, chosen
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["Measured", "ModuleRow", "ModuleTree", "tree_rows", "visible"]
+__all__ = ["ModuleRow", "ModuleTree", "tree_rows", "visible"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,23 +91,6 @@ class ModuleTree(ModuleTable):
         return f"{len(self.rows):,} modules{size}"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What was measured of one module, elsewhere.
-
-    Attributes:
-        time_ms: How long it takes, with all below it.
-        own_time_ms: Of that, its own nodes.
-        error: How far it is from what it should be, at most.
-        status: What is wrong with it.
-    """
-
-    time_ms: float | None = None
-    own_time_ms: float | None = None
-    error: float | None = None
-    status: str | None = None
-
-
 @names_model_faults("tagged")
 def tree_rows(
     tagged: TaggedModel,
@@ -115,29 +98,18 @@ def tree_rows(
     select: str | Sequence[str] | None = None,
     *,
     cost: Cost | None = None,
-    measured: Mapping[str, Measured] | None = None,
+    measured: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ModuleTree:
-    """What each module of a model came to.
+    """What each of the ``visible`` modules of a model came to.
 
-    Args:
-        tagged: The model.
-        depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None.
-            Containers that never run (``nn.ModuleList``) are no level: they are as deep as what they hold.
-        select: Only the modules that this selector names, and those above them, which say where they are.
-        cost: What the model costs, for FLOPs.
-        measured: Module path → what was measured of it.
-
-    Raises:
-        SelectorError: If the selector cannot be read or matches nothing.
-        UntaggedModelError: If the model has no tags.
-        InputError: If ``depth`` is negative.
+    FLOPs are those of its cost. What was ``measured`` is module path → attribute of ``ModuleRow`` → value.
     """
     contents = contents_of(tagged).modules
     rows = tuple(
         ModuleRow(
             **vars(contents[path].facts),
             flops=None if cost is None else cost.modules[path].flops,
-            **vars((measured or {}).get(path, Measured())),
+            **(measured or {}).get(path, {}),
         )
         for path in visible(tagged, depth, select)
     )
@@ -149,8 +121,9 @@ def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequenc
 
     Args:
         tagged: The model.
-        depth: As for ``tree_rows``.
-        select: As for ``tree_rows``.
+        depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None.
+            Containers that never run (``nn.ModuleList``) are no level: they are as deep as what they hold.
+        select: Only the modules that this selector names, and those above them, which say where they are.
 
     Raises:
         SelectorError: If the selector cannot be read or matches nothing.

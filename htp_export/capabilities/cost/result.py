@@ -52,23 +52,18 @@ class NodeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCost(ModuleFacts):
-    """One module with all below it, and for ``self_…`` alone: its facts, and what it costs.
+    """One module with all below it, and for ``self_…`` the same of it alone: its facts, and what it costs.
 
     A node of several modules counts once in the total of each module above them. For ``self_…`` it is divided between
     its owners, so that they add up to the whole.
 
     Attributes:
         macs: Multiply-adds of matrix products and convolutions, in attention and recurrent layers too.
-        self_macs: The same.
         flops: Two for each multiply-add: what torch's ``FlopCounterMode`` counts.
-        self_flops: The same.
         other_flops: Operations on single elements: activations, normalisation, softmax, reductions, additions.
-        self_other_flops: The same.
         uncounted: Operator → nodes whose work is not known; it is in none of the numbers.
         activation_bytes: Size of all that its nodes make.
-        self_activation_bytes: The same.
         traffic_bytes: What its nodes read and write, one after another: weights, inputs, outputs, intermediates.
-        self_traffic_bytes: The same.
         peak_bytes: The most activation memory that the whole model takes while one of its nodes runs.
         fused_traffic_bytes: ``traffic_bytes`` if its intermediates stayed on chip.
         fused_peak_bytes: The peak of the whole model if its intermediates stayed on chip.

@@ -7,17 +7,19 @@ Weights are not read. Shapes are inferred in numbers, and what they are computed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.cost.bindings import Bindings
 from htp_export.capabilities.cost.execution import Body, Origin, Run, RunStep, Tensor
 from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
+from htp_export.runtime.inputs import Inputs
 from htp_export.shapes.inference import Inference
-from htp_export.shapes.known import Dims, Fact, Operation
+from htp_export.shapes.known import MOST_ELEMENTS, Dims, Fact, Operation
 from htp_export.shapes.operator_kinds import RESHAPING, VIEW
 from htp_export.shapes.sizes import Dim
 
@@ -27,45 +29,77 @@ __all__ = ["run_by_shapes"]
 _VIEWS = RESHAPING | {"Identity"}
 
 
-def run_by_shapes(tagged: TaggedModel, bindings: Bindings) -> Run:
-    """What happens in one run of a model.
+def run_by_shapes(
+    tagged: TaggedModel,
+    inputs: Mapping[str, Any] | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> Run:
+    """What happens in one run of a model; a call of a function of the model is the steps of its body.
 
-    Returns:
-        The steps, in the order of the graph; a call of a function of the model is the steps of its body.
+    Args:
+        tagged: The model.
+        inputs: Input name → example: anything with a ``shape``, or nested lists. Not all have to be there.
+        dims: Name of an open size → size. What nothing tells is 1, with a note.
+        shapes: Input name → its whole shape.
+
+    Raises:
+        InputError: If there is no such input or size, they contradict each other or the model, or the number of
+            dimensions of an input is not known.
     """
-    return _Runner(tagged, bindings).main()
+    examples = {
+        name: example if hasattr(example, "shape") else np.asarray(example) for name, example in (inputs or {}).items()
+    }
+    example_shapes = {name: tuple(int(size) for size in example.shape) for name, example in examples.items()}
+    wanted = Inputs.of(tagged.model)
+    bound, notes = wanted.assume(wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})}))
+    bound.check()
+    tensors = {}
+    for declared in wanted:
+        known = _small(examples[declared.name]) if declared.name in examples and declared.type is not None else None
+        shape = bound.shapes[declared.name]
+        sizes = None if shape is None else tuple(size for size in shape if size is not None)  # all are: see above
+        tensors[declared.name] = Tensor(declared.name, declared.type, sizes, "input", known)
+    runner = _Runner(tagged, tensors, bound.sizes)
+    runner.walk(tagged.model.graph)
+    outputs = [runner.tensor(value) for value in tagged.model.graph.outputs]
+    return Run(runner.steps, outputs, bound.sizes, notes, runner.first_unknown)
+
+
+def _small(array: Any) -> Any:
+    """The values of an example that may say sizes: whole numbers, and few of them."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        array = array.numpy() if str(array.dtype).startswith(("torch.int", "torch.bool", "torch.uint")) else None
+    if isinstance(array, np.ndarray | np.generic) and array.dtype.kind in "iub" and array.size <= MOST_ELEMENTS:
+        return np.asarray(array)
+    return None
 
 
 class _Runner(Inference):
     """One run; functions are run once for each call, with the tensors that the call gives."""
 
-    def __init__(self, tagged: TaggedModel, bindings: Bindings) -> None:
-        super().__init__(tagged.model.opset_imports, tagged.model.functions, bindings.sizes)
+    def __init__(self, tagged: TaggedModel, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+        super().__init__(tagged.model.opset_imports, tagged.model.functions, sizes)
         self._tagged = tagged
         self._tensors: dict[ir.Value, Tensor] = {}
         self._around: tuple[str, ...] = ()
         self._owners: tuple[str, ...] = ()
         self._called = False
-        self._first_unknown = ""
-        self._steps: list[RunStep] = []
+        self.first_unknown = ""
+        self.steps: list[RunStep] = []
         self._bodies: list[Body] = []
         self._trips_known = True
         for value in tagged.model.graph.inputs:
-            tensor = bindings.inputs.get(str(value.name))
+            tensor = inputs.get(str(value.name))
             if tensor is not None:
                 kind = None if tensor.dtype is None else ir.TensorType(tensor.dtype)
                 self.state(value, Fact(kind, tensor.shape, None, tensor.value))
                 self._tensors[value] = tensor
 
-    def main(self) -> Run:
-        graph = self._tagged.model.graph
-        self.walk(graph)
-        outputs = [self._tensor(value) for value in graph.outputs]
-        return Run(self._steps, outputs, self._first_unknown)
-
     def visit(self, node: ir.Node) -> None:
         """Infer what a node makes, and note it as a step; a call of a function is the steps of its body."""
-        inputs = tuple(None if value is None else self._tensor(value) for value in node.inputs)
+        inputs = tuple(None if value is None else self.tensor(value) for value in node.inputs)
         self._owners = owners = self._owners_of(node)
         outer, self._bodies, self._trips_known = self._bodies, [], True
         super().visit(node)
@@ -78,17 +112,17 @@ class _Runner(Inference):
         outputs = tuple(self._new(value, origin, views) for value in node.outputs)
         self._tensors.update(zip(node.outputs, outputs, strict=True))
         attributes, modules = self.operation(node).attributes, self._modules(node, owners)
-        self._steps.append(RunStep(node, owners, inputs, outputs, attributes, bodies, trips_known, modules))
+        self.steps.append(RunStep(node, owners, inputs, outputs, attributes, bodies, trips_known, modules))
 
     def call(self, function: ir.Function, operation: Operation) -> None:
         """Run a function with the tensors that a call gives it."""
         around, self._around = self._around, self._owners or self._around
         for place, formal in enumerate(function.inputs):
             value = operation.inputs[place] if place < len(operation.inputs) else None
-            self._tensors[formal] = Tensor(str(formal.name), None, None) if value is None else self._tensor(value)
+            self._tensors[formal] = Tensor(str(formal.name), None, None) if value is None else self.tensor(value)
         super().call(function, operation)
         self._around = around
-        self._tensors.update(zip(operation.outputs, map(self._tensor, function.outputs), strict=False))
+        self._tensors.update(zip(operation.outputs, map(self.tensor, function.outputs), strict=False))
         self._called = True
 
     def body(self, name: str, graph: ir.Graph, facts: Sequence[Fact], times: int | None) -> list[Fact]:
@@ -97,11 +131,11 @@ class _Runner(Inference):
             self.state(value, fact)
         tensors = [self._new(value, "made") for value in graph.inputs[: len(facts)]]
         self._tensors.update(zip(graph.inputs, tensors, strict=False))
-        outer, self._steps = self._steps, []
+        outer, self.steps = self.steps, []
         results = super().body(name, graph, facts, times)
-        steps, self._steps = self._steps, outer
-        outputs = [self._tensor(value) for value in graph.outputs]
-        self._bodies.append(Body(name, steps, 1 if times is None else times, tensors, outputs))
+        steps, self.steps = self.steps, outer
+        outputs = [self.tensor(value) for value in graph.outputs]
+        self._bodies.append(Body(steps, 1 if times is None else times, tensors, outputs))
         self._trips_known = times is not None
         return results
 
@@ -117,7 +151,8 @@ class _Runner(Inference):
         """A loop runs as often as it says it may, and once where that is not known."""
         return 1 if trips is None else trips
 
-    def _tensor(self, value: ir.Value) -> Tensor:
+    def tensor(self, value: ir.Value) -> Tensor:
+        """The tensor that a value is in this run."""
         if value not in self._tensors:
             # A weight, a constant that is an input, a value from outside of a function, or no valid model.
             origin: Origin = "weight" if value.const_value is not None and value.producer() is None else "made"
@@ -129,8 +164,8 @@ class _Runner(Inference):
         sizes = None if shape is None else tuple(dim for dim in shape if isinstance(dim, int))
         dtype = kind.dtype if isinstance(kind, ir.TensorType) else None
         numbers = sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
-        if numbers is None and value.name and not self._first_unknown:
-            self._first_unknown = self.why(value) or f"tensor {value.name!r}: sizes that the inputs do not tell"
+        if numbers is None and value.name and not self.first_unknown:
+            self.first_unknown = self.why(value) or f"tensor {value.name!r}: sizes that the inputs do not tell"
         return Tensor(value.name or "", dtype, numbers, origin, self.array(value), viewed)
 
     def _owners_of(self, node: ir.Node) -> tuple[str, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from htp_export.capabilities.cost.columns import TREE_COLUMNS
-from htp_export.capabilities.cost.tree_drawing import render, tree_csv
 from htp_export.command.file_options import FeedDimsOption, TableOptions
 from htp_export.command.model_options import FILE_IDLE, LookOptions
 from htp_export.command.sizes import Sizes, read_sizes
@@ -18,7 +18,6 @@ from htp_export.files.json_file import read_json
 from htp_export.results.columns import names_of
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.cost.module_tree import Measured
     from htp_export.capabilities.cost.result import Cost
     from htp_export.model.tagged import TaggedModel
 
@@ -40,6 +39,7 @@ def tree_command(
     Of an ONNX file, or of a PyTorch model, which need not export to ONNX.
     Times and errors, too, where the results of profile, verify or compare are given.
     """
+    from htp_export.capabilities.cost.drawing import render, tree_csv
     from htp_export.capabilities.cost.module_tree import tree_rows
     from htp_export.editing.flattening import read_flat
 
@@ -73,21 +73,18 @@ def _cost(tagged: TaggedModel, sizes: Sizes) -> tuple[Cost | None, str]:
 _WRONG = ("differs", "inherits")
 
 
-def read_measured(profile: Path | None, verify: Path | None) -> dict[str, Measured]:
+def read_measured(profile: Path | None, verify: Path | None) -> dict[str, dict[str, Any]]:
     """Module path → its measurements, from the JSON of ``profile``, and of ``verify`` or ``compare``.
 
     Raises:
         FileError: If a file cannot be read, or was written by something else.
     """
-    from htp_export.capabilities.cost.module_tree import Measured
-
-    measured: dict[str, Measured] = {}
+    measured: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for path, entry in _modules(profile, "total_ms").items():
-        measured[path] = Measured(_number(entry.get("total_ms")), _number(entry.get("self_ms")))
+        measured[path] |= {"time_ms": _number(entry.get("total_ms")), "own_time_ms": _number(entry.get("self_ms"))}
     for path, entry in _modules(verify, "max_abs").items():
         status = entry.get("status")
-        wrong = status if isinstance(status, str) and status in _WRONG else None
-        measured[path] = replace(measured.get(path, Measured()), error=_number(entry.get("max_abs")), status=wrong)
+        measured[path] |= {"error": _number(entry.get("max_abs")), "status": status if status in _WRONG else None}
     return measured
 
 

@@ -64,7 +64,7 @@ class FileExports:
             files = {**written_files(output), **sizes}
             self._records[name] = {"file": str(output), "files": files, **facts, **tree.to_dict()}
             if self._shown:
-                from htp_export.capabilities.cost.tree_drawing import render
+                from htp_export.capabilities.cost.drawing import render
 
                 show(render(tree))
                 show_written(files)

@@ -18,8 +18,7 @@ from htp_export.plans.deciders import parts_of
 from htp_export.results.columns import si
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.cost.bindings import Bindings
-    from htp_export.capabilities.cost.execution import RunStep
+    from htp_export.capabilities.cost.execution import Run, RunStep
 
 __all__ = ["Needs", "needs_of", "nodes_that_fit"]
 
@@ -41,15 +40,15 @@ def needs_of(
     Raises:
         InputError: If what was given does not fit the model, or if required sizes are unknown.
     """
-    from htp_export.capabilities.cost.bindings import bind
+    from htp_export.capabilities.cost.shapes import run_by_shapes
 
     try:
-        bindings = bind(tagged.model, inputs, dims, shapes)
+        run = run_by_shapes(tagged, inputs, dims, shapes)
     except InputError:
         if required or inputs or dims or shapes:
             raise
         return None
-    return Needs(tagged, bindings)
+    return Needs(tagged, run)
 
 
 class Needs:
@@ -60,13 +59,11 @@ class Needs:
         notes: What was assumed of sizes.
     """
 
-    def __init__(self, tagged: TaggedModel, bindings: Bindings) -> None:
+    def __init__(self, tagged: TaggedModel, run: Run) -> None:
         from htp_export.capabilities.cost.execution import walk
         from htp_export.capabilities.cost.memory import Timeline
-        from htp_export.capabilities.cost.shapes import run_by_shapes
 
-        run = run_by_shapes(tagged, bindings)
-        self.tagged, self.notes = tagged, bindings.notes
+        self.tagged, self.notes = tagged, run.notes
         tensors = (tensor for step, _ in walk(run.steps) for tensor in (*step.inputs, *step.outputs))
         self.sizes = {one.name: one.bytes for one in tensors if one is not None and one.shape is not None}
         self._live = {step.node: int(live) for step, live in zip(run.steps, Timeline(run).live, strict=True)}
@@ -75,7 +72,7 @@ class Needs:
     def item(self, nodes: Iterable[ir.Node]) -> Item:
         """What nodes of the main graph need together, with their subgraphs."""
         from htp_export.capabilities.cost.execution import walk
-        from htp_export.capabilities.cost.flops import work_of
+        from htp_export.capabilities.cost.work import work_of
 
         weights: dict[object, int] = {}
         peak = work = 0

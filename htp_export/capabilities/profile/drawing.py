@@ -33,14 +33,8 @@ def render_profile(
 ) -> RenderableType:
     """A table with a line for each module that takes time: total, self, share and kernels; then the whole in words.
 
-    Module names are drawn as they are, whatever markup they look like.
-
-    Args:
-        profile: What to draw.
-        sort: One of ``SORTS``.
-        depth: Leave out modules more than so many levels below the root; all where it is None. Containers that never
-            ran are no level.
-        fold: Draw siblings that are alike and follow each other once, with the mean of their times.
+    Modules more than ``depth`` levels below the root are left out; containers that never ran are no level. With
+    ``fold``, siblings that are alike and follow each other are drawn once, with the mean of their times.
 
     Raises:
         ValueError: If ``sort`` is none of ``SORTS``.
@@ -50,9 +44,8 @@ def render_profile(
     rows = _shown(profile, depth)
     if sort != "tree":
         rows.sort(key=lambda row: -float(getattr(row, f"{sort}_ms")))
-    alike = _alike if fold else None
     columns = [*chosen(profile.columns, (*_COLUMNS, *profile.drawn_memory)), _MOSTLY]
-    table = TreeTable(rows, columns, alike, _merged, flat=sort != "tree")
+    table = TreeTable(rows, columns, _alike if fold else None, _merged, flat=sort != "tree")
     lines = (profile.summary, *profile.lines)
     return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
 

@@ -1,24 +1,27 @@
-"""What an engine runs and times, and the modules whose work it is; and the kernels of ONNX Runtime's profiler."""
+"""What an engine runs and times, and the modules whose work it is.
+
+An engine says what it made of a graph in names: of nodes, of tensors, of what it joined. Each engine turns its own into
+original nodes; what the names leave open is the same for all, and follows `carry`.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.model.regions import subgraphs
 from htp_export.model.tagged import TaggedModel
-from htp_export.runtime.traces import KernelKey, Trace
 
-__all__ = ["Kernel", "Timed", "modules_around_owners", "owned", "trace_kernels"]
+__all__ = ["Entry", "Kernel", "entry_kernels", "modules_around_owners", "owned"]
 
 
 @dataclass(frozen=True)
-class Timed:
-    """An entry of an engine's profile: a kernel, a layer, a node of its own graph.
+class Kernel:
+    """An entry of an engine's profile, a kernel, a layer or a node of its own graph, and the modules whose work it is.
 
     Attributes:
         name: Its name in the engine; in ONNX Runtime, for a node without a name, its operator and index.
@@ -26,6 +29,8 @@ class Timed:
         provider: The execution provider or device that ran it.
         ms: Its time in one run, without the kernels of its subgraphs; see ``Trace.typical`` for ONNX Runtime.
         launches: Mean number of launches in one run.
+        owners: The paths of the modules whose work it does, in the order of execution; empty if none is known.
+        around: For each owner, the modules whose regions contain its share.
     """
 
     name: str
@@ -33,36 +38,36 @@ class Timed:
     provider: str
     ms: float
     launches: float
-
-
-@dataclass(frozen=True)
-class Kernel(Timed):
-    """An entry of an engine's profile, and the modules whose work it is.
-
-    Attributes:
-        owners: The paths of the modules whose work it does, in the order of execution; empty if none is known.
-        around: For each owner, the modules whose regions contain its share.
-    """
-
-    owners: tuple[str, ...]
+    owners: tuple[str, ...] = ()
     around: tuple[frozenset[str], ...] = field(default=(), repr=False)
 
 
-def owned(timed: Timed, works: Iterable[NodeCalls], calls: CallTree) -> Kernel:
-    """Return an entry with its owners: those of the original nodes whose work it does, each once.
+@dataclass(frozen=True)
+class Entry:
+    """An entry of an engine's profile, before its owners are known.
 
-    Args:
-        timed: The entry.
-        works: Owners and calls of these nodes, in the order of execution; empty if none is known.
-        calls: The calls of the model.
+    Attributes:
+        kernel: Its name and time.
+        nodes: The original nodes whose work it does; empty if its name tells none: the engine inserted it, or it lost
+            the names.
+        inputs: The tensors of the engine's graph that it reads, by name; empty if they are unknown.
+        outputs: Those that it produces.
     """
+
+    kernel: Kernel
+    nodes: Sequence[ir.Node]
+    inputs: Sequence[str] = ()
+    outputs: Sequence[str] = ()
+
+
+def owned(kernel: Kernel, works: Iterable[NodeCalls], calls: CallTree) -> Kernel:
+    """A kernel with its owners: those of the nodes whose work it does, in the order of execution, each once."""
     around = modules_around_owners(works, calls)
-    known = {field.name: getattr(timed, field.name) for field in fields(Timed)}
-    return Kernel(**known, owners=tuple(around), around=tuple(around.values()))
+    return replace(kernel, owners=tuple(around), around=tuple(around.values()))
 
 
 def modules_around_owners(works: Iterable[NodeCalls], calls: CallTree) -> dict[str, frozenset[str]]:
-    """Return owner → the modules whose regions contain its share of the work, in the order of execution."""
+    """Owner → the modules whose regions contain its share of the work, in the order of execution."""
     modules_by_owner: dict[str, frozenset[str]] = {}
     for work in works:
         for owner, modules in calls.around_owners(work).items():
@@ -70,53 +75,43 @@ def modules_around_owners(works: Iterable[NodeCalls], calls: CallTree) -> dict[s
     return modules_by_owner
 
 
-def trace_kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None) -> tuple[Kernel, ...]:
-    """Return the kernels of a profile, in the order of their first launch.
+def entry_kernels(entries: Sequence[Entry], tagged: TaggedModel) -> tuple[Kernel, ...]:
+    """The kernels of entries, which stand in the order of execution, with their owners.
 
-    Args:
-        trace: The profile.
-        tagged: The model before optimisation, without functions.
-        optimized: The graph that ran; None if it is unknown: then only kernels that kept their names have owners.
+    An entry with original nodes has their owners; for a node with subgraphs, also those of the nodes inside, unless
+    these have entries of their own. An entry without belongs to the modules of its consumers, otherwise to those of its
+    producers, as an inserted node does.
     """
-    from htp_export.capabilities.carry.ownership import optimized_works
-
-    graph = tagged.model if optimized is None else optimized
-    works, nodes = optimized_works(tagged, graph), _nodes(trace.times, graph)
-    kernels = []
-    for key in trace.times:
-        ms, launches = trace.typical(key), trace.launches[key] / trace.runs
-        timed = Timed(key.label, key.op_type, key.provider, ms, launches)
-        kernels.append(owned(timed, (works[node] for node in nodes[key] if node in works), tagged.calls))
-    return tuple(kernels)
-
-
-def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[ir.Node]]:
-    """Return the nodes that may be the kernel's; more than one only if equal names are ambiguous."""
-    groups: defaultdict[tuple[tuple[KernelKey, ...], str, str], list[KernelKey]] = defaultdict(list)
-    nodes_of_kernel: dict[KernelKey, list[ir.Node]] = {}
-    named: dict[ir.Graph, dict[tuple[str, str], list[ir.Node]]] = {}
-    for key in keys:
-        unnamed = key.label == f"{key.op_type}_{key.index}"
-        groups[key.holders, "" if unnamed else key.label, key.op_type].append(key)
-    # Outer graphs first: which subgraph a kernel lies in is known by the node that holds it.
-    for (holders, label, op_type), members in sorted(groups.items(), key=lambda group: len(group[0][0])):
-        graphs = [model.graph]
-        if holders:
-            holding = nodes_of_kernel.get(holders[-1], ())
-            graphs = [body for node in holding for body in subgraphs(node)]
-        for graph in graphs:
-            if graph not in named:
-                named[graph] = _by_name(graph)
-        names = [label] if label else ["", *(member.label for member in members)]
-        named_nodes = [node for graph in graphs for name in names for node in named[graph].get((name, op_type), ())]
-        # A graph runs in the order in which it is written down.
-        alike = len(named_nodes) == len(members)
-        nodes_of_kernel.update({key: [named_nodes[k]] if alike else named_nodes for k, key in enumerate(members)})
-    return nodes_of_kernel
+    named = {node for entry in entries for node in entry.nodes}
+    works = [_works(entry, named, tagged) for entry in entries]
+    makers: defaultdict[str, list[int]] = defaultdict(list)
+    readers: defaultdict[str, list[int]] = defaultdict(list)
+    for index, entry in enumerate(entries):
+        for name in entry.outputs:
+            makers[name].append(index)
+        for name in entry.inputs:
+            readers[name].append(index)
+    ahead = [[reader for name in entry.outputs for reader in readers[name]] for entry in entries]
+    behind = [[maker for name in entry.inputs for maker in makers[name]] for entry in entries]
+    _spread(works, ahead, reversed(range(len(entries))))
+    _spread(works, behind, range(len(entries)))
+    return tuple(
+        owned(entry.kernel, dict.fromkeys(work), tagged.calls) for entry, work in zip(entries, works, strict=True)
+    )
 
 
-def _by_name(graph: ir.Graph) -> dict[tuple[str, str], list[ir.Node]]:
-    nodes_by_name: defaultdict[tuple[str, str], list[ir.Node]] = defaultdict(list)
-    for node in graph:
-        nodes_by_name[node.name or "", node.op_type].append(node)
-    return nodes_by_name
+def _works(entry: Entry, named: set[ir.Node], tagged: TaggedModel) -> list[NodeCalls]:
+    nodes = dict.fromkeys(entry.nodes)
+    for node in entry.nodes:
+        inside = [inner for body in subgraphs(node) for inner in body.all_nodes()]
+        if named.isdisjoint(inside):
+            nodes.update(dict.fromkeys(inside))
+    ordered = sorted(nodes, key=lambda node: tagged.index.place.get(node, 0))
+    return [work for work in map(tagged.work_of, ordered) if work.owners]
+
+
+def _spread(works: list[list[NodeCalls]], near: Sequence[Sequence[int]], order: Iterable[int]) -> None:
+    """Give each entry without owners those of its neighbours."""
+    for index in order:
+        if not works[index]:
+            works[index] = [work for neighbour in dict.fromkeys(near[index]) for work in works[neighbour]]

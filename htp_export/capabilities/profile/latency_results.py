@@ -5,19 +5,29 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from htp_export.capabilities.profile.kernels import Kernel
 from htp_export.capabilities.profile.measured_memory import MeasuredMemory, ModuleMemory
+from htp_export.capabilities.profile.measurements import Measurement
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import TaggedModel
-from htp_export.results.columns import CLASS_NAME, Column, chosen
+from htp_export.results.columns import CLASS_NAME, Column, chosen, names_of
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 from htp_export.runtime.traces import QUEUED
 
-__all__ = ["ModuleLatency", "Profile", "latency_by_module"]
+__all__ = ["OWN_ENGINE", "ModuleLatency", "Profile", "latency_by_module"]
+
+_MEMORY_COLUMNS: tuple[Column[ModuleLatency], ...] = (
+    Column("allocated_bytes", "allocated", lambda row: row.memory and row.memory.allocated_bytes, "B", keep=3),
+    Column("self_allocated_bytes", "self allocated", lambda row: row.memory and row.memory.self_allocated_bytes, "B"),
+    Column("estimated_bytes", "estimated", lambda row: row.memory and row.memory.estimated_bytes, "B", keep=3),
+    Column("self_estimated_bytes", "self estimated", lambda row: row.memory and row.memory.self_estimated_bytes, "B"),
+    Column("estimate_ratio", "ratio", lambda row: row.memory and row.memory.ratio, keep=3),
+)
+"""Those that only a profile with measured memory has."""
 
 PROFILE_COLUMNS: tuple[Column[ModuleLatency], ...] = (
     CLASS_NAME,
@@ -32,27 +42,16 @@ PROFILE_COLUMNS: tuple[Column[ModuleLatency], ...] = (
     Column("nodes", "nodes"),
     Column("parameters", "parameters"),
     Column("weight_bytes", "weights", unit="B"),
-    Column("allocated_bytes", "allocated", lambda row: row.memory and row.memory.allocated_bytes, "B", keep=3),
-    Column("self_allocated_bytes", "self allocated", lambda row: row.memory and row.memory.self_allocated_bytes, "B"),
-    Column("estimated_bytes", "estimated", lambda row: row.memory and row.memory.estimated_bytes, "B", keep=3),
-    Column("self_estimated_bytes", "self estimated", lambda row: row.memory and row.memory.self_estimated_bytes, "B"),
-    Column("estimate_ratio", "ratio", lambda row: row.memory and row.memory.ratio, keep=3),
+    *_MEMORY_COLUMNS,
 )
 """The columns of a profile."""
-
-_MEMORY = (
-    "allocated_bytes",
-    "self_allocated_bytes",
-    "estimated_bytes",
-    "self_estimated_bytes",
-    "estimate_ratio",
-)
-"""Those that only a profile with measured memory has."""
 
 _TIMINGS = {
     "launches": "times are those of launches: this ONNX Runtime does not measure kernels on the device",
     "modules": "each module ran alone, with its inputs on the device: the overhead of a run is in each of its times",
 }
+OWN_ENGINE = "onnxruntime"
+"""The engine that is built in."""
 _DRAWN_MEMORY = ("allocated_bytes", "estimated_bytes", "estimate_ratio")
 _DRAWN = ("class_name", "total_ms", "self_ms", "share")
 
@@ -101,10 +100,10 @@ class Profile(ModuleTable):
             measured times do not say.
         tags: The tags of the model: source, reasons, untagged nodes.
         memory: What ONNX Runtime allocated; None if it was not measured.
-        engine: What ran the model: ``onnxruntime``, ``openvino`` or ``tensorrt``.
+        engine: What ran the model: ``onnxruntime``, or the engine of another package.
         timing: What was timed: ``kernels``; ``launches``, if a device only queues kernels and its times are not known;
-            ``modules``, if each module ran alone; ``layers`` of TensorRT, whose times are means over all runs, and the
-            other times their sum.
+            ``modules``, if each module ran alone; ``layers`` where an engine's files have them: their times are means
+            over all runs, and the other times their sum.
     """
 
     columns = PROFILE_COLUMNS
@@ -124,31 +123,35 @@ class Profile(ModuleTable):
     assumed: tuple[str, ...] = ()
     tags: TagFacts | None = None
     memory: MeasuredMemory | None = None
-    engine: str = "onnxruntime"
+    engine: str = OWN_ENGINE
     timing: str = "kernels"
 
     @classmethod
     def of(
-        cls, tagged: TaggedModel, kernels: Sequence[Kernel], *, memory: MeasuredMemory | None = None, **facts: Any
+        cls,
+        tagged: TaggedModel,
+        measured: Measurement,
+        engine: str,
+        notes: Sequence[str] = (),
+        memory: MeasuredMemory | None = None,
     ) -> Profile:
-        """Sum up the kernels of a model by module.
-
-        Args:
-            tagged: The model.
-            kernels: What an engine ran.
-            memory: What was allocated.
-            **facts: The other attributes of the result: times of the whole model, runs, providers, engine.
-        """
-        unattributed = tuple(kernel for kernel in kernels if not kernel.owners)
+        """Sum up what an engine measured by module; ``notes`` say what was assumed."""
+        unattributed = tuple(kernel for kernel in measured.kernels if not kernel.owners)
         return cls(
-            modules=latency_by_module(kernels, tagged, memory),
-            kernels_ms=sum(kernel.ms for kernel in kernels),
+            modules=latency_by_module(measured.kernels, tagged, memory),
+            end_to_end_ms=measured.end_to_end_ms,
+            profiled_ms=measured.profiled_ms,
+            kernels_ms=measured.kernels_ms,
             unattributed_ms=sum(kernel.ms for kernel in unattributed),
             unattributed=unattributed,
-            kernels=tuple(kernels),
+            kernels=tuple(measured.kernels),
+            runs=measured.runs,
+            providers=measured.providers,
+            assumed=(*measured.notes, *notes),
             tags=tagged.tag_facts,
             memory=memory,
-            **facts,
+            engine=engine,
+            timing=measured.timing,
         )
 
     def by_path(self, field: str = "total_ms") -> dict[str, float]:
@@ -161,8 +164,8 @@ class Profile(ModuleTable):
 
     def module_data(self, row: ModuleLatency) -> dict[str, Any]:
         """What JSON has of a module; memory where it was measured."""
-        data = super().module_data(row)
-        return data if self.memory is not None else {k: value for k, value in data.items() if k not in _MEMORY}
+        unknown = () if self.memory is not None else names_of(_MEMORY_COLUMNS)
+        return {name: value for name, value in super().module_data(row).items() if name not in unknown}
 
     @property
     def drawn(self) -> Sequence[Column[ModuleLatency]]:
@@ -183,15 +186,15 @@ class Profile(ModuleTable):
     def summary(self) -> str:
         """The times of the model, in one line."""
         if self.timing == "layers":
-            return f"{self.kernels_ms:.3f} ms a run in the layers of TensorRT, mean of {self.runs} runs"
+            where = ", ".join(self.providers)
+            return f"{self.kernels_ms:.3f} ms a run in the layers of {where}, mean of {self.runs} runs"
         if self.timing == "modules":
             return (
                 f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; {self.kernels_ms:.3f} ms in modules alone"
             )
-        profiler, parts = ("counters", "nodes") if self.engine == "openvino" else ("the profiler", "kernels")
         return (
             f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; "
-            f"{self.profiled_ms:.3f} ms under {profiler}, {self.kernels_ms:.3f} ms of it in {parts}"
+            f"{self.profiled_ms:.3f} ms under the profiler, {self.kernels_ms:.3f} ms of it in kernels"
         )
 
     @property
@@ -227,13 +230,17 @@ def latency_by_module(
             below[path].append((kernel, count / len(kernel.owners)))
     contents = contents_of(tagged).modules
     return {
-        path: replace(_module(module.facts, self_ms[path], below[path], model_ms), memory=measured.get(path))
+        path: _module(module.facts, self_ms[path], below[path], model_ms, measured.get(path))
         for path, module in contents.items()
     }
 
 
 def _module(
-    facts: ModuleFacts, self_ms: float, parts: Sequence[tuple[Kernel, float]], model_ms: float
+    facts: ModuleFacts,
+    self_ms: float,
+    parts: Sequence[tuple[Kernel, float]],
+    model_ms: float,
+    memory: ModuleMemory | None,
 ) -> ModuleLatency:
     by_op: defaultdict[str, float] = defaultdict(float)
     for kernel, part in parts:
@@ -248,4 +255,5 @@ def _module(
         kernels=len(parts),
         launches=sum(kernel.launches for kernel, _ in parts),
         by_op=dict(sorted(by_op.items(), key=lambda item: -item[1])),
+        memory=memory,
     )

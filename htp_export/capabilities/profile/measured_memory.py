@@ -134,25 +134,21 @@ def memory_by_module(
     works = optimized_works(tagged, tagged.model if optimized is None else optimized)
     measured, kernels = _Sums(), []
     for node in nodes:
-        around = modules_around_owners((works[each] for each in node.nodes if each in works), tagged.calls)
+        around = modules_around_owners((works[made] for made in node.nodes if made in works), tagged.calls)
         measured.add(node.bytes, tuple(around), frozenset().union(*around.values()))
         kernels.append(KernelMemory(node.name, node.op_type, node.bytes, tuple(around)))
     estimated = _Sums()
-    for each in cost(tagged, feed.arrays).nodes:
-        estimated.add(each.activation_bytes // max(each.times, 1), each.owners or ("",), each.modules)
+    for node_cost in cost(tagged, feed.arrays).nodes:
+        once = node_cost.activation_bytes // max(node_cost.times, 1)
+        estimated.add(once, node_cost.owners or ("",), node_cost.modules)
+    estimates = (estimated.total, estimated.own)
     return MeasuredMemory(
         kernels=tuple(kernels),
         allocated_bytes=sum(node.bytes for node in nodes),
         unattributed_bytes=sum(kernel.bytes for kernel in kernels if not kernel.owners),
         estimated_bytes=estimated.total[""],
         modules={
-            path: ModuleMemory(
-                measured.total[path],
-                measured.own[path],
-                estimated.total[path],
-                estimated.own[path],
-                measured.counted[path],
-            )
+            path: ModuleMemory(*(sums[path] for sums in (measured.total, measured.own, *estimates, measured.counted)))
             for path in tagged.paths
         },
     )

@@ -5,12 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import onnx_ir as ir
-
-from htp_export.capabilities.profile.kernels import Kernel, Timed, owned
+from htp_export.capabilities.profile.kernels import Kernel, owned
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.cut_models import cut_model
@@ -21,7 +18,7 @@ from htp_export.runtime.arrays import PORTION_BYTES, Array
 from htp_export.runtime.inputs import Feed, Inputs
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 
-__all__ = ["ModuleTimes", "device_of", "times_of_modules"]
+__all__ = ["device_of", "times_of_modules"]
 
 _DEVICES = {
     "CUDAExecutionProvider": "cuda",
@@ -38,42 +35,24 @@ def device_of(providers: Sequence[str]) -> str:
     return _DEVICES.get(providers[0], "cpu") if providers else "cpu"
 
 
-@dataclass(frozen=True)
-class ModuleTimes:
-    """Times of modules that ran alone.
-
-    Attributes:
-        kernels: An entry for each module with nodes of its own: its time without the modules below it.
-        alone: Module path → time of all its calls alone, in ms.
-        reasons: Module path → why it did not run alone. Its time counts in the module above.
-    """
-
-    kernels: tuple[Kernel, ...]
-    alone: Mapping[str, float]
-    reasons: Mapping[str, str]
-
-
 def times_of_modules(
     tagged: TaggedModel,
     feed: Feed,
     settings: SessionSettings,
-    device: str,
+    providers: Sequence[str],
     runs: int,
     warmup: int,
     temporary: Path,
-) -> ModuleTimes:
+) -> tuple[tuple[Kernel, ...], dict[str, str]]:
     """Run each module with nodes of its own alone, on the tensors that it gets in a run of the model.
 
     A module's own time is what its run took, without the own times of the modules below it, and at least 0.
 
-    Args:
-        tagged: The model, without functions.
-        feed: The inputs of the model.
-        settings: Execution providers and options.
-        device: ONNX Runtime's name of the device on which inputs and outputs lie.
-        runs: Number of measured runs of each call.
-        warmup: Number of runs before those.
-        temporary: A folder for models that are too large for memory.
+    The inputs and outputs of each lie on the device of the first of ``providers``, those in use for the whole model.
+
+    Returns:
+        A kernel for each module that ran, and module path → why it did not run alone: its time counts in the module
+        above.
 
     Raises:
         OnnxRuntimeError: If ONNX Runtime cannot run the model.
@@ -87,6 +66,7 @@ def times_of_modules(
     arrays: dict[str, Array] = {}
     source = FileRun(tagged, "the model", feed.arrays, SessionSettings(), PORTION_BYTES)
     source.fetch(dict.fromkeys(wanted, 0), arrays.__setitem__)
+    device = device_of(providers)
     alone: dict[str, float] = {}
     for path, parts in counted(list(cuts.items()), "modules"):
         try:
@@ -94,16 +74,15 @@ def times_of_modules(
         except InputError as error:
             reasons[path] = str(error)
     own: dict[str, float] = {}
-    for path in sorted(alone, key=lambda each: -sum(1 for _ in tags.ancestors(each))):  # the deepest first
+    for path in sorted(alone, key=lambda module: -sum(1 for _ in tags.ancestors(module))):  # the deepest first
         below = sum(ms for other, ms in own.items() if other != path and tags.is_under(other, path))
         own[path] = max(0.0, alone[path] - below)
-    provider = settings.providers[0] if isinstance(settings.providers[0], str) else str(settings.providers[0][0])
     kernels = []
     for path in tagged.paths:
         if path in own:
-            timed = Timed(path or "(root)", "module", provider, own[path], len(cuts[path]))
-            kernels.append(owned(timed, [tagged.calls.work((path,))], tagged.calls))
-    return ModuleTimes(tuple(kernels), {path: alone[path] for path in tagged.paths if path in alone}, reasons)
+            kernel = Kernel(path or "(root)", "module", providers[0], own[path], len(cuts[path]))
+            kernels.append(owned(kernel, [tagged.calls.work((path,))], tagged.calls))
+    return tuple(kernels), reasons
 
 
 def _cuts(tagged: TaggedModel) -> tuple[dict[str, list[Cut]], dict[str, str]]:
@@ -140,7 +119,7 @@ def _time(
     """The median time of a call of a module, in ms."""
     model = cut_model(tagged, part)
     feed = Inputs.of(model).feed({name: arrays[str(value.name)] for name, value in part.inputs.items()})
-    session = Session(_runnable(model, part.path, temporary), settings)
+    session = Session(RunnableModel.of(model, f"module {part.path!r} alone", temporary), settings)
     run = session.bound(feed.arrays, feed.types, device)
     times = []
     for _ in range(warmup + runs):
@@ -148,7 +127,3 @@ def _time(
         run()
         times.append((time.perf_counter() - start) * 1000)
     return statistics.median(times[warmup:])
-
-
-def _runnable(model: ir.Model, path: str, temporary: Path) -> RunnableModel:
-    return RunnableModel.of(model, f"module {path!r} alone", temporary)

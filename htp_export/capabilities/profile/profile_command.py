@@ -22,6 +22,8 @@ from htp_export.command.outputs import report
 from htp_export.command.quiet import quiet_runtime
 from htp_export.command.sizes import read_sizes
 from htp_export.command.terminal import Steps
+from htp_export.discovery import plug_in
+from htp_export.errors import InputError
 from htp_export.process.bounds import MOST_RUNS, check_whole, most_threads
 
 EXAMPLE = "bert.onnx --runs 50"
@@ -29,13 +31,13 @@ PLACE = 50
 IDLE = (
     Idle(("sort", "depth", "fold"), lambda given: given["as_json"], JSON_HAS_ALL),
     Idle(
-        ("runs", "warmup", "memory", "timing", "optimization", "engine"),
-        lambda given: given["tensorrt"],
-        "--tensorrt runs nothing",
+        ("runs", "warmup", "memory", "timing", "optimization"),
+        lambda given: given["measured"],
+        "--measured runs nothing",
     ),
 )
 
-
+_OWN_ENGINE = "onnxruntime"
 _Level: TypeAlias = Literal["disable", "basic", "extended", "all"]
 
 
@@ -54,12 +56,11 @@ def profile_command(
     timing: Annotated[
         Literal["auto", "kernels", "modules"], "What is timed on a device that queues kernels; modules: each one alone."
     ] = "auto",
-    engine: Annotated[Literal["onnxruntime", "openvino"], "What runs the model."] = "onnxruntime",
-    tensorrt: Annotated[
-        tuple[Path, Path] | None,
+    engine: Annotated[str, "What runs the model: an engine that another package adds, too."] = _OWN_ENGINE,
+    measured: Annotated[
+        list[Path] | None,
         typer.Option(
-            help="Run nothing, and read what trtexec wrote: --exportLayerInfo, then --exportProfile.",
-            metavar="LAYERS TIMES",
+            help="Run nothing, and read files in which the engine wrote what it measured; repeat it for each."
         ),
     ] = None,
     sort: Annotated[Literal["tree", "total", "self"], "Order of the lines."] = "tree",
@@ -67,10 +68,7 @@ def profile_command(
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the latency of every module.
-
-    In ONNX Runtime or OpenVINO, or as TensorRT's trtexec measured it.
-    """
+    """Measure the latency of every module, in ONNX Runtime or another engine."""
     from htp_export.capabilities.profile.drawing import render_profile
     from htp_export.capabilities.profile.latency import profile
 
@@ -85,24 +83,27 @@ def profile_command(
             warmup=warmup,
             dims=sizes.dims,
             shapes=sizes.shapes,
-            **_options(engine, provider, threads, optimization, read=tensorrt is not None),
+            **_options(engine, provider, threads, optimization),
             engine=engine,
-            tensorrt=tensorrt,
+            measured=measured or None,
             memory=memory,
             timing=timing,
         )
     report(result, as_json, lambda: render_profile(result, sort=sort, depth=depth, fold=fold))
 
 
-def _options(
-    engine: str, provider: list[str] | None, threads: int | None, level: _Level, *, read: bool
-) -> dict[str, Any]:
+def _options(engine: str, provider: list[str] | None, threads: int | None, level: _Level) -> dict[str, Any]:
     """The options of the engine; those of ONNX Runtime that were given for another are refused by ``profile``."""
-    if engine == "openvino" or read:
-        given: dict[str, Any] = {"engine_options": {"INFERENCE_NUM_THREADS": threads}} if threads is not None else {}
+    if engine != _OWN_ENGINE:
+        given: dict[str, Any] = {"providers": provider} if provider else {}
         if level != "all":
             given["session_options"] = _session_options(None, level)
-        return given | ({"providers": provider} if provider else {})
+        if threads is not None:
+            option = getattr(plug_in("profile", engine), "THREADS", "")
+            if not option:
+                raise InputError(f"--threads: the engine {engine} has no such option")
+            given["engine_options"] = {option: threads}
+        return given
     return {
         "providers": read_providers(provider),
         "session_options": _session_options(threads, level),

@@ -44,11 +44,7 @@ def _onnx_attention(step: RunStep) -> Work:
 def _packed_attention(past: int, bias: int, mask: int, extra: int) -> Formula:
     """Attention that projects its input itself: weights of queries, keys and values side by side.
 
-    Args:
-        past: Position of the cache.
-        bias: Position of the bias of the projection.
-        mask: Position of the mask.
-        extra: Position of what is added to the scores.
+    Given are the positions of the cache, the bias of the projection, the mask, and of what is added to the scores.
     """
 
     def formula(step: RunStep) -> Work:

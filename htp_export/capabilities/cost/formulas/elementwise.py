@@ -11,15 +11,11 @@ from collections.abc import Mapping
 
 from htp_export.capabilities.cost.execution import RunStep
 from htp_export.capabilities.cost.formulas.attention import SOFTMAX
-from htp_export.capabilities.cost.work import NOTHING, Formula, Formulas, Work, nothing, per_input, per_output
+from htp_export.capabilities.cost.work import NOTHING, Formula, Formulas, Work, names, nothing, per_input, per_output
 
-__all__ = ["FORMULAS"]
+__all__ = ["FORMULAS", "PER_OUTPUT"]
 
 _CONTRIB = "com.microsoft"
-
-
-def _names(text: str) -> list[str]:
-    return text.split()
 
 
 def _each_further_input(step: RunStep) -> Work:
@@ -41,9 +37,7 @@ def _gelu(step: RunStep) -> Work:
 def _layer_norm(summands: int = 0, centred: bool = True) -> Formula:
     """Mean and its subtraction where centred, mean of squares, division, scale, and bias where there is one.
 
-    Args:
-        summands: Position of the first tensor that is added before; those that come after it are too.
-        centred: Whether the mean is subtracted.
+    From position ``summands`` on, tensors are added before; from 0, none.
     """
 
     def formula(step: RunStep) -> Work:
@@ -60,10 +54,6 @@ def _layer_norm(summands: int = 0, centred: bool = True) -> Formula:
 def _pool(step: RunStep) -> Work:
     window = math.prod(step.integers("kernel_shape"))
     return per_output(window * (2 if step.node.op_type == "LpPool" else 1))(step)
-
-
-def _lrn(step: RunStep) -> Work:
-    return per_output(step.integer("size") + 4)(step)
 
 
 def _resize(step: RunStep) -> Work:
@@ -96,13 +86,13 @@ def _scatter(step: RunStep) -> Work:
     return Work(0, math.prod(step.shape(2))) if reduces else NOTHING
 
 
-_ONE = _names("""
+_ONE = names("""
     Abs Acos Acosh Add And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil Cos Cosh
     Div Equal Erf Exp Floor Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Log Mod Mul Neg Not Or Pow Range
     Reciprocal Relu Round Sigmoid Sign Sin Sinh Sqrt Sub Tan Tanh ThresholdedRelu Where Xor
 """)
 
-_PER_OUTPUT: Mapping[str, int] = {
+PER_OUTPUT: Mapping[str, int] = {
     **dict.fromkeys(_ONE, 1),
     "BatchNormalization": 2,  # at inference: scale and shift
     "Binarizer": 1,
@@ -122,6 +112,7 @@ _PER_OUTPUT: Mapping[str, int] = {
     "Softsign": 3,
     "Swish": 2,
 }
+"""Operator → operations for each element of the output; torch's of the same names, in lower case, are the same."""
 
 _PER_INPUT: Mapping[str, int] = {
     **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceLogSum"), 1),
@@ -141,7 +132,7 @@ _PER_INPUT: Mapping[str, int] = {
 }
 
 # These move, select, reshape or convert elements.
-_WITHOUT_ARITHMETIC = _names("""
+_WITHOUT_ARITHMETIC = names("""
     BitCast Cast CastLike CenterCropPad Compress Concat ConcatFromSequence Constant ConstantOfShape DepthToSpace
     Dropout Expand EyeLike Flatten Gather GatherElements GatherND Identity NonZero OneHot Optional
     OptionalGetElement OptionalHasElement Pad Reshape ReverseSequence Scatter SequenceAt SequenceConstruct
@@ -165,7 +156,7 @@ _CONTRIB_PER_OUTPUT: Mapping[str, int] = {
 }
 
 FORMULAS: Formulas = {
-    **{("", op): per_output(count) for op, count in _PER_OUTPUT.items()},
+    **{("", op): per_output(count) for op, count in PER_OUTPUT.items()},
     **{("", op): per_input(count) for op, count in _PER_INPUT.items()},
     **{("", op): nothing for op in _WITHOUT_ARITHMETIC},
     **{("", op): _each_further_input for op in ("Max", "Min", "Sum", "Mean")},
@@ -176,7 +167,7 @@ FORMULAS: Formulas = {
     ("", "DFT"): _dft,
     ("", "Gelu"): _gelu,
     ("", "GridSample"): _grid_sample,
-    ("", "LRN"): _lrn,
+    ("", "LRN"): lambda step: per_output(step.integer("size") + 4)(step),
     ("", "LayerNormalization"): _layer_norm(),
     ("", "RMSNormalization"): _layer_norm(centred=False),
     ("", "SimplifiedLayerNormalization"): _layer_norm(centred=False),  # ONNX Runtime puts it into ONNX's domain

@@ -10,7 +10,7 @@ import math
 from htp_export.capabilities.cost.execution import RunStep, UnknownShapeError
 from htp_export.capabilities.cost.work import Formula, Formulas, Work
 
-__all__ = ["FORMULAS"]
+__all__ = ["FORMULAS", "matmul_with_bias"]
 
 
 def _matmul(step: RunStep) -> Work:
@@ -22,7 +22,7 @@ def _matmul(step: RunStep) -> Work:
     return Work(_outputs(step) * inner)
 
 
-def _matmul_with_bias(bias: int, after: int = 0) -> Formula:
+def matmul_with_bias(bias: int, after: int = 0) -> Formula:
     """A product, a bias where there is one, and ``after`` operations on each element of the output."""
 
     def formula(step: RunStep) -> Work:
@@ -123,13 +123,10 @@ def _conv_transpose(step: RunStep) -> Work:
     return Work(math.prod(step.shape(0)) * math.prod(step.shape(1)[1:]), added * _outputs(step))
 
 
-def _recurrent(gates: int, update: int, per_gate: int = 4) -> Formula:
+def _recurrent(gates: int, update: int) -> Formula:
     """At every step: input and state times their weights, then each gate's sums and activation, then the update.
 
-    Args:
-        gates: Gates of the cell, with the candidate.
-        update: Operations on each element of the new state.
-        per_gate: Three additions (of products and two biases) and an activation.
+    Gates are counted with the candidate; of each, three additions (of products and two biases) and an activation.
     """
 
     def formula(step: RunStep) -> Work:
@@ -137,7 +134,7 @@ def _recurrent(gates: int, update: int, per_gate: int = 4) -> Formula:
         runs = x[0] * x[1]
         directions, hidden = state[0], step.integer("hidden_size") or min(state[1:])
         macs = runs * (math.prod(step.shape(1)) + math.prod(state))
-        return Work(macs, runs * directions * hidden * (gates * per_gate + update))
+        return Work(macs, runs * directions * hidden * (gates * 4 + update))
 
     return formula
 
@@ -151,7 +148,7 @@ _LSTM = _recurrent(4, 5)  # c' = f * c + i * g, h' = o * tanh(c')
 FORMULAS: Formulas = {
     ("", "MatMul"): _matmul,
     ("", "MatMulInteger"): _matmul,
-    ("", "QLinearMatMul"): _matmul_with_bias(99, after=2),  # scaled and rounded
+    ("", "QLinearMatMul"): matmul_with_bias(99, after=2),  # scaled and rounded
     ("", "Gemm"): _gemm,
     ("", "Einsum"): _einsum,
     ("", "Conv"): _conv(1, 2),
@@ -165,15 +162,15 @@ FORMULAS: Formulas = {
     ("", "RNN"): _recurrent(1, 0),
     ("com.microsoft", "FusedMatMul"): _matmul,
     ("com.microsoft", "TransposeMatMul"): _matmul,
-    ("com.microsoft", "FusedMatMulActivation"): _matmul_with_bias(99, after=1),
+    ("com.microsoft", "FusedMatMulActivation"): matmul_with_bias(99, after=1),
     ("com.microsoft", "FusedGemm"): lambda step: Work(_gemm(step).macs, _gemm(step).other + _outputs(step)),
-    ("com.microsoft", "GemmFastGelu"): _matmul_with_bias(2, after=8),
-    ("com.microsoft", "QGemm"): _matmul_with_bias(6, after=2),
-    ("com.microsoft", "MatMulIntegerToFloat"): _matmul_with_bias(6, after=1),
+    ("com.microsoft", "GemmFastGelu"): matmul_with_bias(2, after=8),
+    ("com.microsoft", "QGemm"): matmul_with_bias(6, after=2),
+    ("com.microsoft", "MatMulIntegerToFloat"): matmul_with_bias(6, after=1),
     ("com.microsoft", "DynamicQuantizeMatMul"): lambda step: Work(
         _matmul(step).macs, _outputs(step) * (2 if step.input(4) is not None else 1) + 5 * math.prod(step.shape(0))
     ),
-    ("com.microsoft", "MatMulNBits"): _matmul_with_bias(5),
+    ("com.microsoft", "MatMulNBits"): matmul_with_bias(5),
     ("com.microsoft", "MatMulBnb4"): _matmul,
     ("com.microsoft", "FusedConv"): _fused_conv,
     ("com.microsoft", "NhwcConv"): _conv(1, 2),

@@ -95,10 +95,8 @@ def _inverse(step: RunStep) -> Work:
 def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") -> Formula:
     """``MoE`` and ``QMoE``: every token goes through k experts, whatever the router says.
 
-    Args:
-        biases: Positions of the biases of the experts' layers.
-        weights: Positions of their weights, ``[experts, …]``, the third of which may be left out.
-        bits: The attribute with the size of a weight, of which several lie in a byte.
+    Given are the positions of the layers' biases and weights, ``[experts, …]``, the third of which may be left out, and
+    the attribute with the size of a weight, of which several lie in a byte.
     """
 
     def formula(step: RunStep) -> Work:
@@ -114,11 +112,6 @@ def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") 
         return Work(tokens * chosen * macs, math.prod(routed) * SOFTMAX + tokens * chosen * per_expert)
 
     return formula
-
-
-def _skip_group_norm(step: RunStep) -> Work:
-    count = 8 + (step.input(4) is not None) + 2 * step.integer("activation")
-    return per_output(count)(step)
 
 
 def _distances(step: RunStep) -> Work:
@@ -147,7 +140,9 @@ FORMULAS: Formulas = {
     (_CONTRIB, "Unique"): _sort,
     (_CONTRIB, "Inverse"): _inverse,
     (_CONTRIB, "CDist"): _distances,
-    (_CONTRIB, "SkipGroupNorm"): _skip_group_norm,
+    (_CONTRIB, "SkipGroupNorm"): lambda step: per_output(
+        8 + (step.input(4) is not None) + 2 * step.integer("activation")
+    )(step),
     (_CONTRIB, "GatherBlockQuantized"): per_output(2),
     (_CONTRIB, "BiasDropout"): per_output(2),
     (_CONTRIB, "ComplexMul"): per_output(3),

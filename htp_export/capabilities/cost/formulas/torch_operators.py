@@ -9,19 +9,15 @@ import math
 from collections.abc import Mapping
 
 from htp_export.capabilities.cost.execution import RunStep
-from htp_export.capabilities.cost.formulas import products
+from htp_export.capabilities.cost.formulas import elementwise, products, selection
 from htp_export.capabilities.cost.formulas.attention import SOFTMAX
 from htp_export.capabilities.cost.formulas.selection import halvings
-from htp_export.capabilities.cost.work import NOTHING, Formula, Formulas, Work, nothing, per_input, per_output
+from htp_export.capabilities.cost.work import NOTHING, Formula, Formulas, Work, names, nothing, per_input, per_output
 from htp_export.format.tags import ATEN
 
 __all__ = ["FORMULAS"]
 
-_ONNX = products.FORMULAS
-
-
-def _names(text: str) -> list[str]:
-    return text.split()
+_ONNX = {**products.FORMULAS, **elementwise.FORMULAS, **selection.FORMULAS}
 
 
 def _product_with_bias(step: RunStep) -> Work:
@@ -30,20 +26,10 @@ def _product_with_bias(step: RunStep) -> Work:
     return Work(math.prod(step.output_shape()) * inner, math.prod(step.output_shape()))
 
 
-def _linear(step: RunStep) -> Work:
-    outputs = math.prod(step.output_shape())
-    return Work(outputs * step.shape(1)[-1], outputs if step.input(2) is not None else 0)
-
-
 def _bilinear(step: RunStep) -> Work:
     """For each output, a matrix between two vectors."""
     outputs, (_, rows, columns) = math.prod(step.output_shape()), step.shape(2)
     return Work(outputs * rows * (columns + 1), outputs if step.input(3) is not None else 0)
-
-
-def _summed_products(step: RunStep) -> Work:
-    """``dot``, ``inner``: the last dimensions are summed."""
-    return Work(math.prod(step.output_shape()) * (step.shape(0) or (1,))[-1])
 
 
 def _convolution(step: RunStep) -> Work:
@@ -99,20 +85,6 @@ def _sort(step: RunStep) -> Work:
     return Work(0, math.prod(shape) * halvings(count))
 
 
-def _unique(step: RunStep) -> Work:
-    """All elements are sorted."""
-    elements = math.prod(step.shape(0))
-    return Work(0, elements * halvings(elements))
-
-
-def _adaptive_pool(step: RunStep) -> Work:
-    return Work(0, max(math.prod(step.shape(0)), math.prod(step.output_shape())))
-
-
-def _gelu(step: RunStep) -> Work:
-    return per_output(8 if step.text("approximate", "none") == "tanh" else 5)(step)
-
-
 def _clamp(step: RunStep) -> Work:
     bounds = sum(name in step.attributes for name in ("min", "max")) or len(step.inputs) - 1
     return per_output(bounds)(step)
@@ -123,21 +95,9 @@ def _each_summand(step: RunStep) -> Work:
     return per_output(1 + ("alpha" in step.attributes))(step)
 
 
-def _norm(position: int) -> Formula:
-    """Mean and its subtraction, mean of squares, division; scale and bias where they are given.
-
-    Args:
-        position: Place of the scale.
-    """
-
-    def formula(step: RunStep) -> Work:
-        return per_input(5 + (step.input(position) is not None) + (step.input(position + 1) is not None))(step)
-
-    return formula
-
-
-def _rms_norm(step: RunStep) -> Work:
-    return per_input(3 + (step.input(1) is not None))(step)
+def _norm(count: int) -> Formula:
+    """So many operations for each element, one for the scale, and one for the bias, where they are given."""
+    return lambda step: per_input(count + (step.input(1) is not None) + (step.input(2) is not None))(step)
 
 
 def _reduces(step: RunStep) -> Work:
@@ -147,55 +107,48 @@ def _reduces(step: RunStep) -> Work:
     return Work(0, math.prod(updates.shape)) if adds and updates is not None and updates.shape else NOTHING
 
 
-_ONE = _names("""
-    abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil cos cosh div eq erf
-    exp exp2 expm1 floor floor_divide fmod ge gt isinf isnan le log log10 log1p log2 logical_and logical_not logical_or
-    logical_xor lt maximum minimum mul ne neg pow prelu reciprocal relu remainder round rsqrt sigmoid sign sin sinh
-    sqrt square tan tanh threshold trunc where rsub masked_fill arange bernoulli rand randn rand_like randn_like
-    randint logaddexp special_expm1 fmax fmin isfinite true_divide absolute arccos arcsin arctan divide greater
-    greater_equal less less_equal multiply negative not_equal special_erf special_expit heaviside
+_ONE = names("""
+    atan2 bitwise_and bitwise_not bitwise_or bitwise_xor eq exp2 expm1 floor_divide fmod ge gt le log10 log1p log2
+    logical_and logical_not logical_or logical_xor lt maximum minimum ne remainder rsqrt square threshold trunc rsub
+    masked_fill arange bernoulli rand randn rand_like randn_like randint logaddexp special_expm1 fmax fmin isfinite
+    true_divide absolute arccos arcsin arctan divide greater_equal less_equal multiply negative not_equal special_erf
+    special_expit heaviside
 """)
 
 _PER_OUTPUT: Mapping[str, int] = {
+    **{op.lower(): count for op, count in elementwise.PER_OUTPUT.items()},
     **dict.fromkeys(_ONE, 1),
     "_weight_norm": 4,
     "addcdiv": 3,
     "addcmul": 3,
-    "celu": 4,
-    "elu": 3,
     "glu": 2,
-    "hardsigmoid": 4,
-    "hardswish": 5,
     "hardtanh": 2,
     "leaky_relu": 2,
     "lerp": 3,
     "log_sigmoid": 3,
     "logit": 3,
-    "mish": 4,
     "native_dropout": 2,
     "relu6": 2,
-    "selu": 4,
     "silu": 2,
-    "softplus": 3,
-    "softsign": 3,
     "upsample_bicubic2d": 31,
     "upsample_bilinear2d": 7,
     "upsample_linear1d": 3,
     "upsample_trilinear3d": 15,
 }
 
+
 _PER_INPUT: Mapping[str, int] = {
-    **dict.fromkeys(_names("all amax amin any argmax argmin cummax cumprod cumsum max mean min prod sum"), 1),
-    **dict.fromkeys(_names("linalg_vector_norm norm"), 2),
-    **dict.fromkeys(_names("_log_softmax _safe_softmax _softmax log_softmax softmax"), SOFTMAX),
-    **dict.fromkeys(_names("std std_mean var var_mean"), 4),
+    **dict.fromkeys(names("all amax amin any argmax argmin cummax cumprod cumsum max mean min prod sum"), 1),
+    **dict.fromkeys(names("linalg_vector_norm norm"), 2),
+    **dict.fromkeys(names("_log_softmax _safe_softmax _softmax log_softmax softmax"), SOFTMAX),
+    **dict.fromkeys(names("std std_mean var var_mean"), 4),
     "_native_batch_norm_legit_functional": 7,  # in training: with the statistics
     "instance_norm": 7,
     "logsumexp": 4,
 }
 
 # These move, select, reshape or convert elements, or ask for sizes.
-_WITHOUT_ARITHMETIC = _names("""
+_WITHOUT_ARITHMETIC = names("""
     _assert_tensor_metadata _local_scalar_dense _reshape_alias _shape_as_tensor _to_copy _unsafe_view alias as_strided
     as_strided_copy as_strided_scatter bucketize cat channel_shuffle chunk clone concat constant_pad_nd contiguous
     copy detach diagonal diagonal_scatter dropout embedding empty empty_like expand expand_as eye feature_dropout
@@ -209,7 +162,7 @@ _WITHOUT_ARITHMETIC = _names("""
     zeros_like
 """)
 
-_SIZES = _names("""
+_SIZES = names("""
     __and__ __or__ abs add ceil eq floor floordiv ge gt le lt max min mod mul ne neg not_ pow round sub sym_float
     sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum truediv trunc
 """)
@@ -218,48 +171,47 @@ _ATEN: Mapping[str, Formula] = {
     **{name: per_output(count) for name, count in _PER_OUTPUT.items()},
     **{name: per_input(count) for name, count in _PER_INPUT.items()},
     **dict.fromkeys(_WITHOUT_ARITHMETIC, nothing),
-    **dict.fromkeys(_names("bmm matmul mm mv linalg_matmul"), _ONNX["", "MatMul"]),
-    **dict.fromkeys(_names("addbmm addmm addmv baddbmm"), _product_with_bias),
-    **dict.fromkeys(_names("dot inner vdot"), _summed_products),
-    **dict.fromkeys(_names("_convolution conv1d conv2d conv3d convolution"), _convolution),
-    **dict.fromkeys(_names("conv_transpose1d conv_transpose2d conv_transpose3d"), _ONNX["", "ConvTranspose"]),
+    **dict.fromkeys(names("bmm matmul mm mv linalg_matmul dot inner vdot"), _ONNX["", "MatMul"]),
+    **dict.fromkeys(names("addbmm addmm addmv baddbmm"), _product_with_bias),
+    **dict.fromkeys(names("_convolution conv1d conv2d conv3d convolution"), _convolution),
+    **dict.fromkeys(names("conv_transpose1d conv_transpose2d conv_transpose3d"), _ONNX["", "ConvTranspose"]),
     **dict.fromkeys(
-        _names("""
+        names("""
             _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
             _scaled_dot_product_flash_attention_for_cpu scaled_dot_product_attention
         """),
         _attention,
     ),
     **dict.fromkeys(
-        _names("_native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm native_batch_norm"),
+        names("_native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm native_batch_norm"),
         per_output(2),  # at inference: scale and shift
     ),
-    **dict.fromkeys(_names("layer_norm native_layer_norm group_norm native_group_norm"), _norm(1)),
-    **dict.fromkeys(_names("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d"), _pool),
-    **dict.fromkeys(_names("max_pool2d_with_indices max_pool3d_with_indices"), _pool),
+    **dict.fromkeys(names("layer_norm native_layer_norm group_norm native_group_norm"), _norm(5)),
+    **dict.fromkeys(names("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d"), _pool),
+    **dict.fromkeys(names("max_pool2d_with_indices max_pool3d_with_indices"), _pool),
     **dict.fromkeys(
-        _names("""
+        names("""
             _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
             adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
         """),
-        _adaptive_pool,
+        lambda step: Work(0, max(math.prod(step.shape(0)), math.prod(step.output_shape()))),
     ),
-    **dict.fromkeys(_names("add sub subtract"), _each_summand),
-    **dict.fromkeys(_names("clamp clamp_max clamp_min clip"), _clamp),
+    **dict.fromkeys(names("add sub subtract"), _each_summand),
+    **dict.fromkeys(names("clamp clamp_max clamp_min clip"), _clamp),
     **dict.fromkeys(
-        _names("index_add index_put index_reduce scatter scatter_add scatter_reduce masked_scatter"), _reduces
+        names("index_add index_put index_reduce scatter scatter_add scatter_reduce masked_scatter"), _reduces
     ),
-    **dict.fromkeys(_names("argsort msort sort topk"), _sort),
-    **dict.fromkeys(_names("_unique2 unique_dim"), _unique),
+    **dict.fromkeys(names("argsort msort sort topk"), _sort),
+    **dict.fromkeys(names("_unique2 unique_dim"), _ONNX["", "Unique"]),
     "bilinear": _bilinear,
     "einsum": _ONNX["", "Einsum"],
-    "gelu": _gelu,
+    "gelu": _ONNX["", "Gelu"],
     "gru": _recurrent(3, 5),
     "gru_cell": _cell(3, 5),
-    "linear": _linear,
+    "linear": products.matmul_with_bias(2),
     "lstm": _recurrent(4, 5),
     "lstm_cell": _cell(4, 5),
-    "rms_norm": _rms_norm,
+    "rms_norm": _norm(3),
     "rnn_relu": _recurrent(1, 0),
     "rnn_relu_cell": _cell(1, 0),
     "rnn_tanh": _recurrent(1, 0),

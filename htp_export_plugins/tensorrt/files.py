@@ -54,19 +54,9 @@ class TensorRTEngine:
     layers: tuple[Layer, ...]
     runs: int
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """How many layers have no time, in words."""
-        untimed = [layer.name for layer in self.layers if layer.ms is None]
-        return (f"{len(untimed)} layers have no time in the profile, {untimed[0]!r} first",) if untimed else ()
-
 
 def read_engine(layers: str | os.PathLike[str], times: str | os.PathLike[str]) -> TensorRTEngine:
-    """Read both files.
-
-    Args:
-        layers: What ``--exportLayerInfo`` wrote.
-        times: What ``--exportProfile`` wrote.
+    """Read what ``--exportLayerInfo`` and what ``--exportProfile`` wrote.
 
     Raises:
         FileError: If one cannot be read, is not such a file, or they are not of the same engine.

@@ -70,12 +70,13 @@ def times(**ms: float) -> list[dict[str, Any]]:
 def read(tmp_path):
     """Profile the model from layers (names or objects) and times; without times, every layer takes 1 ms."""
 
-    def profile(layers: list[Any], given: Any = None) -> htp_export.Profile:
+    def profile(layers: list[Any], given: Any = None, made: ir.Model | None = None) -> htp_export.Profile:
         names = [layer if isinstance(layer, str) else layer["Name"] for layer in layers]
         info = {"Layers": layers, "Bindings": ["x", "y"]}
         (tmp_path / "layers.json").write_text(json.dumps(info))
         (tmp_path / "times.json").write_text(json.dumps(times(**dict.fromkeys(names, 1.0)) if given is None else given))
-        return htp_export.profile(model(), tensorrt=(tmp_path / "layers.json", tmp_path / "times.json"))
+        files = (tmp_path / "layers.json", tmp_path / "times.json")
+        return htp_export.profile(made or model(), engine="tensorrt", measured=files)
 
     return profile
 
@@ -130,25 +131,17 @@ class TestNames:
     def test_a_layer_belongs_to_the_modules_of_the_nodes_in_its_name(self, read, name, expected):
         assert owners(read(["/head/Softmax", name])) == [("head",), expected]
 
-    def test_a_name_that_is_also_the_beginning_of_another_is_not_confused(self, read, tmp_path):
+    def test_a_name_that_is_also_the_beginning_of_another_is_not_confused(self, read):
         made = model()
         made.graph[1].name, made.graph[2].name = f"{CONV1}_1", f"{CONV1}_10"
-        (tmp_path / "layers.json").write_text(
-            json.dumps({"Layers": [CONV1, f"{CONV1}_1", f"{CONV1}_10", f"{CONV1}_2"]})
-        )
-        (tmp_path / "times.json").write_text(
-            json.dumps(times(**{CONV1: 1, f"{CONV1}_1": 2, f"{CONV1}_10": 4, f"{CONV1}_2": 8}))
-        )
-        report = htp_export.profile(made, tensorrt=(tmp_path / "layers.json", tmp_path / "times.json"))
+        report = read([CONV1, f"{CONV1}_1", f"{CONV1}_10", f"{CONV1}_2"], made=made)
         assert owners(report) == [("block.conv1",), ("block.act",), ("block.act",), ("block.conv1",)]
 
-    def test_nodes_without_names_are_told_by_their_outputs(self, tmp_path):
+    def test_nodes_without_names_are_told_by_their_outputs(self, read):
         made = model()
         for node in made.graph:
             node.name = None
-        (tmp_path / "layers.json").write_text('{"Layers": ["node_of_a + PWN(node_of_b)", "node_of_g"]}')
-        (tmp_path / "times.json").write_text(json.dumps(times(**{"node_of_a + PWN(node_of_b)": 1, "node_of_g": 2})))
-        report = htp_export.profile(made, tensorrt=(tmp_path / "layers.json", tmp_path / "times.json"))
+        report = read(["node_of_a + PWN(node_of_b)", "node_of_g"], made=made)
         assert owners(report) == [("block.conv1", "block.act"), ("fc",)]
 
 
@@ -212,14 +205,10 @@ class TestDetailedLayers:
     def test_metadata_goes_before_the_name(self, read):
         assert owners(read([layer(f"{CONV1}_myl0_1", [], [], "[ONNX Layer: /fc/MatMul]", "gemm")])) == [("fc",)]
 
-    def test_names_with_brackets_in_metadata(self, tmp_path, read):
+    def test_names_with_brackets_in_metadata(self, read):
         made = model()
         made.graph[0].name = "layers[0]/Conv"
-        (tmp_path / "layers.json").write_text(
-            json.dumps({"Layers": [layer("k", [], [], "[ONNX Layer: layers[0]/Conv]\x1f[ONNX Layer: /fc/MatMul]")]})
-        )
-        (tmp_path / "times.json").write_text(json.dumps(times(k=1)))
-        report = htp_export.profile(made, tensorrt=(tmp_path / "layers.json", tmp_path / "times.json"))
+        report = read([layer("k", [], [], "[ONNX Layer: layers[0]/Conv]\x1f[ONNX Layer: /fc/MatMul]")], made=made)
         assert owners(report) == [("block.conv1", "fc")]
 
     def test_without_names_the_tensors_tell_and_nodes_of_other_layers_do_not_count(self, read):
@@ -316,18 +305,21 @@ class TestWrongFiles:
     )
     def test_they_are_refused_with_the_place(self, tmp_path, layers, given, message):
         with pytest.raises(FileError, match=message):
-            htp_export.profile(model(), tensorrt=self.write(tmp_path, layers, given))
+            htp_export.profile(model(), engine="tensorrt", measured=self.write(tmp_path, layers, given))
 
     def test_options_of_a_run_are_refused(self, tmp_path):
         files = self.write(tmp_path, '{"Layers": ["g"]}', json.dumps(times(g=1)))
         with pytest.raises(InputError, match="have no effect"):
-            htp_export.profile(model(), {"x": 1}, tensorrt=files)
+            htp_export.profile(model(), {"x": 1}, engine="tensorrt", measured=files)
         with pytest.raises(InputError, match="are for engine='onnxruntime'"):
-            htp_export.profile(model(), memory=True, tensorrt=files)
-        with pytest.raises(InputError, match=r"tensorrt=\(layers, times\)"):
+            htp_export.profile(model(), memory=True, engine="tensorrt", measured=files)
+        with pytest.raises(InputError, match="tensorrt is not run here: give the files"):
             htp_export.profile(model(), engine="tensorrt")
-        with pytest.raises(InputError, match="no engine 'tvm'; there are onnxruntime, openvino"):
-            htp_export.profile(model(), engine="tvm")
+        with pytest.raises(InputError, match="reads two files of trtexec"):
+            htp_export.profile(model(), engine="tensorrt", measured=files[:1])
+
+
+READ = ("--engine", "tensorrt", "--measured")
 
 
 class TestCommandLine:
@@ -336,10 +328,12 @@ class TestCommandLine:
         htp_export.load(model()).save("net.onnx")
         Path("layers.json").write_text(json.dumps({"Layers": [CONV1, "/fc/MatMul"]}))
         Path("times.json").write_text(json.dumps(times(**{CONV1: 1, "/fc/MatMul": 3})))
-        assert main(["profile", "net.onnx", "--tensorrt", "layers.json", "times.json"]) == 0
+        assert main(["profile", "net.onnx", *READ, "layers.json", "--measured", "times.json"]) == 0
         assert "4.000 ms a run in the layers of TensorRT" in capsys.readouterr().out
-        assert main(["profile", "net.onnx", "--tensorrt", "layers.json", "times.json", "--json"]) == 0
+        assert main(["profile", "net.onnx", *READ, "layers.json", "--measured", "times.json", "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
         assert (result["modules"]["fc"]["total_ms"], result["engine"], result["timing"]) == (3, "tensorrt", "layers")
-        assert main(["profile", "net.onnx", "--tensorrt", "times.json", "layers.json"]) == 2
+        assert main(["profile", "net.onnx", *READ, "times.json", "--measured", "layers.json"]) == 2
         assert "times.json: has no list 'Layers'" in capsys.readouterr().err
+        assert main(["profile", "net.onnx", *READ, "layers.json", "--measured", "times.json", "--threads", "1"]) == 2
+        assert "--threads: the engine tensorrt has no such option" in capsys.readouterr().err

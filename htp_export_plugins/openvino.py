@@ -1,19 +1,18 @@
-"""A model that OpenVINO has compiled: its performance counters, the graph that it runs, and the owners of its nodes."""
+"""OpenVINO as an engine of ``profile``: the times of its performance counters, and the owners of what it runs."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.profile.engine_entries import Entry, entry_kernels
-from htp_export.capabilities.profile.kernels import Kernel, Timed
+from htp_export.capabilities.profile.kernels import Entry, Kernel, entry_kernels
+from htp_export.capabilities.profile.measurements import Measurement, consistent
 from htp_export.errors import InputError, ToolError, in_one_line
 from htp_export.files.model_files import write_for_tool
 from htp_export.model.regions import all_nodes
@@ -22,52 +21,54 @@ from htp_export.process.progress import counted
 from htp_export.runtime.inputs import Feed
 from htp_export.runtime.sessions import RunnableModel
 
-__all__ = ["EngineNode", "OpenvinoSession", "openvino_kernels"]
+__all__ = ["THREADS", "measure"]
 
+THREADS = "INFERENCE_NUM_THREADS"
+
+_DEVICE = "CPU"
 _MARK = re.compile(r"htp#(\d+)#")
 """What stands in the name of everything that OpenVINO makes of an original node: its number."""
 _NUMBERED = re.compile(r"(?:htp#\d+#)+\d+")
 
 
-@dataclass(frozen=True)
-class EngineNode:
-    """A node of the graph that OpenVINO runs.
-
-    Attributes:
-        name: Its name, which tells it from others.
-        label: Its name, with those of the original nodes.
-        kind: What OpenVINO calls it.
-        ms: Its mean time in the measured runs; None if it did not run.
-        nodes: The original nodes that were merged into it; none for an inserted node.
-        inputs: The names of the nodes whose results it reads.
-    """
-
-    name: str
-    label: str
-    kind: str
-    ms: float | None
-    nodes: tuple[ir.Node, ...]
-    inputs: tuple[str, ...]
-
-
-class OpenvinoSession:
-    """A model that OpenVINO has compiled, once with performance counters and once without.
+def measure(
+    tagged: TaggedModel,
+    feed: Feed,
+    runs: int,
+    warmup: int,
+    *,
+    name: str,
+    options: Mapping[str, Any],
+    folder: Path,
+) -> Measurement:
+    """Run a model on OpenVINO's CPU device, with performance counters and without.
 
     Args:
-        model: The model, without functions; not changed.
-        name: Its name in errors.
+        tagged: The model, without functions; not changed.
+        feed: Its inputs.
+        runs: Number of measured runs.
+        warmup: Number of runs before those.
+        name: The model's name in errors.
         options: OpenVINO's properties, as for ``openvino.Core.compile_model``.
-        temporary: A folder, in which the model is written if OpenVINO cannot read it from memory.
-
-    Attributes:
-        device: The device that it runs on.
+        folder: Where the model is written if OpenVINO cannot read it from memory.
 
     Raises:
         InputError: If OpenVINO is not installed.
-        ToolError: If it cannot read or compile the model.
+        ToolError: If it cannot read, compile or run the model.
     """
+    session = _Session(tagged.model, name, options, folder)
 
-    device = "CPU"
+    def once() -> Measurement:
+        profiled, entries = session.run_counting(feed, warmup, runs)
+        kernels = [kernel for kernel in entry_kernels(entries, tagged) if kernel.ms]
+        plain = session.run(feed, warmup, runs)
+        return Measurement(kernels, profiled, plain, (f"OpenVINO {_DEVICE}",), runs=runs)
+
+    return consistent(once)
+
+
+class _Session:
+    """A model that OpenVINO has compiled, once with performance counters and once without."""
 
     def __init__(self, model: ir.Model, name: str, options: Mapping[str, Any], temporary: Path) -> None:
         try:
@@ -81,34 +82,19 @@ class OpenvinoSession:
             core = openvino.Core()
             read = core.read_model(_marked(model, temporary))
             _mark_parts(read, {value.name: k for k, node in enumerate(self._nodes) for value in node.outputs})
-            self._plain = core.compile_model(read, self.device, dict(options))
-            self._counting = core.compile_model(read, self.device, {**options, "PERF_COUNT": "YES"})
+            self._plain = core.compile_model(read, _DEVICE, dict(options))
+            self._counting = core.compile_model(read, _DEVICE, {**options, "PERF_COUNT": "YES"})
         except Exception as error:  # OpenVINO's errors share no base but this
             raise ToolError("OpenVINO", f"cannot load {name}: {in_one_line(error)}") from error
 
     def run(self, feed: Feed, warmup: int, runs: int) -> list[float]:
-        """Run the model several times without counters, and return the time of each run after the first, in ms.
-
-        Args:
-            feed: The inputs.
-            warmup: Number of runs that are not measured.
-            runs: Number of runs that are.
-
-        Raises:
-            ToolError: If it cannot run on these inputs.
-        """
+        """Run the model several times without counters: the times of the measured runs, in ms."""
         return self._timed(self._plain.create_infer_request(), feed, warmup + runs)[warmup:]
 
-    def run_counting(self, feed: Feed, warmup: int, runs: int) -> tuple[list[float], list[EngineNode]]:
-        """Run the model several times with counters.
+    def run_counting(self, feed: Feed, warmup: int, runs: int) -> tuple[list[float], list[Entry]]:
+        """Run the model several times with counters: the times of the measured runs, and what ran, in order.
 
         Counters are means since the model was compiled, in whole microseconds: those of the runs before are taken off.
-
-        Returns:
-            The time of each measured run, in ms, and the graph that OpenVINO runs, in the order of execution.
-
-        Raises:
-            ToolError: If it cannot run on these inputs.
         """
         request = self._counting.create_infer_request()
         self._timed(request, feed, warmup)
@@ -119,23 +105,23 @@ class OpenvinoSession:
             early = before.get(info.node_name, timedelta()) * warmup
             kinds[info.node_name] = info.node_type
             times[info.node_name] = max(0.0, ((info.real_time * (warmup + runs) - early) / runs).total_seconds() * 1000)
-        return walls, [
-            *self._graph(kinds, times),
-            *(EngineNode(name, self._label(name), kinds[name], times[name], (), ()) for name in times),
-        ]
+        entries = self._graph(kinds, times)
+        return walls, [*entries, *(Entry(self._kernel(name, kinds[name], ms), ()) for name, ms in times.items())]
 
-    def _graph(self, kinds: Mapping[str, str], times: dict[str, float]) -> list[EngineNode]:
-        """The nodes of the graph, with their times, which are taken out of `times`."""
-        nodes = []
+    def _graph(self, kinds: Mapping[str, str], times: dict[str, float]) -> list[Entry]:
+        """The nodes of the graph that runs, with their times, which are taken out of `times`; 0 if one did not run."""
+        entries = []
         for node in self._counting.get_runtime_model().get_ordered_ops():
             facts, name = node.get_rt_info(), node.get_friendly_name()
             merged = facts["originalLayersNames"].astype(str) if "originalLayersNames" in facts else ""
             numbers = dict.fromkeys(int(number) for number in _MARK.findall(merged))
-            inputs = (each.get_source_output().get_node().get_friendly_name() for each in node.inputs())
-            originals = tuple(self._nodes[number] for number in numbers)
-            kind, ms = kinds.get(name, ""), times.pop(name, None)
-            nodes.append(EngineNode(name, self._label(name), kind, ms, originals, tuple(inputs)))
-        return nodes
+            inputs = [source.get_source_output().get_node().get_friendly_name() for source in node.inputs()]
+            kernel = self._kernel(name, kinds.get(name, ""), times.pop(name, 0.0))
+            entries.append(Entry(kernel, [self._nodes[number] for number in numbers], inputs, [name]))
+        return entries
+
+    def _kernel(self, name: str, kind: str, ms: float) -> Kernel:
+        return Kernel(self._label(name), kind, _DEVICE, ms, 1.0)
 
     def _label(self, name: str) -> str:
         def original(match: re.Match[str]) -> str:
@@ -189,19 +175,3 @@ def _mark_parts(read: Any, makers: Mapping[str | None, int]) -> None:
     for number, operation in enumerate(read.get_ordered_ops()):
         if mark := found[operation.get_friendly_name()]:
             operation.set_friendly_name(f"{mark}{number}")
-
-
-def openvino_kernels(nodes: Sequence[EngineNode], device: str, tagged: TaggedModel) -> tuple[Kernel, ...]:
-    """Return the nodes that take time, with their owners.
-
-    Args:
-        nodes: The graph that OpenVINO runs, constants and fused nodes included.
-        device: The device that it runs on.
-        tagged: The original model, without functions.
-    """
-    entries = [
-        Entry(Timed(node.label, node.kind, device, node.ms or 0.0, 1.0), node.nodes, node.inputs, (node.name,))
-        for node in nodes
-    ]
-    kernels = entry_kernels(entries, tagged)
-    return tuple(kernel for kernel, node in zip(kernels, nodes, strict=True) if node.ms)

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Set
 
 import onnx_ir as ir
 
-from htp_export.capabilities.profile.engine_entries import Entry, entry_kernels
-from htp_export.capabilities.profile.kernels import Kernel, Timed
-from htp_export.capabilities.profile.tensorrt_files import Layer, TensorRTEngine
+from htp_export.capabilities.profile.kernels import Entry, Kernel, entry_kernels
 from htp_export.errors import FileError
 from htp_export.model.tagged import TaggedModel
+from htp_export_plugins.tensorrt.files import Layer, TensorRTEngine
 
-__all__ = ["EngineNames", "tensorrt_kernels"]
+__all__ = ["EngineNames", "layer_kernels"]
 
 _AROUND = (
     re.compile(r"Reformatting CopyNode for (?:Input|Output) Tensor \d+ to (.+)", re.DOTALL),
@@ -40,9 +39,6 @@ class EngineNames:
     names what it inserts after what it serves: ``Reformatting CopyNode for Input Tensor 0 to a``, ``squeeze_after_a``,
     ``a_myl0_3``. Parts that are no names of nodes, as ``(Unnamed Layer* 12) [Shuffle]``, tell nothing; a weight tells
     its consumers if nothing else tells more.
-
-    Args:
-        tagged: The model.
 
     Examples:
         >>> x, h, y = (ir.val(name) for name in "xhy")
@@ -127,17 +123,12 @@ _MADE_OF = re.compile(r"\[ONNX Layer: (.+?)\](?=[\x1e\x1f\s\[]|$)", re.DOTALL)
 _REGION = re.compile(r"\{ForeignNode\[(.+)\]\}", re.DOTALL)
 
 
-def tensorrt_kernels(engine: TensorRTEngine, tagged: TaggedModel, name: str) -> tuple[Kernel, ...]:
+def layer_kernels(engine: TensorRTEngine, tagged: TaggedModel, name: str) -> tuple[Kernel, ...]:
     """Return the layers that have times, with their owners.
 
     What a layer was made of is told by its metadata; without, by its name; without, by its tensors: the nodes between
     them that no other layer names. ``{ForeignNode[a...b]}`` is the nodes between its tensors, or from ``a`` to ``b``.
     Other layers were inserted, and belong to the modules of their consumers, or else to those of their producers.
-
-    Args:
-        engine: The engine.
-        tagged: The original model, without functions.
-        name: The name of the model in errors.
 
     Raises:
         FileError: If no layer is made of a node of the model.
@@ -150,15 +141,16 @@ def tensorrt_kernels(engine: TensorRTEngine, tagged: TaggedModel, name: str) -> 
         first = ", ".join(repr(layer.name) for layer in engine.layers[:3])
         raise FileError(engine.file, f"no layer is made of a node of {name}: {first}; it is of another model")
     entries = [
-        Entry(_timed(layer), tuple(nodes), layer.inputs, layer.outputs)
+        Entry(
+            Kernel(layer.name, layer.kind or "layer", "TensorRT", layer.ms or 0.0, 1.0),
+            nodes,
+            layer.inputs,
+            layer.outputs,
+        )
         for layer, nodes in zip(engine.layers, made_of, strict=True)
     ]
     kernels = entry_kernels(entries, tagged)
     return tuple(kernel for kernel, layer in zip(kernels, engine.layers, strict=True) if layer.ms is not None)
-
-
-def _timed(layer: Layer) -> Timed:
-    return Timed(layer.name, layer.kind or "layer", "TensorRT", layer.ms or 0.0, 1.0)
 
 
 def _told(layer: Layer, names: EngineNames) -> list[ir.Node]:
@@ -170,13 +162,7 @@ def _told(layer: Layer, names: EngineNames) -> list[ir.Node]:
 
 
 class _Regions:
-    """Finds the nodes of layers of which only the ends are known.
-
-    Args:
-        names: The nodes by name.
-        taken: Nodes that layers tell; they are in no region.
-        tagged: The model.
-    """
+    """Finds the nodes of layers of which only the ends are known; ``taken`` are told by layers, and in no region."""
 
     def __init__(self, names: EngineNames, taken: Set[ir.Node], tagged: TaggedModel) -> None:
         self._names, self._taken = names, taken

@@ -1,0 +1,116 @@
+"""ONNX Runtime as the engine of ``profile``: the kernels of its profiler, or modules that run alone."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+
+from htp_export.capabilities.profile.kernels import Kernel, owned
+from htp_export.capabilities.profile.measurements import Measurement, consistent
+from htp_export.capabilities.profile.module_times import times_of_modules
+from htp_export.model.regions import subgraphs
+from htp_export.model.tagged import TaggedModel
+from htp_export.runtime.inputs import Feed
+from htp_export.runtime.sessions import RunnableModel, SessionSettings
+from htp_export.runtime.traces import KernelKey, ProfiledSession, Trace
+
+__all__ = ["measure"]
+
+_log = logging.getLogger(__name__)
+
+
+def measure(
+    tagged: TaggedModel,
+    runnable: RunnableModel,
+    feed: Feed,
+    runs: int,
+    warmup: int,
+    *,
+    settings: SessionSettings,
+    timing: str,
+    folder: Path,
+) -> Measurement:
+    """Run a model under ONNX Runtime's profiler, and in the same session without.
+
+    Modules run alone if ``timing`` is ``modules``; if it is ``auto``, where the trace has times of launches that do not
+    say where the time of a run goes.
+    """
+
+    def once() -> Measurement:
+        session = ProfiledSession(runnable, settings, Path(tempfile.mkdtemp(dir=folder)))
+        session.run(feed, warmup)
+        profiled = session.run(feed, runs)
+        trace = session.end_profiling(runs)
+        plain = session.run(feed, runs)
+        if trace.runs < runs:
+            _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
+        kernels = _kernels(trace, tagged, session.optimized)
+        return Measurement(kernels, profiled, plain, session.providers, trace.timing, runs, settings.at_once)
+
+    measured = consistent(once)
+    unexplained = measured.timing == "launches" and not _explain(measured.kernels, measured.end_to_end_ms)
+    if timing != "modules" and (timing != "auto" or not unexplained):
+        return measured
+    kernels, reasons = times_of_modules(tagged, feed, settings, measured.providers, runs, warmup, folder)
+    notes = (f"{path or '(root)'} did not run alone: {why}" for path, why in reasons.items())
+    return replace(measured, kernels=kernels, timing="modules", notes=(*notes, *measured.notes))
+
+
+def _explain(kernels: Sequence[Kernel], run_ms: float) -> bool:
+    """Whether times of launches say where the time of a run goes: they are most of it, and most have modules."""
+    return sum(kernel.ms for kernel in kernels if kernel.owners) >= run_ms / 2
+
+
+def _kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None) -> tuple[Kernel, ...]:
+    """The kernels of a trace, in the order of their first launch.
+
+    Where the optimised graph is not known, only kernels that kept their names have owners.
+    """
+    from htp_export.capabilities.carry.ownership import optimized_works
+
+    graph = tagged.model if optimized is None else optimized
+    works, nodes = optimized_works(tagged, graph), _nodes(trace.times, graph)
+    kernels = []
+    for key in trace.times:
+        launches = trace.launches[key] / trace.runs
+        kernel = Kernel(key.label, key.op_type, key.provider, trace.typical(key), launches)
+        kernels.append(owned(kernel, (works[node] for node in nodes[key] if node in works), tagged.calls))
+    return tuple(kernels)
+
+
+def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[ir.Node]]:
+    """Return the nodes that may be the kernel's; more than one only if equal names are ambiguous."""
+    groups: defaultdict[tuple[tuple[KernelKey, ...], str, str], list[KernelKey]] = defaultdict(list)
+    nodes_of_kernel: dict[KernelKey, list[ir.Node]] = {}
+    named: dict[ir.Graph, dict[tuple[str, str], list[ir.Node]]] = {}
+    for key in keys:
+        unnamed = key.label == f"{key.op_type}_{key.index}"
+        groups[key.holders, "" if unnamed else key.label, key.op_type].append(key)
+    # Outer graphs first: which subgraph a kernel lies in is known by the node that holds it.
+    for (holders, label, op_type), members in sorted(groups.items(), key=lambda group: len(group[0][0])):
+        graphs = [model.graph]
+        if holders:
+            holding = nodes_of_kernel.get(holders[-1], ())
+            graphs = [body for node in holding for body in subgraphs(node)]
+        for graph in graphs:
+            if graph not in named:
+                named[graph] = _by_name(graph)
+        names = [label] if label else ["", *(member.label for member in members)]
+        named_nodes = [node for graph in graphs for name in names for node in named[graph].get((name, op_type), ())]
+        # A graph runs in the order in which it is written down.
+        alike = len(named_nodes) == len(members)
+        nodes_of_kernel.update({key: [named_nodes[k]] if alike else named_nodes for k, key in enumerate(members)})
+    return nodes_of_kernel
+
+
+def _by_name(graph: ir.Graph) -> dict[tuple[str, str], list[ir.Node]]:
+    nodes_by_name: defaultdict[tuple[str, str], list[ir.Node]] = defaultdict(list)
+    for node in graph:
+        nodes_by_name[node.name or "", node.op_type].append(node)
+    return nodes_by_name
