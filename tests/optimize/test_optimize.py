@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import htp_export
+from htp_export import discovery
 from htp_export.capabilities.optimize import registry
 from htp_export.capabilities.optimize.checking import OutputCheck
 from htp_export.capabilities.optimize.registry import register
@@ -421,8 +422,8 @@ def test_a_level_that_there_is_not_cannot_be_registered():
 
 
 def test_passes_of_other_packages_come_from_entry_points(passes, monkeypatch):
-    entry = EntryPoint("from_elsewhere", "tests.optimize.test_optimize:Elsewhere", registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == registry.GROUP else [])
+    entry = EntryPoint("from_elsewhere", "tests.optimize.test_optimize:Elsewhere", "htp_export.passes")
+    monkeypatch.setattr(discovery, "entry_points", lambda group: [entry] if group == "htp_export.passes" else [])
     assert registry.find("from_elsewhere").level == "exact"
     assert ops(htp_export.optimize(small_net(), passes="from_elsewhere").model) == ["Identity", "Relu", "Neg"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 
 import onnx_ir as ir
 
@@ -42,12 +42,13 @@ class WeightBook:
         weights: dict[Hashable, tuple[int, str]] = {}
         readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
         for node in all_nodes(model):
-            module = node.metadata_props.get(tags.MODULE, "")
+            module = _module(node)
             for value in node.inputs:
                 if value is not None and value.const_value is not None:
                     readers[value][module] = None
-            for name, tensor in _tensors(node):
-                weights[node, name] = bytes_of(tensor), module
+            for name, attribute in node.attributes.data.items():
+                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                    weights[node, name] = bytes_of(attribute.as_tensor()), module
         for graph in model.graphs():
             for value in graph.initializers.values():
                 if value.const_value is not None:
@@ -58,22 +59,12 @@ class WeightBook:
         return weights
 
 
-def _tensors(node: ir.Node) -> Iterator[tuple[str, ir.TensorProtocol]]:
-    for name, attribute in node.attributes.data.items():
-        if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
-            yield name, attribute.as_tensor()
-
-
 def changes_of(difference: PassDifference, saved: Counter[str]) -> dict[str, Change]:
     """What a pass did to nodes and weights, by module; ``saved`` has the bytes that the weights of each lost."""
-    before, after = difference.before, difference.after
-    in_place = set(difference.removed).intersection(difference.added)
-    rewired = (
-        node for node, seen in before.nodes.items() if node in after.nodes and seen.inputs != after.nodes[node].inputs
-    )
-    removed = Counter(
-        before.nodes[node].metadata.get(tags.MODULE, "") for node in difference.removed if node not in in_place
-    )
+    before, after = difference.before.nodes, difference.after.nodes
+    in_place = difference.removed.keys() & difference.added.keys()
+    rewired = (node for node, seen in before.items() if node in after and seen.inputs != after[node].inputs)
+    removed = Counter(before[node].metadata.get(tags.MODULE, "") for node in difference.removed if node not in in_place)
     added = Counter(_module(node) for node in difference.added if node not in in_place)
     changed = Counter(map(_module, {*in_place, *difference.merged, *rewired}))
     changes = {

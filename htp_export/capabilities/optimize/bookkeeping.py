@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.accounting import WeightBook, changes_of
-from htp_export.capabilities.optimize.contract import check_ensured
 from htp_export.capabilities.optimize.fates import SignatureEvidence
-from htp_export.capabilities.optimize.merging import PassDifference, Snapshot, merge_tags
+from htp_export.capabilities.optimize.merging import PassDifference, Snapshot, Tagging
 from htp_export.capabilities.optimize.results import Change
 from htp_export.editing.editing import BOUNDARY
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.format.call_tree import NodeCalls
-from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.model.fates import find_fates
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Bookkeeping", "Mark"]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """The state of a model and its books at one time.
-
-    Attributes:
-        model: A copy of the model.
-        hierarchy: Its modules.
-        names: Tensor of a signature → its name at that time; None where it was gone.
-        lost: Module → owners on the other side of tensors that it lost.
-    """
-
-    model: ir.Model
-    hierarchy: Hierarchy
-    names: Mapping[str, str | None]
-    lost: Mapping[str, tuple[str, ...]]
+__all__ = ["Bookkeeping"]
 
 
 class Bookkeeping:
-    """Follows a model through passes.
-
-    Args:
-        tagged: The model; passes change it in place, and `settle` is called after each.
+    """Follows a model through passes, which change it in place; `settle` is called after each.
 
     Attributes:
         model: The model, as passes left it.
@@ -58,16 +36,19 @@ class Bookkeeping:
 
     def __init__(self, tagged: TaggedModel) -> None:
         self.model, self._source = tagged.model, tagged.source
-        self.hierarchy, self._calls = tagged.hierarchy, tagged.calls
-        self._order: dict[str, int] = {}
+        self.hierarchy = tagged.hierarchy
+        order: dict[str, int] = {}
         for place, node in enumerate(tagged.nodes):
             for owner in tags.owners_of(node.metadata_props):
-                self._order.setdefault(owner, place)
+                order.setdefault(owner, place)
+        self._tagging = Tagging(order, tagged.hierarchy.called, tagged.calls)
         self._signatures = tagged.signatures if tagged.source == "htp" else {}
-        self._where: dict[str, ir.Value | None] = {}
+        calls = [call for calls in self._signatures.values() for call in calls]
+        values = tagged.values
+        self._where = {name: values.get(name) for call in calls for name in call.taken | call.given}
         self._lost: defaultdict[str, dict[str, None]] = defaultdict(dict)
-        self._unread: frozenset[str] = frozenset()
-        self._find_signatures()
+        self._unread = self._where.keys() - self._crossing()
+        self._note_boundary()
         self._snapshot = Snapshot(tagged.model)
         self.difference = PassDifference.between(self._snapshot, self._snapshot)
         self._weights = WeightBook(tagged.model)
@@ -76,29 +57,36 @@ class Bookkeeping:
             evidence = SignatureEvidence(tagged.index, self.hierarchy, self._signatures)
             self._excused = {path: evidence.strange(path) for path in self._signatures}
 
-    def _find_signatures(self) -> None:
-        values = TaggedModel(self.model, self.hierarchy).values
-        for name in _named(self._signatures):
-            if self._where.get(name, name) is not None:
-                self._where[name] = values.get(name)
-        self._unread = frozenset(_named(self._signatures)).difference(self._crossing())
-        self._note_boundary()
+    def twin(self) -> Bookkeeping:
+        """The same of a copy of the model: what passes do to one, the other does not see."""
+        twin = copy.copy(self)
+        twin.model = self.model.clone()
+        values = TaggedModel(twin.model, self.hierarchy).values
+        twin._where = {
+            name: None if value is None else values.get(value.name or "") for name, value in self._where.items()
+        }
+        twin._lost = defaultdict(dict, {path: dict(others) for path, others in self._lost.items()})
+        twin._note_boundary()
+        twin._snapshot = Snapshot(twin.model)
+        twin._weights = copy.copy(self._weights)
+        twin._weights.settle(twin.model)
+        return twin
 
-    def _crossing(self) -> Iterable[str]:
+    def _crossing(self) -> set[str]:
         """Names of tensors that cross the boundary of a module: its inputs, and its outputs that others read.
 
         An output without a consumer, such as the weights of an attention module, may be removed. So may the inputs and
         outputs of modules with the fate ``identity``.
         """
+        crossing: set[str] = set()
         for path, calls in self._signatures.items():
             if path in self.hierarchy and self.hierarchy[path].fate == "identity":
                 continue
             for call in calls:
-                yield from (name for name in call.inputs.values() if name is not None)
-                for name in call.outputs:
-                    value = self._where.get(name) if name is not None else None
-                    if name is not None and (value is None or self._leaves(value, path)):
-                        yield name
+                values = {name: self._where[name] for name in call.given}
+                left = (name for name, value in values.items() if value is None or self._leaves(value, path))
+                crossing.update(call.taken, left)
+        return crossing
 
     def _note_boundary(self) -> None:
         for name, value in self._where.items():
@@ -115,32 +103,18 @@ class Bookkeeping:
             HtpExportError: A node has no owner, in a model where all had; or the pass broke what every pass ensures.
         """
         before, after = self._snapshot, Snapshot(self.model)
-        check_ensured(before, after)
+        after.check(before)
         difference = self.difference = PassDifference.between(before, after)
         self._snapshot = after
         fused: dict[str, tuple[str, ...]] = {}
         if difference and self._source == "htp":
-            merge_tags(difference, self._order, self.hierarchy.called, self._calls)
-            self._check()
+            self._tagging.update(difference)
+            if bare := [node for node in after.nodes if tags.MODULE not in node.metadata_props]:
+                listed = ", ".join(f"{node.op_type} {node.name!r}" for node in bare[:3])
+                raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
             self._follow(difference)
             fused = self._find_fates()
         return changes_of(difference, self._weights.settle(self.model)), fused
-
-    def mark(self) -> Mark:
-        """The present state, for `restore`."""
-        names = {name: None if value is None else value.name for name, value in self._where.items()}
-        lost = {path: tuple(others) for path, others in self._lost.items()}
-        return Mark(self.model.clone(), self.hierarchy, names, lost)
-
-    def restore(self, mark: Mark) -> None:
-        """Go back to a state; its model is a copy, with other objects of the same names."""
-        values = TaggedModel(mark.model, mark.hierarchy).values
-        self.model, self.hierarchy = mark.model, mark.hierarchy
-        self._where = {name: None if now is None else values.get(now) for name, now in mark.names.items()}
-        self._lost = defaultdict(dict, {path: dict.fromkeys(others) for path, others in mark.lost.items()})
-        self._snapshot = Snapshot(mark.model)
-        self._weights.settle(mark.model)
-        self._note_boundary()
 
     def tensor(self, name: str) -> ir.Value | None:
         """The tensor that a signature of the original model calls so; None if it is gone."""
@@ -178,13 +152,7 @@ class Bookkeeping:
 
     def _work(self, node: ir.Node) -> NodeCalls:
         metadata = node.metadata_props
-        return self._calls.work(tags.owners_of(metadata), tags.encoded_calls(metadata))
-
-    def _check(self) -> None:
-        bare = [node for node in self._snapshot.nodes if tags.MODULE not in node.metadata_props]
-        if bare:
-            listed = ", ".join(f"{node.op_type} {node.name!r}" for node in bare[:3])
-            raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
+        return self._tagging.calls.work(tags.owners_of(metadata), tags.encoded_calls(metadata))
 
     def _follow(self, difference: PassDifference) -> None:
         """Find the tensors of signatures in the changed graph; note those that are gone, and the owners around them."""
@@ -252,9 +220,3 @@ class Bookkeeping:
         if self._source == "htp" and tags.MODULES in self.model.metadata_props:
             write_model_metadata(self.model.metadata_props, self.hierarchy, signatures=self.signatures)
         return TaggedModel(self.model, self.hierarchy, self._source)
-
-
-def _named(signatures: Mapping[str, Sequence[Signature]]) -> Iterable[str]:
-    for calls in signatures.values():
-        for call in calls:
-            yield from call.taken | call.given

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import Level
 from htp_export.errors import FileError, InputError
-from htp_export.runtime.arrays import nan_in
+from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import RunnableModel, Session, as_written, temporary_folder
 
@@ -19,7 +19,6 @@ __all__ = ["TOLERANCE", "OutputCheck"]
 TOLERANCE: Mapping[Level, float] = {"exact": 0.0, "tolerant": 1e-5, "fused": 1e-3}
 """Largest difference of an output, relative to its largest value if that is more than 1."""
 
-_Arrays = dict[str, np.ndarray[Any, Any]]
 _SIZES = (2, 8, 5, 3, 7)  # of open dimensions, in order
 
 
@@ -40,13 +39,11 @@ class OutputCheck:
     """
 
     def __init__(self, model: ir.Model, inputs: Mapping[str, Any] | None = None) -> None:
-        self._inputs = (
-            dict(Inputs.of(model).random(open_sizes=_SIZES, true=0.5).arrays)
-            if inputs is None
-            else {k: np.asarray(v) for k, v in inputs.items()}
-        )
+        if inputs is None:
+            inputs = Inputs.of(model).random(open_sizes=_SIZES, true=0.5).arrays
+        self._inputs = {name: np.asarray(array) for name, array in inputs.items()}
         try:
-            self._expected = _outputs(model, self._inputs)
+            self._expected = self._latest = self._outputs(model)
         except FileError:
             raise
         except Exception as error:
@@ -54,13 +51,12 @@ class OutputCheck:
                 f"the model does not run in ONNX Runtime, so that nothing can be verified: {error}"
             ) from error
         self.nan = tuple(nan_in(self._expected))
-        self._latest = self._expected
         self.max_abs = 0.0
 
     def fault(self, model: ir.Model, level: Level) -> str:
         """Why the model after a pass does not agree with the level of the pass; empty if it does."""
         try:
-            outputs = _outputs(model, self._inputs)
+            outputs = self._outputs(model)
         except Exception as error:
             return f"it does not run any more: {str(error).splitlines()[0][:200]}"
         for name, expected in self._latest.items():
@@ -73,8 +69,13 @@ class OutputCheck:
         self.max_abs = max((_distance(array, outputs[name])[0] for name, array in self._expected.items()), default=0.0)
         return ""
 
+    def _outputs(self, model: ir.Model) -> dict[str, Array]:
+        with temporary_folder() as folder:
+            session = Session(RunnableModel.of(model, "the model", folder), changes=as_written(threads=1))
+            return session.run(self._inputs)
 
-def _distance(expected: np.ndarray[Any, Any], actual: np.ndarray[Any, Any]) -> tuple[float, float]:
+
+def _distance(expected: Array, actual: Array) -> tuple[float, float]:
     """The largest difference, infinite where only one of two numbers is finite; and the largest finite number."""
     if expected.dtype.kind in "biuSUO":
         return (0.0 if np.array_equal(expected, actual) else float("inf")), 0.0
@@ -84,9 +85,3 @@ def _distance(expected: np.ndarray[Any, Any], actual: np.ndarray[Any, Any]) -> t
         off = np.where(same, 0.0, np.abs(a - b))
     off = np.where(np.isnan(off), np.inf, off)
     return float(off.max(initial=0.0)), float(np.abs(a[np.isfinite(a)]).max(initial=0.0))
-
-
-def _outputs(model: ir.Model, inputs: Mapping[str, Any]) -> _Arrays:
-    with temporary_folder() as folder:
-        session = Session(RunnableModel.of(model, "the model", folder), changes=as_written(threads=1))
-        return session.run(inputs)

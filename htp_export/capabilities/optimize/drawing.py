@@ -24,10 +24,8 @@ _MOST_MODULES = 3
 def render_optimized(result: Optimized, *, attribution: bool = False, depth: int | None = None) -> RenderableType:
     """A table with a line for each pass: the nodes that it removed and added, and where most of them were.
 
-    Args:
-        result: What to draw.
-        attribution: Give every module of a pass a line of its own.
-        depth: With ``attribution``, how deep; what is deeper is added to the module above. None for each by itself.
+    With ``attribution``, every module of a pass has a line of its own; what lies deeper than ``depth`` is added to the
+    module above.
 
     Examples:
         >>> from rich.console import Console
@@ -35,9 +33,9 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
         >>> from htp_export.capabilities.optimize.results import PassReport
         >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "fc", "htp.reason": "fused"})
         >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu]), ir_version=10)
-        >>> report = PassReport("fold_constants", "exact", change=Change(3, 2, 1, 2048))
-        >>> found = Optimized(5, 3, {"fold_constants": {"fc": Change(3, 2, 1, 2048)}}, (report,), model=model)
-        >>> Console(width=80).print(render_optimized(found))  # doctest: +NORMALIZE_WHITESPACE
+        >>> report = PassReport("fold_constants", "exact", {"fc": Change(3, 2, 1, 2048)})
+        >>> result = Optimized(5, 3, (report,), model=model)
+        >>> Console(width=80).print(render_optimized(result))  # doctest: +NORMALIZE_WHITESPACE
         pass             removed   changed   added   saved   modules
         fold_constants         3         2       1   2.048 kB   fc: 2
         5 nodes before, 3 after
@@ -52,7 +50,9 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
         rows.append((report, "" if attribution or report.rolled_back else _top(by_path)))
         for name, group in gathered(sorted(by_path, key=tags.path_order), str, by_path.__getitem__):
             if attribution:
-                rows.append((replace(report, name="", change=by_path[group[0]], rolled_back=""), name or "(root)"))
+                rows.append(
+                    (replace(report, name="", modules={"": by_path[group[0]]}, rolled_back=""), name or "(root)")
+                )
     undone = any(report.rolled_back for report, _ in rows)
     columns = [_of_report(column) for column in PASS_COLUMNS if undone or column.name != "rolled_back"]
     table = flat_table([*columns, Column("modules", "modules", lambda row: row[1], style="cyan", right=False)], rows)

@@ -13,8 +13,6 @@ from htp_export.model.regions import GraphIndex
 
 __all__ = ["SignatureEvidence"]
 
-Signatures = Mapping[str, Sequence[Signature]]
-
 
 class SignatureEvidence(FateEvidence[ir.Value]):
     """The boundaries of modules in a changed graph, compared with their signatures.
@@ -31,7 +29,7 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         self,
         index: GraphIndex,
         hierarchy: Hierarchy,
-        signatures: Signatures,
+        signatures: Mapping[str, Sequence[Signature]],
         lost: Mapping[str, Iterable[str]] | None = None,
         excused: Mapping[str, Collection[str]] | None = None,
     ) -> None:
@@ -51,21 +49,18 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         return {str(value.name) for value, _, _ in self.unknown([path])}
 
     def counterpart(self, tensor: ir.Value) -> str | None:
-        """The name of a tensor."""
         return tensor.name
 
     def known(self, path: str) -> Collection[str | None]:
-        """The names of the inputs and outputs of a module."""
         return self._known.get(path, ())
 
     def ran(self, path: str) -> bool:
-        """Whether the file has a signature of a module."""
         return path in self._known
 
     def settled(self, path: str) -> Outcome | None:
         """The fate of a module that had no nodes before."""
-        info = self._hierarchy[path]
-        return None if info.fate in (Fate.COMPUTED, Fate.FUSED) else Outcome(Fate(info.fate))
+        fate = self._hierarchy[path].fate
+        return None if fate in (Fate.COMPUTED, Fate.FUSED) else Outcome(Fate(fate))
 
     def without_work(self, path: str) -> Fate | None:
         """``identity`` for a module without nodes that lost no tensor and has outputs, else ``constant``."""

@@ -83,7 +83,6 @@ def optimize(
     return Optimized(
         nodes_before,
         len(optimized.nodes),
-        pipeline.attribution,
         pipeline.reports,
         None if check is None else check.max_abs,
         () if check is None else check.nan,

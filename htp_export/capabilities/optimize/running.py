@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.barriers import barriers, take_barriers
 from htp_export.capabilities.optimize.bookkeeping import Bookkeeping
 from htp_export.capabilities.optimize.checking import OutputCheck
 from htp_export.capabilities.optimize.merging import PassDifference
 from htp_export.capabilities.optimize.registry import PassInfo
 from htp_export.capabilities.optimize.results import Change, PassReport
+from htp_export.editing.editing import stand_in
 from htp_export.errors import InputError, PassError
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
@@ -26,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 12
 """Rounds of all passes, after which the model stays as it is: two passes that undo each other's work would not end."""
+
+_BARRIER = ("htp_export", "Barrier")
+"""Domain and type of an opaque operator: no pattern matches across its nodes."""
 
 
 @dataclass
@@ -49,9 +53,6 @@ class Pipeline:
         check: Compares outputs; a pass that breaks its level is undone, named, and not run again.
         keep_exact: No pass may make a module inexact whose boundary tensors all remain.
         watch: Called after each run that changed the model, with the pass, what it did, and the model.
-
-    Attributes:
-        running: Name of the pass that started last.
     """
 
     def __init__(
@@ -63,10 +64,9 @@ class Pipeline:
         watch: Callable[[PassInfo, PassDifference, ir.Model], None] | None = None,
     ) -> None:
         self._accounts = [_Account(info) for info in passes]
-        self._check = check
-        self._keep_exact = keep_exact
-        self._watch = watch
+        self._check, self._keep_exact, self._watch = check, keep_exact, watch
         self.running = ""
+        """Name of the pass that started last."""
 
     def run(self, tagged: TaggedModel) -> TaggedModel:
         """Run the passes on a model, which is changed in place.
@@ -84,47 +84,45 @@ class Pipeline:
             for account in counted(self._accounts, "passes"):
                 if account.seen == state or account.rolled_back:
                     continue
-                state += self._step(account, books)
+                kept = books.twin() if self._check is not None or self._keep_exact else None
+                books, modified = self._step(account, books, kept)
+                state += modified
                 account.seen = state
             if state == started:
                 break
         return books.finish()
 
-    def _step(self, account: _Account, books: Bookkeeping) -> bool:
-        """Run one pass once; whether it changed anything."""
+    def _step(self, account: _Account, books: Bookkeeping, kept: Bookkeeping | None) -> tuple[Bookkeeping, bool]:
+        """Run one pass once; the books afterwards (the kept ones if it was undone), and whether it changed anything."""
         began = time.perf_counter()
-        mark = books.mark() if self._check is not None or self._keep_exact else None
         modified, changes, fused = self._run(account, books)
-        while self._keep_exact and mark is not None and (across := books.worked_across(fused) - account.held):
+        while self._keep_exact and kept is not None and (across := books.worked_across(fused) - account.held):
             account.held |= across
-            books.restore(mark)
-            mark = books.mark()
+            books, kept = kept, kept.twin()
             modified, changes, fused = self._run(account, books)
         account.seconds += time.perf_counter() - began
         if not modified:
-            return False
-        if self._check is not None and mark is not None:
-            fault = self._check.fault(books.model, account.info.level)
-            if fault:
-                _log.warning("pass %s was undone: %s", account.info.name, fault)
-                account.rolled_back = fault
-                books.restore(mark)
-                return False
+            return books, False
+        if self._check is not None and kept is not None:
+            account.rolled_back = self._check.fault(books.model, account.info.level)
+            if account.rolled_back:
+                _log.warning("pass %s was undone: %s", account.info.name, account.rolled_back)
+                return kept, False
         for path, change in changes.items():
             account.changes[path] += change
         account.fused.update(fused)
         if self._watch is not None:
             self._watch(account.info, books.difference, books.model)
-        return True
+        return books, True
 
     def _run(self, account: _Account, books: Bookkeeping) -> tuple[bool, dict[str, Change], dict[str, tuple[str, ...]]]:
         """Run a pass, with barriers at tensors that it may not cross; whether it changed anything, and its changes."""
         self.running = account.info.name
         held = {value for name in account.held if (value := books.tensor(name)) is not None}
         try:
-            with barriers(books.model.graph, held):
+            with _barriers(books.model.graph, held):
                 result = account.info.make()(books.model)
-            take_barriers(result.model.graph)
+            _take_barriers(result.model.graph)
             books.model = result.model
             return result.modified, *(books.settle() if result.modified else ({}, {}))
         except InputError:  # weights that cannot be read: no fault of the pass
@@ -137,18 +135,43 @@ class Pipeline:
     def reports(self) -> tuple[PassReport, ...]:
         """What each pass did."""
         return tuple(
-            PassReport(
-                account.info.name,
-                account.info.level,
-                account.seconds,
-                sum(account.changes.values(), Change()),
-                dict(account.fused),
-                account.rolled_back,
-            )
-            for account in self._accounts
+            PassReport(a.info.name, a.info.level, dict(a.changes), a.seconds, dict(a.fused), a.rolled_back)
+            for a in self._accounts
         )
 
-    @property
-    def attribution(self) -> dict[str, dict[str, Change]]:
-        """Pass → module path → its changes to nodes of the module itself."""
-        return {account.info.name: dict(account.changes) for account in self._accounts}
+
+@contextlib.contextmanager
+def _barriers(graph: ir.Graph, values: Iterable[ir.Value]) -> Iterator[None]:
+    """Insert an opaque node after each tensor, and remove it afterwards, also after an error."""
+    domain, operator = _BARRIER
+    try:
+        for value in values:
+            readers = list(value.uses())
+            barrier = ir.node(operator, [value], domain=domain)
+            behind = barrier.outputs[0]
+            behind.shape, behind.type, behind.name = value.shape, value.type, f"{value.name}_behind"
+            for node, place in readers:  # a result of the model stays one
+                node.replace_input_with(place, behind)
+            if (maker := value.producer()) is not None:
+                graph.insert_after(maker, barrier)
+            elif len(graph):
+                graph.insert_before(graph[0], barrier)
+            else:
+                graph.append(barrier)
+        graph.opset_imports[domain] = 1
+        yield
+    finally:
+        _take_barriers(graph)
+
+
+def _take_barriers(graph: ir.Graph) -> None:
+    """Remove every barrier from a graph, also from one that a pass returns in place of its own."""
+    for node in list(graph):
+        if (node.domain, node.op_type) != _BARRIER:
+            continue
+        value = node.inputs[0]
+        if value is None or not stand_in(node.outputs[0], value):  # it became a result of the model
+            node.domain, node.op_type = "", "Identity"
+        else:
+            graph.remove(node, safe=True)
+    graph.opset_imports.pop(_BARRIER[0], None)
