@@ -98,9 +98,6 @@ class Bookkeeping:
 
         Returns:
             The changes of nodes and weights by module; and the modules that became fused, with their partners.
-
-        Raises:
-            HtpExportError: A node has no owner, in a model where all had; or the pass broke what every pass ensures.
         """
         before, after = self._snapshot, Snapshot(self.model)
         after.check(before)

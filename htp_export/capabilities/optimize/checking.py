@@ -25,14 +25,8 @@ _SIZES = (2, 8, 5, 3, 7)  # of open dimensions, in order
 class OutputCheck:
     """Compares outputs of a model with what they were before each pass, and at first.
 
-    Args:
-        model: The model as it was.
-        inputs: Its inputs by name; random ones where it is None: floats of a normal distribution, integers 0 and 1, and
-            booleans half of them true.
-
-    Attributes:
-        max_abs: The largest difference of an output from what it was at first.
-        nan: Outputs that have NaN, of which no difference is known.
+    Without ``inputs`` they are random: floats of a normal distribution, integers 0 and 1, and booleans half of them
+    true. The largest difference so far is ``max_abs``; ``nan`` names outputs with NaN, of which no difference is known.
 
     Raises:
         InputError: If the model cannot be run on the inputs.

@@ -32,11 +32,6 @@ class Declined:
 def decline(kind: str, nodes: Sequence[ir.Node], why: str) -> None:
     """Note on the last of some nodes why a pass leaves them unchanged; `htp_export.forensics` reports it.
 
-    Args:
-        kind: The kind of finding; see `Declined`.
-        nodes: The nodes.
-        why: The reason, in a few words.
-
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x")])
         >>> decline("conv_relu", [relu], "other nodes read the result of the Conv")

@@ -72,9 +72,6 @@ class Snapshot:
         """Check what every pass ensures: the model's inputs and outputs keep their names; every tensor has a producer.
 
         The level of a pass, which it ensures too, is checked by ``optimize(verify=True)``.
-
-        Raises:
-            HtpExportError: The pass broke the rule; the message names the tensor.
         """
         for what, names in self._ends.items():
             if names != before._ends[what]:
@@ -213,16 +210,10 @@ def _slice(
 
 @dataclass(frozen=True)
 class Tagging:
-    """Tags nodes that replace others.
+    """Tags nodes that replace others."""
 
-    Attributes:
-        order: Owner → its place in the order of execution.
-        called: Paths of the modules that ran.
-        calls: Their calls.
-    """
-
-    order: Mapping[str, int]
-    called: Collection[str]
+    order: Mapping[str, int]  # owner → its place in the order of execution
+    called: Collection[str]  # paths of the modules that ran
     calls: CallTree
 
     def update(self, difference: PassDifference) -> None:

@@ -48,11 +48,9 @@ class _Account:
 class Pipeline:
     """Passes, in order, again and again while any of them changes the model.
 
-    Args:
-        passes: The passes.
-        check: Compares outputs; a pass that breaks its level is undone, named, and not run again.
-        keep_exact: No pass may make a module inexact whose boundary tensors all remain.
-        watch: Called after each run that changed the model, with the pass, what it did, and the model.
+    A pass that breaks its level, as far as ``check`` sees, is undone, named, and not run again. With ``keep_exact``, no
+    pass may make a module inexact whose boundary tensors all remain. ``watch`` is called after each run that changed
+    the model, with the pass, what it did, and the model. ``running`` is the pass that started last.
     """
 
     def __init__(
@@ -66,16 +64,11 @@ class Pipeline:
         self._accounts = [_Account(info) for info in passes]
         self._check, self._keep_exact, self._watch = check, keep_exact, watch
         self.running = ""
-        """Name of the pass that started last."""
 
     def run(self, tagged: TaggedModel) -> TaggedModel:
-        """Run the passes on a model, which is changed in place.
-
-        Returns:
-            The model; another one, if a pass made a new one or was undone.
+        """Run the passes on a model, which is changed in place; another one, if a pass made a new one or was undone.
 
         Raises:
-            FileError: If weights cannot be read.
             PassError: If a pass fails; the model is as that pass left it, and of no use any more.
         """
         books, state = Bookkeeping(tagged), 0
