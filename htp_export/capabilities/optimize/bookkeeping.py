@@ -1,25 +1,24 @@
-"""Owners of nodes, tensors of module signatures, and fates, kept up to date while passes change a model."""
+"""Owners of nodes, tensors of module signatures, fates and weights, kept up to date while passes change a model."""
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.accounting import WeightBook, changes_of
 from htp_export.capabilities.optimize.fates import SignatureEvidence
 from htp_export.capabilities.optimize.merging import PassDifference, Snapshot, Tagging
 from htp_export.capabilities.optimize.results import Change
-from htp_export.editing.editing import BOUNDARY
+from htp_export.editing.editing import BOUNDARY, bytes_of
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.format.call_tree import NodeCalls
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.model.fates import find_fates
-from htp_export.model.regions import GraphIndex
+from htp_export.model.regions import GraphIndex, all_nodes
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["Bookkeeping"]
@@ -51,7 +50,7 @@ class Bookkeeping:
         self._note_boundary()
         self._snapshot = Snapshot(tagged.model)
         self.difference = PassDifference.between(self._snapshot, self._snapshot)
-        self._weights = WeightBook(tagged.model)
+        self._weights = _WeightBook(tagged.model)
         self._excused: dict[str, set[str]] = {}
         if self._signatures:
             evidence = SignatureEvidence(tagged.index, self.hierarchy, self._signatures)
@@ -111,7 +110,7 @@ class Bookkeeping:
                 raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
             self._follow(difference)
             fused = self._find_fates()
-        return changes_of(difference, self._weights.settle(self.model)), fused
+        return _changes_of(difference, self._weights.settle(self.model)), fused
 
     def tensor(self, name: str) -> ir.Value | None:
         """The tensor that a signature of the original model calls so; None if it is gone."""
@@ -217,3 +216,65 @@ class Bookkeeping:
         if self._source == "htp" and tags.MODULES in self.model.metadata_props:
             write_model_metadata(self.model.metadata_props, self.hierarchy, signatures=self.signatures)
         return TaggedModel(self.model, self.hierarchy, self._source)
+
+
+class _WeightBook:
+    """The bytes of weights of a model, by module.
+
+    A weight belongs to the module that reads it; of several modules, to the deepest one above them. A weight without
+    consumers belongs to the module that read it last.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self._last: dict[str, str] = {}
+        self._weights = self._measure(model)
+
+    def settle(self, model: ir.Model) -> Counter[str]:
+        """Compare with the last state; module → bytes by which its weights shrank."""
+        before, self._weights = self._weights, self._measure(model)
+        saved: Counter[str] = Counter()
+        for key in {**before, **self._weights}:
+            (was, module), (now, new_module) = before.get(key, (0, "")), self._weights.get(key, (0, ""))
+            if was != now:
+                saved[module if key in before else new_module] += was - now
+        return saved
+
+    def _measure(self, model: ir.Model) -> dict[Hashable, tuple[int, str]]:
+        """Weight → its bytes and its module."""
+        weights: dict[Hashable, tuple[int, str]] = {}
+        readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
+        for node in all_nodes(model):
+            module = _module(node)
+            for value in node.inputs:
+                if value is not None and value.const_value is not None:
+                    readers[value][module] = None
+            for name, attribute in node.attributes.data.items():
+                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                    weights[node, name] = bytes_of(attribute.as_tensor()), module
+        for graph in model.graphs():
+            for value in graph.initializers.values():
+                if value.const_value is not None:
+                    name = str(value.name)
+                    if value in readers:
+                        self._last[name] = tags.common_ancestor(readers[value])
+                    weights[value] = bytes_of(value.const_value), self._last.get(name, "")
+        return weights
+
+
+def _changes_of(difference: PassDifference, saved: Counter[str]) -> dict[str, Change]:
+    """What a pass did to nodes and weights, by module; ``saved`` has the bytes that the weights of each lost."""
+    before, after = difference.before.nodes, difference.after.nodes
+    in_place = difference.removed.keys() & difference.added.keys()
+    rewired = (node for node, seen in before.items() if node in after and seen.inputs != after[node].inputs)
+    removed = Counter(before[node].metadata.get(tags.MODULE, "") for node in difference.removed if node not in in_place)
+    added = Counter(_module(node) for node in difference.added if node not in in_place)
+    changed = Counter(map(_module, {*in_place, *difference.merged, *rewired}))
+    changes = {
+        path: Change(removed[path], changed[path], added[path], saved[path])
+        for path in {**removed, **changed, **added, **saved}
+    }
+    return {path: change for path, change in changes.items() if change != Change()}
+
+
+def _module(node: ir.Node) -> str:
+    return node.metadata_props.get(tags.MODULE, "")

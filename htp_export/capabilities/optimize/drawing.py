@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -58,7 +59,7 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
             for name, group in gathered(sorted(by_path, key=tags.path_order), str, by_path.__getitem__):
                 rows.append(_Line("", report.level, {"": by_path[group[0]]}, where=name or "(root)"))
     undone = any(row.rolled_back for row in rows)
-    columns: list[Column[_Line]] = [column for column in PASS_COLUMNS if undone or column.name != "rolled_back"]
+    columns: list[Column[Any]] = [column for column in PASS_COLUMNS if undone or column.name != "rolled_back"]
     table = flat_table([*columns, Column("where", "modules", style="cyan", right=False)], rows)
     lines: list[RenderableType] = [*([table] if rows else []), Text(result.summary)]
     if result.fused:

@@ -17,12 +17,9 @@ __all__ = ["SignatureEvidence"]
 class SignatureEvidence(FateEvidence[ir.Value]):
     """The boundaries of modules in a changed graph, compared with their signatures.
 
-    Args:
-        index: The changed graph.
-        hierarchy: The modules, with their fates before the change.
-        signatures: Their inputs and outputs in PyTorch, with the present names of tensors.
-        lost: Module that lost a tensor of its signature → owners on the other side of that tensor.
-        excused: Module path → tensors at its boundary that were unknown before the change already.
+    The fates in ``hierarchy`` are those before the change; ``signatures`` have the present names of tensors. ``lost``
+    has, for each module that lost a tensor of its signature, the owners on the other side of that tensor; ``excused``
+    the tensors at the boundary of a module that were unknown before the change already.
     """
 
     def __init__(

@@ -92,11 +92,9 @@ def _list_passes(as_json: bool) -> None:
 
     passes = sorted(available().values(), key=lambda info: info.name)
     if as_json:
-        listed = [{"name": info.name, "level": info.level, "summary": info.summary} for info in passes]
-        print_json({"passes": listed})
-        return
-    for info in passes:
-        typer.echo(f"{info.name:34} {info.level:9} {info.summary}")
+        print_json({"passes": [{key: getattr(info, key) for key in ("name", "level", "summary")} for info in passes]})
+    else:
+        print_text("".join(f"{info.name:34} {info.level:9} {info.summary}\n" for info in passes))
 
 
 def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:

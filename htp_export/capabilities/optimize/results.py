@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import onnx_ir as ir
@@ -35,12 +35,7 @@ class Change:
     saved_bytes: int = 0
 
     def __add__(self, other: Change) -> Change:
-        return Change(
-            self.removed + other.removed,
-            self.changed + other.changed,
-            self.added + other.added,
-            self.saved_bytes + other.saved_bytes,
-        )
+        return Change(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def saved(self) -> int:
@@ -231,10 +226,17 @@ class OptimizedModels(Result):
         for name in ("nodes_before", "nodes_after"):
             counts = [getattr(result, name) for result in self.models.values()]
             lines.append([name.replace("_", " "), *counts, sum(counts), ""])
-        heads, sums = ["nodes fewer by", *self.models, "all", "saved"], lines[-2:]
+        sums = lines[-2:]
         columns: list[Column[list[Any]]] = [
-            Column(head, head, itemgetter(k), text=str, style=lambda line: "bold" if line in sums else "", right=k > 0)
-            for k, head in enumerate(heads)
+            Column(
+                head,
+                head,
+                operator.itemgetter(k),
+                text=str,
+                style=lambda line: "bold" if line in sums else "",
+                right=k > 0,
+            )
+            for k, head in enumerate(["nodes fewer by", *self.models, "all", "saved"])
         ]
         return columns, lines
 

@@ -32,14 +32,12 @@ class EliminateRedundantTransposes(NodePass):
             nodes, joint = [first, node], [before[axis] for axis in joint]
             kind = "cancelling_transposes" if joint == sorted(joint) else "chained_transposes"
             if is_boundary(source):
-                decline(kind, nodes, "a module takes or gives the tensor in between")
-                return False
+                return decline(kind, nodes, "a module takes or gives the tensor in between")
             source = first.inputs[0]
         if kind == "chained_transposes":
             replace(node, [ir.node("Transpose", [source], {"perm": joint})])
         elif not stand_in(node.outputs[0], source):
-            decline(kind, nodes, NEEDS_A_NAME)
-            return False
+            return decline(kind, nodes, NEEDS_A_NAME)
         return True
 
 

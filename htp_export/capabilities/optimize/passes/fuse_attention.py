@@ -41,12 +41,15 @@ class FuseAttention(NodePass):
             return True
         if node.op_type == "Attention":
             return False
-        nodes, keys = [], attention.keys
+        nodes: list[ir.Node] = []
+        keys = attention.keys
         if attention.turned:
             nodes.append(ir.node("Transpose", [keys], {"perm": _HEADS_FIRST}))
             keys = nodes[0].outputs[0]
-        inputs = [attention.queries, keys, attention.values, *attention.rest]
-        replace(node, [*nodes, ir.node("Attention", inputs, attention.attributes)])
+        nodes.append(
+            ir.node("Attention", [attention.queries, keys, attention.values, *attention.rest], attention.attributes)
+        )
+        replace(node, nodes)
         return True
 
 

@@ -31,8 +31,7 @@ class FuseConvBatchnorm(NodePass):
         if conv is None:
             return False
         if why := _why_not(conv, node):
-            decline("conv_batchnorm", [conv, node], why)
-            return False
+            return decline("conv_batchnorm", [conv, node], why)
         self._fuse(conv, node)
         return True
 

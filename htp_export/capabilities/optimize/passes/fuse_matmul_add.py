@@ -24,8 +24,7 @@ class FuseMatmulAdd(NodePass):
             return False
         product, bias = parts
         if not _fits(self.known, product, bias):
-            decline("matmul_add_2d", [product, node], "the bias does not fit the columns of the weight")
-            return False
+            return decline("matmul_add_2d", [product, node], "the bias does not fit the columns of the weight")
         replace(node, [ir.node("Gemm", [*product.inputs, bias])])
         return True
 

@@ -43,5 +43,4 @@ class FuseMatmulAdd3d(NodePass):
             gemm = ir.node("Gemm", [rows.outputs[0], weight, bias])
             replace(node, [rows, gemm, ir.node("Reshape", [gemm.outputs[0], integers(node, target, "shape")])])
             return True
-        decline("matmul_add_3d", [product, node], why)
-        return False
+        return decline("matmul_add_3d", [product, node], why)

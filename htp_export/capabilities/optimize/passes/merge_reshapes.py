@@ -25,12 +25,12 @@ class MergeReshapes(NodePass):
         if first is None or source is None:
             return False
         if why := _needed(first):
-            decline("chained_reshapes", [first, node], why)
-            return False
+            return decline("chained_reshapes", [first, node], why)
         target = reshape_target(self.known.shape(source), self.known.shape(node.outputs[0]))
         if target is None:
-            decline("chained_reshapes", [first, node], "more than one size of the result is not known beforehand")
-            return False
+            return decline(
+                "chained_reshapes", [first, node], "more than one size of the result is not known beforehand"
+            )
         replace(node, [ir.node("Reshape", [source, integers(node, target, "shape")])])
         return True
 
