@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import onnx_ir as ir
-
 from htp_export.capabilities.diff.alignment import aligned
 from htp_export.editing.flattening import read_flat
 from htp_export.format import tags
@@ -302,11 +300,7 @@ def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
     paths = tagged.paths if by_module else [""]
     hashes, operators = RegionHashes(GraphFacts(tagged)), _operators_of(tagged)
     return {
-        path: ModuleState(
-            **vars(contents[path].facts),
-            operators=operators.get(path, {}),
-            structure=hashes[path],
-        )
+        path: ModuleState(**vars(contents[path].facts), operators=operators.get(path, {}), structure=hashes[path])
         for path in paths
     }
 
@@ -315,15 +309,10 @@ def _operators_of(tagged: TaggedModel) -> dict[str, dict[str, int]]:
     """Module path → operator → nodes in its region, most frequent first."""
     groups: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)  # of nodes in the same regions
     for node, work in tagged.index.works.items():
-        groups[work.modules][_operator(node)] += 1
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        operator = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+        groups[work.modules][operator] += 1
+    by_path: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for regions, counts in groups.items():
         for path in {"", *regions}:
-            there = found[path]
-            for operator, count in counts.items():
-                there[operator] += count
-    return {path: dict(counts.most_common()) for path, counts in found.items()}
-
-
-def _operator(node: ir.Node) -> str:
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+            by_path[path].update(counts)
+    return {path: dict(counts.most_common()) for path, counts in by_path.items()}
