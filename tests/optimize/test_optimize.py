@@ -588,7 +588,7 @@ def resnet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return ResNetForImageClassification(config), {"pixel_values": torch.randn(1, 3, 32, 32)}
 
 
-@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+@pytest.mark.parametrize("exporter", [pytest.param("torchscript", marks=pytest.mark.slow), "dynamo"])
 @pytest.mark.parametrize(
     ("build", "most"),
     [
