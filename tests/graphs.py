@@ -104,6 +104,19 @@ def passed(model: ir.Model, *names: str) -> tuple[ir.Model, Bookkeeping]:
     return books.finish().model, books
 
 
+def rewritten(model: ir.Model, *names: str, tolerance: float = 0.0, **inputs: Any) -> ir.Model:
+    """A copy of a model after passes, which computes the same from these inputs."""
+    changed, _ = passed(model, *names)
+    assert same(model, changed, tolerance, **inputs)
+    return changed
+
+
+def same(model: ir.Model, changed: ir.Model, tolerance: float = 0.0, **inputs: Any) -> bool:
+    """Whether two models compute the same from these inputs."""
+    pairs = zip(run(model, **inputs), run(changed, **inputs), strict=True)
+    return all(np.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True) for one, other in pairs)
+
+
 def ops(model: ir.Model) -> list[str]:
     return [node.op_type for node in model.graph]
 

@@ -41,9 +41,15 @@ class Net(nn.Module):
         return x
 
 
+_EXPORTED: dict[str, htp_export.TaggedModel] = {}
+
+
 def model(**children: nn.Module) -> htp_export.TaggedModel:
+    """A net of these modules, exported once."""
     net = spread(Net(**children)).eval()
-    return htp_export.load(htp_export.export(net, (torch.randn(2, 8),), verbose=False))
+    if str(net) not in _EXPORTED:
+        _EXPORTED[str(net)] = htp_export.load(htp_export.export(net, (torch.randn(2, 8),), verbose=False))
+    return _EXPORTED[str(net)]
 
 
 def statuses(found: htp_export.ModelDifference) -> dict[str, str]:

@@ -197,14 +197,15 @@ class TestParameters:
 
 
 VALUES = [
-    "cells", "child_of_two_parents", "conv_bn_relu", "equal_siblings", "lstm", "modules_in_branches",
-    "multihead_attention", "nested_sequentials", "tied_weights", "transformer_encoder", "two_names", "two_parents",
-    "weight_norm",
+    "cells", "child_of_two_parents", "equal_siblings", "lstm", "modules_in_branches", "multihead_attention",
+    "nested_sequentials", "transformer_encoder", "two_names", "two_parents", "weight_norm",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize(
+    "name", ["conv_bn_relu", "tied_weights", *(pytest.param(name, marks=pytest.mark.slow) for name in VALUES)]
+)
 def test_what_is_said_of_a_parameter_is_true_of_its_values(name, exporter, shared_files):
     """Initializers that are a parameter as it is, or transposed, have its numbers."""
     if exporter in NETS[name].skip:

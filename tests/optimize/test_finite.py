@@ -153,8 +153,15 @@ def broken(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> str:
     return f"{before[wrong][:3]} -> {after[wrong][:3]} at {np.argwhere(wrong)[:3].tolist()}" if wrong.any() else ""
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "net",
+    [
+        "factors",
+        "norms",
+        *(pytest.param(net, marks=pytest.mark.slow) for net in NETS if net not in ("factors", "norms")),
+    ],
+)
 def test_no_level_and_no_pass_changes_what_is_finite(net: str, exporter: str, tmp_path: Path) -> None:
     model = file_of(net, exporter, tmp_path)
     inputs = {str(model.graph.inputs[0].name): rows()}

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import htp_export
+from htp_export import discovery
 from htp_export.capabilities.optimize import registry
-from htp_export.capabilities.optimize.checking import OutputCheck
 from htp_export.capabilities.optimize.registry import register
 from htp_export.capabilities.optimize.results import Change, OptimizedModels
+from htp_export.capabilities.optimize.running import OutputCheck
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, PassError
 from htp_export.model.regions import all_nodes
@@ -421,8 +422,8 @@ def test_a_level_that_there_is_not_cannot_be_registered():
 
 
 def test_passes_of_other_packages_come_from_entry_points(passes, monkeypatch):
-    entry = EntryPoint("from_elsewhere", "tests.optimize.test_optimize:Elsewhere", registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == registry.GROUP else [])
+    entry = EntryPoint("from_elsewhere", "tests.optimize.test_optimize:Elsewhere", "htp_export.passes")
+    monkeypatch.setattr(discovery, "entry_points", lambda group: [entry] if group == "htp_export.passes" else [])
     assert registry.find("from_elsewhere").level == "exact"
     assert ops(htp_export.optimize(small_net(), passes="from_elsewhere").model) == ["Identity", "Relu", "Neg"]
 
@@ -587,7 +588,7 @@ def resnet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return ResNetForImageClassification(config), {"pixel_values": torch.randn(1, 3, 32, 32)}
 
 
-@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+@pytest.mark.parametrize("exporter", [pytest.param("torchscript", marks=pytest.mark.slow), "dynamo"])
 @pytest.mark.parametrize(
     ("build", "most"),
     [

@@ -6,7 +6,7 @@ import functools
 import io
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,14 @@ def vit() -> tuple[nn.Module, dict[str, Any]]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "bert": bert, "gpt2": gpt2, "resnet": resnet, "vit": vit,
 }  # fmt: skip
-NETS = [
-    "called_from_outside", "called_twice", "calls_itself", "child_of_two_parents", "cond", "conv_bn_relu", "gru",
-    "loop_of_three", "mask_made_in_every_layer", "modules_in_branches", "names_that_end_alike", "odd_keys", "siblings",
-    "tied_weights", "uneven_calls",
+MORE_NETS = [
+    "called_from_outside", "calls_itself", "child_of_two_parents", "cond", "conv_bn_relu", "gru", "loop_of_three",
+    "mask_made_in_every_layer", "modules_in_branches", "odd_keys", "siblings", "tied_weights",
 ]  # fmt: skip
+
+
+def slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @functools.cache
@@ -159,7 +162,7 @@ def check_names(file: Any) -> ir.Model:
 
 
 @BOTH
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", ["called_twice", "names_that_end_alike", "uneven_calls", *slow(MORE_NETS)])
 def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(
     name: str, exporter: str, shared_files: SharedFiles
 ) -> None:
@@ -173,7 +176,7 @@ def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(
 
 
 @BOTH
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["bert", *slow(["gpt2", "resnet", "vit"])])
 def test_models_of_transformers_have_these_names_too_and_every_command_takes_them(
     name: str, exporter: str, model_file: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
@@ -234,7 +237,7 @@ def test_an_export_names_what_it_writes(exporter: str, tmp_path: Path) -> None:
     not hasattr(torch._dynamo.config, "canonicalize_output_graph_node_order"),
     reason="torch knows one way to name FX nodes",
 )
-@pytest.mark.parametrize("name", ["bert", "resnet"])
+@pytest.mark.parametrize("name", ["resnet", *slow(["bert"])])
 def test_names_stay_when_torch_calls_its_fx_nodes_otherwise(name: str) -> None:
     model, kwargs = made(name)
     outputs = {"output_names": ["first", "second"], "kwargs": kwargs, "verbose": False}

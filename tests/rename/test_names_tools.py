@@ -21,7 +21,7 @@ from tests.nets import spread
 LAYER = "encoder.layer.0"
 
 
-@pytest.fixture(scope="module", params=["dynamo", "torchscript"])
+@pytest.fixture(scope="module", params=["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
 def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BERT of two layers whose nodes have names that are made of paths; its weights are in the file."""
     torch.manual_seed(0)

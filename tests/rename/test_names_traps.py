@@ -20,7 +20,7 @@ from htp_export.model.path_names import bodies_of, path_prefix
 from tests.functions.test_functions import equal, run
 from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import spread
-from tests.rename.test_names import check_names, node_names, wiring
+from tests.rename.test_names import Block, check_names, node_names, wiring
 
 
 def modules(*paths: str) -> list[ModuleInfo]:
@@ -232,15 +232,6 @@ def test_a_function_keeps_its_inputs_and_outputs_and_has_names_of_its_own() -> N
     assert [node.name for node in function] == ["/block/fc/MatMul", "/block/act/Relu"]
     assert [each.name for node in function for each in node.outputs] == ["/block/fc/MatMul_output_0", "r"]
     assert [node.name for node in named.graph] == ["/block/Block", "/Neg"]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.ReLU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.act(self.fc(x))
 
 
 @pytest.fixture(scope="module")

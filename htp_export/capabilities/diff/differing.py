@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import onnx_ir as ir
-
-from htp_export.capabilities.diff.alignment import aligned
 from htp_export.editing.flattening import read_flat
 from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
@@ -272,7 +269,7 @@ def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
     first, second = read_flat(a), read_flat(b)
     by_module = "none" not in (first.source, second.source)
     before, after = (_states(tagged, by_module) for tagged in (first, second))
-    partner = aligned(before, after)
+    partner = _aligned(before, after)
     kept = set(partner.values())
     modules = {
         path: _compared(path, before[partner[path]] if path in partner else None, state)
@@ -302,11 +299,7 @@ def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
     paths = tagged.paths if by_module else [""]
     hashes, operators = RegionHashes(GraphFacts(tagged)), _operators_of(tagged)
     return {
-        path: ModuleState(
-            **vars(contents[path].facts),
-            operators=operators.get(path, {}),
-            structure=hashes[path],
-        )
+        path: ModuleState(**vars(contents[path].facts), operators=operators.get(path, {}), structure=hashes[path])
         for path in paths
     }
 
@@ -315,15 +308,58 @@ def _operators_of(tagged: TaggedModel) -> dict[str, dict[str, int]]:
     """Module path → operator → nodes in its region, most frequent first."""
     groups: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)  # of nodes in the same regions
     for node, work in tagged.index.works.items():
-        groups[work.modules][_operator(node)] += 1
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        operator = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+        groups[work.modules][operator] += 1
+    by_path: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for regions, counts in groups.items():
         for path in {"", *regions}:
-            there = found[path]
-            for operator, count in counts.items():
-                there[operator] += count
-    return {path: dict(counts.most_common()) for path, counts in found.items()}
+            by_path[path].update(counts)
+    return {path: dict(counts.most_common()) for path, counts in by_path.items()}
 
 
-def _operator(node: ir.Node) -> str:
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+def _aligned(before: Mapping[str, ModuleState], after: Mapping[str, ModuleState]) -> dict[str, str]:
+    """Path in the second model → path in the first, for the modules that both have.
+
+    Equal paths are the same module. What is left is held against each other from the top down: modules of equal
+    structure first, then those of one class that hold modules of the same names. With a module, all below it moves.
+    Both mappings have each module after those above it.
+    """
+    partner = {path: path for path in after if path in before}
+    taken = set(partner)
+    inside = _inside(path for path in after if path not in before)
+    inside_before = _inside(path for path in before if path not in after)
+    for exact in (True, False):
+        candidates: defaultdict[Hashable, deque[str]] = defaultdict(deque)
+        for path in inside_before:
+            candidates[_key(before[path], inside_before[path], exact)].append(path)
+        for path in inside:
+            key = _key(after[path], inside[path], exact)
+            if path in partner or key is None:
+                continue
+            waiting = candidates[key]
+            while waiting and waiting[0] in taken:
+                waiting.popleft()
+            counterpart = waiting.popleft() if waiting else ""
+            for rest in inside[path] if counterpart else ():
+                below, old = path + rest, counterpart + rest
+                if below not in partner and old in before and old not in taken:
+                    partner[below] = old
+                    taken.add(old)
+    return partner
+
+
+def _inside(paths: Iterable[str]) -> dict[str, list[str]]:
+    """For each of some paths, what is to be put behind it for those of them at or below it."""
+    inside: dict[str, list[str]] = {path: [] for path in paths}
+    for path in inside:
+        for up in tags.ancestors(path):
+            if up in inside:
+                inside[up].append(path[len(up) :])
+    return inside
+
+
+def _key(state: ModuleState, inside: list[str], exact: bool) -> Hashable:
+    """What two modules have in common that are one; None for a module that has too little to be recognised by."""
+    if exact:
+        return (state.structure, state.class_name) if state.nodes else None
+    return (state.class_name, *sorted(inside)) if len(inside) > 1 and state.class_name else None

@@ -21,16 +21,12 @@ _SHARED = "shared: bytes of weights that other modules read too; in the modules 
 def render(difference: ModelDifference, *, depth: int | None = None, only_changed: bool = False) -> RenderableType:
     """A table with a line for each module, alike ones once, and a sum.
 
-    Modules that were moved, added or removed together with one above them have no line. Markup in names is not
-    interpreted.
-
-    Args:
-        difference: What to draw.
-        depth: Leave out modules more than so many names below the root; all where it is None.
-        only_changed: Leave out modules that are the same.
+    Modules that were moved, added or removed together with one above them have no line, nor those more than ``depth``
+    names below the root; with ``only_changed``, nor those that are the same. Markup in names is not interpreted.
     """
     parts: list[RenderableType] = []
-    shown = difference.topmost() if only_changed else _without_implied(difference)
+    differing = {module.path for module in difference.topmost()}
+    shown = [m for m in difference.modules.values() if m.path in differing or (m.status == "same" and not only_changed)]
     shown = [module for module in shown if depth is None or _level(module.path) <= depth]
     if shown and not (only_changed and difference.same):
         lines = [replace(alike[0], path=name) for name, alike in gathered(shown, lambda module: module.path, _alike)]
@@ -41,11 +37,6 @@ def render(difference: ModelDifference, *, depth: int | None = None, only_change
     if not difference.by_module:
         parts.append(Text("one of the files has no module tags: only the whole is compared", style="yellow"))
     return Group(*parts, *tag_note(*difference.tags))
-
-
-def _without_implied(difference: ModelDifference) -> list[ModuleDifference]:
-    differing = {module.path for module in difference.topmost()}
-    return [module for module in difference.modules.values() if module.status == "same" or module.path in differing]
 
 
 def _alike(module: ModuleDifference) -> object:

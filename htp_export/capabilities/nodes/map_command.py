@@ -24,8 +24,9 @@ def map_command(
 
     A line for each node, module, parameter or initializer; JSON has all of them.
     """
-    from htp_export.capabilities.nodes.drawing import map_csv, render_map
+    from htp_export.capabilities.nodes.map_result import DRAWN_COLUMNS, map_csv
     from htp_export.capabilities.nodes.mapping import map as map_model
+    from htp_export.drawing.module_table import flat_table
 
     with Steps(quiet=as_json or as_csv).step(f"mapping {file}"):
         mapped = map_model(file, select=select or None)
@@ -34,4 +35,5 @@ def map_command(
     elif as_csv:
         print_text(map_csv(mapped, table))
     else:
-        show(render_map(mapped, table))
+        show(flat_table(DRAWN_COLUMNS[table], mapped.rows(table)))
+        show("\n".join((mapped.summary, *mapped.lines)))

@@ -1,126 +1,258 @@
-"""The result of `map`, and its tables: nodes, modules, parameters, initializers."""
+"""The result of `map`: nodes, modules, parameters and initializers, each with the others that belong to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
-from htp_export.capabilities.nodes.map_rows import MappedInitializer, MappedModule, MappedNode, MappedParameter
 from htp_export.errors import InputError
-from htp_export.results.columns import Column
-from htp_export.results.result import Result, Table
+from htp_export.model.source_lines import SourceLine
+from htp_export.results.columns import Column, chosen, csv_text
+from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tables import data_frame, html_table
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["DRAWN_COLUMNS", "MAP_COLUMNS", "MapTable", "ModelMap", "plain_text"]
+__all__ = [
+    "DRAWN_COLUMNS",
+    "InitializerUse",
+    "MapTable",
+    "MappedInitializer",
+    "MappedModule",
+    "MappedNode",
+    "MappedParameter",
+    "ModelMap",
+    "ParameterUse",
+    "map_csv",
+]
 
 MapTable: TypeAlias = Literal["nodes", "modules", "parameters", "initializers"]
 
 
-def plain_text(value: Any) -> str:
+class _Use:
+    name: str
+    how: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.how)})" if self.how else self.name
+
+
+@dataclass(frozen=True)
+class ParameterUse(_Use):
+    """A parameter that a node reads, or that an initializer holds.
+
+    Attributes:
+        name: Its name in PyTorch; of tied ones, that in the module of the node.
+        initializer: The initializer that holds it.
+        how: What was done to it, in order: ``transposed``, ``cast``, ...; empty if nothing was.
+    """
+
+    name: str
+    initializer: str
+    how: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class InitializerUse(_Use):
+    """An initializer that holds a parameter.
+
+    Attributes:
+        name: Its name.
+        how: What was done to the parameter; empty if nothing was.
+    """
+
+    name: str
+    how: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MappedNode(PlainData):
+    """A node.
+
+    Attributes:
+        name: Its name; that of its first output if it has none.
+        operator: Its operator, with the domain if that is not ONNX's.
+        modules: The modules that it computes, in order of execution; several if work was merged.
+        calls: Module → numbers of its calls that the node computes, for modules that ran several times.
+        reason: How the modules are known, a word of ``docs/format.md``.
+        parameters: The parameters that it reads, directly or through nodes that only transpose, cast or reshape them.
+        inputs: Names of the tensors that it reads; ``""`` for an input that is left out.
+        outputs: Names of the tensors that it gives.
+        inside: The function that it is in, or the node whose branch or loop body it is in; ``""`` for the main graph.
+        stack: The lines of Python that it was captured at, the innermost last; empty if the file does not say them.
+    """
+
+    derived = ("source",)
+
+    name: str
+    operator: str
+    modules: tuple[str, ...] = ()
+    calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    reason: str = ""
+    parameters: tuple[ParameterUse, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    inside: str = ""
+    stack: tuple[SourceLine, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """The innermost line of Python, ``/path/net.py:7``; ``""`` if it is unknown."""
+        return f"{self.stack[-1].file}:{self.stack[-1].line}" if self.stack else ""
+
+
+class _WithNodes(PlainData):
+    """What has nodes, which stand under their names in plain data."""
+
+    nodes: tuple[MappedNode, ...]
+
+    def data(self) -> dict[str, Any]:
+        return {**super().data(), "nodes": [node.name for node in self.nodes]}
+
+
+@dataclass(frozen=True)
+class MappedModule(_WithNodes):
+    """A module.
+
+    Attributes:
+        path: Its path.
+        class_name: Its class.
+        calls: How many times it ran.
+        fate: What became of it, one of those in ``docs/format.md``.
+        nodes: The nodes that it computes itself, without those of the modules inside it.
+        parameters: Names of the parameters that it holds itself.
+    """
+
+    path: str
+    class_name: str = ""
+    calls: int = 0
+    fate: str = ""
+    nodes: tuple[MappedNode, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MappedParameter(_WithNodes):
+    """A parameter of the PyTorch model.
+
+    Attributes:
+        name: Its name, as in ``model.named_parameters()``.
+        module: The module that holds it.
+        shape: Its shape in PyTorch.
+        tied: The name of the same parameter in an earlier module; ``""`` if there is none.
+        initializers: The initializers that hold it; none if nothing reads it.
+        nodes: The nodes that read it.
+    """
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    tied: str = ""
+    initializers: tuple[InitializerUse, ...] = ()
+    nodes: tuple[MappedNode, ...] = ()
+
+
+@dataclass(frozen=True)
+class MappedInitializer(_WithNodes):
+    """A weight of the file: an initializer, or the value of a ``Constant``.
+
+    Attributes:
+        name: Its name in the file.
+        shape: Its shape.
+        dtype: The type of its elements, as numpy names it.
+        parameters: The parameters that it holds; none for buffers and constants.
+        nodes: The nodes that read it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    parameters: tuple[ParameterUse, ...] = ()
+    nodes: tuple[MappedNode, ...] = ()
+
+
+def _plain_text(value: Any) -> str:
     """A value of a table as text: lists by comma.
 
     Examples:
-        >>> plain_text(("fc.weight", "fc.bias")), plain_text((("transposed", "cast"), ())), plain_text({"fc": (0, 2)})
-        ('fc.weight, fc.bias', 'transposed cast, ', 'fc: 0 2')
+        >>> _plain_text(("fc.weight", "fc.bias")), _plain_text((("cast", "joined"), ())), _plain_text({"fc": (0, 2)})
+        ('fc.weight, fc.bias', 'cast joined, ', 'fc: 0 2')
     """
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {' '.join(map(str, each))}" for key, each in value.items())
+        return ", ".join(f"{key}: {' '.join(map(str, numbers))}" for key, numbers in value.items())
     if isinstance(value, tuple):
-        return ", ".join(" ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in value)
+        return ", ".join(" ".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value)
     return str(value)
-
-
-def _modules_text(modules: Sequence[str]) -> str:
-    return ", ".join(path or "(root)" for path in modules)
 
 
 def _path_text(path: str) -> str:
     return path or "(root)"
 
 
-def _each(attribute: str, of_each: str) -> Callable[[Any], tuple[Any, ...]]:
-    return lambda row: tuple(getattr(each, of_each) for each in getattr(row, attribute))
-
-
 def _column(name: str, title: str = "", **options: Any) -> Column[Any]:
-    return Column(name, title or name, right=False, **{"text": plain_text, **options})
+    return Column(name, title or name, right=False, **{"text": _plain_text, **options})
 
 
-def _uses(attribute: str) -> Callable[[Any], tuple[str, ...]]:
-    return lambda row: tuple(dict.fromkeys(map(str, getattr(row, attribute))))
+def _of_each(attribute: str, of_each: str) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda row: tuple(getattr(held, of_each) for held in getattr(row, attribute))
 
 
-_NODE_NAMES = _column("nodes", value=_each("nodes", "name"))
-MAP_COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
+def _uses(attribute: str) -> Column[Any]:
+    return _column(attribute, value=lambda row: tuple(dict.fromkeys(map(str, getattr(row, attribute)))))
+
+
+_NODE_NAMES = _column("nodes", value=_of_each("nodes", "name"))
+_HOW = _column("how", value=_of_each("parameters", "how"))
+_PARAMETER_NAMES = _column("parameters", value=_of_each("parameters", "name"))
+
+_COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
     "nodes": (
         _column("name", "node"),
         _column("operator"),
-        _column("modules"),
-        _column("calls"),
-        _column("reason"),
-        _column("parameters", value=_each("parameters", "name")),
-        _column("how", value=_each("parameters", "how")),
-        _column("initializers", value=_each("parameters", "initializer")),
-        _column("inputs"),
-        _column("outputs"),
-        _column("inside"),
-        _column("source"),
+        _column("modules", text=lambda modules: ", ".join(map(_path_text, modules))),
+        *map(_column, ("calls", "reason")),
+        _PARAMETER_NAMES,
+        _HOW,
+        _column("initializers", value=_of_each("parameters", "initializer")),
+        *map(_column, ("inputs", "outputs", "inside")),
+        _column("source", text=lambda source: source.rpartition("/")[2]),
     ),
     "modules": (
         _column("path", "module", text=_path_text),
         _column("class_name", "class"),
-        _column("calls"),
-        _column("fate"),
+        *map(_column, ("calls", "fate")),
         _NODE_NAMES,
         _column("parameters"),
     ),
     "parameters": (
         _column("name", "parameter"),
-        _column("module", text=_path_text),
-        _column("shape"),
+        *map(_column, ("module", "shape")),
         _column("tied", "tied to"),
-        _column("initializers", value=_each("initializers", "name")),
-        _column("how", value=_each("initializers", "how")),
+        _column("initializers", value=_of_each("initializers", "name")),
+        _column("how", value=_of_each("initializers", "how")),
         _NODE_NAMES,
     ),
     "initializers": (
         _column("name", "initializer"),
         _column("shape"),
         _column("dtype", "type"),
-        _column("parameters", value=_each("parameters", "name")),
-        _column("how", value=_each("parameters", "how")),
+        _PARAMETER_NAMES,
+        _HOW,
         _NODE_NAMES,
     ),
 }
 """The columns of each table as data."""
 
 DRAWN_COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
-    "modules": MAP_COLUMNS["modules"],
     "nodes": (
-        _column("name", "node"),
-        _column("operator"),
-        _column("modules", text=_modules_text),
-        _column("parameters", value=_uses("parameters")),
-        _column("reason"),
-        _column("source", text=lambda source: source.rpartition("/")[2]),
+        *chosen(_COLUMNS["nodes"], ("name", "operator", "modules")),
+        _uses("parameters"),
+        *chosen(_COLUMNS["nodes"], ("reason", "source")),
     ),
-    "parameters": (
-        _column("name", "parameter"),
-        _column("shape"),
-        _column("tied", "tied to"),
-        _column("initializers", value=_uses("initializers")),
-        _NODE_NAMES,
-    ),
-    "initializers": (
-        _column("name", "initializer"),
-        _column("shape"),
-        _column("dtype", "type"),
-        _column("parameters", value=_uses("parameters")),
-        _NODE_NAMES,
-    ),
+    "modules": _COLUMNS["modules"],
+    "parameters": (*_COLUMNS["parameters"][:1], *_COLUMNS["parameters"][2:4], _uses("initializers"), _NODE_NAMES),
+    "initializers": (*_COLUMNS["initializers"][:3], _uses("parameters"), _NODE_NAMES),
 }
 """The columns of each table as it is drawn."""
 
@@ -151,10 +283,10 @@ class ModelMap(Result):
     @property
     def summary(self) -> str:
         """The result in one line."""
-        found = sum(bool(parameter.initializers) for parameter in self.parameters.values())
+        stored = sum(bool(parameter.initializers) for parameter in self.parameters.values())
         return (
             f"{len(self.nodes):,} nodes of {len(self.modules):,} modules; "
-            f"{found:,} of {len(self.parameters):,} parameters are in {len(self.initializers):,} weights"
+            f"{stored:,} of {len(self.parameters):,} parameters are in {len(self.initializers):,} weights"
         )
 
     @property
@@ -170,8 +302,8 @@ class ModelMap(Result):
         Raises:
             InputError: If there is no such table.
         """
-        if table not in MAP_COLUMNS:
-            raise InputError(f"there is no table {table!r}; there are {', '.join(MAP_COLUMNS)}")
+        if table not in _COLUMNS:
+            raise InputError(f"there is no table {table!r}; there are {', '.join(_COLUMNS)}")
         return self.nodes if table == "nodes" else list(attrgetter(table)(self).values())
 
     def to_pandas(self, table: MapTable = "nodes") -> Any:
@@ -182,7 +314,7 @@ class ModelMap(Result):
         Raises:
             InputError: If pandas is not installed, or if there is no such table.
         """
-        rows, (key, *columns) = self.rows(table), MAP_COLUMNS[table]
+        rows, (key, *columns) = self.rows(table), _COLUMNS[table]
         records = [{column.name: column.data(row) for column in columns} for row in rows]
         return data_frame(records, [column.name for column in columns], [key.data(row) for row in rows], key.title)
 
@@ -194,3 +326,12 @@ class ModelMap(Result):
         columns = DRAWN_COLUMNS["nodes"]
         lines = ([column.cell(node) for column in columns] for node in self.nodes)
         return html_table([column.heading for column in columns], lines, (self.summary, *self.lines))
+
+
+def map_csv(mapped: ModelMap, table: MapTable = "nodes") -> str:
+    """A table of a map as CSV, with lists by comma."""
+    return csv_text([replace(column, value=_texts(column)) for column in _COLUMNS[table]], mapped.rows(table))
+
+
+def _texts(column: Column[Any]) -> Callable[[Any], str]:
+    return lambda row: _plain_text(column.data(row))

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from htp_export.capabilities.nodes.map_result import ModelMap
-from htp_export.capabilities.nodes.map_rows import (
+from htp_export.capabilities.nodes.map_result import (
     InitializerUse,
     MappedInitializer,
     MappedModule,
     MappedNode,
     MappedParameter,
+    ModelMap,
     ParameterUse,
 )
 from htp_export.format import tags
@@ -66,21 +66,17 @@ def map(model: ModelSource, select: str | Sequence[str] | None = None) -> ModelM
 
 
 class _Mapper:
-    """Maps one model.
-
-    Args:
-        tagged: The model.
-        selected: The modules to map, with those inside them; None for all.
-    """
+    """Maps one model: the selected modules with those inside them, or all."""
 
     def __init__(self, tagged: TaggedModel, selected: Sequence[str] | None) -> None:
-        self._tagged = tagged
-        self._chosen = None if selected is None else _with_inner(tagged, selected)
+        self._tagged, self._all = tagged, selected is None
+        roots = set(selected or ())
+        self._chosen = {path: None for path in tagged if self._all or not roots.isdisjoint(tags.ancestors(path))}
         self._sources = WeightSources(tagged)
         self._places = ParameterPlaces(tagged, self._sources)
         names = UsedNames()
         self._names = {value: names.unused(value.name or "unnamed") for value in self._places.places}
-        self._functions = {each.graph: "::".join(each.identifier()[:2]) for each in tagged.model.functions.values()}
+        self._functions = {body.graph: "::".join(body.identifier()[:2]) for body in tagged.model.functions.values()}
 
     def result(self) -> ModelMap:
         """The map."""
@@ -95,26 +91,19 @@ class _Mapper:
                 of_weight[weight].append(mapped)
             for parameter in dict.fromkeys(self._places.declared[use.name].first for use in mapped.parameters):
                 of_parameter[parameter].append(mapped)
+        weights = {value: name for value, name in self._names.items() if self._all or of_weight[value]}
         return ModelMap(
             nodes=tuple(nodes.values()),
-            modules={
-                path: self._module(path, of_module[path])
-                for path in self._tagged
-                if self._chosen is None or path in self._chosen
-            },
+            modules={path: self._module(path, of_module[path]) for path in self._chosen},
             parameters=self._parameters(of_parameter),
-            initializers={
-                name: self._initializer(value, name, of_weight[value])
-                for value, name in self._names.items()
-                if self._chosen is None or of_weight[value]
-            },
+            initializers={name: self._initializer(value, name, of_weight[value]) for value, name in weights.items()},
             from_pytorch=self._tagged.parameters is not None,
             tags=self._tagged.tag_facts,
         )
 
     def _is_chosen(self, node: ir.Node) -> bool:
         work = self._tagged.index.works[node]
-        return self._chosen is None or not self._chosen.isdisjoint((*work.owners, *work.modules))
+        return self._all or not {*work.owners, *work.modules}.isdisjoint(self._chosen)
 
     def _read_by(self, node: ir.Node) -> Iterator[WeightSource]:
         """The weights that a node reads; none for a call of a function, whose nodes read them."""
@@ -123,15 +112,15 @@ class _Mapper:
 
     def _node(self, node: ir.Node) -> MappedNode:
         work, hierarchy = self._tagged.index.works[node], self._tagged.hierarchy
-        calls: defaultdict[str, list[int]] = defaultdict(list)
+        calls: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
         for path, number in work.calls:
             if hierarchy[path].calls > 1:
-                calls[path].append(number)
+                calls[path] += (number,)
         return MappedNode(
             name=_name(node),
             operator=operator_of(node),
             modules=work.owners,
-            calls={path: tuple(numbers) for path, numbers in calls.items()},
+            calls=dict(calls),
             reason=node.metadata_props.get(tags.REASON, "") if self._tagged.source == "htp" else "",
             parameters=tuple(dict.fromkeys(self._uses(node, work.owners))),
             inputs=tuple("" if value is None else value.name or "" for value in node.inputs),
@@ -155,8 +144,7 @@ class _Mapper:
                 yield ParameterUse(name, self._names[source.tensor], (*place.how, *source.how))
 
     def _module(self, path: str, nodes: Sequence[MappedNode]) -> MappedModule:
-        info = self._tagged.hierarchy[path]
-        held = (self._tagged.parameters or {}).get(path)
+        info, held = self._tagged.hierarchy[path], (self._tagged.parameters or {}).get(path)
         names = tuple(tags.below(path, name) for name in held.shapes) if held is not None else ()
         return MappedModule(path, info.class_name, info.calls, info.fate, tuple(nodes), names)
 
@@ -166,13 +154,11 @@ class _Mapper:
             for place in places:
                 uses[place.parameter].append(InitializerUse(self._names[value], place.how))
         parameters = {}
-        for name, each in self._places.declared.items():
-            first = each.first
-            if self._chosen is None or each.module in self._chosen or nodes.get(first):
-                readers = tuple(nodes.get(first, ()))
-                parameters[name] = MappedParameter(
-                    name, each.module, each.shape, each.tied, tuple(uses[first]), readers
-                )
+        for name, held in self._places.declared.items():
+            first, readers = held.first, tuple(nodes.get(held.first, ()))
+            if self._all or readers or held.module in self._chosen:
+                uses_of = tuple(uses[first])
+                parameters[name] = MappedParameter(name, held.module, held.shape, held.tied, uses_of, readers)
         return parameters
 
     def _initializer(self, value: ir.Value, name: str, nodes: Sequence[MappedNode]) -> MappedInitializer:
@@ -188,8 +174,3 @@ class _Mapper:
 
 def _name(node: ir.Node) -> str:
     return node.name or next((value.name for value in node.outputs if value.name), "")
-
-
-def _with_inner(tagged: TaggedModel, paths: Sequence[str]) -> frozenset[str]:
-    chosen = set(paths)
-    return frozenset(path for path in tagged if not chosen.isdisjoint(tags.ancestors(path)))

@@ -1,54 +1,31 @@
-"""Owners of nodes, tensors of module signatures, and fates, kept up to date while passes change a model."""
+"""Owners of nodes, tensors of module signatures, fates and weights, kept up to date while passes change a model."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.accounting import WeightBook, changes_of
-from htp_export.capabilities.optimize.contract import check_ensured
 from htp_export.capabilities.optimize.fates import SignatureEvidence
-from htp_export.capabilities.optimize.merging import PassDifference, Snapshot, merge_tags
+from htp_export.capabilities.optimize.merging import PassDifference, Snapshot, Tagging
 from htp_export.capabilities.optimize.results import Change
-from htp_export.editing.editing import BOUNDARY
+from htp_export.editing.editing import BOUNDARY, bytes_of
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.format.call_tree import NodeCalls
-from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.model.fates import find_fates
-from htp_export.model.regions import GraphIndex, named_values
+from htp_export.model.regions import GraphIndex, all_nodes, named_values
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Bookkeeping", "Mark"]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """The state of a model and its books at one time.
-
-    Attributes:
-        model: A copy of the model.
-        hierarchy: Its modules.
-        names: Tensor of a signature → its name at that time; None where it was gone.
-        lost: Module → owners on the other side of tensors that it lost.
-    """
-
-    model: ir.Model
-    hierarchy: Hierarchy
-    names: Mapping[str, str | None]
-    lost: Mapping[str, tuple[str, ...]]
+__all__ = ["Bookkeeping"]
 
 
 class Bookkeeping:
-    """Follows a model through passes.
-
-    Args:
-        tagged: The model; passes change it in place, and `settle` is called after each.
+    """Follows a model through passes, which change it in place; `settle` is called after each.
 
     Attributes:
         model: The model, as passes left it.
@@ -58,47 +35,57 @@ class Bookkeeping:
 
     def __init__(self, tagged: TaggedModel) -> None:
         self.model, self._source = tagged.model, tagged.source
-        self.hierarchy, self._calls = tagged.hierarchy, tagged.calls
-        self._order: dict[str, int] = {}
+        self.hierarchy = tagged.hierarchy
+        order: dict[str, int] = {}
         for place, node in enumerate(tagged.nodes):
             for owner in tags.owners_of(node.metadata_props):
-                self._order.setdefault(owner, place)
+                order.setdefault(owner, place)
+        self._tagging = Tagging(order, tagged.hierarchy.called, tagged.calls)
         self._signatures = tagged.signatures if tagged.source == "htp" else {}
-        self._where: dict[str, ir.Value | None] = {}
+        calls = [call for calls in self._signatures.values() for call in calls]
+        values = tagged.values
+        self._where = {name: values.get(name) for call in calls for name in call.taken | call.given}
         self._lost: defaultdict[str, dict[str, None]] = defaultdict(dict)
-        self._unread: frozenset[str] = frozenset()
-        self._find_signatures()
+        self._unread = self._where.keys() - self._crossing()
+        self._note_boundary()
         self._snapshot = Snapshot(tagged.model)
         self.difference = PassDifference.between(self._snapshot, self._snapshot)
-        self._weights = WeightBook(tagged.model)
+        self._weights = _WeightBook(tagged.model)
         self._excused: dict[str, set[str]] = {}
         if self._signatures:
             evidence = SignatureEvidence(tagged.index, self.hierarchy, self._signatures)
             self._excused = {path: evidence.strange(path) for path in self._signatures}
 
-    def _find_signatures(self) -> None:
-        values = named_values(self.model.graph)
-        for name in _named(self._signatures):
-            if self._where.get(name, name) is not None:
-                self._where[name] = values.get(name)
-        self._unread = frozenset(_named(self._signatures)).difference(self._crossing())
-        self._note_boundary()
+    def twin(self) -> Bookkeeping:
+        """The same of a copy of the model: what passes do to one, the other does not see."""
+        twin = copy.copy(self)
+        twin.model = self.model.clone()
+        values = TaggedModel(twin.model, self.hierarchy).values
+        twin._where = {
+            name: None if value is None else values.get(value.name or "") for name, value in self._where.items()
+        }
+        twin._lost = defaultdict(dict, {path: dict(others) for path, others in self._lost.items()})
+        twin._note_boundary()
+        twin._snapshot = Snapshot(twin.model)
+        twin._weights = copy.copy(self._weights)
+        twin._weights.settle(twin.model)
+        return twin
 
-    def _crossing(self) -> Iterable[str]:
+    def _crossing(self) -> set[str]:
         """Names of tensors that cross the boundary of a module: its inputs, and its outputs that others read.
 
         An output without a consumer, such as the weights of an attention module, may be removed. So may the inputs and
         outputs of modules with the fate ``identity``.
         """
+        crossing: set[str] = set()
         for path, calls in self._signatures.items():
             if path in self.hierarchy and self.hierarchy[path].fate.passes_on:
                 continue
             for call in calls:
-                yield from (name for name in call.inputs.values() if name is not None)
-                for name in call.outputs:
-                    value = self._where.get(name) if name is not None else None
-                    if name is not None and (value is None or self._leaves(value, path)):
-                        yield name
+                values = {name: self._where[name] for name in call.given}
+                left = (name for name, value in values.items() if value is None or self._leaves(value, path))
+                crossing.update(call.taken, left)
+        return crossing
 
     def _note_boundary(self) -> None:
         for name, value in self._where.items():
@@ -110,37 +97,20 @@ class Bookkeeping:
 
         Returns:
             The changes of nodes and weights by module; and the modules that became fused, with their partners.
-
-        Raises:
-            HtpExportError: A node has no owner, in a model where all had; or the pass broke what every pass ensures.
         """
         before, after = self._snapshot, Snapshot(self.model)
-        check_ensured(before, after)
+        after.check(before)
         difference = self.difference = PassDifference.between(before, after)
         self._snapshot = after
         fused: dict[str, tuple[str, ...]] = {}
         if difference and self._source == "htp":
-            merge_tags(difference, self._order, self.hierarchy.called, self._calls)
-            self._check()
+            self._tagging.update(difference)
+            if bare := [node for node in after.nodes if tags.MODULE not in node.metadata_props]:
+                listed = ", ".join(f"{node.op_type} {node.name!r}" for node in bare[:3])
+                raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
             self._follow(difference)
             fused = self._find_fates()
-        return changes_of(difference, self._weights.settle(self.model)), fused
-
-    def mark(self) -> Mark:
-        """The present state, for `restore`."""
-        names = {name: None if value is None else value.name for name, value in self._where.items()}
-        lost = {path: tuple(others) for path, others in self._lost.items()}
-        return Mark(self.model.clone(), self.hierarchy, names, lost)
-
-    def restore(self, mark: Mark) -> None:
-        """Go back to a state; its model is a copy, with other objects of the same names."""
-        values = named_values(mark.model.graph)
-        self.model, self.hierarchy = mark.model, mark.hierarchy
-        self._where = {name: None if now is None else values.get(now) for name, now in mark.names.items()}
-        self._lost = defaultdict(dict, {path: dict.fromkeys(others) for path, others in mark.lost.items()})
-        self._snapshot = Snapshot(mark.model)
-        self._weights.settle(mark.model)
-        self._note_boundary()
+        return _changes_of(difference, self._weights.settle(self.model)), fused
 
     def tensor(self, name: str) -> ir.Value | None:
         """The tensor that a signature of the original model calls so; None if it is gone."""
@@ -178,13 +148,7 @@ class Bookkeeping:
 
     def _work(self, node: ir.Node) -> NodeCalls:
         metadata = node.metadata_props
-        return self._calls.work(tags.owners_of(metadata), tags.encoded_calls(metadata))
-
-    def _check(self) -> None:
-        bare = [node for node in self._snapshot.nodes if tags.MODULE not in node.metadata_props]
-        if bare:
-            listed = ", ".join(f"{node.op_type} {node.name!r}" for node in bare[:3])
-            raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
+        return self._tagging.calls.work(tags.owners_of(metadata), tags.encoded_calls(metadata))
 
     def _follow(self, difference: PassDifference) -> None:
         """Find the tensors of signatures in the changed graph; note those that are gone, and the owners around them."""
@@ -254,7 +218,63 @@ class Bookkeeping:
         return TaggedModel(self.model, self.hierarchy, self._source)
 
 
-def _named(signatures: Mapping[str, Sequence[Signature]]) -> Iterable[str]:
-    for calls in signatures.values():
-        for call in calls:
-            yield from call.taken | call.given
+class _WeightBook:
+    """The bytes of weights of a model, by module.
+
+    A weight belongs to the module that reads it; of several modules, to the deepest one above them. A weight without
+    consumers belongs to the module that read it last.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self._last: dict[str, str] = {}
+        self._weights = self._measure(model)
+
+    def settle(self, model: ir.Model) -> Counter[str]:
+        """Compare with the last state; module → bytes by which its weights shrank."""
+        before, self._weights = self._weights, self._measure(model)
+        saved: Counter[str] = Counter()
+        for key in {**before, **self._weights}:
+            (was, module), (now, new_module) = before.get(key, (0, "")), self._weights.get(key, (0, ""))
+            if was != now:
+                saved[module if key in before else new_module] += was - now
+        return saved
+
+    def _measure(self, model: ir.Model) -> dict[Hashable, tuple[int, str]]:
+        """Weight → its bytes and its module."""
+        weights: dict[Hashable, tuple[int, str]] = {}
+        readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
+        for node in all_nodes(model):
+            module = _module(node)
+            for value in node.inputs:
+                if value is not None and value.const_value is not None:
+                    readers[value][module] = None
+            for name, attribute in node.attributes.data.items():
+                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                    weights[node, name] = bytes_of(attribute.as_tensor()), module
+        for graph in model.graphs():
+            for value in graph.initializers.values():
+                if value.const_value is not None:
+                    name = str(value.name)
+                    if value in readers:
+                        self._last[name] = tags.common_ancestor(readers[value])
+                    weights[value] = bytes_of(value.const_value), self._last.get(name, "")
+        return weights
+
+
+def _changes_of(difference: PassDifference, saved: Counter[str]) -> dict[str, Change]:
+    """What a pass did to nodes and weights, by module; ``saved`` has the bytes that the weights of each lost."""
+    before, after = difference.before.nodes, difference.after.nodes
+    in_place = difference.removed.keys() & difference.added.keys()
+    rewired = (node for node, seen in before.items() if node in after and seen.inputs != after[node].inputs)
+    removed = Counter(before[node].metadata.get(tags.MODULE, "") for node in difference.removed if node not in in_place)
+    added = Counter(_module(node) for node in difference.added if node not in in_place)
+    changed = Counter(map(_module, {*in_place, *difference.merged, *rewired}))
+    changes = {
+        path: Change(removed[path], changed[path], added[path], saved[path])
+        for path in {**removed, **changed, **added, **saved}
+    }
+    return {path: change for path, change in changes.items() if change != Change()}
+
+
+def _module(node: ir.Node) -> str:
+    return node.metadata_props.get(tags.MODULE, "")

@@ -7,9 +7,7 @@ is left from which its size could become known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -55,28 +53,31 @@ def room_left(model: ir.Model) -> int:
     return int(max(LEAST_ROOM, (weights - grown) // SHARE) - grown)
 
 
-def _reads(node: ir.Node) -> Iterator[ir.Value]:
+def _with_inner(nodes: Iterable[ir.Node]) -> set[ir.Node]:
+    """Nodes with all that their subgraphs hold."""
+    return {inner for node in nodes for inner in (node, *(i for body in subgraphs(node) for i in body.all_nodes()))}
+
+
+def _reads(node: ir.Node) -> Collection[ir.Value]:
     """The inputs of a node, and the values that its subgraphs capture."""
-    yield from (value for value in node.inputs if value is not None)
-    bodies = dict.fromkeys(subgraphs(node))
-    for body in list(bodies):
-        bodies.update(dict.fromkeys(deeper for inner in body.all_nodes() for deeper in subgraphs(inner)))
-    for body in bodies:
-        for value in (*body.outputs, *(value for inner in body for value in inner.inputs)):
-            if value is not None and value.graph not in bodies:
-                yield value
+    inside = [node, *(inner for body in subgraphs(node) for inner in body.all_nodes())]
+    bodies = dict.fromkeys(body for holder in inside for body in subgraphs(holder))
+    read = (
+        *(value for inner in inside for value in inner.inputs),
+        *(value for body in bodies for value in body.outputs),
+    )
+    return dict.fromkeys(value for value in read if value is not None and value.graph not in bodies)
 
 
 def _held_back(node: ir.Node) -> bool:
     """Whether a node is not folded although all its inputs are constant."""
-    nodes = (node, *(inner for body in subgraphs(node) for inner in body.all_nodes()))
-    if any(candidate.op_type in _UNPACKING for candidate in nodes):
+    operators = {inner.op_type for inner in _with_inner([node])}
+    if operators & _UNPACKING:
         decline("unfolded_constants", [node], "it unpacks quantized weights")
         return True
-    return any(candidate.op_type in RANDOM or candidate.op_type.endswith("Dropout") for candidate in nodes)
+    return any(operator in RANDOM or operator.endswith("Dropout") for operator in operators)
 
 
-@dataclass(frozen=True)
 class ConstantNodes:
     """Connected nodes that compute the same in every run.
 
@@ -86,37 +87,38 @@ class ConstantNodes:
         constants: The constants that they read.
     """
 
-    nodes: tuple[ir.Node, ...]
-    results: tuple[ir.Value, ...]
-    constants: tuple[ir.Value, ...]
+    def __init__(self, nodes: Sequence[ir.Node]) -> None:
+        self.nodes, self._inside = nodes, _with_inner(nodes)
+        made = {value: None for node in nodes for value in node.outputs}
+        self.results = [
+            value
+            for value in made
+            if not value.is_graph_output()
+            and (value.type is None or isinstance(value.type, ir.TensorType))
+            and any(use.node not in self._inside for use in value.uses())
+        ]
+        self.constants = list(dict.fromkeys(value for node in nodes for value in _reads(node) if value not in made))
 
-    @cached_property
+    @property
     def freed(self) -> int:
         """Bytes of constants without other consumers."""
-        inside = {
-            *self.nodes,
-            *(inner for node in self.nodes for body in subgraphs(node) for inner in body.all_nodes()),
-        }
-        alone = (value for value in self.constants if all(use.node in inside for use in value.uses()))
+        alone = (value for value in self.constants if all(use.node in self._inside for use in value.uses()))
         return sum(bytes_of(value.const_value) for value in alone if not value.is_graph_output())
 
 
 def find_constant_nodes(
     graph: ir.Graph, room: int, left_out: Collection[ir.Node] = (), opsets: Mapping[str, int] | None = None
 ) -> list[ConstantNodes]:
-    """The nodes of one graph that can be folded.
+    """The nodes of one graph that can be folded, without those that are left out.
 
-    Args:
-        graph: The graph, in topological order; values that it captures may be constants, too.
-        room: Bytes that a result may have in addition to those of the constants from which it is computed.
-        left_out: Nodes that are not folded.
-        opsets: Domain → version, for graphs that do not say it.
+    The graph is in topological order; values that it captures may be constants, too. ``room`` is how many bytes a
+    result may have in addition to those of the constants from which it is computed.
     """
     known: Symbolic | None = None
     sources: dict[ir.Value, frozenset[ir.Value]] = {}
-    constant_nodes = []
+    constant_nodes: list[ir.Node] = []
     for node in graph:
-        read = list(_reads(node))
+        read = _reads(node)
         if not all(value in sources or is_constant(value) for value in read) or node in left_out or _held_back(node):
             continue
         known = known or Symbolic(graph, opsets)
@@ -129,12 +131,12 @@ def find_constant_nodes(
             sources.update(dict.fromkeys(node.outputs, taken))
             constant_nodes.append(node)
         else:
-            alone = (
-                value for value in taken if all(use.node is node or use.node in constant_nodes for use in value.uses())
-            )
+            folded = {node, *constant_nodes}
+            alone = (value for value in taken if all(use.node in folded for use in value.uses()))
             grown = sum(filter(None, sizes)) - sum(bytes_of(value.const_value) for value in alone)
             decline("unfolded_constants", [node], f"the result is large: {grown:,} bytes more")
-    return [work for nodes in connected(constant_nodes, reads=_reads) if (work := _work(nodes)).results]
+    works = (ConstantNodes(nodes) for nodes in connected(constant_nodes, reads=_reads))
+    return [work for work in works if work.results]
 
 
 def _is_sequence(value: ir.Value) -> bool:
@@ -148,21 +150,6 @@ def _is_sequence(value: ir.Value) -> bool:
     return not any(kind.startswith("tensor") for kind in formals[min(value.index() or 0, len(formals) - 1)].types)
 
 
-def _work(nodes: Sequence[ir.Node]) -> ConstantNodes:
-    produced = {value for node in nodes for value in node.outputs}
-    inside = {*nodes, *(inner for node in nodes for body in subgraphs(node) for inner in body.all_nodes())}
-    results = [
-        value
-        for node in nodes
-        for value in node.outputs
-        if not value.is_graph_output()
-        and (value.type is None or isinstance(value.type, ir.TensorType))
-        and any(use.node not in inside for use in value.uses())
-    ]
-    constants = dict.fromkeys(value for node in nodes for value in _reads(node) if value not in produced)
-    return ConstantNodes(tuple(nodes), tuple(results), tuple(constants))
-
-
 def _size(value: ir.Value, known: Symbolic) -> int | None:
     """Bytes of a tensor; None if they are not known, for example if a size depends on floating-point numbers."""
     shape, dtype = known.shape(value), known.dtype(value)
@@ -172,49 +159,50 @@ def _size(value: ir.Value, known: Symbolic) -> int | None:
     return int(elements * (dtype.itemsize if dtype is not None else 8))
 
 
-def _together(works: Sequence[ConstantNodes]) -> list[list[ConstantNodes]]:
-    """Groups that are computed in one run: those without large weights; each other one by itself."""
-    alone = [[work] for work in works if any(bytes_of(value.const_value) > _LARGE for value in work.constants)]
-    small = [work for work in works if all(bytes_of(value.const_value) <= _LARGE for value in work.constants)]
-    return [small, *alone] if small else alone
-
-
 def computed(
     model: ir.Model, works: Sequence[ConstantNodes]
-) -> Iterator[tuple[ConstantNodes, dict[ir.Value, ir.TensorProtocol], ir.Node | None]]:
-    """Each group with its results, and its first node that ONNX Runtime cannot run, if there is one."""
-    for batch in _together(works):
-        try:
-            arrays = _run(model, [n for w in batch for n in w.nodes], [v for w in batch for v in w.results])
-        except Exception:  # ONNX Runtime's errors share no base but this
-            arrays = None
-        for work in batch:
-            if arrays is not None:
-                yield work, {value: _tensor(arrays[value]) for value in work.results if value in arrays}, None
-            else:
-                yield work, *_as_far_as_it_goes(model, work)
+) -> Iterator[tuple[ConstantNodes, Mapping[ir.Value, ir.TensorProtocol], ir.Node | None]]:
+    """Each group with its results, and its first node that ONNX Runtime cannot run, if there is one.
+
+    Groups without large weights are computed in one run, and each other one by itself.
+    """
+    large = {work for work in works if any(bytes_of(value.const_value) > _LARGE for value in work.constants)}
+    yield from _computed(model, [work for work in works if work not in large])
+    for work in works:
+        if work in large:
+            yield from _computed(model, [work])
 
 
-def _as_far_as_it_goes(
-    model: ir.Model, work: ConstantNodes
-) -> tuple[dict[ir.Value, ir.TensorProtocol], ir.Node | None]:
-    """The results of one group, or else the first node that does not run."""
+def _computed(
+    model: ir.Model, works: Sequence[ConstantNodes]
+) -> Iterator[tuple[ConstantNodes, Mapping[ir.Value, ir.TensorProtocol], ir.Node | None]]:
+    nodes, wanted = [node for work in works for node in work.nodes], [value for work in works for value in work.results]
     try:
-        arrays = _run(model, work.nodes, work.results)
-    except Exception:
-        loop = next((node for node in work.nodes if subgraphs(node)), None)
-        if loop is not None:  # it may not end, and that is not tried again
-            return {}, loop
-        low, high = 0, len(work.nodes) - 1
-        while low < high:
-            middle = (low + high) // 2
-            try:
-                _run(model, work.nodes[: middle + 1], [value for value in work.nodes[middle].outputs if value.name][:1])
-                low = middle + 1
-            except Exception:
-                high = middle
-        return {}, work.nodes[low]
-    return {value: _tensor(array) for value, array in arrays.items()}, None
+        tensors = _run(model, nodes, wanted) if works else {}
+    except Exception:  # ONNX Runtime's errors share no base but this
+        if len(works) == 1:
+            yield works[0], {}, _first_fault(model, nodes)
+        else:
+            for work in works:
+                yield from _computed(model, [work])
+        return
+    for work in works:
+        yield work, {value: tensors[value] for value in work.results if value in tensors}, None
+
+
+def _first_fault(model: ir.Model, nodes: Sequence[ir.Node]) -> ir.Node:
+    """The first of connected nodes that does not run; one with a subgraph, which may not end, is not tried again."""
+    if loop := next(filter(subgraphs, nodes), None):
+        return loop
+    low, high = 0, len(nodes) - 1
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            _run(model, nodes[: middle + 1], [value for value in nodes[middle].outputs if value.name][:1])
+            low = middle + 1
+        except Exception:
+            high = middle
+    return nodes[low]
 
 
 def _tensor(array: Array) -> ir.TensorProtocol:
@@ -223,23 +211,21 @@ def _tensor(array: Array) -> ir.TensorProtocol:
     return ir.tensor(array)
 
 
-def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) -> dict[ir.Value, Array]:
+def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) -> dict[ir.Value, ir.TensorProtocol]:
     """Run nodes without inputs in ONNX Runtime without its own optimisations; tensors only."""
-    produced = {value for node in nodes for value in node.outputs}
     graph = onnx.GraphProto(name="constants")
     feeds: dict[str, Array] = {}
-    for value in dict.fromkeys(value for node in nodes for value in _reads(node) if value not in produced):
-        tensor = value.const_value
+    for value in ConstantNodes(nodes).constants:
+        name, tensor = str(value.name), value.const_value
         assert tensor is not None
         array = tensor.numpy()
         if tensor.nbytes > _LARGE and array.dtype.isbuiltin == 1 and array.dtype.kind in "biuf":
-            feeds[str(value.name)] = array
-            kind = onnx.helper.make_tensor_value_info(str(value.name), int(tensor.dtype), array.shape)
-            graph.input.append(kind)
+            feeds[name] = array
+            graph.input.append(onnx.helper.make_tensor_value_info(name, int(tensor.dtype), array.shape))
         else:
-            stored = graph.initializer.add()
-            stored.CopyFrom(ir.to_proto(_in_memory(tensor, array)))
-            stored.name = str(value.name)
+            in_memory = tensor if isinstance(tensor, ir.StringTensor) else ir.Tensor(array, dtype=tensor.dtype)
+            graph.initializer.append(ir.to_proto(in_memory))
+            graph.initializer[-1].name = name
     graph.node.extend(ir.to_proto(node) for node in nodes)
     graph.output.extend(onnx.ValueInfoProto(name=str(value.name)) for value in wanted)
     imports = [onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
@@ -248,9 +234,4 @@ def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) 
     longest = _LONGEST if any(map(subgraphs, nodes)) else None  # nothing else bounds a loop
     results = session.run(feeds, [str(value.name) for value in wanted], longest=longest)
     arrays = ((value, results[str(value.name)]) for value in wanted)
-    return {value: array for value, array in arrays if isinstance(array, np.ndarray)}
-
-
-def _in_memory(tensor: ir.TensorProtocol, array: Array) -> ir.TensorProtocol:
-    """A tensor that does not refer to a file."""
-    return tensor if isinstance(tensor, ir.StringTensor) else ir.Tensor(array, dtype=tensor.dtype)
+    return {value: _tensor(array) for value, array in arrays if isinstance(array, np.ndarray)}

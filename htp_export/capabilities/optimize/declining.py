@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -29,21 +30,20 @@ class Declined:
     detail: str = ""
 
 
-def decline(kind: str, nodes: Sequence[ir.Node], why: str) -> None:
+def decline(kind: str, nodes: Sequence[ir.Node], why: str) -> Literal[False]:
     """Note on the last of some nodes why a pass leaves them unchanged; `htp_export.forensics` reports it.
 
-    Args:
-        kind: The kind of finding; see `Declined`.
-        nodes: The nodes.
-        why: The reason, in a few words.
+    False: so a `NodePass` says that it changed nothing.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x")])
         >>> decline("conv_relu", [relu], "other nodes read the result of the Conv")
+        False
         >>> [(each.kind, each.why) for each in declined([relu])]
         [('conv_relu', 'other nodes read the result of the Conv')]
     """
     nodes[-1].meta.setdefault(_KEY, {})[kind] = Declined(kind, tuple(nodes), why)
+    return False
 
 
 def declined(nodes: Sequence[ir.Node]) -> Iterator[Declined]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -21,13 +21,18 @@ __all__ = ["render_optimized"]
 _MOST_MODULES = 3
 
 
+@dataclass(frozen=True)
+class _Line(PassReport):
+    """A line of the table: a pass, and the modules; or one of its modules."""
+
+    where: str = ""
+
+
 def render_optimized(result: Optimized, *, attribution: bool = False, depth: int | None = None) -> RenderableType:
     """A table with a line for each pass: the nodes that it removed and added, and where most of them were.
 
-    Args:
-        result: What to draw.
-        attribution: Give every module of a pass a line of its own.
-        depth: With ``attribution``, how deep; what is deeper is added to the module above. None for each by itself.
+    With ``attribution``, every module of a pass has a line of its own; what lies deeper than ``depth`` is added to the
+    module above.
 
     Examples:
         >>> from rich.console import Console
@@ -35,42 +40,32 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
         >>> from htp_export.capabilities.optimize.results import PassReport
         >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "fc", "htp.reason": "fused"})
         >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu]), ir_version=10)
-        >>> report = PassReport("fold_constants", "exact", change=Change(3, 2, 1, 2048))
-        >>> found = Optimized(5, 3, {"fold_constants": {"fc": Change(3, 2, 1, 2048)}}, (report,), model=model)
-        >>> Console(width=80).print(render_optimized(found))  # doctest: +NORMALIZE_WHITESPACE
+        >>> report = PassReport("fold_constants", "exact", {"fc": Change(3, 2, 1, 2048)})
+        >>> result = Optimized(5, 3, (report,), model=model)
+        >>> Console(width=80).print(render_optimized(result))  # doctest: +NORMALIZE_WHITESPACE
         pass             removed   changed   added   saved   modules
         fold_constants         3         2       1   2.048 kB   fc: 2
         5 nodes before, 3 after
         every node has a module: 1 fused from several modules
     """
     modules = result.attribution if depth is None else result.at_depth(depth)
-    rows: list[tuple[PassReport, str]] = []
+    rows: list[_Line] = []
     for report in result.passes:
         by_path = modules.get(report.name, {})
         if report.change == Change() and not report.rolled_back:
             continue
-        rows.append((report, "" if attribution or report.rolled_back else _top(by_path)))
-        for name, group in gathered(sorted(by_path, key=tags.path_order), str, by_path.__getitem__):
-            if attribution:
-                rows.append((replace(report, name="", change=by_path[group[0]], rolled_back=""), name or "(root)"))
-    undone = any(report.rolled_back for report, _ in rows)
-    columns = [_of_report(column) for column in PASS_COLUMNS if undone or column.name != "rolled_back"]
-    table = flat_table([*columns, Column("modules", "modules", lambda row: row[1], style="cyan", right=False)], rows)
+        rows.append(_Line(**vars(report), where="" if attribution or report.rolled_back else _top(by_path)))
+        if attribution:
+            for name, group in gathered(sorted(by_path, key=tags.path_order), str, by_path.__getitem__):
+                rows.append(_Line("", report.level, {"": by_path[group[0]]}, where=name or "(root)"))
+    undone = any(row.rolled_back for row in rows)
+    columns: list[Column[Any]] = [column for column in PASS_COLUMNS if undone or column.name != "rolled_back"]
+    table = flat_table([*columns, Column("where", "modules", style="cyan", right=False)], rows)
     lines: list[RenderableType] = [*([table] if rows else []), Text(result.summary)]
     if result.fused:
         paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (", …" if len(result.fused) > _MOST_MODULES else "")
         lines.append(Text(f"{len(result.fused)} modules are fused with their neighbours now: {paths}", style="yellow"))
     return Group(*lines, *tag_note(result.tags))
-
-
-def _of_report(column: Column[PassReport]) -> Column[tuple[PassReport, str]]:
-    """A column of a pass, for a line that says more."""
-
-    def value(row: tuple[PassReport, str]) -> Any:
-        return column.data(row[0])
-
-    style = "yellow" if column.name == "rolled_back" else ""
-    return Column(column.name, column.title, value, column.unit, column.text, style, column.right)
 
 
 def _top(changes: Mapping[str, Change]) -> str:

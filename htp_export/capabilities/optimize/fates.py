@@ -14,25 +14,20 @@ from htp_export.model.regions import GraphIndex
 
 __all__ = ["SignatureEvidence"]
 
-Signatures = Mapping[str, Sequence[Signature]]
-
 
 class SignatureEvidence(FateEvidence[ir.Value]):
     """The boundaries of modules in a changed graph, compared with their signatures.
 
-    Args:
-        index: The changed graph.
-        hierarchy: The modules, with their fates before the change.
-        signatures: Their inputs and outputs in PyTorch, with the present names of tensors.
-        lost: Module that lost a tensor of its signature → owners on the other side of that tensor.
-        excused: Module path → tensors at its boundary that were unknown before the change already.
+    The fates in ``hierarchy`` are those before the change; ``signatures`` have the present names of tensors. ``lost``
+    has, for each module that lost a tensor of its signature, the owners on the other side of that tensor; ``excused``
+    the tensors at the boundary of a module that were unknown before the change already.
     """
 
     def __init__(
         self,
         index: GraphIndex,
         hierarchy: Hierarchy,
-        signatures: Signatures,
+        signatures: Mapping[str, Sequence[Signature]],
         lost: Mapping[str, Iterable[str]] | None = None,
         excused: Mapping[str, Collection[str]] | None = None,
     ) -> None:
@@ -52,15 +47,12 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         return {str(value.name) for value, _, _ in self.unknown([path])}
 
     def counterpart(self, tensor: ir.Value) -> str | None:
-        """The name of a tensor."""
         return tensor.name
 
     def known(self, path: str) -> Collection[str | None]:
-        """The names of the inputs and outputs of a module."""
         return self._known.get(path, ())
 
     def ran(self, path: str) -> bool:
-        """Whether the file has a signature of a module."""
         return path in self._known
 
     def settled(self, path: str) -> Outcome | None:

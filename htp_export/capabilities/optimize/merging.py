@@ -19,15 +19,18 @@ from functools import cached_property
 
 import onnx_ir as ir
 
+from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.reasons import Reason
 from htp_export.model.dependence import dependence, given_values, reads_and_results
-from htp_export.shapes.operator_kinds import SIZES_ONLY
+from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs
 
-__all__ = ["PassDifference", "Snapshot", "merge_tags"]
+__all__ = ["PassDifference", "Snapshot", "Tagging"]
 
 _Slots = Sequence[ir.Value | None]
+_Groups = list[list[Mapping[str, str]]]
+"""Metadata of the nodes that one node replaces, those of one value together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,10 @@ class Snapshot:
         self.names: dict[ir.Value, str | None] = {}
         self._holders: dict[ir.Node, ir.Node] = {}
         self.given = given_values(model)
-        self.input_names = tuple(value.name for value in model.graph.inputs)
-        self.output_names = tuple(value.name for value in model.graph.outputs)
+        self._ends = {
+            "inputs": [value.name for value in model.graph.inputs],
+            "outputs": [value.name for value in model.graph.outputs],
+        }
         self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             self._add(graph)
@@ -63,24 +68,38 @@ class Snapshot:
             around = self._holders.get(around)
         return around is holder
 
+    def check(self, before: Snapshot) -> None:
+        """Check what every pass ensures: the model's inputs and outputs keep their names; every tensor has a producer.
+
+        The level of a pass, which it ensures too, is checked by ``optimize(verify=True)``.
+        """
+        for what, names in self._ends.items():
+            if names != before._ends[what]:
+                raise HtpExportError(f"the {what} of the model were {before._ends[what]}, and are {names}")
+        for node, seen in self.nodes.items():
+            for value in seen.inputs:
+                if value is not None and not self._is_available(value):
+                    raise HtpExportError(f"{node.op_type} {node.name!r} reads {value.name!r}, which has no producer")
+        for results in self.results.values():
+            for value in results:
+                if not self._is_available(value):
+                    raise HtpExportError(f"the output {value.name!r} has no producer")
+
+    def _is_available(self, value: ir.Value) -> bool:
+        return value in self.makers or value.is_graph_input() or value.is_initializer()
+
     def _add(self, graph: ir.Graph, holder: ir.Node | None = None) -> None:
         """Add the nodes of a graph and its subgraphs."""
         self.results[graph] = tuple(graph.outputs)
         for node in graph:
-            attributes = tuple(node.attributes.data.values())
-            operator = (node.domain, node.op_type, node.overload, *attributes)
-            self.nodes[node] = seen = _Seen(node.inputs, node.outputs, operator, node.metadata_props)
+            operator = (node.domain, node.op_type, node.overload, *node.attributes.data.values())
+            self.nodes[node] = _Seen(node.inputs, node.outputs, operator, node.metadata_props)
             if holder is not None:
                 self._holders[node] = holder
-            for value in seen.outputs:
-                self.makers[value] = node
-                self.names[value] = value.name
-            for attribute in attributes:
-                if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
-                    self._add(attribute.as_graph(), node)
-                elif attribute.type == ir.AttributeType.GRAPHS and not attribute.is_ref():
-                    for inner in attribute.as_graphs():
-                        self._add(inner, node)
+            for value in node.outputs:
+                self.makers[value], self.names[value] = node, value.name
+            for body in subgraphs(node):
+                self._add(body, node)
 
 
 @dataclass(frozen=True)
@@ -88,29 +107,26 @@ class PassDifference:
     """The changes of a graph by a pass.
 
     Attributes:
-        removed: Nodes that were removed or changed in place.
-        added: New nodes, and those that were changed in place.
+        removed: Nodes that were removed or changed in place, in order.
+        added: New nodes, and those that were changed in place, in order.
         equal: Old value → the equal value that replaces it.
         merged: Nodes that stayed, and now also do the work of others.
     """
 
     before: Snapshot
     after: Snapshot
-    removed: tuple[ir.Node, ...]
-    added: tuple[ir.Node, ...]
+    removed: Mapping[ir.Node, None]
+    added: Mapping[ir.Node, None]
     equal: dict[ir.Value, ir.Value] = field(default_factory=dict)
     merged: dict[ir.Node, None] = field(default_factory=dict)
 
     @classmethod
     def between(cls, before: Snapshot, after: Snapshot) -> PassDifference:
         """Compare two snapshots of one model."""
-        changed = {
-            node
-            for node, seen in before.nodes.items()
-            if node in after.nodes and seen.operator != after.nodes[node].operator
-        }
-        removed = tuple(node for node in before.nodes if node not in after.nodes or node in changed)
-        added = tuple(node for node in after.nodes if node not in before.nodes or node in changed)
+        old, new = before.nodes, after.nodes
+        changed = {node for node, seen in old.items() if node in new and seen.operator != new[node].operator}
+        removed = dict.fromkeys(node for node in old if node not in new or node in changed)
+        added = dict.fromkeys(node for node in new if node not in old or node in changed)
         difference = cls(before, after, removed, added)
         difference._pair(changed)
         return difference
@@ -127,8 +143,8 @@ class PassDifference:
             self._pair_slots(results, self.after.results.get(graph, ()))
         for node in changed:  # changed in place; it may still give the same result
             self.equal.update({value: value for value in self.before.nodes[node].outputs})
-        gone = {name: value for node in self.removed for value in self.before.nodes[node].outputs
-                if (name := self.before.names[value])}  # fmt: skip
+        old = (value for node in self.removed for value in self.before.nodes[node].outputs)
+        gone = {name: value for value in old if (name := self.before.names[value])}
         for node in self.added:
             for value in self.after.nodes[node].outputs:
                 if value.name in gone:
@@ -151,11 +167,11 @@ class PassDifference:
 
     def replaced(self, value: ir.Value) -> tuple[list[ir.Node], set[ir.Value]]:
         """The removed nodes behind an old value, back to values that have an equal one, and these values."""
-        return _slice(value, self._removed, self.before.makers, self.equal)
+        return _slice(value, self.before, self.removed, self.equal)
 
     def replacing(self, value: ir.Value) -> list[ir.Node]:
         """The new nodes behind a value, back to values that replace an old one."""
-        return _slice(value, self._added, self.after.makers, self._standing)[0]
+        return _slice(value, self.after, self.added, self._standing)[0]
 
     @cached_property
     def live(self) -> frozenset[ir.Node]:
@@ -170,76 +186,97 @@ class PassDifference:
         return frozenset(value for value in dependent if value is not None)
 
     @cached_property
-    def _removed(self) -> dict[ir.Node, _Seen]:
-        return {node: self.before.nodes[node] for node in self.removed}
-
-    @cached_property
-    def _added(self) -> dict[ir.Node, _Seen]:
-        return {node: self.after.nodes[node] for node in self.added}
-
-    @cached_property
     def _standing(self) -> frozenset[ir.Value]:
         return frozenset(self.equal.values())
 
 
 def _slice(
-    value: ir.Value,
-    nodes: Mapping[ir.Node, _Seen],
-    makers: Mapping[ir.Value, ir.Node],
-    stops: Collection[ir.Value],
+    value: ir.Value, snapshot: Snapshot, among: Collection[ir.Node], stops: Collection[ir.Value]
 ) -> tuple[list[ir.Node], set[ir.Value]]:
-    """The nodes behind a value, and the values at which the search ended."""
+    """The nodes behind a value, of some nodes, and the values at which the search ended."""
     behind: dict[ir.Node, None] = {}
     ends: set[ir.Value] = set()
     queue = [value]
     while queue:
         current = queue.pop()
-        maker = makers.get(current)
-        if maker not in nodes or maker is None or (current in stops and current is not value):
+        maker = snapshot.makers.get(current)
+        if maker is None or maker not in among or (current in stops and current is not value):
             ends.add(current)
         elif maker not in behind:
             behind[maker] = None
-            queue.extend(read for read in nodes[maker].inputs if read is not None)
+            queue.extend(read for read in snapshot.nodes[maker].inputs if read is not None)
     return list(behind), ends
 
 
-_Groups = list[list[Mapping[str, str]]]
-"""Metadata of the nodes that one node replaces, those of one value together."""
+@dataclass(frozen=True)
+class Tagging:
+    """Tags nodes that replace others."""
 
+    order: Mapping[str, int]  # owner → its place in the order of execution
+    called: Collection[str]  # paths of the modules that ran
+    calls: CallTree
 
-def merge_tags(difference: PassDifference, order: Mapping[str, int], called: Collection[str], calls: CallTree) -> None:
-    """Tag the nodes that replace others.
+    def update(self, difference: PassDifference) -> None:
+        """Tag the nodes that a pass added or merged others into, and set ``merged`` of its changes."""
+        work: defaultdict[ir.Node, _Groups] = defaultdict(list)
+        before, after = difference.before, difference.after
+        for old, new in list(difference.equal.items()):
+            maker = after.makers.get(new)
+            if maker is None:  # an input or an initializer now
+                continue
+            replaced, ends = difference.replaced(old)
+            if maker in difference.added:
+                # Nodes that compute on constants and sizes are replaced by no node, unless there are no others.
+                done = [gone for gone in replaced if gone in difference.live] or replaced
+                for node in difference.replacing(new):
+                    work[node].append([before.nodes[gone].metadata for gone in done])
+            elif replaced and new not in ends:
+                for gone, remaining in _twins(difference, old, new):
+                    if gone not in difference.live and not difference.same(gone, remaining):
+                        continue  # sizes may come from any equal tensor
+                    if before.holds(gone, remaining):
+                        continue  # an inlined branch: the node that held it only returned its results
+                    if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(remaining.metadata_props):
+                        work[remaining] += [[remaining.metadata_props], [before.nodes[gone].metadata]]
+                        difference.merged[remaining] = None
+        tagged = {node for node, groups in work.items() if self._tag_as_replaced(node, groups)}
+        self._tag_by_neighbours([node for node in reversed([*difference.added]) if node not in tagged])
 
-    Args:
-        difference: The changes by a pass; ``merged`` is set.
-        order: Owner → its place in the order of execution.
-        called: Paths of the modules that ran.
-        calls: Their calls.
-    """
-    work: defaultdict[ir.Node, _Groups] = defaultdict(list)
-    before, after = difference.before, difference.after
-    is_new = set(difference.added)
-    for old, new in list(difference.equal.items()):
-        maker = after.makers.get(new)
-        if maker is None:  # an input or an initializer now
-            continue
-        replaced, ends = difference.replaced(old)
-        if maker in is_new:
-            # Nodes that compute on constants and sizes are replaced by no node, unless there are no others.
-            done = [gone for gone in replaced if gone in difference.live] or replaced
-            for node in difference.replacing(new):
-                work[node].append([before.nodes[gone].metadata for gone in done])
-        elif replaced and new not in ends:
-            for gone, remaining in _twins(difference, old, new):
-                if gone not in difference.live and not difference.same(gone, remaining):
-                    continue  # sizes may come from any equal tensor
-                if before.holds(gone, remaining):
-                    continue  # an inlined branch: the node that held it only returned its results
-                if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(remaining.metadata_props):
-                    work[remaining] += [[remaining.metadata_props], [before.nodes[gone].metadata]]
-                    difference.merged[remaining] = None
-    tagged = {node for node, groups in work.items() if _tag(node, groups, order, called, calls)}
-    _tag_by_neighbours([node for node in reversed(difference.added) if node not in tagged], order, called, calls)
+    def _tag_as_replaced(self, node: ir.Node, merged: _Groups) -> bool:
+        """Tag a node that replaces others; False if none of them has owners."""
+        entries = [entry for group in merged for entry in group if tags.MODULE in entry]
+        if not entries:
+            return False
+        of_groups = [{owner for entry in group for owner in tags.owners_of(entry)} for group in merged]
+        owners = set(map(tags.owners_of, entries))
+        reasons = {entry.get(tags.REASON, Reason.FLOW) for entry in entries}
+        if len(owners) == len(reasons) == 1:
+            reason = reasons.pop()
+        elif len(set().union(*of_groups)) == 1:
+            reason = Reason.SCOPE if Reason.SCOPE in reasons else Reason.FLOW
+        else:
+            reason = Reason.FUSED if any(len(group) > 1 for group in of_groups) else Reason.SHARED
+        self._tag(node, entries, reason)
+        return True
+
+    def _tag_by_neighbours(self, nodes: Sequence[ir.Node]) -> None:
+        """Tag new nodes that replace none, from the last: by their consumers, or else by their producers."""
+        for node in nodes:
+            tags.tag_node(node.metadata_props, {})
+        for neighbours, ordered in ((ir.Node.successors, nodes), (ir.Node.predecessors, nodes[::-1])):
+            for node in ordered:
+                around = [neighbour.metadata_props for neighbour in neighbours(node)]
+                entries = [metadata for metadata in around if tags.MODULE in metadata]
+                if entries and tags.MODULE not in node.metadata_props:
+                    self._tag(node, entries, Reason.FLOW)
+
+    def _tag(self, node: ir.Node, entries: Sequence[Mapping[str, str]], reason: str) -> None:
+        """Give a node the owners and calls of some others."""
+        works = dict.fromkeys((tags.owners_of(entry), tags.encoded_calls(entry)) for entry in entries)
+        every = dict.fromkeys(owner for owners, _ in works for owner in owners)
+        owners = sorted(every, key=lambda path: self.order.get(path, 0))
+        calls = self.calls.encode_merged_calls(tuple(owners), works)
+        tags.tag_node(node.metadata_props, tags.node_tags(owners, reason, self.called, calls))
 
 
 def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:
@@ -248,57 +285,14 @@ def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator
     while queue:
         was, now = queue.pop()
         gone, remaining = difference.before.makers.get(was), difference.after.makers.get(now)
-        if gone is None or remaining is None or gone is remaining or gone not in difference._removed or gone in seen:
+        if gone is None or remaining is None or gone is remaining or gone not in difference.removed or gone in seen:
             continue
         seen.add(gone)
         yield gone, remaining
-        seen_before, seen_after = difference.before.nodes[gone], difference.after.nodes[remaining]
         if (gone.domain, gone.op_type) == (remaining.domain, remaining.op_type) and gone.op_type not in SIZES_ONLY:
+            inputs = zip(difference.before.nodes[gone].inputs, difference.after.nodes[remaining].inputs, strict=False)
             queue.extend(
                 (a, b)
-                for a, b in zip(seen_before.inputs, seen_after.inputs, strict=False)
+                for a, b in inputs
                 if a is not None and b is not None and a is not b and a not in difference.equal
             )
-
-
-def _tag(node: ir.Node, merged: _Groups, order: Mapping[str, int], called: Collection[str], calls: CallTree) -> bool:
-    """Tag a node that replaces others; False if none of them has owners."""
-    entries = [entry for group in merged for entry in group if tags.MODULE in entry]
-    if not entries:
-        return False
-    owned = (dict.fromkeys(owner for entry in group for owner in tags.owners_of(entry)) for group in merged)
-    groups = [group for group in owned if group]
-    owners = sorted(dict.fromkeys(owner for group in groups for owner in group), key=lambda path: order.get(path, 0))
-    works = {(tags.owners_of(entry), tags.encoded_calls(entry)): None for entry in entries}
-    reasons = {entry.get(tags.REASON, Reason.FLOW) for entry in entries}
-    if len(owners) == 1:
-        reason = reasons.pop() if len(reasons) == 1 else Reason.SCOPE if Reason.SCOPE in reasons else Reason.FLOW
-    elif len({owners for owners, _ in works}) == 1 and len(reasons) == 1:
-        reason = reasons.pop()
-    else:
-        reason = Reason.SHARED if all(len(group) == 1 for group in groups) else Reason.FUSED
-    entry = tags.node_tags(owners, reason, called, calls.encode_merged_calls(tuple(owners), works))
-    tags.tag_node(node.metadata_props, entry)
-    return True
-
-
-def _tag_by_neighbours(
-    nodes: Sequence[ir.Node], order: Mapping[str, int], called: Collection[str], calls: CallTree
-) -> None:
-    """Tag new nodes that replace none, from the last: by their consumers, or else by their producers."""
-    for node in nodes:
-        tags.tag_node(node.metadata_props, {})
-    for neighbours, ordered in ((ir.Node.successors, nodes), (ir.Node.predecessors, nodes[::-1])):
-        for node in ordered:
-            if tags.MODULE not in node.metadata_props:
-                around = [neighbour.metadata_props for neighbour in neighbours(node)]
-                works = [
-                    (tags.owners_of(metadata), tags.encoded_calls(metadata))
-                    for metadata in around
-                    if tags.MODULE in metadata
-                ]
-                if works:
-                    every = dict.fromkeys(owner for owners, _ in works for owner in owners)
-                    owners = sorted(every, key=lambda path: order.get(path, 0))
-                    entry = tags.node_tags(owners, Reason.FLOW, called, calls.encode_merged_calls(tuple(owners), works))
-                    tags.tag_node(node.metadata_props, entry)

@@ -1,25 +1,28 @@
-"""Passes that rewrite a graph node by node."""
+"""Passes that rewrite a graph node by node, and what their rewrites share."""
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
 import onnx_ir as ir
 
-from htp_export.editing.editing import remove_unused
+from htp_export.editing.editing import add_constant, is_boundary, remove_unused
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["NodePass"]
+__all__ = ["NodePass", "absorbed", "integers"]
 
 
 class NodePass(ir.passes.InPlacePass):
     """Looks at the nodes of the main graph in order, and rewrites each where it can.
 
     Attributes:
-        operators: What the pass requires: it looks at nodes of these operators of ONNX.
+        operators: What the pass requires: it looks at nodes of these operators of ONNX; if there are none, at all.
         opset: The lowest opset that it requires; in files of an older one it does nothing.
         graph: The graph, while the pass runs.
     """
@@ -61,3 +64,20 @@ class NodePass(ir.passes.InPlacePass):
         if modified:
             remove_unused(model)
         return ir.passes.PassResult(model, modified)
+
+
+def absorbed(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """The producer of a value, of these operators, that can go with the one consumer of the value.
+
+    None if anything else reads the value, or if a module takes or gives it.
+    """
+    if value is None or is_boundary(value) or only_consumer(value) is None:
+        return None
+    return producer_of(value, *op_types)
+
+
+def integers(node: ir.Node, numbers: Sequence[int], what: str) -> ir.Value:
+    """A new initializer of int64, named after the output of the node that is rewritten."""
+    if node.graph is None:
+        raise ValueError(f"{node.op_type} {node.name!r} is in no graph")
+    return add_constant(node.graph, np.array(numbers, np.int64), f"{node.outputs[0].name}_{what}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,9 +13,6 @@ from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import Kind, Writes, check_output, show_next, show_written, written_files
 from htp_export.command.terminal import Steps, print_json, print_text, show
 from htp_export.files.targets import check_parent, new_folder
-
-if TYPE_CHECKING:
-    from htp_export.capabilities.optimize.results import Optimized
 
 EXAMPLE = "bert.onnx -o small.onnx --level tolerant"
 PLACE = 140
@@ -52,8 +48,11 @@ def optimize_command(
     as_json: JsonOption = False,
 ) -> None:
     """Make a graph smaller, and keep its module tags true."""
+    from htp_export.capabilities.optimize.drawing import render_optimized
     from htp_export.capabilities.optimize.optimizing import optimize
     from htp_export.capabilities.optimize.registry import choose
+    from htp_export.capabilities.optimize.results import Optimized, OptimizedModels
+    from htp_export.drawing.module_table import flat_table
 
     if list_passes:
         _list_passes(as_json)
@@ -72,10 +71,17 @@ def optimize_command(
                 results[file.name] = optimize(
                     file, target, passes, level, verify, keep_exact=keep_exact, share_weights=share_weights
                 )
+    several = OptimizedModels(results) if len(results) > 1 else None
     if as_json:
-        _print_results(results)
+        print_json((several or results[files[0].name]).to_dict())
         return
-    _show_results(results, attribution, depth)
+    for name, result in results.items():
+        if several and attribution:
+            print_text(f"{name}:\n")
+        if attribution or not several:
+            show(render_optimized(result, attribution=attribution, depth=depth))
+    if several:
+        show(flat_table(*several.table()))
     for _, target in targets:
         show_written(written_files(target))
     show_next("htp-export", "diff", *targets[0])
@@ -86,34 +92,9 @@ def _list_passes(as_json: bool) -> None:
 
     passes = sorted(available().values(), key=lambda info: info.name)
     if as_json:
-        listed = [{"name": info.name, "level": info.level, "summary": info.summary} for info in passes]
-        print_json({"passes": listed})
-        return
-    for info in passes:
-        typer.echo(f"{info.name:34} {info.level:9} {info.summary}")
-
-
-def _print_results(results: Mapping[str, Optimized]) -> None:
-    from htp_export.capabilities.optimize.results import OptimizedModels
-
-    [first, *others] = results.values()
-    print_json(OptimizedModels(results).to_dict() if others else first.to_dict())
-
-
-def _show_results(results: Mapping[str, Optimized], attribution: bool, depth: int | None) -> None:
-    """Draw one result; of several, a table of all, and each by itself with ``--attribution``."""
-    from htp_export.capabilities.optimize.drawing import render_optimized
-    from htp_export.capabilities.optimize.results import OptimizedModels
-    from htp_export.drawing.module_table import flat_table
-
-    several = len(results) > 1
-    for name, result in results.items():
-        if several and attribution:
-            print_text(f"{name}:\n")
-        if attribution or not several:
-            show(render_optimized(result, attribution=attribution, depth=depth))
-    if several:
-        show(flat_table(*OptimizedModels(results).table()))
+        print_json({"passes": [{key: getattr(info, key) for key in ("name", "level", "summary")} for info in passes]})
+    else:
+        print_text("".join(f"{info.name:34} {info.level:9} {info.summary}\n" for info in passes))
 
 
 def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:

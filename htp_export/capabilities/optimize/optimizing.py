@@ -6,10 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from htp_export.capabilities.optimize.checking import OutputCheck
 from htp_export.capabilities.optimize.registry import Level, choose
 from htp_export.capabilities.optimize.results import Optimized
-from htp_export.capabilities.optimize.running import Pipeline
+from htp_export.capabilities.optimize.running import OutputCheck, Pipeline
 from htp_export.editing.flattening import read_flat
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
@@ -83,7 +82,6 @@ def optimize(
     return Optimized(
         nodes_before,
         len(optimized.nodes),
-        pipeline.attribution,
         pipeline.reports,
         None if check is None else check.max_abs,
         () if check is None else check.nan,

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Literal, TypeAlias, TypeVar
 
 import onnx_ir as ir
 
-from htp_export.discovery import names_in
+from htp_export.discovery import names_in, plug_ins
 from htp_export.errors import InputError
 
-__all__ = ["DEFAULT", "GROUP", "LEVELS", "Level", "PassInfo", "available", "choose", "find", "register"]
+__all__ = ["DEFAULT", "LEVELS", "Level", "PassInfo", "available", "choose", "find", "register"]
 
 Level: TypeAlias = Literal["exact", "tolerant", "fused"]
 LEVELS: tuple[Level, ...] = ("exact", "tolerant", "fused")
 """Effects of a pass on results: none; up to 1e-5; the same, with operators that only ONNX Runtime has."""
-
-GROUP = "htp_export.passes"
-"""Entry points of other packages; each names a module that registers passes, or a pass."""
 
 _FOLDER = "htp_export.capabilities.optimize.passes"
 
@@ -124,6 +120,8 @@ def register(name: str, level: Level, after: str | None = None) -> Callable[[_Ma
 def available() -> dict[str, PassInfo]:
     """Every pass by name, those of installed packages too.
 
+    Their entry points, of the group ``htp_export.passes``, name a pass, or a module that registers passes.
+
     Examples:
         >>> available()["eliminate_dead_nodes"].level
         'exact'
@@ -131,12 +129,10 @@ def available() -> dict[str, PassInfo]:
     for name in names_in(_FOLDER):
         if name not in _registered:
             importlib.import_module(f"{_FOLDER}.{name}")
-    for entry in entry_points(group=GROUP):
-        if entry.name not in _registered:
-            loaded = entry.load()
-            if isinstance(loaded, type) and issubclass(loaded, ir.passes.PassBase) and entry.name not in _registered:
-                level: Level = getattr(loaded, "level", "tolerant")
-                register(entry.name, level)(loaded)
+    for name, entry in plug_ins("passes").items():
+        loaded = entry.load() if name not in _registered else None
+        if isinstance(loaded, type) and issubclass(loaded, ir.passes.PassBase) and name not in _registered:
+            register(name, getattr(loaded, "level", "tolerant"))(loaded)
     return dict(_registered)
 
 
@@ -146,50 +142,34 @@ def find(name: str) -> PassInfo:
     Raises:
         InputError: If there is none; the message lists those there are.
     """
-    if name not in _registered and name in names_in(_FOLDER):
-        importlib.import_module(f"{_FOLDER}.{name}")
-    if name in _registered:
-        return _registered[name]
-    known = available()
+    known = _registered if name in _registered else available()
     if name not in known:
         raise InputError(f"no pass {name!r}; there are: {', '.join(sorted(known))}")
     return known[name]
 
 
 def choose(passes: str | Sequence[str], level: Level) -> list[PassInfo]:
-    """The passes to run.
+    """The passes to run: ``"default"``, names with commas between them, or a list of names.
 
-    Args:
-        passes: ``"default"``, names with commas between them, or a list of names; among names, ``default`` means all
-            default passes.
-        level: What they may do to the results. Default passes that do more are left out.
+    Among names, ``default`` means all default passes, without those that do more to the results than the level allows.
 
     Raises:
         InputError: If there is no such pass or level, or if a pass is named that does more than the level allows.
     """
     if level not in LEVELS:
         raise InputError(f"level {level!r} is none of {', '.join(LEVELS)}")
-    names: Iterable[str] = passes.split(",") if isinstance(passes, str) else passes
+    allowed = LEVELS[: LEVELS.index(level) + 1]
     chosen: list[PassInfo] = []
-    for name in map(str.strip, names):
+    for name in map(str.strip, passes.split(",") if isinstance(passes, str) else passes):
         if name == "default":
-            chosen += [info for info in _default() if _allowed(info, level)]
+            every = available().values()
+            in_order = (info for base in DEFAULT for info in (find(base), *(i for i in every if i.after == base)))
+            chosen += [info for info in in_order if info.level in allowed]
             continue
         info = find(name)
-        if not _allowed(info, level):
+        if info.level not in allowed:
             raise InputError(f"pass {info.name!r} is {info.level}, more than level {level!r} allows")
         chosen.append(info)
     if not chosen:
         raise InputError("no passes were named; give 'default' or names")
     return chosen
-
-
-def _default() -> list[PassInfo]:
-    """The passes that run where none are named, in order."""
-    every = available()
-    further = [info for info in every.values() if info.after is not None]
-    return [info for name in DEFAULT for info in (every[name], *(extra for extra in further if extra.after == name))]
-
-
-def _allowed(info: PassInfo, level: Level) -> bool:
-    return LEVELS.index(info.level) <= LEVELS.index(level)

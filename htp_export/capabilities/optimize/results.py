@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import onnx_ir as ir
@@ -35,12 +35,7 @@ class Change:
     saved_bytes: int = 0
 
     def __add__(self, other: Change) -> Change:
-        return Change(
-            self.removed + other.removed,
-            self.changed + other.changed,
-            self.added + other.added,
-            self.saved_bytes + other.saved_bytes,
-        )
+        return Change(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def saved(self) -> int:
@@ -60,22 +55,29 @@ class PassReport(PlainData):
     Attributes:
         name: The pass.
         level: What it may do to the results.
+        modules: Module path → what it did to nodes and weights of the module itself. A node of several modules, and a
+            weight that several modules read, counts once, at the deepest module above all of them; so the numbers of a
+            pass add up to the whole.
         seconds: How long it took.
-        change: What it did, over all modules.
         fused: Modules that were exact before and are fused since → the modules with which.
         rolled_back: Why its work was undone; empty where it was not.
     """
 
     name: str
     level: str
+    modules: Mapping[str, Change] = field(default_factory=dict, repr=False)
     seconds: float = 0.0
-    change: Change = field(default=Change(), repr=False)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rolled_back: str = ""
 
+    @property
+    def change(self) -> Change:
+        """What it did, over all modules."""
+        return sum(self.modules.values(), Change())
+
     def data(self) -> dict[str, Any]:
         """What `to_dict` has."""
-        return {**super().data(), "seconds": round(self.seconds, 4), **vars(self.change)}
+        return {**super().data(), "seconds": round(self.seconds, 4), **vars(self.change), "modules": self.modules}
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,6 @@ class Optimized(TaggedResult):
     Attributes:
         nodes_before: Number of nodes before, including those in subgraphs.
         nodes_after: Number of nodes after.
-        attribution: Pass → module path → what the pass did to nodes and weights of the module itself. A node of several
-            modules, and a weight that several modules read, counts once, at the deepest module above all of them; so
-            the numbers of a pass add up to the whole.
         passes: The passes that ran, in order.
         max_abs: The largest absolute difference of any output, with ``verify``; None without.
         nan: Outputs that have NaN with and without the passes, with ``verify``: of these elements nothing is known.
@@ -96,11 +95,15 @@ class Optimized(TaggedResult):
 
     nodes_before: int
     nodes_after: int
-    attribution: Mapping[str, Mapping[str, Change]] = field(repr=False)
     passes: tuple[PassReport, ...]
     max_abs: float | None = None
     nan: tuple[str, ...] = ()
     model: ir.Model = field(repr=False, kw_only=True)
+
+    @property
+    def attribution(self) -> dict[str, Mapping[str, Change]]:
+        """Pass → module path → what the pass did to the module itself; see `PassReport`."""
+        return {report.name: report.modules for report in self.passes}
 
     @property
     def rolled_back(self) -> dict[str, str]:
@@ -141,11 +144,6 @@ class Optimized(TaggedResult):
                 at[cut] = at.get(cut, Change()) + change
         return by_pass
 
-    def data(self) -> dict[str, Any]:
-        """What `to_dict` has: of each pass also what it did to each module."""
-        passes = [{**report.data(), "modules": self.attribution.get(report.name, {})} for report in self.passes]
-        return {**super().data(), "passes": passes}
-
     @property
     def summary(self) -> str:
         """How many nodes there were and are, and how far the outputs moved where that was measured."""
@@ -153,11 +151,8 @@ class Optimized(TaggedResult):
         if self.max_abs is None:
             return text
         text += f"; outputs differ by {self.max_abs:.3g} at most"
-        if not self.nan:
-            return text
-        return (
-            f"{text}; of elements that are NaN before and after, in {', '.join(map(repr, self.nan))}, nothing is known"
-        )
+        nan = f"; of elements that are NaN before and after, in {', '.join(map(repr, self.nan))}, nothing is known"
+        return text + (nan if self.nan else "")
 
     def table(self) -> Table:
         """The passes."""
@@ -185,7 +180,7 @@ class OptimizedModels(Result):
     Examples:
         >>> import onnx_ir as ir
         >>> model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 20}), ir_version=10)
-        >>> one = Optimized(5, 3, {}, (PassReport("fold_constants", "exact", change=Change(3, 0, 1)),), model=model)
+        >>> one = Optimized(5, 3, (PassReport("fold_constants", "exact", {"": Change(3, 0, 1)}),), model=model)
         >>> both = OptimizedModels({"bert": one, "vit": one})
         >>> both.attribution["fold_constants"]["vit"].saved, both.total["fold_constants"].saved
         (2, 4)
@@ -231,10 +226,17 @@ class OptimizedModels(Result):
         for name in ("nodes_before", "nodes_after"):
             counts = [getattr(result, name) for result in self.models.values()]
             lines.append([name.replace("_", " "), *counts, sum(counts), ""])
-        heads, sums = ["nodes fewer by", *self.models, "all", "saved"], lines[-2:]
+        sums = lines[-2:]
         columns: list[Column[list[Any]]] = [
-            Column(head, head, itemgetter(k), text=str, style=lambda line: "bold" if line in sums else "", right=k > 0)
-            for k, head in enumerate(heads)
+            Column(
+                head,
+                head,
+                operator.itemgetter(k),
+                text=str,
+                style=lambda line: "bold" if line in sums else "",
+                right=k > 0,
+            )
+            for k, head in enumerate(["nodes fewer by", *self.models, "all", "saved"])
         ]
         return columns, lines
 

@@ -1,31 +1,45 @@
-"""Runs passes until none changes the model, and records what each did to each module."""
+"""Runs passes until none changes the model, checks their outputs, and records what each did to each module."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.barriers import barriers, take_barriers
 from htp_export.capabilities.optimize.bookkeeping import Bookkeeping
-from htp_export.capabilities.optimize.checking import OutputCheck
 from htp_export.capabilities.optimize.merging import PassDifference
-from htp_export.capabilities.optimize.registry import PassInfo
+from htp_export.capabilities.optimize.registry import Level, PassInfo
 from htp_export.capabilities.optimize.results import Change, PassReport
-from htp_export.errors import InputError, PassError
+from htp_export.editing.editing import stand_in
+from htp_export.errors import FileError, InputError, PassError
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
+from htp_export.runtime.arrays import Array, nan_in
+from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.sessions import RunnableModel, Session, as_written, temporary_folder
 
-__all__ = ["Pipeline"]
+__all__ = ["OutputCheck", "Pipeline"]
 
 _log = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 12
 """Rounds of all passes, after which the model stays as it is: two passes that undo each other's work would not end."""
+
+_BARRIER = ("htp_export", "Barrier")
+"""Domain and type of an opaque operator: no pattern matches across its nodes."""
+
+
+_TOLERANCE: Mapping[Level, float] = {"exact": 0.0, "tolerant": 1e-5, "fused": 1e-3}
+"""Largest difference of an output, relative to its largest value if that is more than 1."""
+
+_SIZES = (2, 8, 5, 3, 7)  # of open dimensions, in order
 
 
 @dataclass
@@ -41,17 +55,71 @@ class _Account:
     seen: int = -1  # the state of the model after it ran last
 
 
+class OutputCheck:
+    """Compares outputs of a model with what they were before each pass, and at first.
+
+    Without ``inputs`` they are random: floats of a normal distribution, integers 0 and 1, and booleans half of them
+    true. The largest difference so far is ``max_abs``; ``nan`` names outputs with NaN, of which no difference is known.
+
+    Raises:
+        InputError: If the model cannot be run on the inputs.
+    """
+
+    def __init__(self, model: ir.Model, inputs: Mapping[str, Any] | None = None) -> None:
+        if inputs is None:
+            inputs = Inputs.of(model).random(open_sizes=_SIZES, true=0.5).arrays
+        self._inputs = {name: np.asarray(array) for name, array in inputs.items()}
+        try:
+            self._expected = self._latest = self._outputs(model)
+        except FileError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the model does not run in ONNX Runtime, so that nothing can be verified: {error}"
+            ) from error
+        self.nan = tuple(nan_in(self._expected))
+        self.max_abs = 0.0
+
+    def fault(self, model: ir.Model, level: Level) -> str:
+        """Why the model after a pass does not agree with the level of the pass; empty if it does."""
+        try:
+            outputs = self._outputs(model)
+        except Exception as error:
+            return f"it does not run any more: {str(error).splitlines()[0][:200]}"
+        for name, expected in self._latest.items():
+            if name not in outputs or outputs[name].shape != expected.shape or outputs[name].dtype != expected.dtype:
+                return f"output {name!r} has another shape or dtype"
+            off, scale = _distance(expected, outputs[name])
+            if not off <= _TOLERANCE[level] * max(1.0, scale):
+                return f"output {name!r} is off by {off:.3g}, more than {level} allows"
+        self._latest = outputs
+        self.max_abs = max((_distance(array, outputs[name])[0] for name, array in self._expected.items()), default=0.0)
+        return ""
+
+    def _outputs(self, model: ir.Model) -> dict[str, Array]:
+        with temporary_folder() as folder:
+            session = Session(RunnableModel.of(model, "the model", folder), changes=as_written(threads=1))
+            return session.run(self._inputs)
+
+
+def _distance(expected: Array, actual: Array) -> tuple[float, float]:
+    """The largest difference, infinite where only one of two numbers is finite; and the largest finite number."""
+    if expected.dtype.kind in "biuSUO":
+        return (0.0 if np.array_equal(expected, actual) else float("inf")), 0.0
+    a, b = expected.astype(np.float64), actual.astype(np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        off = np.where(same, 0.0, np.abs(a - b))
+    off = np.where(np.isnan(off), np.inf, off)
+    return float(off.max(initial=0.0)), float(np.abs(a[np.isfinite(a)]).max(initial=0.0))
+
+
 class Pipeline:
     """Passes, in order, again and again while any of them changes the model.
 
-    Args:
-        passes: The passes.
-        check: Compares outputs; a pass that breaks its level is undone, named, and not run again.
-        keep_exact: No pass may make a module inexact whose boundary tensors all remain.
-        watch: Called after each run that changed the model, with the pass, what it did, and the model.
-
-    Attributes:
-        running: Name of the pass that started last.
+    A pass that breaks its level, as far as ``check`` sees, is undone, named, and not run again. With ``keep_exact``, no
+    pass may make a module inexact whose boundary tensors all remain. ``watch`` is called after each run that changed
+    the model, with the pass, what it did, and the model. ``running`` is the pass that started last.
     """
 
     def __init__(
@@ -63,19 +131,13 @@ class Pipeline:
         watch: Callable[[PassInfo, PassDifference, ir.Model], None] | None = None,
     ) -> None:
         self._accounts = [_Account(info) for info in passes]
-        self._check = check
-        self._keep_exact = keep_exact
-        self._watch = watch
+        self._check, self._keep_exact, self._watch = check, keep_exact, watch
         self.running = ""
 
     def run(self, tagged: TaggedModel) -> TaggedModel:
-        """Run the passes on a model, which is changed in place.
-
-        Returns:
-            The model; another one, if a pass made a new one or was undone.
+        """Run the passes on a model, which is changed in place; another one, if a pass made a new one or was undone.
 
         Raises:
-            FileError: If weights cannot be read.
             PassError: If a pass fails; the model is as that pass left it, and of no use any more.
         """
         books, state = Bookkeeping(tagged), 0
@@ -84,47 +146,45 @@ class Pipeline:
             for account in counted(self._accounts, "passes"):
                 if account.seen == state or account.rolled_back:
                     continue
-                state += self._step(account, books)
+                kept = books.twin() if self._check is not None or self._keep_exact else None
+                books, modified = self._step(account, books, kept)
+                state += modified
                 account.seen = state
             if state == started:
                 break
         return books.finish()
 
-    def _step(self, account: _Account, books: Bookkeeping) -> bool:
-        """Run one pass once; whether it changed anything."""
+    def _step(self, account: _Account, books: Bookkeeping, kept: Bookkeeping | None) -> tuple[Bookkeeping, bool]:
+        """Run one pass once; the books afterwards (the kept ones if it was undone), and whether it changed anything."""
         began = time.perf_counter()
-        mark = books.mark() if self._check is not None or self._keep_exact else None
         modified, changes, fused = self._run(account, books)
-        while self._keep_exact and mark is not None and (across := books.worked_across(fused) - account.held):
+        while self._keep_exact and kept is not None and (across := books.worked_across(fused) - account.held):
             account.held |= across
-            books.restore(mark)
-            mark = books.mark()
+            books, kept = kept, kept.twin()
             modified, changes, fused = self._run(account, books)
         account.seconds += time.perf_counter() - began
         if not modified:
-            return False
-        if self._check is not None and mark is not None:
-            fault = self._check.fault(books.model, account.info.level)
-            if fault:
-                _log.warning("pass %s was undone: %s", account.info.name, fault)
-                account.rolled_back = fault
-                books.restore(mark)
-                return False
+            return books, False
+        if self._check is not None and kept is not None:
+            account.rolled_back = self._check.fault(books.model, account.info.level)
+            if account.rolled_back:
+                _log.warning("pass %s was undone: %s", account.info.name, account.rolled_back)
+                return kept, False
         for path, change in changes.items():
             account.changes[path] += change
         account.fused.update(fused)
         if self._watch is not None:
             self._watch(account.info, books.difference, books.model)
-        return True
+        return books, True
 
     def _run(self, account: _Account, books: Bookkeeping) -> tuple[bool, dict[str, Change], dict[str, tuple[str, ...]]]:
         """Run a pass, with barriers at tensors that it may not cross; whether it changed anything, and its changes."""
         self.running = account.info.name
         held = {value for name in account.held if (value := books.tensor(name)) is not None}
         try:
-            with barriers(books.model.graph, held):
+            with _barriers(books.model.graph, held):
                 result = account.info.make()(books.model)
-            take_barriers(result.model.graph)
+            _take_barriers(result.model.graph)
             books.model = result.model
             return result.modified, *(books.settle() if result.modified else ({}, {}))
         except InputError:  # weights that cannot be read: no fault of the pass
@@ -137,18 +197,43 @@ class Pipeline:
     def reports(self) -> tuple[PassReport, ...]:
         """What each pass did."""
         return tuple(
-            PassReport(
-                account.info.name,
-                account.info.level,
-                account.seconds,
-                sum(account.changes.values(), Change()),
-                dict(account.fused),
-                account.rolled_back,
-            )
-            for account in self._accounts
+            PassReport(a.info.name, a.info.level, dict(a.changes), a.seconds, dict(a.fused), a.rolled_back)
+            for a in self._accounts
         )
 
-    @property
-    def attribution(self) -> dict[str, dict[str, Change]]:
-        """Pass → module path → its changes to nodes of the module itself."""
-        return {account.info.name: dict(account.changes) for account in self._accounts}
+
+@contextlib.contextmanager
+def _barriers(graph: ir.Graph, values: Iterable[ir.Value]) -> Iterator[None]:
+    """Insert an opaque node after each tensor, and remove it afterwards, also after an error."""
+    domain, operator = _BARRIER
+    try:
+        for value in values:
+            readers = list(value.uses())
+            barrier = ir.node(operator, [value], domain=domain)
+            behind = barrier.outputs[0]
+            behind.shape, behind.type, behind.name = value.shape, value.type, f"{value.name}_behind"
+            for node, place in readers:  # a result of the model stays one
+                node.replace_input_with(place, behind)
+            if (maker := value.producer()) is not None:
+                graph.insert_after(maker, barrier)
+            elif len(graph):
+                graph.insert_before(graph[0], barrier)
+            else:
+                graph.append(barrier)
+        graph.opset_imports[domain] = 1
+        yield
+    finally:
+        _take_barriers(graph)
+
+
+def _take_barriers(graph: ir.Graph) -> None:
+    """Remove every barrier from a graph, also from one that a pass returns in place of its own."""
+    for node in list(graph):
+        if (node.domain, node.op_type) != _BARRIER:
+            continue
+        value = node.inputs[0]
+        if value is None or not stand_in(node.outputs[0], value):  # it became a result of the model
+            node.domain, node.op_type = "", "Identity"
+        else:
+            graph.remove(node, safe=True)
+    graph.opset_imports.pop(_BARRIER[0], None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -15,9 +14,9 @@ from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.path_names import check_style, check_tags, give_path_names
+from htp_export.model.path_names import Renamed, check_style, check_tags, give_path_names
 from htp_export.model.regions import all_nodes
-from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
+from htp_export.model.tagged import HoldsModel, ModelSource, load
 from htp_export.results.columns import Column
 from htp_export.results.result import Table
 
@@ -27,7 +26,7 @@ _MOST_LINES = 40
 
 
 @dataclass(frozen=True)
-class Named(HoldsModel):
+class Named(HoldsModel, Renamed):
     """The result of `names`.
 
     Attributes:
@@ -40,12 +39,8 @@ class Named(HoldsModel):
         tensors_total: How many tensors there are.
     """
 
-    model: ir.Model = field(repr=False)
-    style: str
-    nodes: Mapping[str, str]
-    tensors: Mapping[str, str]
-    nodes_total: int
-    tensors_total: int
+    model: ir.Model = field(repr=False, kw_only=True)
+    style: str = field(kw_only=True)
 
     @property
     def summary(self) -> str:
@@ -55,9 +50,8 @@ class Named(HoldsModel):
 
     def table(self) -> Table | None:
         """The first names that changed."""
-        listed, more = list(self.nodes.items()), len(self.nodes) - _MOST_LINES
-        rows = [*listed[:_MOST_LINES], *([(f"… and {more} more", "")] if more > 0 else [])]
-        return (NAME_COLUMNS, rows) if rows else None
+        rows, more = list(self.nodes.items())[:_MOST_LINES], len(self.nodes) - _MOST_LINES
+        return (NAME_COLUMNS, [*rows, *([(f"… and {more} more", "")] if more > 0 else [])]) if rows else None
 
 
 NAME_COLUMNS: tuple[Column[tuple[str, str]], ...] = (
@@ -115,20 +109,14 @@ def names(
     check_target(output)
     tagged = load(model)
     check_tags(tagged)
-    nested = _modules_of_functions(tagged)
+    bodies = {key for key in tagged.model.functions if key[0] == DOMAIN}
+    calls = (node for node in all_nodes(tagged.model) if node.op_identifier() in bodies)
+    nested = dict.fromkeys(f"re:{re.escape(owner)}" for node in calls for owner in tagged.owners_of(node))
     work = dissolved(tagged) if nested else tagged.clone()
     renamed = give_path_names(work)
-    named = functions(work.model, nested).model if nested else work.model
+    named = functions(work.model, [*nested]).model if nested else work.model
     if tags.MAP in tagged.model.metadata_props:
         named = embed_map(named)
     if output is not None:
         write_model(named, output, share_weights=share_weights)
-    return Named(named, style, renamed.nodes, renamed.tensors, renamed.nodes_total, renamed.tensors_total)
-
-
-def _modules_of_functions(tagged: TaggedModel) -> list[str]:
-    """Selectors of the modules that are functions of the model."""
-    functions = {key for key in tagged.model.functions if key[0] == DOMAIN}
-    calls = (node for node in all_nodes(tagged.model) if node.op_identifier() in functions)
-    paths = dict.fromkeys(owner for node in calls for owner in tagged.owners_of(node))
-    return [f"re:{re.escape(path)}" for path in paths]
+    return Named(**vars(renamed), model=named, style=style)

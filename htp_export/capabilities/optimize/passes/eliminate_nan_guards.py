@@ -46,31 +46,18 @@ def _guarded(node: ir.Node) -> ir.Node | None:
     return softmax if same else None
 
 
-def _has_finite_rows(value: ir.Value | None) -> bool:
-    """Whether each row of a tensor has an element that no mask makes infinite."""
-    node = producer_of(value, "Add", "Div", "MatMul", "Mul")
+def _has_finite_rows(value: ir.Value | None, *, masked: bool = True) -> bool:
+    """Whether each row of a product, scaled by finite numbers and masked at most once, has a finite element."""
+    node = producer_of(value, "Div", "MatMul", "Mul", *(["Add"] if masked else []))
     if node is None or node.op_type == "MatMul":
         return node is not None
     for place in (1, 0) if node.op_type != "Div" else (1,):
-        numbers = constant_array(node.inputs[place], _LARGEST)
+        numbers, operand = constant_array(node.inputs[place], _LARGEST), node.inputs[1 - place]
         if numbers is None:
             continue
         if np.isfinite(numbers).all():
-            return _has_finite_rows(node.inputs[1 - place])
-        operand = node.inputs[1 - place]
-        masked_once = node.op_type == "Add" and is_product(operand)
+            return _has_finite_rows(operand, masked=masked)
         rows = np.isfinite(numbers).any(axis=-1) if numbers.ndim else np.zeros(1, bool)
-        return masked_once and not np.isnan(numbers).any() and not (numbers == np.inf).any() and bool(rows.all())
-    return False
-
-
-def is_product(value: ir.Value | None) -> bool:
-    """Whether a value is a matrix product, possibly scaled by finite numbers."""
-    node = producer_of(value, "Div", "MatMul", "Mul")
-    if node is None or node.op_type == "MatMul":
-        return node is not None
-    for place in (1, 0) if node.op_type == "Mul" else (1,):
-        numbers = constant_array(node.inputs[place], _LARGEST)
-        if numbers is not None:
-            return bool(np.isfinite(numbers).all()) and is_product(node.inputs[1 - place])
+        only_masks = node.op_type == "Add" and not np.isnan(numbers).any() and not (numbers == np.inf).any()
+        return only_masks and bool(rows.all()) and _has_finite_rows(operand, masked=False)
     return False

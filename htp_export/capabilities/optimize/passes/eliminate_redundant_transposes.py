@@ -20,23 +20,24 @@ class EliminateRedundantTransposes(NodePass):
     operators = ("Transpose",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        perm, source = permutation(node, self.known), node.inputs[0]
-        if perm is None or source is None:
+        joint, source = permutation(node, self.known), node.inputs[0]
+        if joint is None or source is None:
             return False
-        if perm == sorted(perm):
-            return _leave_out("identity_transpose", [node], source)
-        first = producer_of(source, "Transpose")
-        before = None if first is None else permutation(first, self.known)
-        if first is None or first.inputs[0] is None or before is None:
-            return False
-        joint = [before[axis] for axis in perm]
-        kind = "cancelling_transposes" if joint == sorted(joint) else "chained_transposes"
-        if is_boundary(source):
-            decline(kind, [first, node], "a module takes or gives the tensor in between")
-            return False
-        if joint == sorted(joint):
-            return _leave_out(kind, [first, node], first.inputs[0])
-        replace(node, [ir.node("Transpose", [first.inputs[0]], {"perm": joint})])
+        nodes, kind = [node], "identity_transpose"
+        if joint != sorted(joint):
+            first = producer_of(source, "Transpose")
+            before = None if first is None else permutation(first, self.known)
+            if first is None or first.inputs[0] is None or before is None:
+                return False
+            nodes, joint = [first, node], [before[axis] for axis in joint]
+            kind = "cancelling_transposes" if joint == sorted(joint) else "chained_transposes"
+            if is_boundary(source):
+                return decline(kind, nodes, "a module takes or gives the tensor in between")
+            source = first.inputs[0]
+        if kind == "chained_transposes":
+            replace(node, [ir.node("Transpose", [source], {"perm": joint})])
+        elif not stand_in(node.outputs[0], source):
+            return decline(kind, nodes, NEEDS_A_NAME)
         return True
 
 
@@ -46,11 +47,3 @@ def permutation(node: ir.Node, known: Symbolic) -> list[int] | None:
     if written is not None:
         return list(written)
     return None if rank is None else list(reversed(range(rank)))
-
-
-def _leave_out(kind: str, nodes: list[ir.Node], source: ir.Value) -> bool:
-    """Replace the output of the last of consecutive transpositions by the input of the first."""
-    if stand_in(nodes[-1].outputs[0], source):
-        return True
-    decline(kind, nodes, NEEDS_A_NAME)
-    return False

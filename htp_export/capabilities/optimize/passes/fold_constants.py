@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
@@ -53,35 +55,29 @@ def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
     modified = False
     for node in graph:
         weight = node.inputs[0] if is_standard(node, *_VIEWS) else None
-        if weight is None or not is_constant(weight) or weight.const_value is None:
+        tensor = weight.const_value if weight is not None and is_constant(weight) else None
+        if weight is None or tensor is None or tensor.size <= _SMALL or tensor.dtype == ir.DataType.STRING:
             continue
-        large = weight.const_value.size > _SMALL and weight.const_value.dtype != ir.DataType.STRING
-        if large and not node.outputs[0].is_graph_output():
-            known = known or Symbolic(graph, model.opset_imports)
-            modified |= _view(model, graph, node, weight, known)
+        known = known or Symbolic(graph, model.opset_imports)
+        shape = known.shape(node.outputs[0])
+        sizes = [size for size in shape or () if isinstance(size, int)]
+        growth = 0 if all(use.node is node for use in weight.uses()) else bytes_of(tensor)
+        if node.outputs[0].is_graph_output() or shape is None or len(sizes) < len(shape) or growth > room_left(model):
+            continue
+        perm = node.attributes.get_ints("perm") or list(reversed(range(len(sizes))))
+        view = _view(tensor, sizes, perm if node.op_type == "Transpose" else None)
+        modified |= _store(graph, node.outputs[0], view, growth)
     if modified:
         remove_unused(model)
     return modified
 
 
-def _view(model: ir.Model, graph: ir.Graph, node: ir.Node, weight: ir.Value, known: Symbolic) -> bool:
-    tensor, shape = weight.const_value, known.shape(node.outputs[0])
-    if tensor is None or shape is None or not all(isinstance(dim, int) for dim in shape):
-        return False
-    growth = 0 if all(use.node is node for use in weight.uses()) else bytes_of(tensor)
-    if growth > room_left(model):
-        return False
-    sizes = [int(str(dim)) for dim in shape]
-    perm = (
-        list(node.attributes.get_ints("perm") or reversed(range(len(sizes)))) if node.op_type == "Transpose" else None
-    )
-
+def _view(tensor: ir.TensorProtocol, sizes: Sequence[int], perm: Sequence[int] | None) -> ir.LazyTensor:
     def laid_out() -> ir.TensorProtocol:
         array = tensor.numpy()
         return ir.tensor(array.reshape(sizes) if perm is None else array.transpose(perm))
 
-    view = ir.LazyTensor(laid_out, tensor.dtype, ir.Shape(sizes))
-    return _store(graph, node.outputs[0], view, growth)
+    return ir.LazyTensor(laid_out, tensor.dtype, ir.Shape(sizes))
 
 
 def _fold(model: ir.Model, graph: ir.Graph) -> bool:
@@ -105,30 +101,26 @@ def _keep(
     model: ir.Model,
     graph: ir.Graph,
     work: ConstantNodes,
-    results: dict[ir.Value, ir.TensorProtocol],
+    results: Mapping[ir.Value, ir.TensorProtocol],
     left_out: set[ir.Node],
 ) -> bool:
     """Replace values by their results; values that are too large, or no tensors, keep their nodes."""
     room, folded = room_left(model), False
     freed = work.freed if len(results) == len(work.results) else 0
-    if sum(bytes_of(tensor) for tensor in results.values()) - freed > room:
+    if sum(map(bytes_of, results.values())) - freed > room:
         freed = 0
     for value in sorted(work.results, key=lambda value: bytes_of(results.get(value))):
         tensor, maker = results.get(value), value.producer()
+        assert maker is not None
         growth = max(0, bytes_of(tensor) - freed)
         if tensor is None or growth > room:
-            if maker is not None:
-                left_out.add(maker)
-                decline("unfolded_constants", [maker], f"the result is large: {growth:,} bytes more")
+            left_out.add(maker)
+            decline("unfolded_constants", [maker], f"the result is large: {growth:,} bytes more")
             continue
         room, freed = room - growth, max(0, freed - bytes_of(tensor))
         if _store(graph, value, tensor, growth):
             folded = True
-            if (
-                maker is not None
-                and subgraphs(maker)
-                and not any(v.uses() or v.is_graph_output() for v in maker.outputs)
-            ):
+            if subgraphs(maker) and not any(v.uses() or v.is_graph_output() for v in maker.outputs):
                 release(maker)
     return folded
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass
+from htp_export.capabilities.optimize.node_pass import NodePass, absorbed
 from htp_export.capabilities.optimize.passes.eliminate_redundant_transposes import permutation
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import is_boundary, multiple, replace, scaled
@@ -31,51 +31,68 @@ class FuseAttention(NodePass):
     opset = 23
 
     def rewrite(self, node: ir.Node) -> bool:
+        attention = _written(node) if node.op_type == "Attention" else _match(node, self.known)
+        if attention is None:
+            return False
+        if joined := _joined(node, attention, self.known):
+            end, inputs, heads = joined
+            attributes = {**attention.attributes, "q_num_heads": heads, "kv_num_heads": heads}
+            replace(end, [ir.node("Attention", [*inputs, *attention.rest], attributes)])
+            return True
         if node.op_type == "Attention":
-            return _join_heads(node, self.known)
-        softmax = _made_for(node.inputs[0], node, "Softmax")
-        attention = _match(node, softmax, self.known) if softmax is not None else None
-        if attention is not None:
-            _fuse(node, attention, self.known)
-        return attention is not None
+            return False
+        nodes: list[ir.Node] = []
+        keys = attention.keys
+        if attention.turned:
+            nodes.append(ir.node("Transpose", [keys], {"perm": _HEADS_FIRST}))
+            keys = nodes[0].outputs[0]
+        nodes.append(
+            ir.node("Attention", [attention.queries, keys, attention.values, *attention.rest], attention.attributes)
+        )
+        replace(node, nodes)
+        return True
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """The inputs of an attention, each of batch, heads, length and features."""
+    """The inputs of an attention, the first three of batch, heads, length and features, and its attributes."""
 
     queries: ir.Value
     keys: ir.Value
     values: ir.Value
-    mask: ir.Value | None
-    scale: float
-    turned: bool  # the keys are of batch, length, heads, features
+    rest: Sequence[ir.Value | None] = ()
+    attributes: Mapping[str, ir.Attr | float] = field(default_factory=dict)
+    turned: bool = False  # the keys are of batch, length, heads, features
 
 
-def _made_for(value: ir.Value | None, reader: ir.Node, *op_types: str) -> ir.Node | None:
-    """The producer of a value that has one consumer and is no boundary, if it is of one of these operators."""
-    if value is None or is_boundary(value) or only_consumer(value) is not reader:
+def _written(node: ir.Node) -> _Attention | None:
+    """What an ``Attention`` has, if it can absorb the reshapes and transpositions that split and join heads."""
+    queries, keys, values = node.inputs[:3]
+    if queries is None or keys is None or values is None or len(node.outputs) > 1 or any(node.inputs[4:]):
         return None
-    return producer_of(value, *op_types)
+    return _Attention(queries, keys, values, node.inputs[3:], node.attributes)
 
 
-def _match(last: ir.Node, softmax: ir.Node, known: Symbolic) -> _Attention | None:
-    values = last.inputs[1]
-    if softmax.attributes.get_int("axis", -1) not in (-1, 3) or values is None or known.rank(values) != 4:
+def _match(last: ir.Node, known: Symbolic) -> _Attention | None:
+    """The attention whose last product is a node."""
+    softmax, values = absorbed(last.inputs[0], "Softmax"), last.inputs[1]
+    if softmax is None or softmax.attributes.get_int("axis", -1) not in (-1, 3):
         return None
-    scores, mask, reader = softmax.inputs[0], None, softmax
-    if (masked := _made_for(scores, reader, "Add")) is not None:
-        place = next((k for k in (0, 1) if _made_for(masked.inputs[k], masked, "MatMul", "Mul", "Div")), None)
+    if values is None or known.rank(values) != 4:
+        return None
+    scores, mask = softmax.inputs[0], None
+    if (masked := absorbed(scores, "Add")) is not None:
+        place = next((k for k in (0, 1) if absorbed(masked.inputs[k], "MatMul", "Mul", "Div")), None)
         if place is None:
             return None
-        scores, mask, reader = masked.inputs[place], masked.inputs[1 - place], masked
+        scores, mask = masked.inputs[place], masked.inputs[1 - place]
     scale = 1.0
-    while (scaling := _made_for(scores, reader, "Mul", "Div")) is not None:
+    while (scaling := absorbed(scores, "Mul", "Div")) is not None:
         factor = multiple(scaling)
         if factor is None or known.rank(factor[0]) != 4:
             return None
-        scores, scale, reader = factor[0], scale * float(factor[1]), scaling
-    product = _made_for(scores, reader, "MatMul")
+        scores, scale = factor[0], scale * float(factor[1])
+    product = absorbed(scores, "MatMul")
     queries = product.inputs[0] if product is not None else None
     if (inner := scaled(queries)) is not None:
         queries, scale = inner[0], scale * float(inner[1])
@@ -87,7 +104,8 @@ def _match(last: ir.Node, softmax: ir.Node, known: Symbolic) -> _Attention | Non
         return None
     if keys is None or perm not in ([0, 1, 3, 2], [0, 2, 3, 1]) or not _mask_fits(mask, product, known):
         return None
-    return _Attention(queries, keys, values, mask, scale, turned=perm == [0, 2, 3, 1])
+    rest = [mask] if mask is not None else []
+    return _Attention(queries, keys, values, rest, {"scale": scale}, turned=perm == [0, 2, 3, 1])
 
 
 def _mask_fits(mask: ir.Value | None, product: ir.Node, known: Symbolic) -> bool:
@@ -97,37 +115,6 @@ def _mask_fits(mask: ir.Value | None, product: ir.Node, known: Symbolic) -> bool
     shape, scores = known.shape(mask), known.shape(product.outputs[0])
     numbers = known.dtype(mask) == known.dtype(product.outputs[0]) is not None
     return shape is not None and scores is not None and numbers and 2 <= len(shape) <= 4 and shape[-2:] == scores[-2:]
-
-
-def _join_heads(node: ir.Node, known: Symbolic) -> bool:
-    """Let an ``Attention`` absorb the reshapes and transpositions that split and join heads."""
-    queries, keys, values = node.inputs[:3]
-    if queries is None or keys is None or values is None or len(node.outputs) > 1 or any(node.inputs[4:]):
-        return False
-    joined = _joined(node, _Attention(queries, keys, values, None, 1.0, turned=False), known)
-    if joined is None:
-        return False
-    end, inputs, heads = joined
-    attributes = [*node.attributes.values()]
-    numbers = [ir.AttrInt64("q_num_heads", heads), ir.AttrInt64("kv_num_heads", heads)]
-    replace(end, [ir.Node("", "Attention", [*inputs, *node.inputs[3:]], [*attributes, *numbers])])
-    return True
-
-
-def _fuse(last: ir.Node, attention: _Attention, known: Symbolic) -> None:
-    joined = _joined(last, attention, known)
-    mask = [attention.mask] if attention.mask is not None else []
-    if joined is not None:
-        end, inputs, heads = joined
-        attributes = {"scale": attention.scale, "q_num_heads": heads, "kv_num_heads": heads}
-        replace(end, [ir.node("Attention", [*inputs, *mask], attributes)])
-        return
-    nodes, keys = [], attention.keys
-    if attention.turned:
-        nodes.append(ir.node("Transpose", [keys], {"perm": _HEADS_FIRST}))
-        keys = nodes[0].outputs[0]
-    inputs = [attention.queries, keys, attention.values]
-    replace(last, [*nodes, ir.node("Attention", [*inputs, *mask], {"scale": attention.scale})])
 
 
 def _joined(last: ir.Node, attention: _Attention, known: Symbolic) -> tuple[ir.Node, Sequence[ir.Value], int] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
@@ -29,10 +31,23 @@ class FuseConvBatchnorm(NodePass):
         if conv is None:
             return False
         if why := _why_not(conv, node):
-            decline("conv_batchnorm", [conv, node], why)
-            return False
-        _fuse(self.graph, conv, node)
+            return decline("conv_batchnorm", [conv, node], why)
+        self._fuse(conv, node)
         return True
+
+    def _fuse(self, conv: ir.Node, norm: ir.Node) -> None:
+        weight: Any = conv.inputs[1]
+        tensor = weight.const_value
+        scale, shift = _scale_and_shift(norm, _bias(conv))
+        column = scale.reshape(-1, *[1] * (len(tensor.shape) - 1))
+        lazy = ir.LazyTensor(
+            lambda: ir.tensor((tensor.numpy() * column).astype(np.float32)),
+            tensor.dtype,
+            ir.Shape(tensor.shape.numpy()),
+        )
+        normalized = add_initializer(self.graph, lazy, f"{weight.name}_normalized")
+        bias = add_initializer(self.graph, ir.tensor(shift), f"{weight.name}_bias")
+        replace(norm, [ir.node("Conv", [conv.inputs[0], normalized, bias], conv.attributes)])
 
 
 def _why_not(conv: ir.Node, norm: ir.Node) -> str:
@@ -66,19 +81,3 @@ def _scale_and_shift(norm: ir.Node, bias: ir.Value | None) -> tuple[Array, Array
     with np.errstate(all="ignore"):
         scale = gamma / np.sqrt(variance + np.float32(norm.attributes.get_float("epsilon", 1e-5)))
         return scale, (beta + (before - mean) * scale).astype(np.float32)
-
-
-def _fuse(graph: ir.Graph, conv: ir.Node, norm: ir.Node) -> None:
-    weight = conv.inputs[1]
-    tensor: ir.TensorProtocol = weight.const_value  # type: ignore[assignment, union-attr]
-    scale, shift = _scale_and_shift(norm, _bias(conv))
-    column = scale.reshape(-1, *[1] * (len(tensor.shape) - 1))
-    lazy = ir.LazyTensor(
-        lambda: ir.tensor((tensor.numpy() * column).astype(np.float32)), tensor.dtype, ir.Shape(tensor.shape.numpy())
-    )
-    inputs = [
-        conv.inputs[0],
-        add_initializer(graph, lazy, f"{weight.name}_normalized"),  # type: ignore[union-attr]
-        add_initializer(graph, ir.tensor(shift), f"{weight.name}_bias"),  # type: ignore[union-attr]
-    ]
-    replace(norm, [ir.node("Conv", inputs, conv.attributes)])

@@ -24,8 +24,7 @@ class FuseConvRelu(NodePass):
         if conv is None:
             return False
         if only_consumer(conv.outputs[0]) is None:
-            decline("conv_relu", [conv, node], "what the Conv gives is read elsewhere")
-            return False
+            return decline("conv_relu", [conv, node], "what the Conv gives is read elsewhere")
         attributes = {**conv.attributes, "activation": ir.AttrString("activation", "Relu")}
         replace(node, [ir.node("FusedConv", conv.inputs, attributes, domain=_DOMAIN)])
         self.graph.opset_imports.setdefault(_DOMAIN, 1)

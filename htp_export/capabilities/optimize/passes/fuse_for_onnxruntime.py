@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.near_matching import near_matching
+from htp_export.capabilities.optimize.node_pass import integers
 from htp_export.capabilities.optimize.passes.fuse_conv_batchnorm import has_large_factors
 from htp_export.capabilities.optimize.passes.simplify_shape_chains import reshape_target
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import (
-    add_constant,
     constant_array,
     is_constant,
     multiple,
@@ -101,34 +100,32 @@ def _unflatten(model: ir.Model) -> None:
         if not is_standard(node, "Gemm") or len(node.inputs) < 3:
             continue
         first, last = producer_of(node.inputs[0], "Reshape"), only_consumer(node.outputs[0], "Reshape")
-        if first is None or last is None:
-            continue
-        known = known or Symbolic(model.graph)
-        _unflatten_one(model.graph, first, node, last, known)
+        if first is not None and last is not None and _is_plain(node):
+            known = known or Symbolic(model.graph)
+            _unflatten_one(first, node, last, known)
     if known is not None:
         remove_unused(model)
 
 
-def _unflatten_one(graph: ir.Graph, first: ir.Node, gemm: ir.Node, last: ir.Node, known: Symbolic) -> None:
-    attributes = gemm.attributes
-    if any(attributes.get_int(key, 0) for key in ("transA", "transB")):
-        return
-    if any(attributes.get_float(key, 1.0) != 1.0 for key in ("alpha", "beta")):
-        return
-    source = first.inputs[0]
-    source_shape, matrix, result = known.shape(source), known.shape(gemm.inputs[1]), known.shape(last.outputs[0])
-    if source is None or source_shape is None or matrix is None or result is None or len(result) < 3:
+def _is_plain(gemm: ir.Node) -> bool:
+    """Whether a ``Gemm`` is a product and a sum, nothing transposed or scaled."""
+    turned = any(gemm.attributes.get_int(key, 0) for key in ("transA", "transB"))
+    return not turned and all(gemm.attributes.get_float(key, 1.0) == 1.0 for key in ("alpha", "beta"))
+
+
+def _unflatten_one(first: ir.Node, gemm: ir.Node, last: ir.Node, known: Symbolic) -> None:
+    source, shape, matrix = first.inputs[0], known.shape(first.inputs[0]), known.shape(gemm.inputs[1])
+    result = known.shape(last.outputs[0])
+    if source is None or shape is None or matrix is None or result is None or len(result) < 3:
         return
     if result[-1] != matrix[1] or known.rank(gemm.inputs[2]) != 1:
         return
-    wanted = (*result[:-1], matrix[0])
-    target = reshape_target(source_shape, wanted)
-    nodes = []
-    if source_shape != wanted:
+    wanted, nodes = (*result[:-1], matrix[0]), []
+    if shape != wanted:
+        target = reshape_target(shape, wanted)
         if target is None:
             return
-        shape = add_constant(graph, np.array(target, np.int64), f"{last.outputs[0].name}_rows")
-        nodes.append(ir.node("Reshape", [source, shape]))
+        nodes.append(ir.node("Reshape", [source, integers(last, target, "rows")]))
         source = nodes[0].outputs[0]
     product = ir.node("MatMul", [source, gemm.inputs[1]])
     replace(last, [*nodes, product, ir.node("Add", [product.outputs[0], gemm.inputs[2]])])

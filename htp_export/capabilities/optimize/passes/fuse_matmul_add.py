@@ -9,7 +9,6 @@ from htp_export.capabilities.optimize.node_pass import NodePass
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import is_boundary, is_constant, replace
 from htp_export.model.neighbours import only_consumer, producer_of
-from htp_export.shapes.sizes import Dim
 from htp_export.shapes.symbolic import Symbolic
 
 
@@ -25,8 +24,7 @@ class FuseMatmulAdd(NodePass):
             return False
         product, bias = parts
         if not _fits(self.known, product, bias):
-            decline("matmul_add_2d", [product, node], "the bias does not fit the columns of the weight")
-            return False
+            return decline("matmul_add_2d", [product, node], "the bias does not fit the columns of the weight")
         replace(node, [ir.node("Gemm", [*product.inputs, bias])])
         return True
 
@@ -51,5 +49,4 @@ def _fits(known: Symbolic, product: ir.Node, bias: ir.Value) -> bool:
     result, shape = known.shape(product.outputs[0]), known.shape(bias)
     if result is None or shape is None or len(shape) > 2:
         return False
-    pairs: list[tuple[Dim, Dim]] = list(zip(reversed(shape), reversed(result), strict=False))
-    return all(bias_dim == 1 or bias_dim == result_dim for bias_dim, result_dim in pairs)
+    return all(dim in (1, size) for dim, size in zip(reversed(shape), reversed(result), strict=False))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.declining import decline
-from htp_export.capabilities.optimize.node_pass import NodePass
+from htp_export.capabilities.optimize.node_pass import NodePass, integers
 from htp_export.capabilities.optimize.passes.fuse_matmul_add import product_and_bias
 from htp_export.capabilities.optimize.passes.simplify_shape_chains import reshape_target
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import add_constant, is_constant, replace
+from htp_export.editing.editing import is_constant, replace
 
 
 @register("fuse_matmul_add_3d", level="tolerant")
@@ -32,29 +31,16 @@ class FuseMatmulAdd3d(NodePass):
         source_shape, matrix, result = map(self.known.shape, (source, weight, node.outputs[0]))
         if source_shape is None or matrix is None or result is None or len(source_shape) < 3 or len(matrix) != 2:
             return False
+        target = reshape_target((), result) if source_shape[:-1] == result[:-1] else None  # one size may be open
         if not is_constant(weight):
-            decline("matmul_add_3d", [product, node], "the weight is computed")
-            return False
-        if self.known.shape(bias) != matrix[-1:]:
-            decline("matmul_add_3d", [product, node], "the bias does not fit the columns of the weight")
-            return False
-        back = _back(source_shape, result)
-        if back is None or not isinstance(matrix[0], int):
-            decline("matmul_add_3d", [product, node], "more than one size of the result is not known beforehand")
-            return False
-        name = str(node.outputs[0].name)
-        rows = ir.node(
-            "Reshape", [source, add_constant(self.graph, np.array([-1, matrix[0]], np.int64), f"{name}_rows")]
-        )
-        gemm = ir.node("Gemm", [rows.outputs[0], weight, bias])
-        shaped = ir.node(
-            "Reshape", [gemm.outputs[0], add_constant(self.graph, np.array(back, np.int64), f"{name}_shape")]
-        )
-        replace(node, [rows, gemm, shaped])
-        return True
-
-
-def _back(source_shape: tuple[object, ...], result: tuple[object, ...]) -> list[int] | None:
-    """The target of a ``Reshape`` from rows to the result: at most one size may be open."""
-    target = reshape_target((), result)  # type: ignore[arg-type]
-    return target if target is not None and source_shape[:-1] == result[:-1] else None
+            why = "the weight is computed"
+        elif self.known.shape(bias) != matrix[-1:]:
+            why = "the bias does not fit the columns of the weight"
+        elif target is None or not isinstance(matrix[0], int):
+            why = "more than one size of the result is not known beforehand"
+        else:
+            rows = ir.node("Reshape", [source, integers(node, [-1, matrix[0]], "rows")])
+            gemm = ir.node("Gemm", [rows.outputs[0], weight, bias])
+            replace(node, [rows, gemm, ir.node("Reshape", [gemm.outputs[0], integers(node, target, "shape")])])
+            return True
+        return decline("matmul_add_3d", [product, node], why)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass
+from htp_export.capabilities.optimize.node_pass import NodePass, absorbed
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import Array, add_constant, constant_array, is_boundary, replace, times
-from htp_export.model.neighbours import only_consumer, producer_of
-from htp_export.shapes.symbolic import Symbolic
+from htp_export.editing.editing import Array, add_constant, constant_array, replace, times
 
 _NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization")
 """These have a scale and a bias for each channel, the second dimension."""
@@ -23,35 +21,30 @@ class FuseNormalizationScale(NodePass):
 
     def rewrite(self, node: ir.Node) -> bool:
         for place in (0, 1):
-            value, numbers = node.inputs[place], constant_array(node.inputs[1 - place])
-            norm = producer_of(value, *_NORMALIZATIONS)
-            if numbers is not None and norm is not None and _fuse(self.graph, norm, node, numbers, self.known):
+            norm, numbers = absorbed(node.inputs[place], *_NORMALIZATIONS), constant_array(node.inputs[1 - place])
+            if numbers is not None and norm is not None and self._fuse(norm, node, numbers):
                 return True
         return False
 
-
-def _fuse(graph: ir.Graph, norm: ir.Node, node: ir.Node, numbers: Array, known: Symbolic) -> bool:
-    scale, bias = constant_array(norm.inputs[1]), constant_array(norm.inputs[2])
-    rank, between = known.rank(norm.inputs[0]), norm.outputs[0]
-    if scale is None or bias is None or rank is None or only_consumer(between) is None or is_boundary(between):
-        return False
-    training = norm.attributes.get_int("training_mode", 0)
-    if training or any(output.uses() for output in norm.outputs[1:]):
-        return False
-    per_channel = _per_channel(numbers, rank, len(scale))
-    if per_channel is None or per_channel.dtype != scale.dtype:
-        return False
-    if node.op_type == "Mul":
-        scale, bias = times(scale, per_channel), times(bias, per_channel)
-    else:
-        with np.errstate(over="ignore"):
-            bias = bias + per_channel
-    if scale is None or bias is None or not np.isfinite(bias).all():
-        return False
-    name = str(node.outputs[0].name)
-    parameters = [add_constant(graph, array, f"{name}_{what}") for array, what in ((scale, "scale"), (bias, "bias"))]
-    replace(node, [ir.node(norm.op_type, [norm.inputs[0], *parameters, *norm.inputs[3:]], norm.attributes)])
-    return True
+    def _fuse(self, norm: ir.Node, node: ir.Node, numbers: Array) -> bool:
+        scale, bias = constant_array(norm.inputs[1]), constant_array(norm.inputs[2])
+        rank, training = self.known.rank(norm.inputs[0]), norm.attributes.get_int("training_mode", 0)
+        if scale is None or bias is None or rank is None or training or any(out.uses() for out in norm.outputs[1:]):
+            return False
+        per_channel = _per_channel(numbers, rank, len(scale))
+        if per_channel is None or per_channel.dtype != scale.dtype:
+            return False
+        if node.op_type == "Mul":
+            scale, bias = times(scale, per_channel), times(bias, per_channel)
+        else:
+            with np.errstate(over="ignore"):
+                bias = bias + per_channel
+        if scale is None or bias is None or not np.isfinite(bias).all():
+            return False
+        name = node.outputs[0].name
+        parameters = [add_constant(self.graph, scale, f"{name}_scale"), add_constant(self.graph, bias, f"{name}_bias")]
+        replace(node, [ir.node(norm.op_type, [norm.inputs[0], *parameters, *norm.inputs[3:]], norm.attributes)])
+        return True
 
 
 def _per_channel(numbers: Array, rank: int, channels: int) -> Array | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import release, remove_unused, stand_in
+from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import UsedNames
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.symbolic import Symbolic
@@ -34,8 +33,7 @@ class InlineBranches(ir.passes.InPlacePass):
 def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) -> bool:
     """Put the nodes of ``then_branch`` or ``else_branch`` in the place of an ``If``.
 
-    Returns:
-        False if an output of the ``If`` is an output of the graph, and the branch does not compute it.
+    False if an output of the ``If`` is an output of the graph, and the branch does not compute it.
     """
     branch = node.attributes[name].as_graph()
     if any(value.is_graph_output() for value in node.outputs) and not all(
@@ -43,7 +41,8 @@ def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) ->
     ):
         return False  # a graph has to compute its outputs itself
     results = list(branch.outputs)
-    taken = _names(model, branch)
+    others = (value.name for value in all_values(model.graph) if value.graph is not branch)
+    taken = UsedNames(name for name in others if name)
     for value in list(branch.initializers.values()):
         branch.initializers.pop(str(value.name))
         value.name = taken.unused(str(value.name))
@@ -60,11 +59,3 @@ def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) ->
     release(node)
     graph.remove(node)
     return True
-
-
-def _names(model: ir.Model, without: ir.Graph) -> UsedNames:
-    """The names of all values of a model, except those of one of its graphs."""
-    graphs = [graph for graph in model.graphs() if graph is not without]
-    outputs = (value for graph in graphs for node in graph for value in node.outputs)
-    held = (value for graph in graphs for value in (*graph.inputs, *graph.initializers.values()))
-    return UsedNames(value.name for value in itertools.chain(held, outputs) if value.name)

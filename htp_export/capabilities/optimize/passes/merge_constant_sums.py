@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass
+from htp_export.capabilities.optimize.node_pass import NodePass, absorbed
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import Array, add_constant, constant_array, is_boundary, replace, stand_in
-from htp_export.model.neighbours import only_consumer
-from htp_export.shapes.operator_kinds import is_standard
-from htp_export.shapes.symbolic import Symbolic
+from htp_export.editing.editing import Array, add_constant, constant_array, replace, stand_in
 
 _LARGEST = 1 << 22
 """Elements; larger constants are not read."""
@@ -26,45 +23,39 @@ class MergeConstantSums(NodePass):
     operators = ("Add",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        summand = _summand(node)
-        if summand is None:
+        value, numbers = _summand(node)
+        if value is None or numbers is None:
             return False
-        return _drop_zeros(node, *summand, self.known) or _merge(self.graph, node, *summand)
+        shape = self.known.shape(value)
+        is_zero = not numbers.any() and shape is not None and shape == self.known.shape(node.outputs[0])
+        if is_zero and stand_in(node.outputs[0], value):
+            return True
+        source, others = _summand(absorbed(value, "Add"))
+        joint = None if others is None else _sum(others, numbers)
+        if joint is None:
+            return False
+        replace(node, [ir.node("Add", [source, add_constant(self.graph, joint, f"{node.outputs[0].name}_summand")])])
+        return True
 
 
-def _summand(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
+def _summand(node: ir.Node | None) -> tuple[ir.Value | None, Array | None]:
     """The operands of an ``Add`` of a floating-point constant: the other value, and the constant."""
-    if node is None or not is_standard(node, "Add"):
-        return None
-    for place in (1, 0):
-        numbers, value = constant_array(node.inputs[place], _LARGEST), node.inputs[1 - place]
+    for place in (1, 0) if node is not None else ():
+        numbers, value = constant_array(node.inputs[place], _LARGEST), node.inputs[1 - place]  # type: ignore[union-attr]
         if numbers is not None and numbers.dtype.kind == "f" and value is not None:
             return value, numbers
-    return None
+    return None, None
 
 
-def _drop_zeros(node: ir.Node, value: ir.Value, numbers: Array, known: Symbolic) -> bool:
-    shape = known.shape(value)
-    if numbers.any() or shape is None or shape != known.shape(node.outputs[0]):
-        return False
-    return stand_in(node.outputs[0], value)
-
-
-def _merge(graph: ir.Graph, node: ir.Node, between: ir.Value, numbers: Array) -> bool:
-    inner = _summand(between.producer())
-    if inner is None or only_consumer(between) is None or is_boundary(between):
-        return False
-    value, others = inner
-    if others.dtype != numbers.dtype:
-        return False
+def _sum(one: Array, other: Array) -> Array | None:
+    """The sum of two constants; None if it is larger than both, or if adding them one after the other is safer."""
+    if one.dtype != other.dtype:
+        return None
     with np.errstate(all="ignore"):
-        joint = np.asarray(others + numbers)
-        larger = np.maximum(np.abs(others), np.abs(numbers))
+        joint = np.asarray(one + other)
+        larger = np.maximum(np.abs(one), np.abs(other))
         cancelling = np.abs(joint) < larger / 2
-    if joint.size > max(others.size, numbers.size) or (larger[cancelling] > _CANCELLING).any():
-        return False
-    if np.isnan(joint).any() or (np.isinf(joint) & np.isfinite(larger)).any():  # the sum of two large numbers overflows
-        return False
-    constant = add_constant(graph, joint, f"{node.outputs[0].name}_summand")
-    replace(node, [ir.node("Add", [value, constant])])
-    return True
+    if joint.size > max(one.size, other.size) or (larger[cancelling] > _CANCELLING).any():
+        return None
+    overflows = np.isinf(joint) & np.isfinite(larger)  # the sum of two large numbers
+    return None if np.isnan(joint).any() or overflows.any() else joint

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.declining import decline
+from htp_export.capabilities.optimize.node_pass import integers
 from htp_export.capabilities.optimize.passes.fuse_matmul_add import product_and_bias
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import add_constant, add_initializer, is_constant, remove_unused, replace
@@ -44,6 +46,7 @@ class MergeParallelProjections(ir.passes.InPlacePass):
 
 
 _Layer = tuple[ir.Node, ir.Node, ir.Value]
+"""The sum, the product and the bias of a linear layer."""
 
 
 def _is_linear(product: ir.Node, bias: ir.Value) -> bool:
@@ -55,29 +58,21 @@ def _is_linear(product: ir.Node, bias: ir.Value) -> bool:
 
 
 def _merge(graph: ir.Graph, layers: Sequence[_Layer]) -> None:
-    weights = [_tensor(product.inputs[1]) for _, product, _ in layers]
-    biases = [_tensor(bias) for _, _, bias in layers]
+    weights: list[Any] = [product.inputs[1].const_value for _, product, _ in layers]  # type: ignore[union-attr]
+    biases: list[Any] = [bias.const_value for _, _, bias in layers]
     height, widths = weights[0].shape.numpy()[0], [tensor.shape.numpy()[1] for tensor in weights]
-    first = layers[0][0]
+    first, earliest, _ = layers[0]
     name = str(first.outputs[0].name)
     weight = add_initializer(graph, _joined(weights, [height, sum(widths)]), f"{name}_joint_weight")
     bias = add_initializer(graph, _joined(biases, [sum(widths)]), f"{name}_joint_bias")
-    product = ir.node("MatMul", [layers[0][1].inputs[0], weight], name=f"{first.name}_joint_MatMul")
+    product = ir.node("MatMul", [earliest.inputs[0], weight], name=f"{first.name}_joint_MatMul")
     joint = ir.node("Add", [product.outputs[0], bias], name=f"{first.name}_joint_Add")
-    earliest = layers[0][1]
     graph.insert_before(earliest, [product, joint])
-    axis = add_constant(graph, np.array([-1], np.int64), f"{name}_axis")
-    start = 0
+    axis, start = integers(first, [-1], "axis"), 0
     for (node, _, _), width in zip(layers, widths, strict=True):
         bounds = [add_constant(graph, np.array([at], np.int64), f"{name}_bound") for at in (start, start + width)]
         replace(node, [ir.node("Slice", [joint.outputs[0], *bounds, axis])])
         start += width
-
-
-def _tensor(value: ir.Value | None) -> ir.TensorProtocol:
-    if value is None or value.const_value is None:
-        raise ValueError("no constant")
-    return value.const_value
 
 
 def _joined(tensors: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> ir.TensorProtocol:
@@ -96,13 +91,14 @@ def _decline(graph: ir.Graph) -> None:
         if is_standard(node, "MatMul", "Gemm") and is_constant(node.inputs[1]):
             readers[node.inputs[0]].append(node)
     for nodes in readers.values():
-        if len(nodes) == _FEWEST and _fit_together([_columns(node) for node in nodes]):
-            if any(node.op_type == "Gemm" for node in nodes):
-                why = "they are Gemm, not MatMul and Add"
-            else:
-                added = [any(is_standard(use.node, "Add") for use in node.outputs[0].uses()) for node in nodes]
-                why = "they have no bias" if not any(added) else "not all of them have a bias of their own"
-            decline("qkv_projections", nodes, why)
+        if len(nodes) != _FEWEST or not _fit_together([_columns(node) for node in nodes]):
+            continue
+        added = [any(is_standard(use.node, "Add") for use in node.outputs[0].uses()) for node in nodes]
+        if any(node.op_type == "Gemm" for node in nodes):
+            why = "they are Gemm, not MatMul and Add"
+        else:
+            why = "not all of them have a bias of their own" if any(added) else "they have no bias"
+        decline("qkv_projections", nodes, why)
 
 
 def _columns(node: ir.Node) -> int | None:

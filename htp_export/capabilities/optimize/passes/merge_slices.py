@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
+from htp_export.capabilities.optimize.node_pass import absorbed, integers
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import add_constant, is_boundary, remove_unused, replace, stand_in
-from htp_export.model.neighbours import only_consumer
+from htp_export.editing.editing import is_boundary, remove_unused, replace, stand_in
 from htp_export.shapes.known import normalized
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.symbolic import Symbolic
@@ -35,7 +34,7 @@ class MergeSlices(ir.passes.InPlacePass):
         known = Symbolic(graph)
         modified = False
         for node in graph:
-            modified |= _merge_in_a_row(graph, node, known) or _gather(graph, node, known)
+            modified |= _merge_in_a_row(node, known) or _gather(node, known)
         for node in graph:
             modified |= _split(graph, node, known)
         if modified:
@@ -69,38 +68,25 @@ def _cut(node: ir.Node | None, known: Symbolic) -> _Cut | None:
     return _Cut(node.inputs[0], dict(zip(places, zip(starts, ends, steps, strict=True), strict=True)))
 
 
-def _merge_in_a_row(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
+def _merge_in_a_row(node: ir.Node, known: Symbolic) -> bool:
+    """Make one ``Slice`` of two in a row, if all that read the first one's result are slices of other dimensions."""
     outer = _cut(node, known)
-    inner = _cut(outer.source.producer(), known) if outer is not None else None
-    if outer is None or inner is None or not outer.bounds.keys().isdisjoint(inner.bounds):
+    between = outer.source if outer is not None else None
+    inner = _cut(between.producer(), known) if between is not None else None
+    if outer is None or between is None or inner is None or is_boundary(between) or between.is_graph_output():
         return False
-    between = outer.source
-    if is_boundary(between) or between.is_graph_output():
-        return False
-    if not all(_cuts_elsewhere(use.node, inner, known) for use in between.uses()):
-        return False
+    for use in between.uses():
+        cut = _cut(use.node, known)
+        if cut is None or not cut.bounds.keys().isdisjoint(inner.bounds):
+            return False
     bounds = inner.bounds | outer.bounds
-    columns = [[bound[k] for bound in bounds.values()] for k in range(3)]
-    name = str(node.outputs[0].name)
-    numbers = [
-        add_constant(graph, np.array(column, np.int64), f"{name}_{what}")
-        for what, column in (
-            ("starts", columns[0]),
-            ("ends", columns[1]),
-            ("axes", list(bounds)),
-            ("steps", columns[2]),
-        )
-    ]
-    replace(node, [ir.node("Slice", [inner.source, *numbers])])
+    starts, ends, steps = zip(*bounds.values(), strict=True)
+    columns = {"starts": starts, "ends": ends, "axes": [*bounds], "steps": steps}
+    replace(node, [ir.node("Slice", [inner.source, *(integers(node, n, what) for what, n in columns.items())])])
     return True
 
 
-def _cuts_elsewhere(reader: ir.Node, inner: _Cut, known: Symbolic) -> bool:
-    cut = _cut(reader, known)
-    return cut is not None and cut.bounds.keys().isdisjoint(inner.bounds)
-
-
-def _gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
+def _gather(node: ir.Node, known: Symbolic) -> bool:
     """Make one ``Gather`` of a ``Concat`` of slices of one tensor."""
     if not is_standard(node, "Concat") or len(node.inputs) < 2:
         return False
@@ -109,20 +95,17 @@ def _gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
     indices: list[int] = []
     sources: dict[ir.Value, None] = {}
     for value in node.inputs:
-        if value is None or axis is None or only_consumer(value) is None or is_boundary(value):
-            return False
-        cut = _cut(value.producer(), known)
+        cut = _cut(absorbed(value), known)
         shape = known.shape(cut.source) if cut is not None else None
-        size = shape[axis] if shape is not None else None
-        if cut is None or list(cut.bounds) != [axis] or not isinstance(size, int):
+        size = shape[axis] if shape is not None and axis is not None else None
+        if cut is None or axis is None or list(cut.bounds) != [axis] or not isinstance(size, int):
             return False
         sources[cut.source] = None
         start, end, step = cut.bounds[axis]
         indices += range(size)[max(start, -size) : end : step]  # Python clamps the other bounds as ONNX does
     if len(sources) > 1 or not 0 < len(indices) <= _MOST_INDICES:
         return False
-    places = add_constant(graph, np.array(indices, np.int64), f"{node.outputs[0].name}_indices")
-    replace(node, [ir.node("Gather", [next(iter(sources)), places], {"axis": axis})])
+    replace(node, [ir.node("Gather", [*sources, integers(node, indices, "indices")], {"axis": axis})])
     return True
 
 
@@ -162,7 +145,7 @@ def _put_split(graph: ir.Graph, source: ir.Value, axis: int, parts: Sequence[tup
     sizes = [size for size, _ in parts]
     inputs, attributes = [source], {"axis": axis}
     if graph.opset_imports.get("", 1) >= 13:
-        inputs.append(add_constant(graph, np.array(sizes, np.int64), f"{earliest.outputs[0].name}_sizes"))
+        inputs.append(integers(earliest, sizes, "sizes"))
         split = ir.node("Split", inputs, attributes, outputs=outputs)
     else:
         split = ir.node("Split", inputs, {**attributes, "split": sizes}, outputs=outputs)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass
+from htp_export.capabilities.optimize.node_pass import NodePass, absorbed
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import add_constant, is_boundary, multiple, replace, scaled, times
-from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.editing.editing import add_constant, multiple, replace, scaled, times
 
 
 @register("simplify_arithmetic", level="tolerant")
@@ -32,11 +31,7 @@ class SimplifyArithmetic(NodePass):
 def _divide(node: ir.Node) -> bool:
     """Make a ``Div`` of a ``Mul`` by a ``Reciprocal`` that nothing else reads."""
     for place in (1, 0) if node.op_type == "Mul" else ():
-        value, operand = node.inputs[place], node.inputs[1 - place]
-        reciprocal = producer_of(value, "Reciprocal")
-        if value is None or reciprocal is None or is_boundary(value):
-            continue
-        if only_consumer(value) is node:
-            replace(node, [ir.node("Div", [operand, reciprocal.inputs[0]])])
+        if reciprocal := absorbed(node.inputs[place], "Reciprocal"):
+            replace(node, [ir.node("Div", [node.inputs[1 - place], reciprocal.inputs[0]])])
             return True
     return False

@@ -5,98 +5,92 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.capabilities.optimize.node_pass import NodePass, integers
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import add_constant, remove_unused, replace, stand_in
+from htp_export.editing.editing import add_constant, replace, stand_in
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.shapes.known import Contents
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.sizes import Dim
-from htp_export.shapes.symbolic import Symbolic
 
 
 @register("simplify_shape_chains", level="exact")
-class SimplifyShapeChains(ir.passes.InPlacePass):
+class SimplifyShapeChains(NodePass):
     """Computes sizes once, and lets ``Reshape`` and ``Expand`` do with constants where shapes allow it."""
 
+    operators = ()
+
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph, known = model.graph, Symbolic(model.graph)
-        seen: dict[object, ir.Value] = {}
-        modified = False
-        for node in graph:
-            modified |= _constant_target(graph, node, known) or _one_gather(graph, node, known)
-            contents = known.contents(node.outputs[0]) if len(node.outputs) == 1 else None
-            if contents is not None and node.inputs:
-                modified |= _reuse(graph, node.outputs[0], contents, known, seen)
-                modified |= _put_together(graph, node, contents, known, seen)
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+        self._seen: dict[object, ir.Value] = {}  # type and contents → the first value that has them
+        return super().call(model)
 
+    def rewrite(self, node: ir.Node) -> bool:
+        modified = self._constant_target(node) or self._one_gather(node)
+        contents = self.known.contents(node.outputs[0]) if len(node.outputs) == 1 else None
+        if contents is not None and node.inputs:
+            modified |= self._reuse(node.outputs[0], contents)
+            modified |= self._put_together(node, contents)
+        return modified
 
-def _reuse(graph: ir.Graph, value: ir.Value, contents: Contents, known: Symbolic, seen: dict[object, ir.Value]) -> bool:
-    """Replace a value by a constant, or by an earlier value with equal contents."""
-    dtype = known.dtype(value)
-    if dtype is None or not value.uses():
-        return False
-    flat = contents.reshape(-1).tolist()
-    if all(isinstance(item, int) for item in flat):
-        if value.is_graph_output():
+    def _constant_target(self, node: ir.Node) -> bool:
+        """Give a ``Reshape`` or ``Expand`` a constant in place of a computed shape."""
+        known, is_reshape = self.known, node.op_type == "Reshape"
+        if not is_standard(node, "Reshape", "Expand") or node.inputs[1] is None or known.constant(node.inputs[1]):
             return False
-        array = np.array(flat, dtype=dtype.numpy()).reshape(contents.shape)
-        return stand_in(value, add_constant(graph, array, f"{value.name}_folded"))
-    earlier = seen.setdefault((dtype, contents.shape, *flat), value)
-    return earlier is not value and stand_in(value, earlier)
-
-
-def _one_gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
-    """Gather a size as a vector, instead of as a number that ``Unsqueeze`` makes a vector."""
-    gather = producer_of(node.inputs[0], "Gather") if is_standard(node, "Unsqueeze") else None
-    if gather is None or only_consumer(gather.outputs[0]) is None:
-        return False
-    place = known.contents(gather.inputs[1])
-    if place is None or place.ndim or known.rank(gather.inputs[0]) != 1:
-        return False
-    index = add_constant(graph, np.array([place.item()], np.int64), f"{node.outputs[0].name}_index")
-    replace(node, [ir.node("Gather", [gather.inputs[0], index], {"axis": 0})])
-    return True
-
-
-def _put_together(
-    graph: ir.Graph, node: ir.Node, contents: Contents, known: Symbolic, seen: dict[object, ir.Value]
-) -> bool:
-    """Replace a shape that ``Where`` selects by the ``Concat`` of its elements."""
-    dtype = known.dtype(node.outputs[0])
-    if not is_standard(node, "Where") or contents.ndim != 1 or dtype is None or not node.outputs[0].uses():
-        return False
-    parts: list[ir.Value] = []
-    for item in contents:
-        if isinstance(item, int):
-            parts.append(add_constant(graph, np.array([item], dtype.numpy()), f"{node.outputs[0].name}_part"))
-        elif (dtype, (1,), item) in seen:
-            parts.append(seen[dtype, (1,), item])
-        else:
+        shapes = known.shape(node.inputs[0]), known.shape(node.outputs[0])
+        target = reshape_target(*shapes) if is_reshape else _expand_target(*shapes)
+        if target is None or (is_reshape and node.attributes.get_int("allowzero", 0) == 1):
             return False
-    concat = ir.node("Concat", parts, {"axis": 0})
-    replace(node, [concat])
-    seen[dtype, contents.shape, *contents.tolist()] = concat.outputs[0]  # the old value has no producer any more
-    return True
+        node.replace_input_with(1, integers(node, target, "shape"))
+        return True
+
+    def _one_gather(self, node: ir.Node) -> bool:
+        """Gather a size as a vector, instead of as a number that ``Unsqueeze`` makes a vector."""
+        gather = producer_of(node.inputs[0], "Gather") if is_standard(node, "Unsqueeze") else None
+        if gather is None or only_consumer(gather.outputs[0]) is None:
+            return False
+        place = self.known.contents(gather.inputs[1])
+        if place is None or place.ndim or self.known.rank(gather.inputs[0]) != 1:
+            return False
+        index = integers(node, [place.item()], "index")
+        replace(node, [ir.node("Gather", [gather.inputs[0], index], {"axis": 0})])
+        return True
+
+    def _reuse(self, value: ir.Value, contents: Contents) -> bool:
+        """Replace a value by a constant, or by an earlier value with equal contents."""
+        dtype = self.known.dtype(value)
+        if dtype is None or not value.uses():
+            return False
+        flat = contents.reshape(-1).tolist()
+        if all(isinstance(item, int) for item in flat):
+            if value.is_graph_output():
+                return False
+            array = np.array(flat, dtype=dtype.numpy()).reshape(contents.shape)
+            return stand_in(value, add_constant(self.graph, array, f"{value.name}_folded"))
+        earlier = self._seen.setdefault((dtype, contents.shape, *flat), value)
+        return earlier is not value and stand_in(value, earlier)
+
+    def _put_together(self, node: ir.Node, contents: Contents) -> bool:
+        """Replace a shape that ``Where`` selects by the ``Concat`` of its elements."""
+        dtype, seen = self.known.dtype(node.outputs[0]), self._seen
+        if not is_standard(node, "Where") or contents.ndim != 1 or dtype is None or not node.outputs[0].uses():
+            return False
+        parts: list[ir.Value] = []
+        for item in contents:
+            if isinstance(item, int):
+                array = np.array([item], dtype.numpy())
+                parts.append(add_constant(self.graph, array, f"{node.outputs[0].name}_part"))
+            elif (dtype, (1,), item) in seen:
+                parts.append(seen[dtype, (1,), item])
+            else:
+                return False
+        concat = ir.node("Concat", parts, {"axis": 0})
+        replace(node, [concat])
+        seen[dtype, contents.shape, *contents.tolist()] = concat.outputs[0]  # the old value has no producer any more
+        return True
 
 
-def _constant_target(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
-    """Give a ``Reshape`` or ``Expand`` a constant in place of a computed shape."""
-    if not is_standard(node, "Reshape", "Expand") or node.inputs[1] is None or known.constant(node.inputs[1]):
-        return False
-    source_shape, result = known.shape(node.inputs[0]), known.shape(node.outputs[0])
-    if source_shape is None or result is None:
-        return False
-    target = reshape_target(source_shape, result) if node.op_type == "Reshape" else _expand_target(source_shape, result)
-    if target is None or (node.op_type == "Reshape" and node.attributes.get_int("allowzero", 0) == 1):
-        return False
-    node.replace_input_with(1, add_constant(graph, np.array(target, np.int64), f"{node.outputs[0].name}_shape"))
-    return True
-
-
-def reshape_target(source: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int] | None:
+def reshape_target(source: tuple[Dim, ...] | None, result: tuple[Dim, ...] | None) -> list[int] | None:
     """The shape argument of a ``Reshape`` from one shape to another, in numbers; None if there is none.
 
     A size that stays in its place is 0, and one other unknown size -1.
@@ -109,6 +103,8 @@ def reshape_target(source: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int
         >>> reshape_target((batch, length, 64), (batch * length, 64))
         [-1, 64]
     """
+    if source is None or result is None:
+        return None
     target: list[int] = []
     for place, dim in enumerate(result):
         if isinstance(dim, int):
@@ -124,8 +120,10 @@ def reshape_target(source: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int
     return target
 
 
-def _expand_target(source: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int] | None:
+def _expand_target(source: tuple[Dim, ...] | None, result: tuple[Dim, ...] | None) -> list[int] | None:
     """The shape argument of an ``Expand``, in numbers; a size that the input has itself is 1."""
+    if source is None or result is None:
+        return None
     aligned: tuple[Dim, ...] = (1,) * (len(result) - len(source)) + source
     target = [1 if dim == mine else dim for dim, mine in zip(result, aligned, strict=True)]
     return [dim for dim in target if isinstance(dim, int)] if all(isinstance(dim, int) for dim in target) else None
