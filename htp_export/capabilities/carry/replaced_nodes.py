@@ -56,7 +56,6 @@ class _Division:
         self._taken = self._values_taken()
         self._slices: dict[tuple[frozenset[int], frozenset[int]], tuple[int, ...]] = {}
         self._behind, self._ahead = self._surroundings()
-        self._equal_after: dict[int, list[int]] = {}  # number → the values of it that nodes compute
         self._done: dict[int, frozenset[int]] = {}  # unmatched value → original nodes that are replaced before it
         self._alike = self._by_operator()
         self.result = [self._work(index, node) for index, node in enumerate(self.after.nodes)]
@@ -307,9 +306,8 @@ class _Division:
                     elif len(seen) < _REPEATED and makers:
                         queue.append(output)  # it is one of several equal ones, too
                     else:
-                        return self._in_order(value, equal)
-        read = [one for one in equal if self._before_one_of(one, consumers)]
-        return read or self._in_order(value, equal)
+                        return equal
+        return [one for one in equal if self._before_one_of(one, consumers)] or equal
 
     def _makers_of_equal(self, value: int) -> set[int]:
         """The original nodes that compute a tensor or equal ones; none where a node gives back its input."""
@@ -320,18 +318,6 @@ class _Division:
         ):
             return set()
         return {maker for maker in self.known.makers(number) if not self.known.numbers.idle[maker]}
-
-    def _in_order(self, value: int, equal: list[int]) -> list[int]:
-        """Of equal tensors, the one in the place of a value, if both files compute them equally often; or all."""
-        number = self.known.numbers.current(self.known.counterpart[value])
-        if not self._equal_after:
-            for node in self.after.nodes:
-                for output in node.makes:
-                    if self._makers_of_equal(output):
-                        found = self.known.numbers.current(self.known.counterpart[output])
-                        self._equal_after.setdefault(found, []).append(output)
-        mine = self._equal_after.get(number, [])
-        return [sorted(equal)[mine.index(value)]] if len(mine) == len(equal) and value in mine else equal
 
     def _before_one_of(self, value: int, nodes: set[int]) -> bool:
         """Whether an original tensor is read by one of some nodes, or by one whose result is equal to others."""
