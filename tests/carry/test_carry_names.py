@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -123,7 +124,8 @@ class Attends(nn.Module):
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         normal = self.norm(x)
         weights = torch.softmax(self.query(normal) @ self.key(normal).transpose(1, 2) + bias, -1)
-        return x + self.out(weights @ normal)
+        summed: torch.Tensor = x + self.out(weights @ normal)
+        return summed
 
 
 class SharesBias(nn.Module):
@@ -132,11 +134,14 @@ class SharesBias(nn.Module):
         self.first, self.second, self.bias = Attends(), Attends(), nn.Parameter(torch.randn(1, 8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x, self.bias), self.bias)
+        second: torch.Tensor = self.second(self.first(x, self.bias), self.bias)
+        return second
 
 
 @pytest.mark.parametrize(("tool", "options"), [("matmul_nbits", {"block_size": 32}), ("quantize_dynamic", {})])
-def test_quantized_and_renamed_nodes_have_their_owners_or_too_many_but_not_those_of_others(tool, options) -> None:
+def test_quantized_and_renamed_nodes_have_their_owners_or_too_many_but_not_those_of_others(
+    tool: str, options: dict[str, Any]
+) -> None:
     """Rounding hides all values, and a bias that two modules add does not tell whose sum it is."""
     torch.manual_seed(0)
     x = torch.randn(1, 8, 32)
