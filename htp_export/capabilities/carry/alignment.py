@@ -208,18 +208,19 @@ class Alignment(Counterparts):
         return False
 
     def _by_weights(self, node: SummaryNode, value: int) -> None:
-        """Match the output of a node that reads all weights of an original one and has a variant of its operator."""
-        weights = {v for v in node.inputs if v != NOTHING and self.after.values[v].kind == "initializer"}
-        numbers = {self.counterpart[v] for v in weights} - {NOTHING}
-        for weight in sorted(numbers):
-            readers = self.before.readers[weight]
-            for reader in readers if len(readers) <= _FEW else ():
-                old = self.before.nodes[reader]
-                read = {self.numbers.number[v] for v in old.inputs if v != NOTHING and not self.before.live[v]}
-                if ends_in(node.op, old.op) and read <= numbers and not old.scope:
-                    exact = "nchwc" not in node.op and self.alike(value, old.outputs[0])
-                    self.match(value, self.numbers.number[old.outputs[0]], exact, Reason.INITIALIZER)
-                    return
+        """Match the output of a node that has all weights and a variant of the operator of a single original one."""
+        read = {self.counterpart[v] for v in node.inputs if v != NOTHING and self.after.values[v].kind == "initializer"}
+        outputs = dict[int, int]()  # number → value
+        for weight in read - {NOTHING}:
+            members = self.numbers.members[weight]
+            readers = {reader for member in members for reader in self.before.readers[member]}
+            for old in [self.before.nodes[reader] for reader in readers] if len(readers) <= _FEW else ():
+                inputs = [v for v in old.inputs if v != NOTHING and self.before.values[v].kind == "initializer"]
+                if ends_in(node.op, old.op) and not old.scope and {self.numbers.number[v] for v in inputs} <= read:
+                    outputs[self.numbers.number[old.outputs[0]]] = old.outputs[0]
+        if len(outputs) == 1:
+            [(number, output)] = outputs.items()
+            self.match(value, number, "nchwc" not in node.op and self.alike(value, output), Reason.INITIALIZER)
 
     def _followed(self, node: SummaryNode, value: int, reads: set[int]) -> int:
         """A later tensor, if the node reads more than this one depends on, or names an operator that it absorbed."""

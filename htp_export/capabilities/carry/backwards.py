@@ -94,7 +94,7 @@ class _Backwards:
             self.numbers.unite(mine, number)
             for node in between:
                 self.numbers.idle[node] = True
-        elif (exact or not moved) and number not in self.known and not self._confirmed(value, reader):
+        elif (exact or not moved) and number not in self.known:
             self._of.match(value, number, exact)
             self.known.add(number)
 
@@ -127,19 +127,6 @@ class _Backwards:
             between.append(maker)
             queue += self.before.nodes[maker].reads
         return between if reached and not queue else None
-
-    def _confirmed(self, value: int, but: int) -> bool:
-        """Whether another remaining node reads the tensor under its name, as before."""
-        mine = self.numbers.current(self.counterpart[value])
-        for reader in self.after.readers[value]:
-            node = self.after.nodes[reader]
-            known = [v for v in node.makes if self.counterpart[v] != NOTHING]
-            if reader == but or not known:
-                continue
-            old = self._original(known[0])
-            if old is not None and any(self.numbers.number[v] == mine for v in old.inputs if v != NOTHING):
-                return True
-        return False
 
     def _pair_movers(self, node: SummaryNode, old: SummaryNode) -> None:
         """Match the inputs of layout operators if their producers have the same operator, or they the same shape."""

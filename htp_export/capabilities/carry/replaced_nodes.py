@@ -7,6 +7,7 @@ initializers or its operator indicates. A layout operator without an original co
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -55,9 +56,8 @@ class _Division:
         self._taken = self._values_taken()
         self._slices: dict[tuple[frozenset[int], frozenset[int]], tuple[int, ...]] = {}
         self._behind, self._ahead = self._surroundings()
-        self._equal_after: dict[int, list[int]] = {}  # number → the values of it that nodes compute
         self._done: dict[int, frozenset[int]] = {}  # unmatched value → original nodes that are replaced before it
-        self._claimed = self._claims()
+        self._alike = self._by_operator()
         self.result = [self._work(index, node) for index, node in enumerate(self.after.nodes)]
 
     def _values_taken(self) -> set[int]:
@@ -88,13 +88,27 @@ class _Division:
                     carried[value] = carried.get(value, _SHARED) | ahead[index]
         return behind, ahead
 
-    def _claims(self) -> dict[tuple[frozenset[int], str], int]:
-        """How many nodes after share the same known tensors ahead and have the same operator."""
-        claims: dict[tuple[frozenset[int], str], int] = {}
+    def _by_operator(self) -> dict[int, list[int]]:
+        """Node after → the original nodes of its operator that it replaces, as their number says.
+
+        Equally many on both sides of a region are in the same order. Several products of one tensor became one.
+        """
+        rivals = defaultdict[tuple[frozenset[int], str], list[int]](list)
         for index, node in enumerate(self.after.nodes):
-            key = (self._ahead[index], base_op(node.op))
-            claims[key] = claims.get(key, 0) + 1
-        return claims
+            rivals[self._ahead[index], base_op(node.op)].append(index)
+        alike: dict[int, list[int]] = {}
+        for (ahead, op), ours in rivals.items():
+            region = set[int]().union(*(self._between(ahead, self._behind[index]) for index in ours))
+            theirs = sorted(n for n in region if base_op(self.before.nodes[n].op) == op)
+            if len(ours) == len(theirs):
+                alike |= {mine: [original] for mine, original in zip(ours, theirs, strict=True)}
+            elif len(ours) == 1 and len({self._live_reads(n) for n in theirs}) == 1:
+                alike[ours[0]] = theirs
+        return alike
+
+    def _live_reads(self, index: int) -> frozenset[int]:
+        """The numbers of the tensors that an original node reads, without weights."""
+        return frozenset(self.number[v] for v in self.before.nodes[index].reads if self.before.live[v])
 
     # --- one node ---
 
@@ -189,10 +203,7 @@ class _Division:
         reading = [
             n for n in part if any(v != NOTHING and self.before.values[v].name in weights for v in nodes[n].inputs)
         ]
-        alike = [n for n in part if base_op(nodes[n].op) == base_op(node.op)]
-        same = self._claimed[self._ahead[index], base_op(node.op)]
-        if alike and len(alike) == same:
-            alike = alike[:1]  # in order: earlier nodes have theirs
+        alike = [n for n in self._alike.get(index, ()) if n in part]
         for selected, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
             if selected:
                 return ReplacedNodes(self._up_to(selected, part), reason, chosen=selected is alike)
@@ -295,9 +306,8 @@ class _Division:
                     elif len(seen) < _REPEATED and makers:
                         queue.append(output)  # it is one of several equal ones, too
                     else:
-                        return self._in_order(value, equal)
-        read = [one for one in equal if self._before_one_of(one, consumers)]
-        return read or self._in_order(value, equal)
+                        return equal
+        return [one for one in equal if self._before_one_of(one, consumers)] or equal
 
     def _makers_of_equal(self, value: int) -> set[int]:
         """The original nodes that compute a tensor or equal ones; none where a node gives back its input."""
@@ -308,18 +318,6 @@ class _Division:
         ):
             return set()
         return {maker for maker in self.known.makers(number) if not self.known.numbers.idle[maker]}
-
-    def _in_order(self, value: int, equal: list[int]) -> list[int]:
-        """Of equal tensors, the one in the place of a value, if both files compute them equally often; or all."""
-        number = self.known.numbers.current(self.known.counterpart[value])
-        if not self._equal_after:
-            for node in self.after.nodes:
-                for output in node.makes:
-                    if self._makers_of_equal(output):
-                        found = self.known.numbers.current(self.known.counterpart[output])
-                        self._equal_after.setdefault(found, []).append(output)
-        mine = self._equal_after.get(number, [])
-        return [sorted(equal)[mine.index(value)]] if len(mine) == len(equal) and value in mine else equal
 
     def _before_one_of(self, value: int, nodes: set[int]) -> bool:
         """Whether an original tensor is read by one of some nodes, or by one whose result is equal to others."""
