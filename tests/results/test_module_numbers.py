@@ -17,7 +17,6 @@ import htp_export
 from htp_export.capabilities.cost.module_tree import tree_rows
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.page.payload import page_data
-from htp_export.capabilities.view.shown_graph import ShownGraph
 from htp_export.editing.flattening import read_flat
 from htp_export.format import tags
 from htp_export.tools import float16, quantize_dynamic, quantize_static
@@ -262,7 +261,7 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
         "view",
         {
             m["path"]: Row(m["class"], m["fate"], m["calls"], m["nodes"], len(m["own"]), m["parameters"], m["bytes"])
-            for m in page_data(ShownGraph(inventory))["modules"]
+            for m in page_data(inventory)["modules"]
         },
     )
     if tagged.source != "none":

@@ -53,7 +53,7 @@ def encoder():
 
 def test_a_module_is_drawn_with_its_nodes_weights_and_borders():
     module = encoder().modules["layer.0"]
-    assert (module.nodes, module.own_nodes, module.shared) == (4, (0, 3), 1)
+    assert (module.nodes, module.own_nodes) == (4, (0, 3))
     assert module.operators == {"Neg": 1, "Transpose": 1, "MatMul": 1, "Add": 1}
     assert module.reasons == {"shared": 1, "scope": 3}
     assert [(tensor.name, tensor.type) for tensor in module.inputs] == [("x", "float32[2, 4]")]

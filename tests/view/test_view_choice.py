@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from htp_export.capabilities.view.shown_graph import ShownGraph, shown_graph
-from htp_export.capabilities.view.viewing import page_of
+from htp_export.capabilities.view.viewing import ShownGraph, page_of, shown_graph
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.tagged import load
 from tests import handmade

@@ -1,4 +1,4 @@
-"""Overlays: numbers of nodes, in the node data of Model Explorer, for files and for the graph inside a page."""
+"""Overlays: numbers of nodes, in the node data of Model Explorer, for files, and with the graph inside a page."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 from htp_export.capabilities.view.inventory import Inventory
 from htp_export.capabilities.view.measures import Measure, spread
-from htp_export.capabilities.view.model_explorer.graphs import GRAPH_ID, node_ids
+from htp_export.capabilities.view.model_explorer.graphs import GRAPH_ID, graph_of, layers_of, node_ids
+from htp_export.format import tags
+from htp_export.results.drawn_levels import drawn_parents
 
-__all__ = ["dtype_overlay", "overlay_of", "overlays_of"]
+__all__ = ["drawing", "dtype_overlay", "overlay_of"]
 
+_LAYER = "___group___"  # what Model Explorer puts after a namespace to name the layer
 _COLOURS = ("#ffffff", "#ffe9a8", "#f9a35c", "#d7301f")  # from nothing to the most
 _DTYPES = {
     "float32": "#cfe3fb",
@@ -30,9 +33,7 @@ _DTYPES = {
 def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
     """A measure as node data, coloured from the smallest to the largest value.
 
-    Args:
-        measure: What is laid over the graph. Errors, which span many powers of ten, are coloured by these.
-        inventory: The model.
+    Errors, which span many powers of ten, are coloured by these.
 
     Examples:
         >>> from htp_export.capabilities.view.inventory import take_inventory
@@ -88,16 +89,31 @@ def dtype_overlay(inventory: Inventory) -> dict[str, Any]:
     return _words_alone("dtype", results)
 
 
-def overlays_of(inventory: Inventory, measures: Sequence[Measure]) -> list[dict[str, Any]]:
-    """The overlays of a page: the element types, and each measure of the first rank.
+def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
+    """What ``page/assets/graph.js`` reads: the answers to Model Explorer's application, and where modules are in it.
 
-    The viewer shows the last one at first, which is that of the first measure.
+    Overlays are the element types, and each measure of the first rank. The viewer shows the last one at first, which
+    is that of the first measure.
     """
-    drawn = [
-        dtype_overlay(inventory),
-        *(overlay_of(measure, inventory) for measure in reversed(measures) if measure.main),
-    ]
-    return [{"name": overlay["name"], "data": {GRAPH_ID: overlay}} for overlay in drawn if overlay["results"]]
+    overlays = [overlay_of(measure, inventory) for measure in reversed(measures) if measure.main]
+    spaces = tags.namespaces(drawn_parents(inventory.modules), inventory.called)
+    return {
+        "graphs": {"graphs": [graph_of(inventory, measures, keep_layers=False)]},
+        "overlays": [
+            {"name": overlay["name"], "data": {GRAPH_ID: overlay}}
+            for overlay in (dtype_overlay(inventory), *overlays)
+            if overlay["results"]
+        ],
+        "label": "model",
+        "collection": "model",
+        "graph": GRAPH_ID,
+        # Namespaces alone: the script lists the layers around each, which for deep models are too long to write down.
+        "layer": _LAYER,
+        "places": {
+            "modules": [space or None for space in spaces.values()],
+            "nodes": list(zip(node_ids(inventory), layers_of(inventory), strict=True)),
+        },
+    }
 
 
 def _shown(value: float) -> float:
