@@ -96,12 +96,9 @@ MODULE: Column[Any] = Column("module", "module", attrgetter("path"), text=lambda
 """The module of a row, which stands first."""
 
 
-def simple_class(class_name: str) -> str:
-    """A class without its module."""
-    return class_name.rpartition(".")[2]
-
-
-CLASS_NAME: Column[Any] = Column("class_name", "class", text=simple_class, style="cyan", right=False, keep=1)
+CLASS_NAME: Column[Any] = Column(
+    "class_name", "class", text=lambda name: name.rpartition(".")[2], style="cyan", right=False, keep=1
+)
 """The class of a row's module: whole as data, drawn without its module."""
 
 
@@ -200,12 +197,7 @@ def si(number: float, unit: str = "") -> str:
 
 
 def percent(share: float) -> str:
-    """A share of 1 in percent.
-
-    Examples:
-        >>> percent(0.5), percent(0.12345)
-        ('50.0%', '12.3%')
-    """
+    """A share of 1 in percent: ``12.3%``."""
     return f"{share:.1%}"
 
 

@@ -24,12 +24,9 @@ _SMALL = 16  # elements of a tensor whose values are kept
 
 
 class Link(NamedTuple):
-    """A tensor that a node reads.
+    """A tensor that a node reads (``""``: one left out), the position of the node that makes it, and its output there.
 
-    Attributes:
-        tensor: Its name; ``""`` for an input that is left out.
-        node: Position of the node that makes it; None for inputs of the model and for weights.
-        output: Which output of that node it is.
+    Inputs of the model and weights have no such node.
     """
 
     tensor: str
@@ -51,7 +48,7 @@ class NodeEntry:
     """One node.
 
     Attributes:
-        domain: The operator's domain; ``""`` for ONNX's own.
+        operator: With its domain where that is not ONNX's own: ``com.microsoft::Gelu``.
         owners: The modules that it computes, in order of execution; empty for an untagged node.
         reason: How the owners are known, a word of the file format; ``""`` where it does not say.
         call: Which call of the owner, as written; ``""`` where that ran once.
@@ -63,8 +60,7 @@ class NodeEntry:
     """
 
     name: str
-    op_type: str
-    domain: str = ""
+    operator: str
     owners: tuple[str, ...] = ()
     reason: str = ""
     call: str = ""
@@ -75,11 +71,6 @@ class NodeEntry:
     parameters: int = 0
     source: SourceLine | None = None
 
-    @property
-    def operator(self) -> str:
-        """The operator, with its domain where that is not ONNX's own."""
-        return f"{self.domain}::{self.op_type}" if self.domain else self.op_type
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleEntry(ModuleFacts):
@@ -89,9 +80,7 @@ class ModuleEntry(ModuleFacts):
         own_nodes: Positions in ``Inventory.nodes`` of the nodes that no module below it computes.
         operators: Operator → its nodes, the most frequent first.
         reasons: ``htp.reason`` → its nodes.
-        weights: The weights that it reads itself.
-        inputs: The tensors that enter its region.
-        outputs: The tensors that leave it.
+        weights: The weights that it reads itself; ``inputs`` and ``outputs`` are those of its region.
         tied: Parameters that an earlier module holds, too: full name → full name there.
         counted_parameters: Of ``parameters``, those that no module before it holds, so that siblings add up.
         counted_bytes: The same of ``weight_bytes``.
@@ -120,7 +109,6 @@ class Inventory:
         modules: Module path → module, in the order of ``named_modules()``; the root alone where there are no tags.
         nodes: Every node, those of subgraphs after the node that holds them.
         called: The paths of the modules that ran; the others are no level of their own.
-        producer: The program that wrote the file, with its version.
         opsets: Domain → version; the main domain is ``ai.onnx``.
         external_data: Whether the weights lie in a file of their own.
         constants: Its initializers.
@@ -239,8 +227,7 @@ class _Reader:
         weights = {value for value in node.inputs if value is not None and value in self._weights}
         return NodeEntry(
             name=node.name or "",
-            op_type=node.op_type,
-            domain="" if node.domain == "ai.onnx" else node.domain,
+            operator=node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}",
             owners=owners,
             reason=known.get(tags.REASON, ""),
             call=known.get(tags.CALL, ""),

@@ -20,18 +20,7 @@ __all__ = ["netron_attachment"]
 
 
 def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) -> dict[str, Any]:
-    """The sidecar of a model; the metrics of a node are the measures, with the numbers of its module beside them.
-
-    Examples:
-        >>> from htp_export.capabilities.view.inventory import take_inventory
-        >>> from htp_export.model.tagged import load
-        >>> import onnx_ir as ir
-        >>> tagged = {"htp.module": "act", "htp.reason": "scope"}
-        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props=tagged, name="relu")
-        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
-        >>> netron_attachment(take_inventory(load(ir.Model(graph, ir_version=10))))["metadata"]
-        [{'kind': 'node', 'target': 'relu', 'name': 'module', 'value': 'act'}]
-    """
+    """The sidecar of a model; the metrics of a node are the measures, with the numbers of its module beside them."""
     times = Counter(node.name for node in inventory.nodes)
     named = [
         (position, node)

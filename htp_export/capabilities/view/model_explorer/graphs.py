@@ -28,17 +28,6 @@ def graph_of(inventory: Inventory, measures: Sequence[Measure] = (), keep_layers
 
     With ``keep_layers``, it has nodes that are not drawn, so that layers that hold a single node stay layers whatever
     the viewer's settings say.
-
-    Examples:
-        >>> from htp_export.capabilities.view.inventory import take_inventory
-        >>> from htp_export.model.tagged import load
-        >>> import onnx_ir as ir
-        >>> tagged = {"htp.module": "act", "htp.reason": "scope"}
-        >>> relu = ir.node("Relu", [ir.val("x")], outputs=[ir.val("y")], metadata_props=tagged)
-        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
-        >>> drawn = graph_of(take_inventory(load(ir.Model(graph, ir_version=10))), keep_layers=False)
-        >>> [(node["label"], node["namespace"]) for node in drawn["nodes"]]
-        [('Relu', 'act'), ('Input: x', ''), ('Output: y', '')]
     """
     names, layers = node_ids(inventory), layers_of(inventory)
     nodes = [_node(node, names[position], layers[position], names) for position, node in enumerate(inventory.nodes)]
@@ -59,7 +48,7 @@ def node_ids(inventory: Inventory) -> list[str]:
     """What each node is called in the graph: its name, and its place too where it has none or another has the same."""
     times = Counter(node.name for node in inventory.nodes)
     return [
-        node.name if node.name and times[node.name] == 1 else f"{node.name or node.op_type}#{position}"
+        node.name if node.name and times[node.name] == 1 else f"{node.name or node.operator}#{position}"
         for position, node in enumerate(inventory.nodes)
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from htp_export.capabilities.view.inventory import Inventory
@@ -17,37 +17,21 @@ __all__ = ["drawing", "dtype_overlay", "overlay_of"]
 
 _LAYER = "___group___"  # what Model Explorer puts after a namespace to name the layer
 _COLOURS = ("#ffffff", "#ffe9a8", "#f9a35c", "#d7301f")  # from nothing to the most
-_DTYPES = {
-    "float32": "#cfe3fb",
-    "float16": "#bfe8cf",
-    "bfloat16": "#d3eebc",
-    "float64": "#a9b8f0",
-    "int64": "#eadcf8",
-    "int32": "#e3d3ee",
-    "int8": "#ffd9a8",
-    "uint8": "#ffe6b8",
-    "bool": "#e4e6ea",
-}
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int8", "uint8", "bool")
+"""In the order of their colours, which are the same in every file."""
 
 
 def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
     """A measure as node data, coloured from the smallest to the largest value.
 
     Errors, which span many powers of ten, are coloured by these.
-
-    Examples:
-        >>> from htp_export.capabilities.view.inventory import take_inventory
-        >>> from htp_export.model.tagged import load
-        >>> import onnx_ir as ir
-        >>> tagged = {"htp.module": "act", "htp.reason": "scope"}
-        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props=tagged, name="relu")
-        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
-        >>> time = Measure("total_ms", "time", "ms", additive=True, total={"act": 2.0}, own={"act": 2.0})
-        >>> overlay_of(time, take_inventory(load(ir.Model(graph, ir_version=10))))["results"]["relu"]["value"]
-        2.0
     """
     if measure.named:
-        return _named_overlay(measure, inventory)
+        of_nodes = (
+            next((measure.words[owner] for owner in node.owners if owner in measure.words), None)
+            for node in inventory.nodes
+        )
+        return _words_overlay(measure.title, of_nodes, measure.words.values(), inventory)
     results: dict[str, dict[str, Any]] = {}
     values = spread(measure, inventory)
     finite = [abs(value) for value in values if value is not None and math.isfinite(value)]
@@ -63,30 +47,24 @@ def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
     return overlay
 
 
-def _named_overlay(measure: Measure, inventory: Inventory) -> dict[str, Any]:
-    """The word of the module of each node, with a colour for each word."""
-    colours = {word: _hue(place) for place, word in enumerate(dict.fromkeys(measure.words.values()))}
-    results = {}
-    for name, node in zip(node_ids(inventory), inventory.nodes, strict=True):
-        word = next((measure.words[owner] for owner in node.owners if owner in measure.words), None)
-        if word is not None:
-            results[name] = {"value": word, "bgColor": colours[word]}
-    return _words_alone(measure.title, results)
-
-
-def _words_alone(name: str, results: Mapping[str, object]) -> dict[str, Any]:
-    """An overlay of words, which have no sum and no mean."""
-    return {"name": name, "results": results, "hideInAggregatedStatsTable": True, "hideInChildrenStatsTable": True}
-
-
 def dtype_overlay(inventory: Inventory) -> dict[str, Any]:
     """The element type of what each node makes."""
-    results = {}
-    for name, node in zip(node_ids(inventory), inventory.nodes, strict=True):
-        dtype = node.outputs[0].type.partition("[")[0] if node.outputs else ""
-        if dtype:
-            results[name] = {"value": dtype, "bgColor": _DTYPES.get(dtype, "#f4d6e4")}
-    return _words_alone("dtype", results)
+    dtypes = [node.outputs[0].type.partition("[")[0] if node.outputs else "" for node in inventory.nodes]
+    return _words_overlay("dtype", dtypes, _DTYPES, inventory)
+
+
+def _words_overlay(
+    name: str, words: Iterable[str | None], first: Iterable[str], inventory: Inventory
+) -> dict[str, Any]:
+    """The word of each node, with a colour for each word; words have no sum and no mean."""
+    listed = list(words)
+    colours = {word: _hue(place) for place, word in enumerate(dict.fromkeys((*first, *filter(None, listed))))}
+    results = {
+        identifier: {"value": word, "bgColor": colours[word]}
+        for identifier, word in zip(node_ids(inventory), listed, strict=True)
+        if word
+    }
+    return {"name": name, "results": results, "hideInAggregatedStatsTable": True, "hideInChildrenStatsTable": True}
 
 
 def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
