@@ -15,7 +15,7 @@ from tests.chromium import Page, needs_chromium
 from tests.view.test_view import page_data_of
 
 HOSTILE = "</script><img src=x onerror=\"document.title='ran'\">"
-SIZES = [(1400, 850), (390, 844)]
+SIZES = [(1400, 850), pytest.param((390, 844), marks=pytest.mark.slow)]
 
 
 def net(*operators: str) -> ShownGraph:

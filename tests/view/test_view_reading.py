@@ -189,13 +189,6 @@ def test_colours_of_the_map_are_scaled_over_what_is_drawn_and_explained(page, en
     assert f"{most:.3f} ms, the largest drawn" in page.run(legend)
 
 
-def test_the_flame_fills_its_room(page, encoder):
-    go(page, encoder, "#tab=map")
-    page.run("document.getElementById('map-shape').value = 'flame', htp.map.draw()")
-    bottom = page.run("Math.max(...htp.map.boxes().map((box) => box.y + box.height))")
-    assert bottom == pytest.approx(page.run("document.getElementById('map').clientHeight") - 4)
-
-
 def test_the_map_is_walked_by_keyboard_and_says_where(page, encoder):
     go(page, encoder, "#tab=map")
     page.run("document.querySelector('#map canvas').focus()")
