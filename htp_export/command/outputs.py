@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,16 +74,8 @@ FORCE = Annotated[bool, "Allow --output to be an existing file of another kind."
 IN_PLACE = Annotated[bool, "Allow --output to be a file that is read."]
 
 
-@dataclass(frozen=True)
-class _Named:
-    """What was typed about files: those that are read, and how far existing ones may be replaced."""
-
-    reads: tuple[Path, ...] = ()
-    force: bool = False
-    in_place: bool = False
-
-
-_named: ContextVar[_Named | None] = ContextVar("_named", default=None)
+_check: ContextVar[Callable[[Path, Kind], None]] = ContextVar("_check")
+"""Checks an output, as the command that runs now allows it."""
 
 
 @contextlib.contextmanager
@@ -94,12 +87,12 @@ def reading(values: Iterable[Any], *, force: bool = False, in_place: bool = Fals
     listed = list(values)
     sources = (_source_of(word) for value in listed for word in (value if isinstance(value, list) else [value]))
     files = (*files_named_in(listed), *(file for file in sources if file is not None))
-    token = _named.set(_Named(files, force, in_place))
+    token = _check.set(partial(check_target, reads=files, in_place=in_place, replaces_others=force))
     try:
         with noting_files():
             yield
     finally:
-        _named.reset(token)
+        _check.reset(token)
 
 
 def _source_of(word: object) -> Path | None:
@@ -118,8 +111,7 @@ def check_output(output: Path, kind: Kind) -> None:
     Raises:
         FileError: If it is one. The weights of a model, which are checked too, are written to ``<output>.data``.
     """
-    named = _named.get() or _Named()
-    check_target(output, kind, named.reads, in_place=named.in_place, replaces_others=named.force)
+    _check.get(check_target)(output, kind)
 
 
 def written_files(output: Path) -> dict[str, int]:

@@ -279,6 +279,7 @@ def test_arrows_go_through_the_graph(page, encoder):
     assert page.said == []
 
 
+@pytest.mark.slow
 def test_opening_all_of_a_large_graph_is_asked_about_and_levels_open_step_by_step(page, tmp_path):
     htp_export.view(chain(4000), tmp_path / "large.html")
     go(page, tmp_path / "large.html", "#tab=graph")

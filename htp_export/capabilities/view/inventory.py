@@ -139,15 +139,6 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
 
     Raises:
         InputError: If a weight is to be read and cannot be.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> from htp_export.model.tagged import load
-        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act", "htp.reason": "scope"})
-        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
-        >>> inventory = take_inventory(load(ir.Model(graph, ir_version=10)))
-        >>> inventory.modules["act"].operators, inventory.tags.reasons
-        ({'Relu': 1}, {'scope': 1})
     """
     contents = contents_of(tagged).modules
     reader = _Reader(tagged, {weight for content in contents.values() for weight in content.own_weights})

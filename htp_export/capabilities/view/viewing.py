@@ -289,13 +289,6 @@ def shown_graph(tagged: TaggedModel, name: str = "", statistics: bool = False) -
 
     Raises:
         InputError: If a weight is to be read and cannot be.
-
-    Examples:
-        >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> shown = shown_graph(htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False)))
-        >>> [(measure.title, measure.total[""]) for measure in shown.measures]
-        [('FLOPs', 48.0), ('other FLOPs', 12.0), ('activations', 48.0)]
     """
     from htp_export.capabilities.cost.costing import cost
 

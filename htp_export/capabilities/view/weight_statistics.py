@@ -40,14 +40,6 @@ def weight_statistics(model: ir.Model) -> dict[str, WeightStatistics]:
 
     Raises:
         InputError: If the values of a weight cannot be read.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> weight = ir.Value(name="w", const_value=ir.tensor([0.0, 2.0, 4.0], name="w"))
-        >>> graph = ir.Graph([], [], nodes=[], initializers=[weight], opset_imports={"": 20})
-        >>> found = weight_statistics(ir.Model(graph, ir_version=10))["w"]
-        >>> found.mean, round(found.std, 3), found.most, found.zeros
-        (2.0, 1.633, 4.0, 1)
     """
     statistics = {}
     for graph in model.graphs():

@@ -181,13 +181,6 @@ def front_data(search: Search) -> dict[str, Any]:
     """The data of a search: its picture, its front, and the plan of each point.
 
     With one objective, or without finite values, it has no picture.
-
-    Examples:
-        >>> from htp_export.capabilities.search.search_results import Search, Trial
-        >>> trial = Trial(3, {"fc": "int8"}, {"error": 0.01, "size": 100.0}, "front", {})
-        >>> data = front_data(Search(("error", "size"), (trial,), 0, {"fc": ("int8",)}))
-        >>> data["front"], data["trials"][0]["name"], data["trials"][0]["values"], data["trials"][0]["plan"]
-        ([0], 'trial 3', ['1.00e-02', '100 B'], [('fc', 'int8')])
     """
     from htp_export.capabilities.search.found_plans import plan_file
     from htp_export.capabilities.search.front_drawing import front_svg
