@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Annotated, Any, get_type_hints
 
@@ -58,46 +58,12 @@ class _Command(TyperCommand):
         return rest
 
 
-class _Commands(MutableMapping[str, Any]):
-    """Name → command, which is made when it is asked for."""
-
-    def __init__(self) -> None:
-        self._names = _all_names()
-        self._made: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._made:
-            if name not in self._names:
-                raise KeyError(name)
-            app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-            module = importlib.import_module(self._names[name])
-            app.command(name, cls=_Command, epilog=f"Example: htp-export {name} {module.EXAMPLE}")(
-                flattened(getattr(module, f"{name.replace('-', '_')}_command"))
-            )
-            made = typer.main.get_command(app)
-            made.idle = getattr(module, "IDLE", ())  # type: ignore[attr-defined] # it is a _Command
-            self._made[name] = made
-        return self._made[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._made[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 class CommandGroup(TyperGroup):
-    """The program: its commands are files of the capabilities."""
+    """The program: its commands are files of the capabilities, each made when it is asked for."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _Commands()
+        self.commands = dict.fromkeys(_all_names())  # type: ignore[assignment] # each is made when it is asked for
 
     def list_commands(self, _context: Any) -> list[str]:
         """The names of the commands, as the help lists them."""
@@ -105,35 +71,46 @@ class CommandGroup(TyperGroup):
 
     def get_command(self, context: Any, name: str) -> Any:
         """The command of a name; the name of the Python function, with ``_``, is one too."""
-        return super().get_command(context, name.replace("_", "-"))
+        name = name.replace("_", "-")
+        if name in self.commands and self.commands[name] is None:
+            self.commands[name] = _command(name)
+        return self.commands.get(name)
+
+
+def _command(name: str) -> Any:
+    module = importlib.import_module(_all_names()[name])
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(name, cls=_Command, epilog=f"Example: htp-export {name} {module.EXAMPLE}")(
+        flattened(getattr(module, f"{name.replace('-', '_')}_command"))
+    )
+    command = typer.main.get_command(app)
+    command.idle = getattr(module, "IDLE", ())  # type: ignore[attr-defined] # it is a _Command
+    return command
 
 
 def _marks(annotation: Any) -> list[Writes]:
     """The mark of an option that names what is written."""
-    return [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Writes)]
+    return [mark for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, Writes)]
 
 
 def _declared(name: str, kind: Any, default: Any) -> inspect.Parameter:
     """A parameter as typer reads it, also where its type holds no more than its help."""
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
-    said = next((each for each in getattr(kind, "__metadata__", ()) if isinstance(each, str)), None)
-    if said is not None:
+    text = next((text for text in getattr(kind, "__metadata__", ()) if isinstance(text, str)), None)
+    if text is not None:
         option = f"--{name.removeprefix('as_').replace('_', '-')}"
         if name == "output":
-            how = typer.Option("-o", option, help=said)
+            how = typer.Option("-o", option, help=text)
         elif default is inspect.Parameter.empty:
-            how = typer.Argument(help=said)
+            how = typer.Argument(help=text)
         else:
-            how = typer.Option(*[option] * (default is False), help=said)
+            how = typer.Option(*[option] * (default is False), help=text)
         kind = Annotated[kind.__origin__, how, *_marks(kind)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """A command with the fields of its dataclasses of options as parameters of its own, which typer knows how to read.
-
-    Args:
-        command: A function. A parameter of it whose type is a dataclass stands for one option each field.
 
     Examples:
         >>> @dataclasses.dataclass
@@ -155,7 +132,9 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             continue
         groups[parameter.name] = kind
         of_fields = get_type_hints(kind, include_extras=True)
-        parameters += [_declared(each.name, of_fields[each.name], each.default) for each in dataclasses.fields(kind)]
+        parameters += [
+            _declared(field.name, of_fields[field.name], field.default) for field in dataclasses.fields(kind)
+        ]
 
     writes = {parameter.name: mark for parameter in parameters for mark in _marks(parameter.annotation)}
     replacing = {"force": FORCE} if writes else {}

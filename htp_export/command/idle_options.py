@@ -17,13 +17,7 @@ __all__ = ["JSON_HAS_ALL", "Idle", "check_options"]
 
 @dataclass(frozen=True)
 class Idle:
-    """Options that have no effect in some calls.
-
-    Attributes:
-        options: The names of their parameters.
-        when: Whether that is so, by the values of all parameters.
-        why: Why, for the message.
-    """
+    """Options, by the names of their parameters, that have no effect when the values of all parameters are such."""
 
     options: tuple[str, ...]
     when: Callable[[Mapping[str, Any]], object]
@@ -41,19 +35,13 @@ _ALWAYS = (
 def check_options(
     parameters: Iterable[Any], typed: Sequence[Any], given: Mapping[str, Any], idle: Sequence[Idle]
 ) -> None:
-    """Refuse options without effect.
-
-    Args:
-        parameters: The parameters of the command, as typer made them.
-        typed: Those that were typed, in order, one entry each time.
-        given: Name of a parameter → its value.
-        idle: What the command says of its options.
+    """Refuse options without effect, of those that were typed, one entry each time, with the values that were given.
 
     Raises:
         InputError: If there is such an option.
     """
-    options = {each.name: each for each in parameters if each.param_type_name == "option"}
-    times = Counter(each.name for each in typed)
+    options = {parameter.name: parameter for parameter in parameters if parameter.param_type_name == "option"}
+    times = Counter(parameter.name for parameter in typed)
     for name, count in times.items():
         option = options.get(name)
         if option is None:
@@ -64,7 +52,7 @@ def check_options(
         values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
         if any(isinstance(value, str) and not value.strip(" ,") for value in values):
             raise InputError(f"{_shown(option, given)} is empty: give a value, or leave it out")
-    for rule in (*(each for each in _ALWAYS if {*each.options} & {*options}), *idle):
+    for rule in (*(rule for rule in _ALWAYS if {*rule.options} & {*options}), *idle):
         found = next((name for name in rule.options if name in times and given[name] not in (None, [], ())), None)
         if found is not None and rule.when(given):
             shown = _shown(options[found], given) if found in options else found.upper()

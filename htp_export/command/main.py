@@ -60,13 +60,7 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: What was typed after the program's name; ``sys.argv`` where it is None.
-
-    Returns:
-        The exit status.
+    """Run the command line, of ``sys.argv`` where no arguments are given; the exit status.
 
     Examples:
         >>> main(["tree", "nowhere.onnx"])

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,9 +58,6 @@ class ModelOptions:
     def check(self, stream_weights: bool = False) -> None:
         """Refuse options that do not go together.
 
-        Args:
-            stream_weights: Whether the weights are to stay in their safetensors files.
-
         Raises:
             InputError: If no model is named, or two are, or if there are options that a factory decides.
         """
@@ -93,11 +90,7 @@ class ModelOptions:
         }
 
     def check_file(self) -> None:
-        """Refuse options that choose or change a model, where SOURCE is an ONNX file.
-
-        Raises:
-            InputError: If there is such an option.
-        """
+        """Refuse options that choose or change a model, where SOURCE is an ONNX file."""
         for name, value in self._changes.items():
             if value:
                 raise InputError(f"{name} is for a model without a file; {self.source} is one")
@@ -105,13 +98,9 @@ class ModelOptions:
     def call(
         self, *, batch: int = 1, shapes: Mapping[str, Any] | None = None, stream_weights: bool = False
     ) -> SourceCall:
-        """The model, and example inputs.
+        """The model, and example inputs; ``batch`` is for where nothing else says it.
 
-        Args:
-            batch: Examples in one call, where nothing else says it.
-            shapes: Input of a file → shape, as far as the model takes an input of that name; what is in the file of
-                ``--inputs`` goes before.
-            stream_weights: Whether the weights stay in their safetensors files.
+        Shapes are those of inputs of a file. The model takes those that it has; ``--inputs`` go before.
 
         Raises:
             InputError: If there is no such model, or it cannot be built as asked.
@@ -119,30 +108,18 @@ class ModelOptions:
         self.check(stream_weights)
         if self.entry is not None:
             return call_entry(self.entry, self.seed)
-        made: SourceCall = provider("named_models").one_call(
+        call: SourceCall = provider("named_models").one_call(
             self, batch=batch, shapes=shapes, stream_weights=stream_weights
         )
-        return made
+        return call
 
     def calls_by_task(
-        self,
-        *,
-        two_files: bool | None = None,
-        cache_names: str = "optimum",
-        sizes: Mapping[str, int] | None = None,
-        stream_weights: bool = False,
-        right_padding: bool = False,
+        self, *, cache_names: str = "optimum", stream_weights: bool = False, **settings: Any
     ) -> dict[str, SourceCall]:
         """The files of the task, and the call that each is exported from; empty where no task is given or guessed.
 
-        A task is guessed for folders and hub ids whose config names a class that generates.
-
-        Args:
-            two_files: Whether a decoder has one file for prefill and one for decoding; None for what is usual.
-            cache_names: ``optimum`` or ``transformers``.
-            sizes: Name of a dimension → its size in the example.
-            stream_weights: Whether the weights stay in their safetensors files.
-            right_padding: Whether sliding windows count tokens, for batches that are padded on the right.
+        A task is guessed for folders and hub ids whose config names a class that generates. The settings are those of
+        ``provides_named_models.calls_by_task``.
 
         Raises:
             InputError: If there is no such model, or it cannot do the task.
@@ -152,15 +129,10 @@ class ModelOptions:
             return {}
         if cache_names not in ("optimum", "transformers"):
             raise InputError(f"--cache-names {cache_names}: choose optimum or transformers")
-        made: dict[str, SourceCall] = provider("named_models").calls_by_task(
-            self,
-            two_files=two_files,
-            cache_names=cache_names,
-            sizes=sizes,
-            stream_weights=stream_weights,
-            right_padding=right_padding,
+        calls: dict[str, SourceCall] = provider("named_models").calls_by_task(
+            self, cache_names=cache_names, stream_weights=stream_weights, **settings
         )
-        return made
+        return calls
 
     @cached_property
     def has_task(self) -> bool:
@@ -184,13 +156,7 @@ _MODEL_NAME = r"(?=.{1,96}$)([\w.-]+/)?[\w.-]+"  # a hub id or a model type
 
 @dataclass(frozen=True)
 class Looked:
-    """A model to look at.
-
-    Attributes:
-        model: The file, or the graph of a PyTorch model.
-        name: What it is called.
-        facts: Keys of the JSON that say which way the graph of a PyTorch model was got.
-    """
+    """A model to look at: a file, or the graph of a PyTorch model; ``facts`` of the JSON say which way that was got."""
 
     model: ModelSource
     name: str
@@ -226,9 +192,6 @@ class LookOptions(ModelOptions):
     def look(self, *, quiet: bool = False) -> Looked:
         """The file, or a graph of the model; for that, stderr has which way it was got, and why no better one.
 
-        Args:
-            quiet: Whether to show no progress.
-
         Raises:
             InputError: If nothing is named, or two models are, or the model has no graph.
         """
@@ -237,7 +200,8 @@ class LookOptions(ModelOptions):
             return Looked(Path(str(self.source)), str(self.source), {})
         if self.source is None and self.entry is None:
             raise InputError("name an ONNX file, a model, or --entry package.module:factory")
-        with Steps(quiet=quiet).step(f"tracing {self.name}"), _stdout_for_results():
+        with Steps(quiet=quiet).step(f"tracing {self.name}"), contextlib.redirect_stdout(sys.stderr):
+            # stdout has the result, and not what the model itself prints
             inspected = provider("traced_models").traced(self.call())
         for line in str(inspected).splitlines():
             notice_line(line)
@@ -250,10 +214,3 @@ def names_file(given: Mapping[str, Any]) -> bool:
 
 
 FILE_IDLE = Idle(("seed",), names_file, "it is for a model without a file")
-
-
-@contextlib.contextmanager
-def _stdout_for_results() -> Iterator[None]:
-    """Let what the model itself prints go to stderr: stdout has the result."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield

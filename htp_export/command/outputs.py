@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,15 +48,7 @@ def report(
     output: Path | None = None,
     **facts: Any,
 ) -> None:
-    """Write a result as JSON, or draw it and say which files were written.
-
-    Args:
-        result: The result.
-        as_json: Whether to write it as JSON.
-        draw: Draws it; None to print it as text.
-        output: The model that was written.
-        **facts: Further keys of the JSON.
-    """
+    """Write a result as JSON, with further facts; or draw it, as text if nothing draws it, and say what was written."""
     if as_json:
         print_json({**facts, **result.to_dict()})
         return
@@ -81,36 +74,25 @@ FORCE = Annotated[bool, "Allow --output to be an existing file of another kind."
 IN_PLACE = Annotated[bool, "Allow --output to be a file that is read."]
 
 
-@dataclass(frozen=True)
-class _Named:
-    """What was typed about files: those that are read, and how far existing ones may be replaced."""
-
-    reads: tuple[Path, ...] = ()
-    force: bool = False
-    in_place: bool = False
-
-
-_named: ContextVar[_Named | None] = ContextVar("_named", default=None)
+_check: ContextVar[Callable[[Path, Kind], None]] = ContextVar("_check")
+"""Checks an output, as the command that runs now allows it."""
 
 
 @contextlib.contextmanager
 def reading(values: Iterable[Any], *, force: bool = False, in_place: bool = False) -> Iterator[None]:
-    """Run a command, in which `check_output` refuses to replace the files that it reads.
+    """Run a command, in which `check_output` refuses to replace files that the values of its options name.
 
-    Args:
-        values: The values of all options that name nothing that is written.
-        force: Whether files of another kind may be replaced.
-        in_place: Whether a model that is read may be replaced.
+    With ``force``, files of another kind may be replaced; with ``in_place``, a model that is read.
     """
     listed = list(values)
     sources = (_source_of(word) for value in listed for word in (value if isinstance(value, list) else [value]))
     files = (*files_named_in(listed), *(file for file in sources if file is not None))
-    token = _named.set(_Named(files, force, in_place))
+    token = _check.set(partial(check_target, reads=files, in_place=in_place, replaces_others=force))
     try:
         with noting_files():
             yield
     finally:
-        _named.reset(token)
+        _check.reset(token)
 
 
 def _source_of(word: object) -> Path | None:
@@ -126,15 +108,10 @@ def _source_of(word: object) -> Path | None:
 def check_output(output: Path, kind: Kind) -> None:
     """Refuse an output that cannot be written, that the command reads, or that is a file of another kind.
 
-    Args:
-        output: The file to write, a device or a pipe. The weights of a model are written to ``<output>.data``.
-        kind: What is written.
-
     Raises:
-        FileError: If the file cannot be written.
+        FileError: If it is one. The weights of a model, which are checked too, are written to ``<output>.data``.
     """
-    named = _named.get() or _Named()
-    check_target(output, kind, named.reads, in_place=named.in_place, replaces_others=named.force)
+    _check.get(check_target)(output, kind)
 
 
 def written_files(output: Path) -> dict[str, int]:

@@ -45,12 +45,7 @@ MetricOption: TypeAlias = Annotated[
 def read_rules(
     plan: str | Path | None, typed: list[str] | None, presets: Mapping[str, Mapping[str, str]] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The rules of a file or a preset, and then those that are typed.
-
-    Args:
-        plan: A file, or the name of a preset.
-        typed: ``SELECTOR=VALUE``.
-        presets: Name → rules.
+    """The rules of a file or a preset, and then those that are typed, ``SELECTOR=VALUE``.
 
     Raises:
         BadParameter: If there is no rule.

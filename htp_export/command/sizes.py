@@ -16,13 +16,7 @@ __all__ = ["Sizes", "parse_dims", "read_sizes"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Values, sizes or shapes of inputs.
-
-    Attributes:
-        inputs: Input name → array.
-        dims: Name of an open size → size.
-        shapes: Input name → shape.
-    """
+    """Values or shapes of inputs, by their names, or open sizes, by theirs."""
 
     inputs: Mapping[str, Any]
     dims: dict[str, int]
@@ -34,12 +28,7 @@ class Sizes:
         return bool(self.inputs or self.dims or self.shapes)
 
     def arrays(self, file: Path, seed: int = 0) -> Mapping[str, Any] | None:
-        """What a file and another one like it are run on; None for random inputs of any size.
-
-        Args:
-            file: An ONNX file.
-            seed: Of random values, where sizes or shapes are given.
-        """
+        """What a file and another one like it are run on; None for random inputs of any size."""
         from htp_export.model.tagged import load
         from htp_export.runtime.inputs import Inputs
 
@@ -52,18 +41,15 @@ class Sizes:
 
 
 def read_sizes(inputs: Path | None, dims: list[str] | None) -> Sizes:
-    """What ``--inputs`` and ``--dims`` say.
-
-    Args:
-        inputs: A file: arrays as ``.npz``, else shapes as JSON.
-        dims: ``name=size``, by comma.
+    """What ``--inputs``, a file of arrays as ``.npz`` or of shapes as JSON, and ``--dims`` say.
 
     Raises:
         FileError: If the file cannot be read.
         InputError: If a size cannot be read.
     """
-    arrays: Mapping[str, Any] = read_npz(inputs) if inputs is not None and inputs.suffix == ".npz" else {}
-    shapes = read_shapes(inputs) if inputs is not None and inputs.suffix != ".npz" else {}
+    is_npz = inputs is not None and inputs.suffix == ".npz"
+    arrays: Mapping[str, Any] = read_npz(inputs) if inputs is not None and is_npz else {}
+    shapes = {} if is_npz else read_shapes(inputs)
     if inputs is not None and not arrays and not shapes:
         raise FileError(inputs, "holds no shapes")
     for name, shape in shapes.items():

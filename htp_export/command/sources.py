@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ class SourceCall:
     """A model and the arguments of one call of it.
 
     Attributes:
-        model: The model.
         args: Its positional arguments; empty where all could be given by keyword.
         kwargs: Its keyword arguments, in the order of ``forward``'s signature.
         example: What the task says of the call: names, dynamic axes, and runs to verify; None without a task; see
@@ -55,12 +54,11 @@ class SourceCall:
         runs = {} if self.example is None else dict(self.example.runs)
         return runs if len(runs) > 1 else {"": self.kwargs}
 
-    def adapted(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def adapted(self) -> Iterator[None]:
         """The model with the arguments and results of the file, for a ``with`` block."""
-        if self.example is None:
-            return contextlib.nullcontext()
-        adapted: contextlib.AbstractContextManager[None] = self.example.adapted()
-        return adapted
+        with contextlib.nullcontext() if self.example is None else self.example.adapted():
+            yield
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -71,27 +69,34 @@ class SourceCall:
 
 
 def call_entry(entry: str, seed: int = 0) -> SourceCall:
-    """What ``package.module:factory`` returns: a model, and example inputs as a tuple or a dict.
-
-    The model is put in eval mode.
-
-    Args:
-        entry: The factory.
-        seed: As for `call_factory`.
+    """What ``package.module:factory`` returns: a model, put in eval mode, and example inputs as a tuple or a dict.
 
     Raises:
-        ModelSourceError: If there is no such factory, if it raises (the cause), or if it returns anything else.
+        ModelSourceError: As `call_factory`, or if it returns anything else.
     """
-    return _call(entry, call_factory(entry, seed))
+    import torch
+
+    from htp_export.exporter.capture.modules import set_eval_mode
+
+    returned = call_factory(entry, seed)
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], torch.nn.Module):
+        raise ModelSourceError(entry, "must return (model, example inputs), the model an nn.Module")
+    model, inputs = returned
+    set_eval_mode(model)
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, (tuple, list, Mapping)):
+        raise ModelSourceError(entry, f"example inputs are a tuple or a dict, not {type(inputs).__name__}")
+    if isinstance(inputs, Mapping):
+        order = [name for name in inspect.signature(model.forward).parameters if name in inputs]
+        return SourceCall(model, (), {name: inputs[name] for name in dict.fromkeys((*order, *inputs))})
+    return _by_keyword(model, tuple(inputs))
 
 
 def call_factory(entry: str, seed: int = 0) -> Any:
     """What ``package.module:factory`` returns. The current folder is looked in first.
 
-    Args:
-        entry: The factory.
-        seed: What torch's generator starts from while the factory runs: the same seed gives the same random weights.
-            Afterwards the generator is as it was.
+    Torch's generator starts from the seed while the factory runs, and is as it was afterwards.
 
     Raises:
         ModelSourceError: If there is no such factory, or if it raises (the cause).
@@ -117,25 +122,6 @@ def call_factory(entry: str, seed: int = 0) -> Any:
                 return factory()
     finally:
         sys.path.remove(folder)
-
-
-def _call(entry: str, made: Any) -> SourceCall:
-    import torch
-
-    from htp_export.exporter.capture.modules import set_eval_mode
-
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.nn.Module):
-        raise ModelSourceError(entry, "must return (model, example inputs), the model an nn.Module")
-    model, inputs = made
-    set_eval_mode(model)
-    if isinstance(inputs, torch.Tensor):
-        inputs = (inputs,)
-    if not isinstance(inputs, (tuple, list, Mapping)):
-        raise ModelSourceError(entry, f"example inputs are a tuple or a dict, not {type(inputs).__name__}")
-    if isinstance(inputs, Mapping):
-        order = [name for name in inspect.signature(model.forward).parameters if name in inputs]
-        return SourceCall(model, (), {name: inputs[name] for name in dict.fromkeys((*order, *inputs))})
-    return _by_keyword(model, tuple(inputs))
 
 
 def _by_keyword(model: nn.Module, args: tuple[Any, ...]) -> SourceCall:

@@ -107,12 +107,7 @@ def split_names(typed: list[str] | None) -> list[str] | None:
 
 
 class Steps:
-    """Progress on stderr: the step that is running and for how long; nothing where that is no terminal.
-
-    Args:
-        quiet: Show nothing in any case.
-        count: How many steps there are, where there are several; each then shows its number.
-    """
+    """Progress on stderr: the step that is running, its number and for how long; nothing where that is no terminal."""
 
     def __init__(self, quiet: bool = False, count: int = 1) -> None:
         self._shown = terminal_stderr().isatty() and not quiet

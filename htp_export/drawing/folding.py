@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["gathered", "likeness", "repeats", "runs"]
+__all__ = ["folded", "gathered", "likeness", "repeats"]
 
 T = TypeVar("T")
 
@@ -22,32 +22,8 @@ def likeness(
     return (class_name, calls, fate, nodes, parameters, flops, status or "")
 
 
-def runs(siblings: Iterable[T], name: Callable[[T], str], shape: Callable[[T], object]) -> list[list[T]]:
-    """Siblings, in order, in runs of alike ones; most runs hold a single one.
-
-    Args:
-        siblings: The children of one module.
-        name: The name of a sibling.
-        shape: Equal for siblings that are alike, with all modules below them.
-
-    Examples:
-        >>> runs(["layer.0", "layer.1", "head.2"], name=str, shape=len)
-        [['layer.0', 'layer.1'], ['head.2']]
-        >>> runs(["layer.0", "layer.10"], name=str, shape=len)
-        [['layer.0'], ['layer.10']]
-    """
-    grouped: list[list[T]] = []
-    for sibling in siblings:
-        last = grouped[-1][-1] if grouped else None
-        if last is not None and _follows(name(last), name(sibling)) and shape(last) == shape(sibling):
-            grouped[-1].append(sibling)
-        else:
-            grouped.append([sibling])
-    return grouped
-
-
-def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable]) -> list[list[str]]:
-    """The runs of two and more in a whole tree, those at its top first.
+def folded(parents: Mapping[str, str | None], alike: Callable[[str], Hashable]) -> dict[str | None, list[list[str]]]:
+    """The modules right below each one of a tree (None: at its top), in runs of alike ones; most hold a single one.
 
     Args:
         parents: Module path → the one that it is drawn below; None at the top.
@@ -55,29 +31,38 @@ def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable])
 
     Examples:
         >>> tree = {"": None, "layer.0": "", "layer.0.fc": "layer.0", "layer.1": "", "layer.1.fc": "layer.1"}
-        >>> repeats(tree, alike=lambda path: path.count("."))
+        >>> folded(tree, alike=lambda path: path.count("."))[""]
         [['layer.0', 'layer.1']]
+        >>> folded({"layer.0": None, "layer.10": None, "head.11": None}, alike=len)[None]
+        [['layer.0'], ['layer.10'], ['head.11']]
     """
-    below: dict[str, list[str]] = {path: [] for path in parents}
+    below: dict[str | None, list[str]] = {None: [], **{path: [] for path in parents}}
     for path, parent in parents.items():
-        if parent is not None:
-            below[parent].append(path)
+        below[parent].append(path)
     numbers: dict[Hashable, int] = {}
     shapes: dict[str, int] = {}
     for path in sorted(parents, key=len, reverse=True):  # the path of a parent is shorter
         shape = (alike(path), tuple((child.removeprefix(f"{path}."), shapes[child]) for child in below[path]))
         shapes[path] = numbers.setdefault(shape, len(numbers))
-    all_runs = (run for siblings in below.values() for run in runs(siblings, str, shapes.__getitem__))
-    return [run for run in all_runs if len(run) > 1]
+    runs: dict[str | None, list[list[str]]] = {path: [] for path in below}
+    for parent, siblings in below.items():
+        for path in siblings:
+            last = runs[parent][-1] if runs[parent] else None
+            if last is not None and _follows(last[-1], path) and shapes[last[-1]] == shapes[path]:
+                last.append(path)
+            else:
+                runs[parent].append([path])
+    return runs
+
+
+def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable]) -> list[list[str]]:
+    """The runs of two and more modules below others, as `folded` has them, those at the top of the tree first."""
+    runs = folded(parents, alike)
+    return [run for path, listed in runs.items() if path is not None for run in listed if len(run) > 1]
 
 
 def gathered(rows: Iterable[T], path: Callable[[T], str], alike: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:
-    """Rows in groups whose paths differ in one number only: a common name, and the rows of the group.
-
-    Args:
-        rows: The rows.
-        path: The module path of a row.
-        alike: Equal for rows that may be in one group.
+    """Rows in groups that are alike and whose paths differ in one number only: a common name, and the group.
 
     Examples:
         >>> paths = ["layer.0.fc", "layer.0.act", "layer.1.fc", "layer.1.act", "layer.3.act", "head"]
@@ -116,12 +101,7 @@ def _together(pattern: Sequence[str | None], paths: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers in order, those that follow each other by the first and the last.
-
-    Examples:
-        >>> _ranges([0, 1, 2, 4, 6, 7])
-        '0…2,4,6…7'
-    """
+    """Numbers in order, those that follow each other by the first and the last: ``0…2,4,6…7``."""
     runs = itertools.groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0])
     ends = ((run[0][1], run[-1][1]) for run in (list(group) for _, group in runs))
     return ",".join(f"{first}…{last}" if first < last else str(first) for first, last in ends)

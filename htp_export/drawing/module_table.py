@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
-from htp_export.drawing.folding import runs
+from htp_export.drawing.folding import folded
 from htp_export.results.columns import Column
 from htp_export.results.drawn_levels import Drawn, drawn_parents
 
@@ -35,32 +35,11 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class _Branch(Generic[M]):
-    """A module with what lies below it, siblings that are drawn once together.
-
-    Attributes:
-        row: The module.
-        name: What it is called below the module above it.
-        shape: The same number for modules that are alike, down to the last one below them.
-        below: The modules right below it, in runs of alike ones.
-    """
-
-    row: M
-    name: str
-    shape: int
-    below: Sequence[Sequence[_Branch[M]]]
-
-
-@dataclass(frozen=True)
 class TreeTable(Generic[M]):
     """A table that can be printed with ``rich``. Names are drawn as they are, whatever markup they look like.
 
-    Attributes:
-        rows: The modules, in the order of ``named_modules()``.
-        columns: The columns.
-        alike: Equal for siblings that are drawn once; None to draw every one.
-        merged: Returns one row for alike siblings.
-        flat: Whether to draw a list in place of a tree, in the order of ``rows``, with whole paths.
+    Siblings that are ``alike`` are drawn once, as the row that is ``merged`` of theirs; None draws every one. A table
+    that is ``flat`` is a list in the order of its rows, with whole paths, in place of a tree.
     """
 
     rows: Sequence[M]
@@ -102,34 +81,9 @@ class TreeTable(Generic[M]):
     def _lines(self) -> list[tuple[Text, M]]:
         from rich.text import Text
 
-        if self.flat:
-            return [(Text(row.path or "(root)"), row) for row in self.rows]
-        return list(self._drawn([[[branch]] for branch in self._branches()]))
+        return [(Text(row.path or "(root)"), row) for row in self.rows] if self.flat else list(self._tree_lines())
 
-    def _branches(self) -> list[_Branch[M]]:
-        """The rows as trees; there is one, unless the rows have no root."""
-        rows = {row.path: row for row in self.rows}
-        above = drawn_parents(rows)
-        below: dict[str | None, list[str]] = {None: [], **{path: [] for path in above}}
-        for path, parent in above.items():
-            below[parent].append(path)
-        grown: dict[str, _Branch[M]] = {}
-        shapes: dict[Hashable, int] = {}
-        for path in sorted(above, key=len, reverse=True):  # what lies below has a longer path
-            parent, folded = above[path], self._folded([grown[child] for child in below[path]])
-            alike = None if self.alike is None else self.alike(rows[path])
-            shape = (alike, tuple((run[0].name, len(run), run[0].shape) for run in folded))
-            name = path[len(parent) + 1 :] if parent else path
-            grown[path] = _Branch(rows[path], name or "(root)", shapes.setdefault(shape, len(shapes)), folded)
-        return [grown[path] for path in below[None]]
-
-    def _folded(self, branches: Sequence[_Branch[M]]) -> Sequence[Sequence[_Branch[M]]]:
-        """Siblings in runs of those that are alike and have consecutive numbers."""
-        if self.alike is None:
-            return [[branch] for branch in branches]
-        return runs(branches, lambda branch: branch.name, lambda branch: branch.shape)
-
-    def _drawn(self, top: Sequence[Sequence[Sequence[_Branch[M]]]]) -> Iterator[tuple[Text, M]]:
+    def _tree_lines(self) -> Iterator[tuple[Text, M]]:
         """Every line with the guide lines in front of it; those at the top have none.
 
         A line is drawn from alike runs: one, or that of each of the modules above that are drawn once. Lines wait in a
@@ -137,22 +91,23 @@ class TreeTable(Generic[M]):
         """
         from rich.text import Text
 
-        waiting = [("", "", 0, line) for line in reversed(top)]
+        rows, alike = {row.path: row for row in self.rows}, self.alike
+        above = drawn_parents(rows)
+        below = folded(above, (lambda path: path) if alike is None else lambda path: alike(rows[path]))
+
+        def name(path: str) -> str:
+            return path.removeprefix(f"{above[path] or ''}.") or "(root)"
+
+        waiting = [("", "", 0, ([path],)) for run in reversed(below[None]) for path in reversed(run)]
         while waiting:
             guide, before, depth, line = waiting.pop()
-            branches = [branch for run in line for branch in run]
-            yield Text.assemble((guide, "dim"), _run_name(line[0])), self.merged([branch.row for branch in branches])
-            below = list(zip(*(branch.below for branch in branches), strict=True))
+            run, paths = line[0], [path for run in line for path in run]
+            text = name(run[0]) if len(run) == 1 else f"{name(run[0])} … {name(run[-1])} × {len(run)}"  # noqa: RUF001 - "times"
+            yield Text.assemble((guide, "dim"), text), self.merged([rows[path] for path in paths])
             start = before if depth <= _MOST_GUIDES else f"… {depth} levels "
-            for number, inside in enumerate(reversed(below)):
+            for number, inside in enumerate(reversed(list(zip(*(below[path] for path in paths), strict=True)))):
                 corner, following = ("└── ", "    ") if not number else ("├── ", "│   ")
                 waiting.append((start + corner, start + following, depth + 1, inside))
-
-
-def _run_name(run: Sequence[_Branch[M]]) -> str:
-    if len(run) == 1:
-        return run[0].name
-    return f"{run[0].name} … {run[-1].name} × {len(run)}"  # noqa: RUF001 - "times"
 
 
 def flat_table(columns: Sequence[Column[R]], rows: Iterable[R], gap: int = _GAP) -> Table:

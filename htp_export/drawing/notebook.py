@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 __all__ = ["in_notebook"]
 
@@ -17,7 +13,7 @@ _PAGE = f'<pre style="{_STYLE}">{{code}}</pre>'
 
 
 def in_notebook(result: object) -> str | None:
-    """A result as HTML: what its command prints, colours included; None where no command prints it.
+    """A result as HTML: what ``drawn`` in ``drawing.py`` of its capability makes of it, colours included, or None.
 
     Examples:
         >>> from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree
@@ -25,22 +21,16 @@ def in_notebook(result: object) -> str | None:
         >>> "1,200" in drawn, "<b>" in drawn
         (True, False)
     """
-    table = _table(result)
-    if table is None:
-        return None
-    from rich.console import Console
-
-    console = Console(width=_WIDTH, record=True, file=io.StringIO(), highlight=False, force_jupyter=False)
-    console.print(table)
-    text = console.export_html(code_format=_PAGE, inline_styles=True)
-    return "\n".join(line.rstrip() for line in text.splitlines())
-
-
-def _table(result: object) -> RenderableType | None:
-    """What ``drawn`` in ``drawing.py`` makes of a result, in the folder of the capability that its class is of."""
     capability = ".".join(type(result).__module__.split(".")[:3])
     try:
         drawing = importlib.import_module(f"{capability}.drawing")
     except ModuleNotFoundError:
         return None
-    return drawing.drawn(result) if hasattr(drawing, "drawn") else None
+    if not hasattr(drawing, "drawn"):
+        return None
+    from rich.console import Console
+
+    console = Console(width=_WIDTH, record=True, file=io.StringIO(), highlight=False, force_jupyter=False)
+    console.print(drawing.drawn(result))
+    text = console.export_html(code_format=_PAGE, inline_styles=True)
+    return "\n".join(line.rstrip() for line in text.splitlines())

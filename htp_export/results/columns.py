@@ -19,6 +19,7 @@ __all__ = [
     "chosen",
     "csv_text",
     "names_of",
+    "number_text",
     "percent",
     "record",
     "si",
@@ -95,12 +96,9 @@ MODULE: Column[Any] = Column("module", "module", attrgetter("path"), text=lambda
 """The module of a row, which stands first."""
 
 
-def simple_class(class_name: str) -> str:
-    """A class without its module."""
-    return class_name.rpartition(".")[2]
-
-
-CLASS_NAME: Column[Any] = Column("class_name", "class", text=simple_class, style="cyan", right=False, keep=1)
+CLASS_NAME: Column[Any] = Column(
+    "class_name", "class", text=lambda name: name.rpartition(".")[2], style="cyan", right=False, keep=1
+)
 """The class of a row's module: whole as data, drawn without its module."""
 
 
@@ -199,10 +197,19 @@ def si(number: float, unit: str = "") -> str:
 
 
 def percent(share: float) -> str:
-    """A share of 1 in percent.
+    """A share of 1 in percent: ``12.3%``."""
+    return f"{share:.1%}"
+
+
+def number_text(value: float, unit: str = "") -> str:
+    """A number with its unit.
 
     Examples:
-        >>> percent(0.5), percent(0.12345)
-        ('50.0%', '12.3%')
+        >>> number_text(109482240), number_text(0.01234567, "ms"), number_text(3e-7), number_text(437598208, "B")
+        ('109,482,240', '0.01235 ms', '3e-07', '437.6 MB')
     """
-    return f"{share:.1%}"
+    if unit == "B":
+        return si(value, "B")
+    is_whole = math.isfinite(value) and float(value).is_integer()
+    text = f"{int(value):,}" if is_whole else f"{value:.4g}"
+    return f"{text} {unit}".rstrip()

@@ -83,13 +83,7 @@ class ModuleTable(Result):
 
 
 def data_frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str], index: Sequence[Any], name: str) -> Any:
-    """Rows as a ``pandas.DataFrame``.
-
-    Args:
-        records: The rows, by names of columns.
-        columns: The columns, in order.
-        index: What each row is called.
-        name: What that is: ``"module"``.
+    """Rows as a ``pandas.DataFrame``; ``name`` says what the index is: ``"module"``.
 
     Raises:
         InputError: If pandas is not installed.
@@ -102,12 +96,7 @@ def data_frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str], ind
 
 
 def html_table(header: Sequence[str], lines: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:
-    """A table as HTML; whatever a cell looks like, it is text.
-
-    Args:
-        header: The heads of the columns.
-        lines: The cells, line by line; the first few hundred lines are drawn.
-        notes: Sentences that stand below.
+    """A table as HTML, of which the first few hundred lines are drawn, with notes below it; cells are text.
 
     Examples:
         >>> "&lt;b&gt;" in html_table(["module"], [["<b>"]])
@@ -121,18 +110,14 @@ def html_table(header: Sequence[str], lines: Iterable[Sequence[str]], notes: Ite
         return f"<tr>{''.join(_cell(kind, cell, at) for cell, at in zip(cells, right, strict=True))}</tr>"
 
     cells = "".join(row("td", line) for line in listed[:_MOST_LINES])
-    more = [f"and {len(listed) - _MOST_LINES} more lines"] if len(listed) > _MOST_LINES else []
-    below = "".join(f"<p>{html.escape(note)}</p>" for note in (*more, *notes))
     table = f"<table><thead>{row('th', header)}</thead><tbody>{cells}</tbody></table>"
-    return f'<div style="{_SCROLLED}">{table}</div>{below}'
+    return f'<div style="{_SCROLLED}">{table}</div>{_below(len(listed) - _MOST_LINES, " lines", notes)}'
 
 
 def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] = ()) -> str:
-    """A tree as HTML that folds without a script; whatever a name looks like, it is text.
+    """A tree as HTML that folds without a script, with notes below it; whatever a name looks like, it is text.
 
-    Args:
-        lines: Level from 0, name, its whole path, and what is said of it; a line stands after the one that holds it.
-        notes: Sentences that stand below.
+    Lines are the level from 0, the name, its whole path, and what is said of it; each after the one that holds it.
 
     Examples:
         >>> drawn = html_tree([(0, "net", "net", ""), (1, "fc", "net.fc", "Linear")])
@@ -156,9 +141,13 @@ def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] =
         else:  # as far in as the names of those that fold
             parts.append(f'<div title="{html.escape(path)}" style="{style};padding-left:1em">{text}</div>')
     parts += ["</details>"] * len(open_levels)
-    more = [f"and {len(listed) - _MOST_IN_TREE} more"] if len(listed) > _MOST_IN_TREE else []
-    below = "".join(f"<p>{html.escape(note)}</p>" for note in (*more, *notes))
-    return f'<div style="{_TREE}">{"".join(parts)}</div>{below}'
+    return f'<div style="{_TREE}">{"".join(parts)}</div>{_below(len(listed) - _MOST_IN_TREE, "", notes)}'
+
+
+def _below(more: int, what: str, notes: Iterable[str]) -> str:
+    """Sentences below a drawing, the first of which says how many more lines there are."""
+    left_out = [f"and {more} more{what}"] if more > 0 else []
+    return "".join(f"<p>{html.escape(note)}</p>" for note in (*left_out, *notes))
 
 
 def _cell(kind: str, text: str, right: bool) -> str:

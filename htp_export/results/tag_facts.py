@@ -25,13 +25,7 @@ _EVIDENCE = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """Nodes whose owners are known alike.
-
-    Attributes:
-        text: How, in words.
-        nodes: How many.
-        reasons: The words of ``htp.reason`` that this stands for.
-    """
+    """How many nodes have owners that are known alike: how, and the words of ``htp.reason`` that this stands for."""
 
     text: str
     nodes: int
@@ -42,10 +36,7 @@ class Evidence:
 
 
 def evidence_of(reasons: Mapping[str, int]) -> tuple[Evidence, ...]:
-    """How the owners of nodes are known, most nodes first.
-
-    Args:
-        reasons: A word of ``htp.reason`` → nodes.
+    """How the owners of nodes are known, most nodes first, of the nodes of each word of ``htp.reason``.
 
     Examples:
         >>> ", ".join(map(str, evidence_of({"node": 2, "scope": 4, "tensor": 3})))
@@ -132,11 +123,8 @@ class TagFacts:
 def tag_lines(*facts: TagFacts | None, names: Sequence[str] = ("before", "after")) -> tuple[str, ...]:
     """The line that stands under a table; for two files one for each, or one where both know the same.
 
-    Files that are read with torch's own scopes have none: ``load`` has warned of these.
-
-    Args:
-        facts: What the file knows, or each of the files; None where nobody asked, which is no line.
-        names: What the files are called, where there are several.
+    Files that are read with torch's own scopes have none: ``load`` has warned of these. None, where nobody asked, is no
+    line.
 
     Examples:
         >>> for line in tag_lines(TagFacts("htp", {"scope": 3}), TagFacts("htp", {"scope": 2, "fused": 1})):

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import save_file
 
 import htp_export
-from htp_export.command.commands import _Commands
+from htp_export.command.commands import CommandGroup, command_names
 from htp_export.command.main import main
 from htp_export.errors import FileError
 from tests.files.test_data_files import listing
@@ -82,7 +82,8 @@ def run(folder: Path, command: str, output: str, *more: str) -> int:
 
 
 def test_these_are_all_commands_that_write() -> None:
-    commands = _Commands()
+    group = CommandGroup()
+    commands = {name: group.get_command(None, name) for name in command_names()}
     writing = {name for name in commands if any(each.name == "force" for each in commands[name].params)}
     assert writing == {*MODELS, *OTHERS}
     assert writing == {name for name in commands if any("--output" in each.opts for each in commands[name].params)}

@@ -17,7 +17,6 @@ import htp_export
 from htp_export.capabilities.cost.module_tree import tree_rows
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.page.payload import page_data
-from htp_export.capabilities.view.shown_graph import ShownGraph
 from htp_export.editing.flattening import read_flat
 from htp_export.format import tags
 from htp_export.tools import float16, quantize_dynamic, quantize_static
@@ -212,6 +211,7 @@ KINDS = {
     "branches_optimised": Kind(lambda of: optimised(of.get("branches")), 40, {"float32": 160}),
     "foreign_function": Kind(lambda _: with_function(), 16, {"float32": 64}),
 }
+ALWAYS = ("dynamo", "no_tags", "int8", "tied_torchscript", "carried", "functions", "branches", "foreign_function")
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +262,7 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
         "view",
         {
             m["path"]: Row(m["class"], m["fate"], m["calls"], m["nodes"], len(m["own"]), m["parameters"], m["bytes"])
-            for m in page_data(ShownGraph(inventory))["modules"]
+            for m in page_data(inventory)["modules"]
         },
     )
     if tagged.source != "none":
@@ -270,8 +270,10 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
         yield "profile", {path: Row(m.class_name, None, m.calls) for path, m in measured.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_table_says_the_same_of_every_module(files: Files, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ALWAYS else [pytest.mark.slow]) for kind in KINDS]
+)
+def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(files: Files, kind: str) -> None:
     made = KINDS[kind].made(files)
     found = dict(tables(made))
     expected = found["cost"]
@@ -280,11 +282,6 @@ def test_every_table_says_the_same_of_every_module(files: Files, kind: str) -> N
         for path, row in rows.items():
             said = {name: number for name, number in vars(row).items() if number is not None}
             assert said == {name: vars(expected[path])[name] for name in said}, f"{table}: {path!r}"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_whole_has_these_parameters_and_bytes(files: Files, kind: str) -> None:
-    made = KINDS[kind].made(files)
     whole = htp_export.cost(made).modules[""]
     assert whole.parameters == KINDS[kind].parameters
     assert whole.weight_bytes_by_dtype == KINDS[kind].weight_bytes

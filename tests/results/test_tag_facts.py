@@ -76,22 +76,8 @@ def test_of_two_files_each_says_it_and_both_once_where_they_know_the_same(comman
     assert f"both: {LINE}" in capsys.readouterr().out
 
 
-def test_verification_says_it(file):
-    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).eval()
-    net.load_state_dict({init.name: torch.from_numpy(array) for init, array in _weights(file)})
-    result = htp_export.verify(net, file, (torch.randn(2, 4),))
-    assert result.ok
-    assert LINE in str(result).splitlines()
-
-
-def _weights(file):
-    for initializer in onnx.load(str(file)).graph.initializer:
-        yield initializer, onnx.numpy_helper.to_array(initializer).copy()
-
-
-@pytest.mark.parametrize("command", ["forensics", "fingerprint", "cost"])
-def test_an_untagged_file_has_a_table_and_says_how_to_tag_it(command, file, bare, tmp_path, capsys):
-    assert main([command, str(bare)]) == 0
+def test_an_untagged_file_has_a_table_and_says_how_to_tag_it(bare, tmp_path, capsys):
+    assert main(["cost", str(bare)]) == 0
     assert "htp-export carry BEFORE AFTER" in " ".join(capsys.readouterr().out.split())
     plain = tmp_path / "plain.onnx"
     model = onnx.load(str(bare))
@@ -99,7 +85,7 @@ def test_an_untagged_file_has_a_table_and_says_how_to_tag_it(command, file, bare
     for node in model.graph.node:
         node.name = ""
     onnx.save(model, plain)
-    assert main([command, str(plain)]) == 0
+    assert main(["cost", str(plain)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "This file has no module tags. Export it with htp-export export." in said
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from htp_export.capabilities.view.shown_graph import ShownGraph, shown_graph
-from htp_export.capabilities.view.viewing import page_of
+from htp_export.capabilities.view.viewing import ShownGraph, page_of, shown_graph
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.tagged import load
 from tests import handmade
@@ -16,7 +15,7 @@ from tests.chromium import Page, needs_chromium
 from tests.view.test_view import page_data_of
 
 HOSTILE = "</script><img src=x onerror=\"document.title='ran'\">"
-SIZES = [(1400, 850), (390, 844)]
+SIZES = [(1400, 850), pytest.param((390, 844), marks=pytest.mark.slow)]
 
 
 def net(*operators: str) -> ShownGraph:

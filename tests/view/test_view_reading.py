@@ -189,13 +189,6 @@ def test_colours_of_the_map_are_scaled_over_what_is_drawn_and_explained(page, en
     assert f"{most:.3f} ms, the largest drawn" in page.run(legend)
 
 
-def test_the_flame_fills_its_room(page, encoder):
-    go(page, encoder, "#tab=map")
-    page.run("document.getElementById('map-shape').value = 'flame', htp.map.draw()")
-    bottom = page.run("Math.max(...htp.map.boxes().map((box) => box.y + box.height))")
-    assert bottom == pytest.approx(page.run("document.getElementById('map').clientHeight") - 4)
-
-
 def test_the_map_is_walked_by_keyboard_and_says_where(page, encoder):
     go(page, encoder, "#tab=map")
     page.run("document.querySelector('#map canvas').focus()")
@@ -286,6 +279,7 @@ def test_arrows_go_through_the_graph(page, encoder):
     assert page.said == []
 
 
+@pytest.mark.slow
 def test_opening_all_of_a_large_graph_is_asked_about_and_levels_open_step_by_step(page, tmp_path):
     htp_export.view(chain(4000), tmp_path / "large.html")
     go(page, tmp_path / "large.html", "#tab=graph")

@@ -15,7 +15,7 @@ import htp_export
 from htp_export.capabilities.search.front_drawing import front_svg
 from htp_export.capabilities.search.search_results import Search, Trial, search_from
 from htp_export.capabilities.view.measures import measures_of
-from htp_export.capabilities.view.page.front_data import front_data
+from htp_export.capabilities.view.page.payload import front_data
 from htp_export.capabilities.view.viewing import read_results
 from htp_export.command.main import main
 from tests.chromium import Page, needs_chromium
@@ -86,7 +86,7 @@ def test_a_sensitivity_has_errors_by_module_for_each_precision(net, data):
 
 def test_of_two_results_with_the_same_number_both_are_shown():
     first, second = ({"modules": {"fc": {"sparsity": share}}} for share in (0.25, 0.5))
-    measures = read_results([first, second, second])
+    measures, _ = read_results([first, second, second])
     assert [(measure.key, measure.title, measure.total["fc"]) for measure in measures] == [
         ("sparsity", "sparsity", 0.25),
         ("sparsity:2", "sparsity (2)", 0.5),

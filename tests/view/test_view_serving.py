@@ -169,7 +169,7 @@ def test_a_port_that_is_taken_is_said_in_one_line(tmp_path: Path, capsys: pytest
 def test_serving_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ir.save(handmade.encoder(), tmp_path / "net.onnx")
     assert main(["view", str(tmp_path / "net.onnx"), "--serve", "-o", str(tmp_path / "net.html")]) == 2
-    assert "leave out --output" in capsys.readouterr().err
+    assert "--output has no effect" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT for another process")

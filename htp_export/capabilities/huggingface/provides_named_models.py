@@ -37,13 +37,22 @@ def one_call(
 def calls_by_task(
     options: ModelOptions,
     *,
-    two_files: bool | None,
     cache_names: str,
-    sizes: Mapping[str, int] | None,
     stream_weights: bool,
-    right_padding: bool,
+    two_files: bool | None = None,
+    sizes: Mapping[str, int] | None = None,
+    right_padding: bool = False,
 ) -> dict[str, SourceCall]:
-    """The files of the task, and the call that each is exported from; see ``ModelOptions.calls_by_task``."""
+    """The files of the task, and the call that each is exported from; see ``ModelOptions.calls_by_task``.
+
+    Args:
+        options: What was typed.
+        cache_names: ``optimum`` or ``transformers``.
+        stream_weights: Whether the weights stay in their safetensors files.
+        two_files: Whether a decoder has one file for prefill and one for decoding; None for what is usual.
+        sizes: Name of a dimension → its size in the example.
+        right_padding: Whether sliding windows count tokens, for batches that are padded on the right.
+    """
     source = _source(options)
     model, checkpoint = _load(source, options, options.task or AUTO, stream_weights)
     with released_when_read(model) if stream_weights else contextlib.nullcontext():

@@ -3,20 +3,73 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import onnx_ir as ir
 
-from htp_export.capabilities.view.node_facts import NodeEntry, NodeReader, TensorEntry
 from htp_export.capabilities.view.weight_statistics import WeightStatistics, weight_statistics
 from htp_export.files.model_files import has_external_data
 from htp_export.format import tags
-from htp_export.model.module_facts import ModuleContents, ModuleFacts, contents_of, tied_parameters
+from htp_export.model.module_facts import ModuleContents, ModuleFacts, contents_of, elements_of, tied_parameters
+from htp_export.model.source_lines import SourceLine, source_lines
 from htp_export.model.tagged import Region, TaggedModel
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["Inventory", "ModuleEntry", "take_inventory"]
+__all__ = ["Inventory", "Link", "ModuleEntry", "NodeEntry", "TensorEntry", "take_inventory"]
+
+_LONGEST = 400  # characters of an attribute or a constant that are kept
+_SMALL = 16  # elements of a tensor whose values are kept
+
+
+class Link(NamedTuple):
+    """A tensor that a node reads (``""``: one left out), the position of the node that makes it, and its output there.
+
+    Inputs of the model and weights have no such node.
+    """
+
+    tensor: str
+    node: int | None = None
+    output: int = 0
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor; its type as ``float32[batch, 16, 768]``, and the values of a small constant: ``[1, 12, -1, 64]``."""
+
+    name: str
+    type: str = ""
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class NodeEntry:
+    """One node.
+
+    Attributes:
+        operator: With its domain where that is not ONNX's own: ``com.microsoft::Gelu``.
+        owners: The modules that it computes, in order of execution; empty for an untagged node.
+        reason: How the owners are known, a word of the file format; ``""`` where it does not say.
+        call: Which call of the owner, as written; ``""`` where that ran once.
+        module: The owner, or the deepest module above all owners.
+        inputs: Its inputs, then the outputs of its subgraphs.
+        attributes: Name → value, shortened.
+        parameters: Elements of the weights that it reads.
+        source: Where it was captured, if the file says so.
+    """
+
+    name: str
+    operator: str
+    owners: tuple[str, ...] = ()
+    reason: str = ""
+    call: str = ""
+    module: str = ""
+    inputs: tuple[Link, ...] = ()
+    outputs: tuple[TensorEntry, ...] = ()
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    parameters: int = 0
+    source: SourceLine | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,32 +78,25 @@ class ModuleEntry(ModuleFacts):
 
     Attributes:
         own_nodes: Positions in ``Inventory.nodes`` of the nodes that no module below it computes.
-        shared: Number of its nodes with the reason ``shared``.
-        fused: Number of its nodes with the reason ``fused``.
         operators: Operator → its nodes, the most frequent first.
         reasons: ``htp.reason`` → its nodes.
-        weights: The weights that it reads itself.
-        inputs: The tensors that enter its region.
-        outputs: The tensors that leave it.
+        weights: The weights that it reads itself; ``inputs`` and ``outputs`` are those of its region.
         tied: Parameters that an earlier module holds, too: full name → full name there.
-        counted_parameters: Of ``parameters``, those that no module before it holds, so that siblings add up; None if
-            unknown.
+        counted_parameters: Of ``parameters``, those that no module before it holds, so that siblings add up.
         counted_bytes: The same of ``weight_bytes``.
         source: The lines of its ``forward``, ``modeling_bert.py:140-172``; ``""`` if unknown.
         failure: Why it could not be exported; ``""`` as a rule.
     """
 
     own_nodes: tuple[int, ...] = ()
-    shared: int = 0
-    fused: int = 0
     operators: Mapping[str, int] = field(default_factory=dict)
     reasons: Mapping[str, int] = field(default_factory=dict)
     weights: tuple[TensorEntry, ...] = ()
     inputs: tuple[TensorEntry, ...] = ()
     outputs: tuple[TensorEntry, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
-    counted_parameters: int | None = None
-    counted_bytes: int | None = None
+    counted_parameters: int = 0
+    counted_bytes: int = 0
     source: str = ""
     failure: str = ""
 
@@ -60,17 +106,11 @@ class Inventory:
     """A model, ready to be drawn.
 
     Attributes:
-        name: What to call it.
-        tags: What is known about its module tags.
         modules: Module path → module, in the order of ``named_modules()``; the root alone where there are no tags.
         nodes: Every node, those of subgraphs after the node that holds them.
         called: The paths of the modules that ran; the others are no level of their own.
-        producer: The program that wrote the file, with its version.
         opsets: Domain → version; the main domain is ``ai.onnx``.
-        ir_version: Version of the file format.
         external_data: Whether the weights lie in a file of their own.
-        inputs: The model's inputs.
-        outputs: The model's outputs.
         constants: Its initializers.
         statistics: Name of each initializer → what its values are like; empty where they were not read.
         notes: What else there is to know, as sentences.
@@ -81,103 +121,142 @@ class Inventory:
     modules: Mapping[str, ModuleEntry]
     nodes: tuple[NodeEntry, ...]
     called: frozenset[str]
-    producer: str = ""
-    opsets: Mapping[str, int] = field(default_factory=dict)
-    ir_version: int = 0
-    external_data: bool = False
-    inputs: tuple[TensorEntry, ...] = ()
-    outputs: tuple[TensorEntry, ...] = ()
-    constants: tuple[TensorEntry, ...] = ()
-    statistics: Mapping[str, WeightStatistics] = field(default_factory=dict)
+    producer: str
+    opsets: Mapping[str, int]
+    external_data: bool
+    inputs: tuple[TensorEntry, ...]
+    outputs: tuple[TensorEntry, ...]
+    constants: tuple[TensorEntry, ...]
+    statistics: Mapping[str, WeightStatistics]
     notes: tuple[str, ...] = ()
 
 
 def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False) -> Inventory:
-    """Everything that a drawing of a model shows.
+    """Everything that a drawing of a model shows; without a name, it has that of the graph.
 
     The weights are not read, unless their statistics are asked for. A model without tags is one module, its root,
     which owns every node.
 
-    Args:
-        tagged: The model.
-        name: What to call it; the graph's own name where it is empty.
-        statistics: Read every weight, and say what its values are like.
-
     Raises:
         InputError: If a weight is to be read and cannot be.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> from htp_export.model.tagged import load
-        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act", "htp.reason": "scope"})
-        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
-        >>> inventory = take_inventory(load(ir.Model(graph, ir_version=10)))
-        >>> inventory.modules["act"].operators, inventory.tags.reasons
-        ({'Relu': 1}, {'scope': 1})
     """
     contents = contents_of(tagged).modules
-    reader = NodeReader(tagged, {weight for content in contents.values() for weight in content.own_weights})
-    nodes = reader.entries()
-    model = tagged.model
-    place = {node: position for position, node in enumerate(tagged.nodes)}
-    modules = {path: _module(tagged, content, reader, nodes, place) for path, content in contents.items()}
+    reader = _Reader(tagged, {weight for content in contents.values() for weight in content.own_weights})
     parameters, weight_bytes = Counter[str](), Counter[str]()
     for path, content in contents.items():
         for up in tags.ancestors(path):
             parameters[up] += content.facts.self_parameters
             weight_bytes[up] += content.facts.self_weight_bytes
-    modules = {
-        path: replace(module, counted_parameters=parameters[path], counted_bytes=weight_bytes[path])
-        for path, module in modules.items()
-    }
-    for path, tied in tied_parameters(tagged).items():
-        if path in modules:
-            modules[path] = replace(modules[path], tied=tied)
+    tied = tied_parameters(tagged)
+    model = tagged.model
     return Inventory(
         name=name or model.graph.name or "model",
         tags=tagged.tag_facts,
-        modules=modules,
-        nodes=nodes,
+        modules={
+            path: reader.module(
+                content,
+                tied=tied.get(path, {}),
+                counted_parameters=parameters[path],
+                counted_bytes=weight_bytes[path],
+            )
+            for path, content in contents.items()
+        },
+        nodes=reader.nodes,
         called=tagged.hierarchy.called,
         producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
         opsets={domain or "ai.onnx": version for domain, version in model.opset_imports.items()},
-        ir_version=model.ir_version,
         external_data=has_external_data(model),
-        inputs=tuple(map(reader.tensor_entry, model.graph.inputs)),
-        outputs=tuple(map(reader.tensor_entry, model.graph.outputs)),
-        constants=tuple(
-            reader.tensor_entry(value) for graph in model.graphs() for value in graph.initializers.values()
-        ),
+        inputs=reader.tensors(model.graph.inputs),
+        outputs=reader.tensors(model.graph.outputs),
+        constants=reader.tensors([value for graph in model.graphs() for value in graph.initializers.values()]),
         statistics=weight_statistics(model) if statistics else {},
     )
 
 
-def _module(
-    tagged: TaggedModel,
-    contents: ModuleContents,
-    reader: NodeReader,
-    nodes: tuple[NodeEntry, ...],
-    place: Mapping[ir.Node, int],
-) -> ModuleEntry:
-    inside = [nodes[place[node]] for node in contents.nodes]
-    own_places = [place[node] for node in contents.own_nodes]
-    ends: Region | ir.Graph = tagged.model.graph if tagged.source == "none" else tagged[contents.facts.path]
-    return ModuleEntry(
-        **vars(contents.facts),
-        own_nodes=tuple(own_places),
-        shared=sum(node.reason == "shared" for node in inside),
-        fused=sum(node.reason == "fused" for node in inside),
-        operators=dict(Counter(node.operator for node in inside).most_common()),
-        reasons=dict(Counter(node.reason for node in inside if node.reason).most_common()),
-        weights=tuple(map(reader.tensor_entry, contents.own_weights)),
-        inputs=tuple(map(reader.tensor_entry, ends.inputs)),
-        outputs=tuple(map(reader.tensor_entry, ends.outputs)),
-        source=_source([nodes[position] for position in own_places]),
-    )
+class _Reader:
+    """Reads one model; the elements of its weights are the parameters of the nodes that read them."""
+
+    def __init__(self, tagged: TaggedModel, weights: Set[ir.Value]) -> None:
+        self._tagged = tagged
+        self._weights = weights
+        self._place = {node: position for position, node in enumerate(tagged.nodes)}
+        self.nodes = tuple(map(self._node, tagged.nodes))
+
+    def module(
+        self, contents: ModuleContents, *, tied: Mapping[str, str], counted_parameters: int, counted_bytes: int
+    ) -> ModuleEntry:
+        inside = [self.nodes[self._place[node]] for node in contents.nodes]
+        own_places = tuple(self._place[node] for node in contents.own_nodes)
+        tagged = self._tagged
+        ends: Region | ir.Graph = tagged.model.graph if tagged.source == "none" else tagged[contents.facts.path]
+        return ModuleEntry(
+            **vars(contents.facts),
+            own_nodes=own_places,
+            operators=dict(Counter(node.operator for node in inside).most_common()),
+            reasons=dict(Counter(node.reason for node in inside if node.reason).most_common()),
+            weights=self.tensors(contents.own_weights),
+            inputs=self.tensors(ends.inputs),
+            outputs=self.tensors(ends.outputs),
+            tied=tied,
+            counted_parameters=counted_parameters,
+            counted_bytes=counted_bytes,
+            source=_lines_of_most([self.nodes[position] for position in own_places]),
+        )
+
+    def tensors(self, values: Sequence[ir.Value]) -> tuple[TensorEntry, ...]:
+        """Tensors with their types, inferred where the file does not say them."""
+        return tuple(map(self._tensor, values))
+
+    def _tensor(self, value: ir.Value) -> TensorEntry:
+        is_typed = value.const_value is not None or (value.dtype is not None and value.shape is not None)
+        text = _type_text(value if is_typed else self._tagged.inferred.described(value))
+        return TensorEntry(value.name or "", text, _value_text(value.const_value))
+
+    def _node(self, node: ir.Node) -> NodeEntry:
+        owners = self._tagged.owners_of(node)
+        known = node.metadata_props if self._tagged.source == "htp" else {}
+        weights = {value for value in node.inputs if value is not None and value in self._weights}
+        return NodeEntry(
+            name=node.name or "",
+            operator=node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}",
+            owners=owners,
+            reason=known.get(tags.REASON, ""),
+            call=known.get(tags.CALL, ""),
+            module=tags.common_ancestor(owners),
+            inputs=tuple(self._links(node)),
+            outputs=self.tensors(node.outputs),
+            attributes={name: _attribute_text(attribute) for name, attribute in node.attributes.items()},
+            parameters=sum(map(elements_of, weights)),
+            source=next(reversed(source_lines(node)), None),
+        )
+
+    def _links(self, node: ir.Node) -> Iterator[Link]:
+        for value in node.inputs:
+            yield Link("") if value is None else self._link(value)
+        for body in self._tagged.index.bodies.get(node, ()):
+            yield from map(self._link, body.outputs)
+
+    def _link(self, value: ir.Value) -> Link:
+        """The producer of a tensor; for an input of a subgraph, that of the argument of the node that holds it."""
+        name, seen = value.name or "", {value}
+        while True:
+            producer = value.producer()
+            if producer is not None:
+                return Link(name, self._place.get(producer), value.index() or 0)
+            holders = self._tagged.index.holders(value.graph) if value.is_graph_input() else ()
+            if len(holders) != 1 or value.graph is None:
+                return Link(name)
+            # Loop, Scan and calls of functions have the inputs of their body, in the same order.
+            position = next(k for k, formal in enumerate(value.graph.inputs) if formal is value)
+            argument = holders[0].inputs[position] if position < len(holders[0].inputs) else None
+            if argument is None or argument in seen:
+                return Link(name)
+            value = argument
+            seen.add(value)
 
 
-def _source(nodes: list[NodeEntry]) -> str:
-    """The source file of most of a module's own nodes, with the first and the last line."""
+def _lines_of_most(nodes: Sequence[NodeEntry]) -> str:
+    """The source file of most of the nodes, with the first and the last line; ``""`` if no node has one."""
     lines: dict[str, list[int]] = {}
     for node in nodes:
         if node.source is not None:
@@ -187,3 +266,45 @@ def _source(nodes: list[NodeEntry]) -> str:
     file = max(lines, key=lambda name: len(lines[name]))
     first, last = min(lines[file]), max(lines[file])
     return f"{file}:{first}" if first == last else f"{file}:{first}-{last}"
+
+
+def _type_text(value: ir.Value) -> str:
+    if value.type is None and value.const_value is None:
+        return ""
+    dtype = value.dtype if value.dtype is not None else getattr(value.const_value, "dtype", None)
+    name = _dtype_name(dtype) if dtype is not None else str(value.type)
+    shape = value.shape if value.shape is not None else getattr(value.const_value, "shape", None)
+    if shape is None:
+        return name
+    dims = (dim if isinstance(dim, int) else dim.value for dim in shape)
+    return f"{name}[{', '.join('?' if dim is None else str(dim) for dim in dims)}]"
+
+
+def _dtype_name(dtype: ir.DataType) -> str:
+    return {"FLOAT": "float32", "DOUBLE": "float64"}.get(dtype.name, dtype.name.lower())
+
+
+def _attribute_text(attribute: ir.Attr) -> str:
+    if attribute.is_ref():
+        return f"@{attribute.ref_attr_name}"
+    if attribute.type == ir.AttributeType.GRAPH:
+        return f"graph of {sum(1 for _ in attribute.as_graph().all_nodes())} nodes"
+    if attribute.type == ir.AttributeType.GRAPHS:
+        return f"{len(attribute.as_graphs())} graphs"
+    if attribute.type == ir.AttributeType.TENSOR:
+        tensor = attribute.as_tensor()
+        text = f"{_dtype_name(tensor.dtype)}[{', '.join(map(str, tensor.shape.numpy()))}]"
+        value = _value_text(tensor)
+        return f"{text} = {value}" if value else text
+    return _shortened(str(attribute.value))
+
+
+def _value_text(tensor: ir.TensorProtocol | None) -> str:
+    """The values of a small tensor; ``""`` where it is larger, or lies in another file, which is not read."""
+    if tensor is None or tensor.size > _SMALL or isinstance(tensor, ir.ExternalTensor):
+        return ""
+    return _shortened(str(tensor.numpy().tolist()))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from htp_export.capabilities.view.inventory import Inventory
 from htp_export.errors import InputError
+from htp_export.results.result import plain
 
 __all__ = ["Measure", "measures_of", "spread"]
 
@@ -42,39 +43,36 @@ class Measure:
     named: bool = False
 
 
-@dataclass(frozen=True)
-class _Kind:
-    title: str
-    unit: str = ""
-    additive: bool = True
-    main: bool = False
-    own: str = ""
-
-
 _KINDS = {
-    "total_ms": _Kind("time", "ms", main=True, own="self_ms"),
-    "fused_ms": _Kind("time in fused kernels", "ms"),
-    "kernels": _Kind("kernels"),
-    "launches": _Kind("launches"),
-    "flops": _Kind("FLOPs", main=True, own="self_flops"),
-    "macs": _Kind("multiply-adds", own="self_macs"),
-    "other_flops": _Kind("other FLOPs", own="self_other_flops"),
-    "activation_bytes": _Kind("activations", "B", own="self_activation_bytes"),
-    "traffic_bytes": _Kind("traffic", "B", own="self_traffic_bytes"),
-    "peak_bytes": _Kind("peak memory", "B", additive=False),
-    "fused_traffic_bytes": _Kind("traffic, fused", "B", additive=False),
-    "fused_peak_bytes": _Kind("peak memory, fused", "B", additive=False),
-    "intensity": _Kind("FLOPs per byte", additive=False),
-    "max_abs": _Kind("max abs error", additive=False, main=True),
-    "mean_abs": _Kind("mean abs error", additive=False),
-    "max_rel": _Kind("max rel error", additive=False),
-    "mean_rel": _Kind("mean rel error", additive=False),
-    "cosine": _Kind("cosine", additive=False),
-    "error": _Kind("error of the outputs", additive=False, main=True),
-    "sparsity": _Kind("sparsity", additive=False, main=True),
-    "bytes_before": _Kind("bytes before", "B", main=True),
-    "bytes_after": _Kind("bytes after", "B", main=True),
+    kind.key: kind
+    for kind in (
+        Measure("total_ms", "time", "ms", additive=True, main=True),
+        Measure("fused_ms", "time in fused kernels", "ms", additive=True),
+        Measure("kernels", "kernels", additive=True),
+        Measure("launches", "launches", additive=True),
+        Measure("flops", "FLOPs", additive=True, main=True),
+        Measure("macs", "multiply-adds", additive=True),
+        Measure("other_flops", "other FLOPs", additive=True),
+        Measure("activation_bytes", "activations", "B", additive=True),
+        Measure("traffic_bytes", "traffic", "B", additive=True),
+        Measure("peak_bytes", "peak memory", "B"),
+        Measure("fused_traffic_bytes", "traffic, fused", "B"),
+        Measure("fused_peak_bytes", "peak memory, fused", "B"),
+        Measure("intensity", "FLOPs per byte"),
+        Measure("max_abs", "max abs error", main=True),
+        Measure("mean_abs", "mean abs error"),
+        Measure("max_rel", "max rel error"),
+        Measure("mean_rel", "mean rel error"),
+        Measure("cosine", "cosine"),
+        Measure("error", "error of the outputs", main=True),
+        Measure("sparsity", "sparsity", main=True),
+        Measure("bytes_before", "bytes before", "B", additive=True, main=True),
+        Measure("bytes_after", "bytes after", "B", additive=True, main=True),
+    )
 }
+"""What is known of the measures of results, without values."""
+_OWN = {"total_ms": "self_ms"}
+"""What the module itself has, where that is not called ``self_…``."""
 _NAMED = ("precision", "device")
 _WORK = ("macs", "flops", "other_flops")  # of nodes that are not counted, these are unknown, and written as 0
 # These are in every drawing, or parts of other numbers.
@@ -87,9 +85,9 @@ def measures_of(result: object) -> list[Measure]:
     """The numbers by module of a result, the main ones first.
 
     Args:
-        result: Anything with ``modules``, a mapping from module path to an object or a mapping with numbers in it: what
-            ``profile``, ``cost``, ``verify``, ``compare``, ``quantize`` or ``prune`` returns, or what their commands
-            write with ``--json``. A module may have several rows, by name, as each precision of ``sensitivity`` is one.
+        result: What ``profile``, ``cost``, ``verify``, ``compare``, ``quantize`` or ``prune`` returns, or the same as
+            plain data, as their commands write it with ``--json``: ``modules`` maps paths to numbers by name. A module
+            may have several rows, by name, as each precision of ``sensitivity`` is one.
 
     Raises:
         InputError: If it has no such ``modules``.
@@ -102,70 +100,74 @@ def measures_of(result: object) -> list[Measure]:
         >>> precision.named, precision.words
         (True, {'fc': 'int8'})
     """
-    modules = _get(result, "modules")
+    data = plain(result)
+    modules = data.get("modules") if isinstance(data, Mapping) else None
     if not isinstance(modules, Mapping) or not all(isinstance(path, str) for path in modules):
         raise InputError(
             f"{type(result).__name__} has no numbers by module; give what profile, cost or verify returns, "
             "or the JSON that their commands write"
         )
-    if modules and all(_holds_rows(entry) for entry in modules.values()):
-        names = dict.fromkeys(name for entry in modules.values() for name in entry)
+    rows = {path: row for path, row in modules.items() if isinstance(row, Mapping)}
+    if rows and all(row and all(isinstance(value, Mapping) for value in row.values()) for row in rows.values()):
+        names = dict.fromkeys(name for row in rows.values() for name in row)
         measures = [
             replace(measure, key=f"{measure.key}:{name}", title=f"{measure.title}, {name}", nodes={})
             for name in names
-            for measure in _numbered(result, {path: rows[name] for path, rows in modules.items() if name in rows})
+            for measure in _numbered(data, {path: row[name] for path, row in rows.items() if name in row})
         ]
     else:
-        measures = [*_named(modules), *_numbered(result, modules)]
+        measures = [*_named(rows), *_numbered(data, rows)]
     return sorted(measures, key=lambda measure: not measure.main)
 
 
-def _holds_rows(entry: object) -> bool:
-    """Whether the entry of a module has several rows, by name."""
-    return isinstance(entry, Mapping) and bool(entry) and all(map(_is_row, entry.values()))
-
-
-def _is_row(value: object) -> bool:
-    return isinstance(value, Mapping) or is_dataclass(value)
-
-
-def _named(modules: Mapping[str, object]) -> list[Measure]:
+def _named(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
     """What the result has a word for."""
-    found = []
     for name in _NAMED:
-        words = {path: word for path, entry in modules.items() if isinstance(word := _get(entry, name), str) and word}
+        words = {path: word for path, row in rows.items() if isinstance(word := row.get(name), str) and word}
         if words:
-            found.append(Measure(name, name, main=True, words=words, named=True))
-    return found
+            yield Measure(name, name, main=True, words=words, named=True)
 
 
-def _numbered(result: object, modules: Mapping[str, object]) -> list[Measure]:
+def _numbered(data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
     """What the result has numbers for."""
-    rows = {path: dict(_numbers(entry)) for path, entry in modules.items()}
-    names = dict.fromkeys(name for row in rows.values() for name in row)
+    numbers = {path: dict(_numbers(row)) for path, row in rows.items()}
     words = {
-        path: ": ".join(str(text) for name in ("status", "problem", "reason") if (text := _get(entry, name)))
-        for path, entry in modules.items()
+        path: ": ".join(str(text) for name in ("status", "problem", "reason") if (text := row.get(name)))
+        for path, row in rows.items()
     }
-    measures = []
-    for name in names:
-        kind = _KINDS.get(name, _Kind(name.replace("_", " "), additive=False))
+    for name in dict.fromkeys(name for values in numbers.values() for name in values):
         if name not in _KINDS and (name in _KNOWN_ANYWAY or name.startswith(("self_", "own_"))):
             continue
-        measures.append(
-            Measure(
-                key=name,
-                title=kind.title,
-                unit=kind.unit,
-                additive=kind.additive,
-                main=kind.main,
-                total={path: row[name] for path, row in rows.items() if name in row},
-                own={path: row[kind.own] for path, row in rows.items() if kind.own in row},
-                nodes=_by_node(result, name),
-                words={path: text for path, text in words.items() if text} if kind.main else {},
-            )
+        kind = _KINDS.get(name, Measure(name, name.replace("_", " ")))
+        own = _OWN.get(name, f"self_{name}") if kind.additive else ""
+        yield replace(
+            kind,
+            total={path: values[name] for path, values in numbers.items() if name in values},
+            own={path: values[own] for path, values in numbers.items() if own in values},
+            nodes=_by_node(data, name),
+            words={path: text for path, text in words.items() if text} if kind.main else {},
         )
-    return measures
+
+
+def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of one module; words are passed over, but for numbers that JSON has no sign for."""
+    for name, value in row.items():
+        written = isinstance(value, str) and value.lower() in ("nan", "inf", "-inf")
+        if written or (isinstance(value, int | float) and not isinstance(value, bool)):
+            yield name, float(value)
+
+
+def _by_node(data: Mapping[str, Any], name: str) -> dict[str, float]:
+    """Values of single nodes: the nodes of a cost, the kernels of a profile."""
+    entries, field_name = (data.get("kernels"), "ms") if name == "total_ms" else (data.get("nodes"), name)
+    values: dict[str, float] = {}
+    for entry in entries if isinstance(entries, list) else ():
+        if not isinstance(entry, Mapping) or (name in _WORK and entry.get("counted") is False):
+            continue
+        key, value = entry.get("name"), entry.get(field_name)
+        if isinstance(key, str) and key and isinstance(value, int | float) and math.isfinite(value):
+            values[key] = values.get(key, 0.0) + value
+    return values
 
 
 def spread(measure: Measure, inventory: Inventory) -> list[float | None]:
@@ -195,41 +197,4 @@ def spread(measure: Measure, inventory: Inventory) -> list[float | None]:
         if left > 0:
             for k in open_nodes:
                 values[k] = (values[k] or 0.0) + left / len(open_nodes)
-    return values
-
-
-def _get(thing: object, name: str) -> Any:
-    return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
-
-
-def _numbers(entry: object) -> Iterator[tuple[str, float]]:
-    """The numbers of one module; None and words are passed over, but for numbers that JSON has no sign for."""
-    if isinstance(entry, Mapping):
-        fields: Mapping[str, Any] = entry
-    elif hasattr(entry, "to_dict"):
-        fields = entry.to_dict()
-    elif is_dataclass(entry):
-        declared = {name: getattr(entry, name) for name in entry.__dataclass_fields__}
-        computed = {name: getattr(entry, name) for name in _KINDS if name not in declared and hasattr(entry, name)}
-        fields = {**declared, **computed}
-    else:
-        fields = {name: getattr(entry, name) for name in dir(entry) if not name.startswith("_")}
-    for name, value in fields.items():
-        written = isinstance(value, str) and value.lower() in ("nan", "inf", "-inf")
-        if written or (isinstance(value, int | float) and not isinstance(value, bool)):
-            yield name, float(value)
-
-
-def _by_node(result: object, name: str) -> dict[str, float]:
-    """Values of single nodes: the nodes of a cost, the kernels of a profile."""
-    entries, field_name = (_get(result, "kernels"), "ms") if name == "total_ms" else (_get(result, "nodes"), name)
-    if not isinstance(entries, Sequence) or isinstance(entries, str):
-        return {}
-    values: dict[str, float] = {}
-    for entry in entries:
-        if name in _WORK and _get(entry, "counted") is False:
-            continue
-        key, value = _get(entry, "name"), _get(entry, field_name)
-        if isinstance(key, str) and key and isinstance(value, int | float) and math.isfinite(value):
-            values[key] = values.get(key, 0.0) + value
     return values

@@ -14,28 +14,13 @@ from typing import Any
 
 from htp_export.capabilities.view.inventory import Inventory
 from htp_export.capabilities.view.measures import Measure, spread
-from htp_export.drawing.numbers import number_text
+from htp_export.results.columns import number_text
 
 __all__ = ["netron_attachment"]
 
 
 def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) -> dict[str, Any]:
-    """The sidecar of a model.
-
-    Args:
-        inventory: The model.
-        measures: What stands among the metrics of each node, with the numbers of its module beside them.
-
-    Examples:
-        >>> from htp_export.capabilities.view.inventory import take_inventory
-        >>> from htp_export.model.tagged import load
-        >>> import onnx_ir as ir
-        >>> tagged = {"htp.module": "act", "htp.reason": "scope"}
-        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props=tagged, name="relu")
-        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
-        >>> netron_attachment(take_inventory(load(ir.Model(graph, ir_version=10))))["metadata"]
-        [{'kind': 'node', 'target': 'relu', 'name': 'module', 'value': 'act'}]
-    """
+    """The sidecar of a model; the metrics of a node are the measures, with the numbers of its module beside them."""
     times = Counter(node.name for node in inventory.nodes)
     named = [
         (position, node)

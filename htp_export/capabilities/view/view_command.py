@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
 from htp_export.command.file_options import JsonOption
 from htp_export.command.idle_options import Idle
 from htp_export.command.interrupts import accept_interrupt
-from htp_export.command.model_options import FILE_IDLE, Looked, LookOptions, names_file
+from htp_export.command.model_options import FILE_IDLE, LookOptions, names_file
 from htp_export.command.outputs import Kind, Writes, check_output, show_written, written_page
 from htp_export.command.terminal import Steps, print_json, show
 from htp_export.errors import InputError
@@ -24,6 +26,7 @@ EXAMPLE = "bert.onnx -o bert.html"
 PLACE = 30
 IDLE = (
     Idle(("port",), lambda given: not given["serve"], "it is for --serve"),
+    Idle(("output",), lambda given: given["serve"], "--serve writes no file"),
     Idle(("graph", "weights"), lambda given: given["netron"] or given["overlay"], "it is for the page"),
     FILE_IDLE,
     Idle(("inputs",), names_file, FILE_IDLE.why),
@@ -68,52 +71,45 @@ def view_command(
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
     results = [path for path in (profile, cost, verify, *(result or ())) if path is not None]
+
+    def draw(page: Path | None) -> tuple[View, dict[str, Any]]:
+        from htp_export.capabilities.view.viewing import view
+
+        looked = model.look(quiet=as_json)
+        with Steps(quiet=as_json).step(f"drawing {looked.name}"):
+            shown = view(looked.model, page, results=results, graph=graph, weights=weights)
+        return shown, {**looked.facts, "modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing}
+
     if serve:
-        if output is not None:
-            raise InputError("--serve writes no file; leave out --output")
-        _serve(model, results, port, graph=graph, weights=weights, as_json=as_json)
+        _serve(draw, port, as_json)
         return
     if (overlay or netron) and not model.is_file:
         raise InputError("--overlay and --netron are for an ONNX file that Model Explorer or Netron opens")
     file = Path(str(model.source) if model.is_file else "model")
     target = output or file.with_suffix(".netron.json" if netron else f".{overlay}.json" if overlay else ".html")
-    kind = Kind.JSON if netron or overlay else Kind.PAGE
-    check_output(target, kind)
-    looked = model.look(quiet=as_json)
-    if overlay is not None:
-        _write(target, _overlay(file, overlay, results))
-    elif netron:
-        _write(target, _attachment(file, results))
-    else:
-        _page(looked, target, results, graph=graph, weights=weights, as_json=as_json)
+    check_output(target, Kind.JSON if netron or overlay else Kind.PAGE)
+    if not (netron or overlay):
+        _report(target, f"open {target} in a browser", as_json, *draw(target))
         return
+    model.check_file()
+    _write_sidecar(target, file, overlay, results)
+    viewer = f"Netron, and drop {target} onto it" if netron else f"Model Explorer, and add {target} as node data"
+    _report(target, f"open {file} in {viewer}", as_json)
+
+
+def _report(
+    target: Path, step: str, as_json: bool, shown: View | None = None, facts: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Say what was drawn and written, and what can be done next."""
     written = written_page(target)
     if as_json:
-        print_json({"file": str(target), "files": written})
+        print_json({"file": str(target), "files": written, **facts})
         return
+    if shown is not None:
+        _show_counts(shown)
     show_written(written)
     if written:
-        netrons = f"open {file} in Netron, and drop {target} onto it"
-        show(f"next: {netrons if netron else f'open {file} in Model Explorer, and add {target} as node data'}")
-
-
-def _page(looked: Looked, target: Path, results: list[Path], *, graph: bool, weights: bool, as_json: bool) -> None:
-    from htp_export.capabilities.view.viewing import view
-
-    with Steps(quiet=as_json).step(f"drawing {looked.name}"):
-        shown = view(looked.model, target, results=results, graph=graph, weights=weights)
-    written, counts = written_page(target), _counts(shown)
-    if as_json:
-        print_json({"file": str(target), "files": written, **looked.facts, **counts})
-        return
-    _show_counts(shown)
-    show_written(written)
-    if written:
-        show(f"next: open {target} in a browser")
-
-
-def _counts(shown: View) -> dict[str, object]:
-    return {"modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing}
+        show(f"next: {step}")
 
 
 def _show_counts(shown: View) -> None:
@@ -122,42 +118,34 @@ def _show_counts(shown: View) -> None:
         show(f"without the graph: {shown.missing}")
 
 
-def _overlay(file: Path, overlay: _Overlay, results: list[Path]) -> dict[str, object]:
+def _write_sidecar(target: Path, file: Path, overlay: _Overlay | None, results: list[Path]) -> None:
+    """Write what another viewer shows beside the file: an overlay of Model Explorer, or else Netron's sidecar."""
     from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, overlay_of
-    from htp_export.capabilities.view.viewing import inventory_of, read_results
-
-    measures = {measure.key: measure for measure in read_results(results)}
-    if overlay == "dtype":
-        return dtype_overlay(inventory_of(file))
-    key, option, command = _MEASURES[overlay]
-    if key not in measures:
-        raise InputError(f"--overlay {overlay} needs a result: give {option} with the JSON of htp-export {command}")
-    return overlay_of(measures[key], inventory_of(file))
-
-
-def _attachment(file: Path, results: list[Path]) -> dict[str, object]:
     from htp_export.capabilities.view.netron import netron_attachment
     from htp_export.capabilities.view.viewing import inventory_of, read_results
-
-    return netron_attachment(inventory_of(file), [measure for measure in read_results(results) if measure.main])
-
-
-def _write(path: Path, data: dict[str, object]) -> None:
     from htp_export.files.text_file import write_text
 
-    write_text(path, json.dumps(data, indent=1), Kind.JSON)
+    measures, _ = read_results(results)
+    if overlay is None:
+        data = netron_attachment(inventory_of(file), [measure for measure in measures if measure.main])
+    elif overlay == "dtype":
+        data = dtype_overlay(inventory_of(file))
+    else:
+        key, option, command = _MEASURES[overlay]
+        drawn = next((measure for measure in measures if measure.key == key), None)
+        if drawn is None:
+            raise InputError(f"--overlay {overlay} needs a result: give {option} with the JSON of htp-export {command}")
+        data = overlay_of(drawn, inventory_of(file))
+    write_text(target, json.dumps(data, indent=1), Kind.JSON)
 
 
-def _serve(model: LookOptions, results: list[Path], port: int, *, graph: bool, weights: bool, as_json: bool) -> None:
+def _serve(draw: Callable[[Path | None], tuple[View, dict[str, Any]]], port: int, as_json: bool) -> None:
     from htp_export.capabilities.view.page.server import PageServer
-    from htp_export.capabilities.view.viewing import view
 
     with PageServer(port) as server:  # before the work: the port may be taken
-        looked = model.look(quiet=as_json)
-        with Steps(quiet=as_json).step(f"drawing {looked.name}"):
-            shown = view(looked.model, results=results, graph=graph, weights=weights)
+        shown, facts = draw(None)
         if as_json:
-            print_json({"url": server.url, **looked.facts, **_counts(shown)})
+            print_json({"url": server.url, **facts})
         else:
             _show_counts(shown)
             typer.echo(f"{server.url}\nCtrl-C ends it")

@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any, overload
 from htp_export.capabilities.view.inventory import Inventory, take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of
 from htp_export.capabilities.view.model_explorer.application import MissingApplicationError, application, packed
-from htp_export.capabilities.view.model_explorer.drawing import drawing
+from htp_export.capabilities.view.model_explorer.overlays import drawing
 from htp_export.capabilities.view.page.document import asset, document
-from htp_export.capabilities.view.page.front_data import front_data
-from htp_export.capabilities.view.page.payload import page_data
-from htp_export.capabilities.view.shown_graph import ShownGraph, shown_graph
+from htp_export.capabilities.view.page.payload import front_data, page_data
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json
 from htp_export.files.targets import Kind, check_target
 from htp_export.files.text_file import write_text
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, load
+from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.results.columns import si
 from htp_export.results.drawn_levels import drawn_parents
 from htp_export.results.result import Result
@@ -35,8 +33,9 @@ if TYPE_CHECKING:
     from htp_export.capabilities.inspect.inspected import Inspected, Stop
     from htp_export.capabilities.search.search_results import Search
 
-__all__ = ["View", "inventory_of", "page_of", "read_results", "view"]
+__all__ = ["ShownGraph", "View", "inventory_of", "page_of", "read_results", "shown_graph", "view"]
 
+_COSTS = ("flops", "other_flops", "activation_bytes")  # the measures that every graph of a page has, if it has costs
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
 
 Numbers = object
@@ -165,9 +164,8 @@ def view(
         raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
     path = None if output is None else Path(output)
     if path is not None:
-        check_target(path, Kind.PAGE, [each for each in results if isinstance(each, str | os.PathLike)])
-    opened = [_Opened.of(result) for result in results]
-    measures, searches = _measures(opened), [search for each in opened if (search := each.search) is not None]
+        check_target(path, Kind.PAGE, [result for result in results if isinstance(result, str | os.PathLike)])
+    measures, searches = read_results(results)
     if _is_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
 
@@ -176,7 +174,7 @@ def view(
     shown = _graph_of(model, weights) if inspected is None else _graph_of_inspected(inspected, weights)
     further = [] if inspected is None else _graphs_between_breaks(inspected)
     whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
-    page, missing = page_of([each.with_results(measures) for each in (whole, *further)], graph, searches)
+    page, missing = page_of([each_graph.with_results(measures) for each_graph in (whole, *further)], graph, searches)
     if path is not None:
         write_text(path, page)
     drawn = shown.inventory.modules
@@ -223,56 +221,92 @@ def _name_of(model: ModelSource) -> str:
     return Path(model).name if isinstance(model, str | os.PathLike) else ""
 
 
-def read_results(results: Sequence[Numbers]) -> list[Measure]:
-    """The numbers by module in results, and in files of them. Of several with one key, the first one keeps it.
+def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
+    """The numbers by module in results and in files of them, and the searches among them.
+
+    Of several numbers with one key, the first one keeps it.
 
     Raises:
         FileError: If a file cannot be read, or holds no such numbers.
     """
-    return _measures([_Opened.of(result) for result in results])
-
-
-def _measures(results: Sequence[_Opened]) -> list[Measure]:
     measures: dict[str, Measure] = {}
+    searches = []
     for result in results:
-        for measure in result.measures:
+        opened = _opened(result)
+        if not isinstance(opened, list):
+            searches.append(opened)
+            continue
+        for measure in opened:
             key, title, number = measure.key, measure.title, 1
             while key in measures:
                 number += 1
                 key, title = f"{measure.key}:{number}", f"{measure.title} ({number})"
             measures[key] = replace(measure, key=key, title=title)
-    return list(measures.values())
+    return list(measures.values()), searches
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """What the page has of one result: numbers by module, or the plans of a search."""
+def _opened(result: Numbers) -> list[Measure] | Search:
+    from htp_export.capabilities.search.search_results import Search, search_from
 
-    measures: Sequence[Measure] = ()
-    search: Search | None = None
-
-    @classmethod
-    def of(cls, result: Numbers) -> _Opened:
-        from htp_export.capabilities.search.search_results import Search, search_from
-
-        if not isinstance(result, str | os.PathLike):
-            search = result if isinstance(result, Search) else search_from(result)
-            return cls(search=search) if search is not None else cls(measures_of(result))
+    if isinstance(result, str | os.PathLike):
         try:
-            return cls.of(read_json(result))
+            return _opened(read_json(result))
         except FileError:
             raise
         except InputError as error:
             raise FileError(Path(result), str(error)) from error
+    search = result if isinstance(result, Search) else search_from(result)
+    return measures_of(result) if search is None else search
+
+
+@dataclass(frozen=True)
+class ShownGraph:
+    """A graph that a page shows. A page with several has a choice between their titles.
+
+    Attributes:
+        inventory: Its modules and nodes.
+        measures: Its own numbers by module and node; results that the user gives come before them.
+        title: Its name in the choice; the name of the inventory if it is empty.
+        note: How it was got, as a sentence; it is shown with the graph.
+    """
+
+    inventory: Inventory
+    measures: Sequence[Measure] = ()
+    title: str = ""
+    note: str = ""
+
+    def with_results(self, results: Sequence[Measure]) -> ShownGraph:
+        """The same graph with numbers that the user gave, which replace those of the same key."""
+        given = {measure.key for measure in results}
+        kept = [measure for measure in self.measures if measure.key not in given]
+        return replace(self, measures=(*results, *kept))
+
+
+def shown_graph(tagged: TaggedModel, name: str = "", statistics: bool = False) -> ShownGraph:
+    """A graph with its FLOPs and activations, as `htp_export.cost` counts them.
+
+    Open dimensions are 1, as in ``cost``; the note says so. If the costs cannot be computed, the note has the reason.
+
+    Raises:
+        InputError: If a weight is to be read and cannot be.
+    """
+    from htp_export.capabilities.cost.costing import cost
+
+    inventory = take_inventory(tagged, name, statistics)
+    try:
+        costs = cost(tagged)
+    except InputError as error:
+        return ShownGraph(inventory, note=f"FLOPs and activations are not known: {error}")
+    measures = tuple(measure for measure in measures_of(costs) if measure.key in _COSTS)
+    note = f"FLOPs and activations: {', '.join(costs.assumed)}." if costs.assumed else ""
+    return ShownGraph(inventory, measures, note=note)
 
 
 def page_of(graphs: Sequence[ShownGraph], interactive: bool = True, searches: Sequence[Search] = ()) -> tuple[str, str]:
     """A page of one or more graphs, the first of which is shown at first; and why it has no interactive graph.
 
-    Args:
-        graphs: The graphs. The page has a choice between their titles if there are several.
-        interactive: Include Model Explorer's drawing of each.
-        searches: Searches whose fronts are drawn.
+    It has a choice between their titles if there are several, Model Explorer's drawing of each if it is interactive,
+    and the fronts of the searches.
     """
     packed_parts: dict[str, str] = {}
     missing = "" if interactive else "it was left out"
@@ -280,14 +314,15 @@ def page_of(graphs: Sequence[ShownGraph], interactive: bool = True, searches: Se
         try:
             packed_parts["graph-application"] = packed(application(asset("frame.js")))
             packed_parts |= {
-                f"graph-drawing-{k}": packed(drawing(each.inventory, each.measures)) for k, each in enumerate(graphs)
+                f"graph-drawing-{k}": packed(drawing(graph.inventory, graph.measures)) for k, graph in enumerate(graphs)
             }
         except MissingApplicationError as error:
             missing = str(error)
-    data: dict[str, Any] = {f"data-{k}": page_data(each, missing) for k, each in enumerate(graphs[1:], 1)}
+    first, *further = (page_data(graph.inventory, graph.measures, missing) for graph in graphs)
+    data: dict[str, Any] = {f"data-{k}": graph for k, graph in enumerate(further, 1)}
     data["fronts"] = [front_data(search) for search in searches]
-    data["graphs"] = [{"title": each.name, "note": each.note} for each in graphs]
-    return document(graphs[0].inventory.name, page_data(graphs[0], missing), packed_parts, data), missing
+    data["graphs"] = [{"title": graph.title or graph.inventory.name, "note": graph.note} for graph in graphs]
+    return document(graphs[0].inventory.name, first, packed_parts, data), missing
 
 
 def _is_module(model: object) -> bool:

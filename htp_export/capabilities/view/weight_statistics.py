@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,16 +18,10 @@ _NOT_NUMBERS = (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX12
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """The values of one tensor. Mean, spread and range are those of its finite values; 0 where it has none.
+    """The values of one tensor.
 
-    Attributes:
-        elements: How many values there are.
-        mean: Their mean.
-        std: Their standard deviation, of the whole population.
-        least: The smallest.
-        most: The largest.
-        zeros: How many are zero.
-        not_finite: How many are NaN or infinite.
+    Mean, standard deviation (of the whole population) and range are those of its finite values; 0 where it has none.
+    ``zeros`` and ``not_finite`` (NaN and infinite) are counts.
     """
 
     elements: int
@@ -41,21 +34,12 @@ class WeightStatistics:
 
 
 def weight_statistics(model: ir.Model) -> dict[str, WeightStatistics]:
-    """Name of each initializer that holds numbers → what its values are like. Reads every weight, one at a time.
+    """Name of each initializer that holds numbers → what its values are like, of quantized ones as they are stored.
 
-    Args:
-        model: The model; quantized weights are described as they are stored.
+    Reads every weight, one at a time.
 
     Raises:
         InputError: If the values of a weight cannot be read.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> weight = ir.Value(name="w", const_value=ir.tensor([0.0, 2.0, 4.0], name="w"))
-        >>> graph = ir.Graph([], [], nodes=[], initializers=[weight], opset_imports={"": 20})
-        >>> found = weight_statistics(ir.Model(graph, ir_version=10))["w"]
-        >>> found.mean, round(found.std, 3), found.most, found.zeros
-        (2.0, 1.633, 4.0, 1)
     """
     statistics = {}
     for graph in model.graphs():
@@ -73,7 +57,9 @@ def weight_statistics(model: ir.Model) -> dict[str, WeightStatistics]:
 def _statistics(tensor: ir.TensorProtocol) -> WeightStatistics:
     count, mean, squares = 0, 0.0, 0.0
     least, most, zeros, not_finite = math.inf, -math.inf, 0, 0
-    for part in _parts(tensor):
+    values = tensor.numpy().reshape(-1)
+    for start in range(0, values.size, _AT_ONCE):
+        part = values[start : start + _AT_ONCE].astype(np.float64)
         finite = part[np.isfinite(part)]
         not_finite += part.size - finite.size
         if not finite.size:
@@ -91,9 +77,3 @@ def _statistics(tensor: ir.TensorProtocol) -> WeightStatistics:
         least = most = 0.0
     std = math.sqrt(squares / count) if count else 0.0
     return WeightStatistics(tensor.size, mean, std, least, most, zeros, not_finite)
-
-
-def _parts(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
-    values = tensor.numpy().reshape(-1)
-    for start in range(0, values.size, _AT_ONCE):
-        yield values[start : start + _AT_ONCE].astype(np.float64)

@@ -14,7 +14,7 @@ from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.model_explorer.graphs import graph_of
 from htp_export.editing.flattening import read_flat
 
-__all__ = ["HtpExportAdapter", "as_graph"]
+__all__ = ["HtpExportAdapter"]
 
 
 class HtpExportAdapter(model_explorer.Adapter):  # type: ignore[misc]
@@ -28,35 +28,7 @@ class HtpExportAdapter(model_explorer.Adapter):  # type: ignore[misc]
     )
 
     def convert(self, model_path: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """The graph of a file, as Model Explorer's own classes."""
-        return {"graphs": [as_graph(graph_of(take_inventory(read_flat(model_path))))]}
-
-
-def as_graph(drawn: dict[str, Any]) -> graph_builder.Graph:
-    """A graph of ``graph_of`` as Model Explorer's own classes."""
-    return graph_builder.Graph(
-        id=drawn["id"],
-        nodes=[_as_node(node) for node in drawn["nodes"]],
-        groupNodeAttributes=drawn["groupNodeAttributes"],
-        nodeLabelsToHide=drawn["nodeLabelsToHide"],
-    )
-
-
-def _as_node(drawn: dict[str, Any]) -> graph_builder.GraphNode:
-    return graph_builder.GraphNode(
-        id=drawn["id"],
-        label=drawn["label"],
-        namespace=drawn["namespace"],
-        attrs=_pairs(drawn["attrs"]),
-        incomingEdges=[graph_builder.IncomingEdge(**edge) for edge in drawn["incomingEdges"]],
-        inputsMetadata=_items(drawn["inputsMetadata"]),
-        outputsMetadata=_items(drawn["outputsMetadata"]),
-    )
-
-
-def _items(listed: list[dict[str, Any]]) -> list[graph_builder.MetadataItem]:
-    return [graph_builder.MetadataItem(id=item["id"], attrs=_pairs(item["attrs"])) for item in listed]
-
-
-def _pairs(listed: list[dict[str, str]]) -> list[graph_builder.KeyValue]:
-    return [graph_builder.KeyValue(key=pair["key"], value=pair["value"]) for pair in listed]
+        """The graph of a file. Model Explorer makes JSON of its own classes, and leaves what they hold as it is."""
+        drawn = graph_of(take_inventory(read_flat(model_path)))
+        nodes = [graph_builder.GraphNode(**node) for node in drawn.pop("nodes")]
+        return {"graphs": [graph_builder.Graph(nodes=nodes, **drawn)]}

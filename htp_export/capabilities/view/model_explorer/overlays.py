@@ -1,52 +1,37 @@
-"""Overlays: numbers of nodes, in the node data of Model Explorer, for files and for the graph inside a page."""
+"""Overlays: numbers of nodes, in the node data of Model Explorer, for files, and with the graph inside a page."""
 
 from __future__ import annotations
 
 import colorsys
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from htp_export.capabilities.view.inventory import Inventory
 from htp_export.capabilities.view.measures import Measure, spread
-from htp_export.capabilities.view.model_explorer.graphs import GRAPH_ID, node_ids
+from htp_export.capabilities.view.model_explorer.graphs import GRAPH_ID, graph_of, layers_of, node_ids
+from htp_export.format import tags
+from htp_export.results.drawn_levels import drawn_parents
 
-__all__ = ["dtype_overlay", "overlay_of", "overlays_of"]
+__all__ = ["drawing", "dtype_overlay", "overlay_of"]
 
+_LAYER = "___group___"  # what Model Explorer puts after a namespace to name the layer
 _COLOURS = ("#ffffff", "#ffe9a8", "#f9a35c", "#d7301f")  # from nothing to the most
-_DTYPES = {
-    "float32": "#cfe3fb",
-    "float16": "#bfe8cf",
-    "bfloat16": "#d3eebc",
-    "float64": "#a9b8f0",
-    "int64": "#eadcf8",
-    "int32": "#e3d3ee",
-    "int8": "#ffd9a8",
-    "uint8": "#ffe6b8",
-    "bool": "#e4e6ea",
-}
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int8", "uint8", "bool")
+"""In the order of their colours, which are the same in every file."""
 
 
 def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
     """A measure as node data, coloured from the smallest to the largest value.
 
-    Args:
-        measure: What is laid over the graph. Errors, which span many powers of ten, are coloured by these.
-        inventory: The model.
-
-    Examples:
-        >>> from htp_export.capabilities.view.inventory import take_inventory
-        >>> from htp_export.model.tagged import load
-        >>> import onnx_ir as ir
-        >>> tagged = {"htp.module": "act", "htp.reason": "scope"}
-        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props=tagged, name="relu")
-        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
-        >>> time = Measure("total_ms", "time", "ms", additive=True, total={"act": 2.0}, own={"act": 2.0})
-        >>> overlay_of(time, take_inventory(load(ir.Model(graph, ir_version=10))))["results"]["relu"]["value"]
-        2.0
+    Errors, which span many powers of ten, are coloured by these.
     """
     if measure.named:
-        return _named_overlay(measure, inventory)
+        of_nodes = (
+            next((measure.words[owner] for owner in node.owners if owner in measure.words), None)
+            for node in inventory.nodes
+        )
+        return _words_overlay(measure.title, of_nodes, measure.words.values(), inventory)
     results: dict[str, dict[str, Any]] = {}
     values = spread(measure, inventory)
     finite = [abs(value) for value in values if value is not None and math.isfinite(value)]
@@ -62,42 +47,51 @@ def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
     return overlay
 
 
-def _named_overlay(measure: Measure, inventory: Inventory) -> dict[str, Any]:
-    """The word of the module of each node, with a colour for each word."""
-    colours = {word: _hue(place) for place, word in enumerate(dict.fromkeys(measure.words.values()))}
-    results = {}
-    for name, node in zip(node_ids(inventory), inventory.nodes, strict=True):
-        word = next((measure.words[owner] for owner in node.owners if owner in measure.words), None)
-        if word is not None:
-            results[name] = {"value": word, "bgColor": colours[word]}
-    return _words_alone(measure.title, results)
+def dtype_overlay(inventory: Inventory) -> dict[str, Any]:
+    """The element type of what each node makes."""
+    dtypes = [node.outputs[0].type.partition("[")[0] if node.outputs else "" for node in inventory.nodes]
+    return _words_overlay("dtype", dtypes, _DTYPES, inventory)
 
 
-def _words_alone(name: str, results: Mapping[str, object]) -> dict[str, Any]:
-    """An overlay of words, which have no sum and no mean."""
+def _words_overlay(
+    name: str, words: Iterable[str | None], first: Iterable[str], inventory: Inventory
+) -> dict[str, Any]:
+    """The word of each node, with a colour for each word; words have no sum and no mean."""
+    listed = list(words)
+    colours = {word: _hue(place) for place, word in enumerate(dict.fromkeys((*first, *filter(None, listed))))}
+    results = {
+        identifier: {"value": word, "bgColor": colours[word]}
+        for identifier, word in zip(node_ids(inventory), listed, strict=True)
+        if word
+    }
     return {"name": name, "results": results, "hideInAggregatedStatsTable": True, "hideInChildrenStatsTable": True}
 
 
-def dtype_overlay(inventory: Inventory) -> dict[str, Any]:
-    """The element type of what each node makes."""
-    results = {}
-    for name, node in zip(node_ids(inventory), inventory.nodes, strict=True):
-        dtype = node.outputs[0].type.partition("[")[0] if node.outputs else ""
-        if dtype:
-            results[name] = {"value": dtype, "bgColor": _DTYPES.get(dtype, "#f4d6e4")}
-    return _words_alone("dtype", results)
+def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
+    """What ``page/assets/graph.js`` reads: the answers to Model Explorer's application, and where modules are in it.
 
-
-def overlays_of(inventory: Inventory, measures: Sequence[Measure]) -> list[dict[str, Any]]:
-    """The overlays of a page: the element types, and each measure of the first rank.
-
-    The viewer shows the last one at first, which is that of the first measure.
+    Overlays are the element types, and each measure of the first rank. The viewer shows the last one at first, which
+    is that of the first measure.
     """
-    drawn = [
-        dtype_overlay(inventory),
-        *(overlay_of(measure, inventory) for measure in reversed(measures) if measure.main),
-    ]
-    return [{"name": overlay["name"], "data": {GRAPH_ID: overlay}} for overlay in drawn if overlay["results"]]
+    overlays = [overlay_of(measure, inventory) for measure in reversed(measures) if measure.main]
+    spaces = tags.namespaces(drawn_parents(inventory.modules), inventory.called)
+    return {
+        "graphs": {"graphs": [graph_of(inventory, measures, keep_layers=False)]},
+        "overlays": [
+            {"name": overlay["name"], "data": {GRAPH_ID: overlay}}
+            for overlay in (dtype_overlay(inventory), *overlays)
+            if overlay["results"]
+        ],
+        "label": "model",
+        "collection": "model",
+        "graph": GRAPH_ID,
+        # Namespaces alone: the script lists the layers around each, which for deep models are too long to write down.
+        "layer": _LAYER,
+        "places": {
+            "modules": [space or None for space in spaces.values()],
+            "nodes": list(zip(node_ids(inventory), layers_of(inventory), strict=True)),
+        },
+    }
 
 
 def _shown(value: float) -> float:

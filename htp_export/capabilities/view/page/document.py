@@ -37,16 +37,9 @@ def document(
     style: Sequence[str] = ("page.css",),
     scripts: Sequence[str] = SCRIPTS,
 ) -> str:
-    """A whole HTML document.
+    """A whole HTML document, made of one of the package's templates with style sheets and scripts.
 
-    Args:
-        title: Its title, any text.
-        data: What its scripts read, as plain data.
-        packed: ``id`` → what its scripts unpack, in base64.
-        more: ``id`` → what its scripts read besides, as plain data.
-        template: Which of the package's templates it is made of.
-        style: Its style sheets.
-        scripts: Its scripts.
+    The scripts read ``data`` and, by ``id``, ``more``, which are plain data; they unpack ``packed``, in base64.
     """
     sources = [f"\n{asset(name)}" for name in scripts]
     hashes = " ".join(f"'sha256-{_hash(source)}'" for source in sources)
@@ -63,7 +56,7 @@ def document(
             [
                 f'<script type="{kind}" id="{identifier}">{text}</script>'
                 for kind, texts in (
-                    ("application/json", {name: as_script_text(each) for name, each in (more or {}).items()}),
+                    ("application/json", {name: as_script_text(value) for name, value in (more or {}).items()}),
                     ("application/octet-stream", packed or {}),
                 )
                 for identifier, text in texts.items()

@@ -1,36 +1,35 @@
-"""What the page's scripts read: an inventory and its measures as JSON."""
+"""What the page's scripts read, as JSON: an inventory with its measures, and searches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.view.inventory import Inventory, ModuleEntry
+from htp_export.capabilities.view.inventory import Inventory, ModuleEntry, NodeEntry, TensorEntry
 from htp_export.capabilities.view.measures import Measure, spread
-from htp_export.capabilities.view.node_facts import NodeEntry, TensorEntry
-from htp_export.capabilities.view.shown_graph import ShownGraph
-from htp_export.capabilities.view.weight_statistics import WeightStatistics
 from htp_export.drawing.command_words import in_both
 from htp_export.drawing.folding import likeness, repeats
+from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.fates import Fate
 from htp_export.results.drawn_levels import drawn_parents
-from htp_export.results.tag_facts import Evidence, TagFacts, evidence_of
+from htp_export.results.tag_facts import TagFacts, evidence_of
 
-__all__ = ["page_data", "tags_data"]
+if TYPE_CHECKING:
+    from htp_export.capabilities.search.search_results import Search, Trial
+
+__all__ = ["front_data", "page_data", "tags_data"]
+
+_DIGITS = ("mean", "std", "least", "most")  # statistics that are written with four digits; the others are counts
 
 
-def page_data(graph: ShownGraph, missing_graph: str = "") -> dict[str, Any]:
-    """The data of one graph of a page.
+def page_data(inventory: Inventory, measures: Sequence[Measure] = (), missing_graph: str = "") -> dict[str, Any]:
+    """The data of one graph of a page, in which measures are columns besides those that every page has.
 
     Modules that hold others and never ran themselves are left out: their names stand before those of what they hold.
-
-    Args:
-        graph: The graph; its measures are columns besides those that every page has.
-        missing_graph: Why there is no interactive graph in it; ``""`` where there is one.
+    ``missing_graph`` says why there is no interactive graph in the page; it is empty where there is one.
     """
-    inventory, measures = graph.inventory, graph.measures
     above = drawn_parents(inventory.modules)
     place = {path: position for position, path in enumerate(above)}
     modules = [inventory.modules[path] for path in above]
@@ -50,7 +49,10 @@ def page_data(graph: ShownGraph, missing_graph: str = "") -> dict[str, Any]:
         "nodes": [_node(node) for node in inventory.nodes],
         "types": {tensor.name: tensor.type for tensor in _given(inventory, modules) if tensor.type},
         "values": {tensor.name: tensor.value for tensor in inventory.constants if tensor.value},
-        "statistics": {name: _statistics(statistics) for name, statistics in inventory.statistics.items()},
+        "statistics": {
+            name: {key: float(f"{value:.4g}") if key in _DIGITS else value for key, value in vars(statistics).items()}
+            for name, statistics in inventory.statistics.items()
+        },
         "repeats": [[place[path] for path in run] for run in _repeats(above, inventory, measures)],
         "measures": [_measure(measure, list(above), inventory) for measure in measures],
         "missing_graph": in_both(missing_graph),
@@ -63,12 +65,12 @@ def tags_data(facts: TagFacts) -> dict[str, Any]:
         "source": facts.source,
         "headline": facts.headline,
         "untagged": facts.untagged,
-        "evidence": _evidence(facts.evidence),
+        "evidence": _evidence(facts.reasons),
     }
 
 
-def _evidence(evidence: Sequence[Evidence]) -> list[tuple[str, int, tuple[str, ...]]]:
-    return [(entry.text, entry.nodes, entry.reasons) for entry in evidence]
+def _evidence(reasons: Mapping[str, int]) -> list[tuple[str, int, tuple[str, ...]]]:
+    return [(entry.text, entry.nodes, entry.reasons) for entry in evidence_of(reasons)]
 
 
 def _repeats(above: Mapping[str, str | None], inventory: Inventory, measures: Sequence[Measure]) -> list[list[str]]:
@@ -94,28 +96,14 @@ def _failures(inventory: Inventory) -> list[str]:
 
 def _facts(inventory: Inventory) -> list[str]:
     opsets = ", ".join(f"{domain} {version}" for domain, version in inventory.opsets.items())
-    facts = [
-        inventory.producer,
-        f"opset {opsets}" if opsets else "",
-        "external data" if inventory.external_data else "",
-    ]
-    return [fact for fact in facts if fact]
+    external = "external data" if inventory.external_data else ""
+    return [fact for fact in (inventory.producer, f"opset {opsets}" if opsets else "", external) if fact]
 
 
 def _given(inventory: Inventory, modules: Sequence[ModuleEntry]) -> list[TensorEntry]:
     """The tensors that no node makes."""
     weights = [tensor for module in modules for tensor in module.weights]
     return [*inventory.inputs, *inventory.constants, *weights]
-
-
-def _statistics(statistics: WeightStatistics) -> dict[str, float]:
-    numbers = {"mean": statistics.mean, "std": statistics.std, "least": statistics.least, "most": statistics.most}
-    return {
-        **{name: float(f"{value:.4g}") for name, value in numbers.items()},
-        "elements": statistics.elements,
-        "zeros": statistics.zeros,
-        "not_finite": statistics.not_finite,
-    }
 
 
 def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
@@ -128,12 +116,12 @@ def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
         "parent": parent,
         "nodes": module.nodes,
         "own": list(module.own_nodes),
-        "shared": module.shared,
-        "fused": module.fused,
+        "shared": module.reasons.get("shared", 0),
+        "fused": module.reasons.get("fused", 0),
         "parameters": module.parameters,
         "bytes": module.weight_bytes,
         "operators": dict(module.operators),
-        "evidence": _evidence(evidence_of(module.reasons)),
+        "evidence": _evidence(module.reasons),
         "weights": _tensors(module.weights),
         "inputs": _tensors(module.inputs),
         "outputs": _tensors(module.outputs),
@@ -187,3 +175,50 @@ def _number(values: Mapping[str, float], path: str) -> float | str | None:
     if value is None or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def front_data(search: Search) -> dict[str, Any]:
+    """The data of a search: its picture, its front, and the plan of each point.
+
+    With one objective, or without finite values, it has no picture.
+    """
+    from htp_export.capabilities.search.found_plans import plan_file
+    from htp_export.capabilities.search.front_drawing import front_svg
+
+    front = [next(place for place, other in enumerate(search.trials) if other is trial) for trial in search.pareto]
+    files = {place: plan_file(number, search.trials[place]) for number, place in enumerate(front)}
+    try:
+        picture = front_svg(search)
+    except InputError:
+        picture = ""
+    return {
+        "summary": search.summary,
+        "objectives": list(search.objectives),
+        "svg": picture,
+        "front": front,
+        "trials": [_trial(trial, search, files.get(place, "")) for place, trial in enumerate(search.trials)],
+    }
+
+
+def _trial(trial: Trial, search: Search, file: str) -> dict[str, Any]:
+    from htp_export.capabilities.search.search_results import trial_columns
+
+    texts = {column.name: column.text or str for column in trial_columns(search.objectives)}
+    return {
+        "name": trial.name,
+        "file": file,
+        "values": [texts[name](trial.values[name]) for name in search.objectives],
+        "origin": trial.origin,
+        "precisions": trial.counted,
+        "plan": [
+            (selector or "(root)", ", ".join([chosen, *_fields(trial.plan.get(selector))]))
+            for selector, chosen in trial.choices.items()
+        ],
+    }
+
+
+def _fields(precision: object) -> list[str]:
+    """The fields of a precision that differ, in words."""
+    if not isinstance(precision, Mapping):
+        return []
+    return [f"{name} {value}" for name, value in precision.items() if name != "precision"]
