@@ -40,11 +40,8 @@ def describe_shared(file: Path) -> dict[str, Any]:
 def describe_own(file: Path, tensors: Iterable[Place], replaced: Path | None = None) -> dict[str, Any]:
     """Return the entry of ``htp.data`` for a model's own data file: its size, and a serial computed from samples.
 
-    Args:
-        file: The file.
-        tensors: The places of the model's tensors in the file.
-        replaced: The file that it replaces. If the samples of both are equal, the first block that differs is
-            sampled, too, so that the model never matches the replaced file.
+    If the samples of the file that it replaces are equal, the first block that differs is sampled, too, so that the
+    model never matches the replaced file.
     """
     places = sorted(tensors)
     size = file.stat().st_size
@@ -80,16 +77,8 @@ def check_notes(
 
     A shared file with the same size and modification time is accepted; otherwise it is hashed. Of the model's own
     files, samples are read. If the model's tensors have other places in the file than described, another tool has
-    written both files, and the description is ignored.
-
-    Args:
-        model: The ONNX file.
-        metadata: Its metadata.
-        files: The name by which the model knows a file → the file.
-        tensors: Returns the places of the tensors of the model that lie in a file, by this name.
-
-    Raises:
-        FileError: If a file is not what it was.
+    written both files, and the description is ignored. ``files``: the name by which the model knows a file → the file;
+    ``tensors`` returns the places of the tensors in a file of this name.
     """
     shared = shared_files(model, metadata)
     own = _notes(model, metadata, tags.DATA, _OWN)

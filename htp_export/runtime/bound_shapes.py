@@ -15,9 +15,6 @@ __all__ = ["infer_bound"]
 def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symbolic:
     """Return what is known of the tensors of a model if its inputs have given shapes; no weights are read.
 
-    Raises:
-        InputError: If the model has no such input, or a size is no whole number.
-
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, ["batch", 4])], outputs=[ir.val("y")])
         >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="g")

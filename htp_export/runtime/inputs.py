@@ -93,15 +93,7 @@ class Inputs:
     def bind(
         self, *, dims: Mapping[str, int] | None = None, shapes: Mapping[str, Sequence[int]] | None = None
     ) -> Bound:
-        """Set the sizes of open dimensions.
-
-        Args:
-            dims: Name of an open dimension → size.
-            shapes: Input name → shape. It sets the size of each named dimension of the input, for all inputs.
-
-        Raises:
-            InputError: If the model has no such dimension or input, or a size is not a whole number.
-        """
+        """Set the sizes of open dimensions by name, or by shapes, which do so for all inputs."""
         sizes = dict(dims or {})
         names = dict.fromkeys(dim for declared in self for dim in declared.shape or () if isinstance(dim, str))
         for name, size in sizes.items():
@@ -130,15 +122,10 @@ class Inputs:
         return Bound(sizes, bound, tuple(open_sizes), tuple(conflicts))
 
     def feed(self, arrays_by_name: Mapping[str, Any], dims: Mapping[str, int] | None = None) -> Feed:
-        """Check given inputs, and convert them to arrays.
+        """Check given inputs (numpy arrays, torch tensors, or nested lists of numbers), and convert them to arrays.
 
-        Args:
-            arrays_by_name: Input name → numpy array, torch tensor, or nested lists of numbers.
-            dims: Name of an open dimension → the size that the inputs must have there.
-
-        Raises:
-            InputError: If an input is missing or unknown, or does not have the type and shape of the model, or the
-                sizes of ``dims``; the message has the input and the expected type and shape.
+        ``dims``: name of an open dimension → the size that the inputs must have there. An InputError has the input and
+        the expected type and shape.
         """
         if not isinstance(arrays_by_name, Mapping):
             raise InputError(f"inputs are a dict of name → array, not {type(arrays_by_name).__name__}")
@@ -161,9 +148,6 @@ class Inputs:
         """Check the inputs of one file of a model for another file of it; floats are converted to its precision.
 
         If there are as many arrays as inputs, they are matched by position where the names differ.
-
-        Raises:
-            InputError: If there is no array for an input, or it has another type or shape.
 
         Examples:
             >>> x = Input("x_half", ir.DataType.FLOAT16, ("batch", 4))
@@ -190,16 +174,8 @@ class Inputs:
     ) -> Feed:
         """Create random inputs: floats are normally distributed, integers are 0 or 1, which every vocabulary has.
 
-        Args:
-            dims: Name of an open dimension → size.
-            shapes: Input name → shape.
-            seed: Seed of the random numbers.
-            open_sizes: Sizes for further open dimensions, see `assume`.
-            true: Probability that a boolean is true.
-
-        Raises:
-            InputError: If an input is not a tensor of numbers or has an unknown rank, or if ``dims`` or ``shapes`` do
-                not fit the model.
+        ``open_sizes`` are for further open dimensions, see `assume`; ``true`` is the probability that a boolean is
+        true.
 
         Examples:
             >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])

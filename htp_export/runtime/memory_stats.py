@@ -53,9 +53,6 @@ def measured_memory(
     Buffers are not reused, so that each node has its own: otherwise only the first of many with equal sizes would have
     any. A node that writes over its input allocates nothing. A node in a loop counts once. The graph is None if ONNX
     Runtime cannot write it.
-
-    Raises:
-        OnnxRuntimeError: If ONNX Runtime cannot load or run the model.
     """
     import onnxruntime
 

@@ -102,11 +102,7 @@ class _Copy:
 
 
 class _Investigation:
-    """Passes that run on copies of a model, and their changes.
-
-    Attributes:
-        failed: Passes that raised → why.
-    """
+    """Passes that run on copies of a model, and their changes; ``failed``: passes that raised → why."""
 
     def __init__(self, tagged: TaggedModel) -> None:
         self._tagged, self._facts = tagged, GraphFacts(tagged)

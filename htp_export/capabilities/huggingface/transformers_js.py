@@ -68,14 +68,9 @@ def write_transformers_js(
     """Write a folder that transformers.js loads; it is written completely or not at all.
 
     Weights lie beside each model, in ``onnx/model.onnx_data`` and so on, and ``config.json`` says so. Nodes keep their
-    tags in all variants. An earlier folder is replaced.
-
-    Args:
-        files: Name in the folder → exported file: ``{"model": "decoder.onnx"}``.
-        folder: The folder.
-        model: The model of transformers that was exported, for ``config.json`` and ``generation_config.json``.
-        companions: The folder with its tokenizer and preprocessor; None if there is none.
-        dtypes: The variants: some of ``DTYPES``.
+    tags in all variants. An earlier folder is replaced. ``files``: name in the folder → exported file, ``{"model":
+    "decoder.onnx"}``. The model is the one of transformers that was exported; the companions are the folder with its
+    tokenizer and preprocessor. ``dtypes`` are some of ``DTYPES``.
     """
     target = Path(folder)
     check_transformers_js(target, dtypes)

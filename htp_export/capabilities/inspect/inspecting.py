@@ -118,11 +118,7 @@ def _by_symbolic_tracing(model: torch.nn.Module, args: tuple[Any, ...], kwargs: 
     """Trace a model with stand-ins for its inputs, drop what the result does not need, and lower the rest.
 
     Symbolic tracing can take another branch than a run of the model (``isinstance(x, torch.Tensor)``). So the traced
-    model is run, and has to give what the model gives.
-
-    Raises:
-        RuntimeError: The traced model gives something else than the model.
-        Exception: Whatever ``torch.fx`` or ``torch.export`` raises, and errors of the model.
+    model is run; a RuntimeError if it does not give what the model gives.
     """
     import torch
 

@@ -28,17 +28,9 @@ _Export = Callable[["torch.nn.Module", tuple[Any, ...], dict[str, Any]], ir.Mode
 def by_parts(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stopped: Sequence[Stop], export: _Export
 ) -> Inspected:
-    """The largest modules that can be exported alone, side by side.
+    """The largest modules that can be exported alone, side by side; a RuntimeError if there is none.
 
-    Args:
-        model: The model; it is left as it was.
-        args: Its arguments.
-        kwargs: Its arguments by keyword.
-        stopped: Why the model as a whole could not be exported, first.
-        export: Makes a graph of a module and its arguments.
-
-    Raises:
-        RuntimeError: No module can be exported.
+    ``stopped`` says first why the model as a whole could not be exported.
     """
     run = run_once(model, args, kwargs)
     modules = {path: module for path, _, module in module_paths(model)}

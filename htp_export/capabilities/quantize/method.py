@@ -244,11 +244,7 @@ FIELDS = tuple(each.name for each in dataclasses.fields(Precision))
 
 @functools.cache
 def _methods_of(engine: str) -> Mapping[str, type[Method]]:
-    """The methods of an engine by name.
-
-    Raises:
-        InputError: If there is no such plug-in, or it cannot be imported.
-    """
+    """The methods of an engine by name; an InputError if there is no such plug-in."""
     if engine != ENGINE:
         return dict(plug_in("quantize", engine).METHODS)
     return {name: importlib.import_module(f"{_FOLDER}.{name}").METHOD for name in names_in(_FOLDER)}

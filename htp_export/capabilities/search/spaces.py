@@ -161,13 +161,7 @@ class Treatment:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What modules may become.
-
-    Attributes:
-        variables: Module path → names of choices.
-        choices: Name → choice.
-        problems: Why modules cannot have choices that were taken away, a line each.
-    """
+    """Module path → names of what it may become; name → choice; and why choices were taken away, a line each."""
 
     variables: Mapping[str, Sequence[str]]
     choices: Mapping[str, ModuleChoice]
