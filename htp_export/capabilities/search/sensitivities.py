@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from htp_export.capabilities.search.decisions import deciding_modules
 from htp_export.capabilities.search.estimates import estimated_errors
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.sensitivity_results import BlockSensitivity, ModuleSensitivity, Sensitivity
+from htp_export.capabilities.search.spaces import deciding_modules
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.format import tags
