@@ -14,7 +14,7 @@ from pathlib import Path
 from htp_export.errors import FileError
 from htp_export.files.data_files import find_data
 from htp_export.files.filesystem import Identity
-from htp_export.files.json_file import read_json
+from htp_export.files.text_files import read_json
 
 __all__ = ["Checkpoint", "read_checkpoint"]
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
-from htp_export.capabilities.huggingface.companions import copy_companions, named_if_unwritable, write_configs
+from htp_export.capabilities.huggingface.companions import copy_companions, write_configs
 from htp_export.capabilities.huggingface.configs import find
 from htp_export.errors import FileError, InputError
-from htp_export.files.json_file import write_json
 from htp_export.files.model_files import read_model
+from htp_export.files.text_files import named_if_unwritable, write_json
 
 __all__ = ["GENAI_CONFIG", "check_genai", "genai_config", "write_genai"]
 

@@ -16,14 +16,13 @@ import onnx_ir as ir
 from htp_export.capabilities.huggingface.companions import (
     copy_companions,
     is_companion,
-    named_if_unwritable,
     write_configs,
 )
 from htp_export.errors import InputError
-from htp_export.files.json_file import read_json, write_json
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.replacing import Move, work_folder
 from htp_export.files.targets import check_folder
+from htp_export.files.text_files import named_if_unwritable, read_json, write_json
 from htp_export.files.written_check import made_from
 
 __all__ = ["DTYPES", "check_transformers_js", "write_transformers_js"]

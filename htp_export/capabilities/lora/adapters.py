@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from htp_export.errors import FileError, InputError
-from htp_export.files.json_file import read_json
 from htp_export.files.replacing import replace_file
+from htp_export.files.text_files import read_json
 from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, from_torch, to_ort
 

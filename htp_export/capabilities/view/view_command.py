@@ -143,7 +143,7 @@ def _attachment(file: Path, results: list[Path]) -> dict[str, object]:
 
 
 def _write(path: Path, data: dict[str, object]) -> None:
-    from htp_export.files.text_file import write_text
+    from htp_export.files.text_files import write_text
 
     write_text(path, json.dumps(data, indent=1), Kind.JSON)
 

@@ -20,9 +20,8 @@ from htp_export.capabilities.view.page.payload import page_data
 from htp_export.capabilities.view.shown_graph import ShownGraph, shown_graph
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import FileError, InputError
-from htp_export.files.json_file import read_json
 from htp_export.files.targets import Kind, check_target
-from htp_export.files.text_file import write_text
+from htp_export.files.text_files import read_json, write_text
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, load
 from htp_export.results.columns import si

@@ -26,8 +26,7 @@ def front_data(search: Search) -> dict[str, Any]:
         >>> data["front"], data["trials"][0]["name"], data["trials"][0]["values"], data["trials"][0]["plan"]
         ([0], 'trial 3', ['1.00e-02', '100 B'], [('fc', 'int8')])
     """
-    from htp_export.capabilities.search.found_plans import plan_file
-    from htp_export.capabilities.search.front_drawing import front_svg
+    from htp_export.capabilities.search.front_files import front_svg, plan_file
 
     front = [next(place for place, other in enumerate(search.trials) if other is trial) for trial in search.pareto]
     files = {place: plan_file(number, search.trials[place]) for number, place in enumerate(front)}
