@@ -17,7 +17,7 @@ from typing import Any
 from htp_export.errors import FileError
 from htp_export.format import tags
 
-__all__ = ["Place", "check_notes", "describe_own", "describe_shared", "put_notes", "shared_files"]
+__all__ = ["Place", "check_notes", "describe_own", "describe_shared", "put_notes", "sha256_of", "shared_files"]
 
 Place = tuple[int, int]
 """Where a tensor lies in a data file: where it begins, and how many bytes it takes."""
@@ -34,7 +34,7 @@ _OWN = {"size": int, "serial": str, "tensors": str}
 def describe_shared(file: Path) -> dict[str, Any]:
     """Return the entry of ``htp.weights`` for a file of another model: size, modification time and hash."""
     state = file.stat()
-    return {"size": state.st_size, "modified_ns": state.st_mtime_ns, "sha256": _digest(file)}
+    return {"size": state.st_size, "modified_ns": state.st_mtime_ns, "sha256": sha256_of(file)}
 
 
 def describe_own(file: Path, tensors: Iterable[Place], replaced: Path | None = None) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _check_shared(model: Path, file: Path, facts: Mapping[str, Any]) -> None:
     problem = ""
     if state.st_size != facts["size"]:
         problem = f"it had {facts['size']:,} bytes and has {state.st_size:,}"
-    elif state.st_mtime_ns != facts["modified_ns"] and _digest(file) != facts["sha256"]:
+    elif state.st_mtime_ns != facts["modified_ns"] and sha256_of(file) != facts["sha256"]:
         problem = "it has other contents"
     if problem:
         raise FileError(
@@ -176,6 +176,7 @@ def _first_difference(first_path: Path, second_path: Path) -> int | None:
     return None
 
 
-def _digest(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

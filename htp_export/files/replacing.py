@@ -105,7 +105,8 @@ class WorkFolder:
                     _sync(step.new)
             self._old.mkdir()
             try:
-                _write_json(self._journal, {"steps": [*map(_plain, steps)], "obsolete": [*map(_plain, removed)]})
+                journal = {"steps": [*map(_plain, steps)], "obsolete": [*map(_plain, removed)]}
+                self._journal.write_text(json.dumps(journal), encoding="utf-8")
             except BaseException:
                 self._journal.unlink(missing_ok=True)
                 raise
@@ -307,10 +308,6 @@ def clear_killed(parent: Path) -> None:
 def _is_ours(entry: os.DirEntry[str]) -> bool:
     user = os.geteuid() if hasattr(os, "geteuid") else 0
     return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == user
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _sync(new: Path) -> None:

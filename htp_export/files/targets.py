@@ -171,20 +171,12 @@ def _is_model(file: Path) -> bool:
         return False
 
 
-def _is_page(file: Path) -> bool:
-    return _head(file).lower().startswith((b"<!doctype html", b"<html"))
-
-
 def _is_json(file: Path) -> bool:
     try:
         json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
     return True
-
-
-def _is_adapter(file: Path) -> bool:
-    return _head(file)[4:8] == b"TORT"  # the identifier of its flatbuffers schema, adapter_schema.fbs
 
 
 def _head(file: Path) -> bytes:
@@ -197,7 +189,7 @@ def _head(file: Path) -> bytes:
 
 _IS: Mapping[Kind, Callable[[Path], bool]] = {
     Kind.MODEL: _is_model,
-    Kind.PAGE: _is_page,
+    Kind.PAGE: lambda file: _head(file).lower().startswith((b"<!doctype html", b"<html")),
     Kind.JSON: _is_json,
-    Kind.ADAPTER: _is_adapter,
+    Kind.ADAPTER: lambda file: _head(file)[4:8] == b"TORT",  # the identifier of its schema, adapter_schema.fbs
 }

@@ -126,7 +126,8 @@ def sensitivity(
     for (path, name), row in rows.items():
         by_path[path][name] = row
     original = None if estimate else measurer.original
-    notes = (*([RANDOM_NOTE] if samples.random else []), *([] if estimate else measurer.remarks), *_problems(rows))
+    problems = [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
+    notes = (*([RANDOM_NOTE] if samples.random else []), *([] if estimate else measurer.remarks), *problems)
     return Sensitivity(dict(by_path), original, _blocks(tagged, rows), not estimate, notes, tagged.tag_facts)
 
 
@@ -184,10 +185,6 @@ def _cosines(measurer: Measurer, made: TaggedModel) -> dict[str, float]:
 
     compared = compare(measurer.tagged, made, measurer.feeds[0])
     return {path: result.cosine for path, result in compared.modules.items() if result.cosine is not None}
-
-
-def _problems(rows: _Rows) -> list[str]:
-    return [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
 
 
 def _blocks(tagged: TaggedModel, rows: _Rows) -> tuple[BlockSensitivity, ...]:
