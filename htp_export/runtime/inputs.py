@@ -16,8 +16,9 @@ from htp_export.files.npz_file import NpzArrays
 from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, array_for, check_array, in_precision_of, random_array
+from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["Bound", "Feed", "Inputs"]
+__all__ = ["Bound", "Feed", "Inputs", "infer_bound"]
 
 
 @dataclass(frozen=True)
@@ -271,3 +272,18 @@ def _match(wanted: Input, shape: tuple[int, ...], sizes: dict[str, int], dims: M
             named = f"size {dim!r} of it is" if isinstance(dim, str) else "a size of it is"
             named = f"dims has {dim} =" if dim in dims else named
             yield f"input {wanted.name!r} is {list(shape)}, but {named} {expected}"
+
+
+def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symbolic:
+    """Return what is known of the tensors of a model if its inputs have given shapes; no weights are read.
+
+    Examples:
+        >>> relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, ["batch", 4])], outputs=[ir.val("y")])
+        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="g")
+        >>> known = infer_bound(ir.Model(graph, ir_version=10), {"x": (2, 4)})
+        >>> known.shape(relu.outputs[0]), known.bytes_of(relu.outputs[0])
+        ((2, 4), 32)
+    """
+    sizes = Inputs.of(model).bind(shapes=shapes).sizes
+    numbers = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
+    return Symbolic(model.graph, functions=model.functions, sizes=sizes, shapes=numbers)
