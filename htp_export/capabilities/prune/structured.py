@@ -42,7 +42,7 @@ class _Cuttable:
 def cut_channels(
     tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool
 ) -> tuple[Shapes, dict[str, str]]:
-    """Cut the least important channels and heads out of a model, in place; ``together``: as shares of all channels.
+    """Cut the least important channels and heads out of a model, in place.
 
     Returns weight → its shape before and after, for all initializers that became smaller; and weight → what stays,
     where the share cannot be reached. ``together``, the shares are of all channels with the same value.

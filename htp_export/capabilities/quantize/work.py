@@ -48,7 +48,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Validation:
-    """A metric, of which larger is better, on validation data; ``name`` is that of the original in errors."""
+    """A metric, of which larger is better, on validation data; ``name`` is that of the model in errors."""
 
     metric: Metric
     samples: Samples
