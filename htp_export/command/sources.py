@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import FileError, InputError, ModelSourceError
-from htp_export.files.json_file import read_json
+from htp_export.files.text_files import read_json
 from htp_export.process.user_code import user_code
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from htp_export.errors import FileError
 from htp_export.files.data_files import find_data
 from htp_export.files.filesystem import Identity
-from htp_export.files.json_file import read_json
+from htp_export.files.text_files import read_json
 
 __all__ = ["Checkpoint", "read_checkpoint"]
 
@@ -24,14 +24,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint.
-
-    Attributes:
-        path: The index, or the only file.
-        files: Tensor → its file.
-        shapes: Tensor → its shape.
-        states: File → its identity when it was read.
-    """
+    """The tensors of a checkpoint; ``path`` is the index, or the only file; ``states`` when it was read."""
 
     path: Path
     files: Mapping[str, Path]
@@ -48,9 +41,7 @@ class Checkpoint:
 def read_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
     """Read the headers of a checkpoint: a file, its index, or a folder with ``model.safetensors`` or its index.
 
-    Raises:
-        FileError: If there is none, or if it is not one: a pickle, a file outside of the folder, a broken header, a
-            tensor that its file does not have.
+    Refused are a pickle, a file outside of the folder, a broken header, and a tensor that its file does not have.
     """
     path = _found(Path(source))
     names = _index(path) if path.suffix == ".json" else {}

@@ -63,21 +63,13 @@ class DataFile:
         self.needed = max(self.needed, (tensor.offset or 0) + (tensor.length or tensor.nbytes))
 
     def check(self) -> None:
-        """Refuse a file that is missing, is too short, or was replaced after the model was read.
-
-        Raises:
-            FileError: If it is one of these; the message names the file, and the model that needs it.
-        """
+        """Refuse a file that is missing, is too short, or was replaced after the model was read."""
         with self.opened():
             pass
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
-        """Open the file, and check it before and after it is read.
-
-        Raises:
-            FileError: As `check`; or if the file was changed in the meantime.
-        """
+        """Open the file, and check it before and after it is read."""
         try:
             if not stat.S_ISREG(self.path.stat().st_mode) and not self.path.is_dir():  # a pipe would be waited for
                 raise OSError(errno.EINVAL, "it is no plain file")
@@ -199,16 +191,11 @@ def _tensor_again(
 
 
 def find_data(model: Path, location: str, what: str = "external data") -> tuple[Path, str]:
-    """Return the folder of a data file, and its path relative to it.
+    """Return the folder of a data file, and its path relative to it; ``what`` it is, for messages.
 
-    Args:
-        model: The ONNX file that names it; it may be a symbolic link, as in the cache of the Hugging Face hub.
-        location: Its name in the model.
-        what: What it is, for messages.
-
-    Raises:
-        FileError: If the name leads out of the folder of the model, and out of the folder of the target of the
-            model's link, through ``..``, an absolute path, or a link.
+    The model may be a symbolic link, as in the cache of the Hugging Face hub. A FileError if the location leads out of
+    the folder of the model, and out of the folder of the target of the model's link, through ``..``, an absolute path,
+    or a link.
     """
     outside = FileError(model, f"its {what} {location!r} lies outside its folder; it will not be read")
     if Path(location).is_absolute() or Path(os.path.normpath(location)).parts[:1] == ("..",):
@@ -237,13 +224,8 @@ def check_data(tensors: Iterable[ir.TensorProtocol | None]) -> None:
 def place_data(slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path) -> list[DataTensor]:
     """Write tensors into a new data file, those with the same storage once, and return the same tensors in that file.
 
-    A file that is almost completely used is cloned if the file system supports shared blocks.
-
-    Args:
-        slots: The places of the tensors.
-        stream: The new data file.
-        data: Its final path.
-        model: The ONNX file that will refer to it.
+    ``data`` is the final path of ``stream``. A file that is almost completely used is cloned if the file system
+    supports shared blocks.
     """
     places = _clone(slots, stream)
     if places is None:

@@ -17,7 +17,7 @@ from typing import Any
 from htp_export.errors import FileError
 from htp_export.format import tags
 
-__all__ = ["Place", "check_notes", "describe_own", "describe_shared", "put_notes", "shared_files"]
+__all__ = ["Place", "check_notes", "describe_own", "describe_shared", "put_notes", "sha256_of", "shared_files"]
 
 Place = tuple[int, int]
 """Where a tensor lies in a data file: where it begins, and how many bytes it takes."""
@@ -34,17 +34,14 @@ _OWN = {"size": int, "serial": str, "tensors": str}
 def describe_shared(file: Path) -> dict[str, Any]:
     """Return the entry of ``htp.weights`` for a file of another model: size, modification time and hash."""
     state = file.stat()
-    return {"size": state.st_size, "modified_ns": state.st_mtime_ns, "sha256": _digest(file)}
+    return {"size": state.st_size, "modified_ns": state.st_mtime_ns, "sha256": sha256_of(file)}
 
 
 def describe_own(file: Path, tensors: Iterable[Place], replaced: Path | None = None) -> dict[str, Any]:
     """Return the entry of ``htp.data`` for a model's own data file: its size, and a serial computed from samples.
 
-    Args:
-        file: The file.
-        tensors: The places of the model's tensors in the file.
-        replaced: The file that it replaces. If the samples of both are equal, the first block that differs is
-            sampled, too, so that the model never matches the replaced file.
+    If the samples of the file that it replaces are equal, the first block that differs is sampled, too, so that the
+    model never matches the replaced file.
     """
     places = sorted(tensors)
     size = file.stat().st_size
@@ -80,16 +77,8 @@ def check_notes(
 
     A shared file with the same size and modification time is accepted; otherwise it is hashed. Of the model's own
     files, samples are read. If the model's tensors have other places in the file than described, another tool has
-    written both files, and the description is ignored.
-
-    Args:
-        model: The ONNX file.
-        metadata: Its metadata.
-        files: The name by which the model knows a file → the file.
-        tensors: Returns the places of the tensors of the model that lie in a file, by this name.
-
-    Raises:
-        FileError: If a file is not what it was.
+    written both files, and the description is ignored. ``files``: the name by which the model knows a file → the file;
+    ``tensors`` returns the places of the tensors in a file of this name.
     """
     shared = shared_files(model, metadata)
     own = _notes(model, metadata, tags.DATA, _OWN)
@@ -111,7 +100,7 @@ def _check_shared(model: Path, file: Path, facts: Mapping[str, Any]) -> None:
     problem = ""
     if state.st_size != facts["size"]:
         problem = f"it had {facts['size']:,} bytes and has {state.st_size:,}"
-    elif state.st_mtime_ns != facts["modified_ns"] and _digest(file) != facts["sha256"]:
+    elif state.st_mtime_ns != facts["modified_ns"] and sha256_of(file) != facts["sha256"]:
         problem = "it has other contents"
     if problem:
         raise FileError(
@@ -187,6 +176,7 @@ def _first_difference(first_path: Path, second_path: Path) -> int | None:
     return None
 
 
-def _digest(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -24,15 +24,11 @@ _SMALL_BYTES = 256
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The plan for the weights of a model.
+    """The plan for the weights of a model: places whose tensors move into the data file, and those that stay.
 
-    Attributes:
-        target: The ONNX file to write.
-        data: Its data file.
-        free: Whether that name must not exist, because it was chosen here: one rename then replaces the model.
-        moving: The places in the model whose tensors are written there.
-        staying: The other places with external tensors → names of their files, relative to the folder of the target.
-        shared: The names of those among these files that are not the target's own.
+    ``free``: whether the name of the data file must not exist, because it was chosen here: one rename then replaces the
+    model. Names of files that stay are relative to the folder of the target; ``shared`` are those that are not the
+    target's own.
     """
 
     target: Path
@@ -60,15 +56,10 @@ def plan_data(
 ) -> DataPlan:
     """Make the plan: all external tensors move, or none.
 
-    Args:
-        places: The places of tensors in the model.
-        target: The ONNX file to write.
-        external_data: Name of the data file for all weights; True to choose it here; None to keep external what is
-            external.
-        own: Returns the data files of the model that is replaced, without shared ones.
-        most_inside: How many bytes of weights in memory may go into the ONNX file.
-        share: Whether external weights stay where they are; a `FileError` if they are in another folder.
-        serial: Whether the plain name, ``<name>.data``, is not to be chosen.
+    ``external_data`` names the data file for all weights; True to choose the name here; None to keep external what is
+    external. ``own`` returns the data files of the model that is replaced, without shared ones. At most ``most_inside``
+    bytes of weights in memory go into the ONNX file. ``share``: external weights stay where they are; a `FileError` if
+    they are in another folder. ``serial``: the plain name, ``<name>.data``, is not to be chosen.
     """
     movable = [slot for slot in places if slot.tensor.dtype != ir.DataType.STRING]
     external = [slot for slot in movable if slot.external]

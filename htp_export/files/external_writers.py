@@ -28,15 +28,9 @@ __all__ = ["readable", "written_whole"]
 def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Provide a path to write a model and its data files; on success, they are moved to their places.
 
-    The model gets a description of its data files. If ``path`` is a device or a pipe, all weights are in the model.
-
-    Args:
-        path: The target. If it is a symbolic link, the model replaces the target of the link, and the data files are
-            beside the link, as with ``torch.onnx.export``.
-
-    Raises:
-        OSError: If it cannot be written; what was there is untouched.
-        FileError: If a device or a pipe is to get more than an ONNX file can hold.
+    The model gets a description of its data files. If ``path`` is a symbolic link, the model replaces the target of the
+    link, and the data files are beside the link, as with ``torch.onnx.export``. If it is a device or a pipe, all
+    weights are in the model; a FileError if they are more than an ONNX file can hold.
     """
     target = Path(path)
     if is_special(target):
@@ -57,11 +51,7 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Provide a path to write a model to and to read it from: of a device, a temporary one, copied when all went well.
-
-    Raises:
-        FileError: If a device or a pipe is to get more than an ONNX file can hold.
-    """
+    """Provide a path to write a model to and to read it from; of a device, a temporary one, copied at the end."""
     target = Path(path)
     if not is_special(target):
         yield target

@@ -18,14 +18,11 @@ _MOST_SAID = 10**15  # 60 functions that call one another twice make more; no nu
 
 
 def check_flat_size(model: ir.Model) -> None:
-    """Refuse a model whose functions call one another so often that nothing can work on its flat graph.
+    """Refuse a model whose flat graph has more than `MOST_FLAT_NODES` nodes because functions call one another.
 
-    Dissolving functions, ONNX's shape inference and ONNX Runtime take time and memory for each node of that graph:
-    of 40 functions that call one another twice, 3 kB in a file, for 549,755,813,888. A model that is written with as
-    many nodes is not refused.
-
-    Raises:
-        InputError: If the flat graph has more than `MOST_FLAT_NODES` nodes; the message says how many.
+    Dissolving functions, ONNX's shape inference and ONNX Runtime take time and memory for each node of that graph: of
+    40 functions that call one another twice, 3 kB in a file, for 549,755,813,888. A model that is written with as many
+    nodes is not refused.
     """
     if not model.functions:
         return

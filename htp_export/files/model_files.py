@@ -55,15 +55,8 @@ _ONE_AT_A_TIME = threading.RLock()
 def read_model(path: str | os.PathLike[str]) -> ir.Model:
     """Read an ONNX file; external data and large weights stay in their files until their values are used.
 
-    The file may be replaced or deleted meanwhile, by `write_model` and whoever else renames, but not written over. A
-    data file has to be the one that is there now.
-
-    Args:
-        path: The file. Its extension says the format, as in ``onnx.load``.
-
-    Raises:
-        FileError: If it is missing, cannot be read, is not ONNX, names external data outside its folder, or has other
-            data than it was written with.
+    Its extension says the format, as in ``onnx.load``. The file may be replaced or deleted meanwhile, by `write_model`
+    and whoever else renames, but not written over. A data file has to be the one that is there now, inside the folder.
     """
     file = Path(path)
     try:
@@ -139,11 +132,7 @@ def write_model(
 
 
 def write_for_tool(model: ir.Model, path: str | os.PathLike[str]) -> None:
-    """Write a model that only a tool or a runtime reads, into a temporary folder; whether it is valid is not checked.
-
-    Raises:
-        FileError: If the file cannot be written, or external data cannot be read.
-    """
+    """Write a model that only a tool or a runtime reads, into a temporary folder; its validity is not checked."""
     _write_model(model, Path(path), None, share_weights=False, checked=False)
 
 
@@ -218,16 +207,10 @@ def obsolete_files(target: Path, needed: Collection[Path]) -> list[Path]:
 def _write_files(
     copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan, *, checked: bool
 ) -> list[tuple[Slot, DataTensor]]:
-    """Write a model, and a file with the weights that need a new place.
+    """Write a copy of a model, which may be changed, and a file with the weights that need a new place.
 
-    Args:
-        copy: A copy of the model that may be changed.
-        places: Each place of a tensor in the model, with the same place in the copy.
-        plan: The plan for its weights.
-        checked: Whether the model has to be valid.
-
-    Returns:
-        The places in the model whose tensors were in a file that was removed, with the tensors in the new file.
+    ``places``: each place of a tensor in the model, with the same place in the copy. Returned are the places in the
+    model whose tensors were in a file that was removed, with the tensors in the new file.
     """
     copies = {id(slot): same for slot, same in places}
     with work_folder(plan.target) as work:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import FileError
 
@@ -48,8 +48,10 @@ class NpzArrays(Mapping[str, "np.ndarray[Any, Any]"]):
         if name not in self.headers:
             raise KeyError(name)
         if name not in self._arrays:
-            with _opened(self._file) as archive, _member(archive, name) as stream:
-                self._arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
+            with _opened(self._file) as archive:
+                member = name if name in archive.namelist() else f"{name}.npy"
+                with archive.open(member) as stream:
+                    self._arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
         return self._arrays[name]
 
     def __contains__(self, name: object) -> bool:  # that of Mapping gets the value
@@ -77,10 +79,6 @@ def _opened(file: Path) -> Iterator[zipfile.ZipFile]:
         raise FileError(file, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, NotImplementedError, zlib.error) as error:
         raise FileError(file, "is no .npz file of plain arrays; write one with numpy.savez") from error
-
-
-def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
-    return archive.open(name if name in archive.namelist() else f"{name}.npy")
 
 
 def _header(archive: zipfile.ZipFile, name: str) -> ArrayHeader:

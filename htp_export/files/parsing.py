@@ -23,11 +23,7 @@ _MOST_SPARSE_BYTES = 1 << 30
 
 
 def parsed(file: Path) -> ir.Model | None:
-    """Return the model in a file, without its external data; None for a message that is not a model.
-
-    Raises:
-        InputError: If it is not a valid model. Parsers of other formats raise errors of their own.
-    """
+    """Return the model in a file, without its external data; None for a message that is not a model."""
     message = message_of(file)
     if message is None:
         return None
@@ -59,10 +55,8 @@ def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
     """Return a model with its nodes in topological order, as the ONNX specification requires.
 
     Some tools, such as ``onnxruntime.transformers.float16``, append nodes instead of inserting them. ONNX Runtime
-    accepts this, but onnx_ir cannot copy such a model.
-
-    Raises:
-        InputError: If it is not a valid model (`structure`), for example because it has a cycle.
+    accepts this, but onnx_ir cannot copy such a model. A model that is not valid (`structure`), such as one with a
+    cycle, is refused.
     """
     return _checked(_deserialized(proto))
 

@@ -126,14 +126,7 @@ class Marks:
 
 
 def without_values(data: memoryview, marks: Marks) -> tuple[onnx.ModelProto, list[tuple[int, int]]]:
-    """Read a model with marks in place of large values.
-
-    Returns:
-        The model, and the start and end of the values of each mark in the bytes.
-
-    Raises:
-        ValueError: The bytes are no ``ModelProto``.
-    """
+    """Read a model with marks in place of large values, and where in the bytes the values of each mark are."""
     places = list[tuple[int, int]]()
 
     def cut(start: int, end: int) -> bytes:
@@ -181,16 +174,9 @@ def _rewrite(
 ) -> list[bytes | memoryview | _Bytes]:
     """Replace the ``raw_data`` of tensors between two offsets of a message; empty if nothing changes.
 
-    Visits initializers and attributes of nodes, including those in subgraphs and functions.
-
-    Args:
-        data: The bytes of the message.
-        kind: The message between the offsets, a key of ``_INSIDE``.
-        start: The first offset.
-        end: The offset behind the last byte.
-        wanted: Whether to visit the message between two offsets, or to replace it if it is ``raw_data``.
-        change: Returns the replacement of the ``raw_data`` between two offsets.
-        depth: How many messages are around it.
+    Visits initializers and attributes of nodes, including those in subgraphs and functions. ``kind`` is the message
+    between the offsets, a key of ``_INSIDE``. ``wanted``: whether to visit the message between two offsets, or to
+    replace it if it is ``raw_data``; ``change`` returns the replacement.
     """
     pieces: list[bytes | memoryview | _Bytes] = []
     done = start
@@ -216,13 +202,7 @@ def total_size(pieces: Sequence[Sized]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The contents of an initializer.
-
-    Attributes:
-        size: Size in bytes.
-        read: Returns the bytes in the layout of ``raw_data``; called when they are written.
-        dims: Its shape; None if the initializer already has it.
-    """
+    """The contents of an initializer: size in bytes, its ``raw_data`` as a function, and maybe a new shape."""
 
     size: int
     read: Callable[[], bytes | memoryview]
@@ -240,18 +220,8 @@ class Weight:
 class SerializedModel:
     """A serialized model that can be changed, while its large weights stay in its bytes.
 
-    Args:
-        data: The bytes of a ``ModelProto``.
-        weights: Name of an initializer → its contents, for those whose ``raw_data`` in ``data`` is a placeholder.
-
-    Attributes:
-        proto: The model, with marks in place of weights; change it in place.
-        inputs: Names of the graph's inputs.
-        outputs: Names of the graph's outputs.
-        initializers: Names of the initializers.
-
-    Raises:
-        ValueError: The bytes are no ``ModelProto``.
+    ``proto`` has marks in place of weights; change it in place. ``weights``: name of an initializer → its contents, for
+    those whose ``raw_data`` in ``data`` is a placeholder.
     """
 
     def __init__(self, data: bytes, weights: Mapping[str, Weight] | None = None) -> None:

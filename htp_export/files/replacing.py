@@ -33,13 +33,9 @@ _ATTEMPTS = 100
 
 @dataclass(frozen=True)
 class Move:
-    """A new file or folder, and its target.
+    """A new file or folder, and its target, of which a symbolic link is followed.
 
-    Attributes:
-        new: The file in the work folder.
-        target: Its target; a symbolic link is followed.
-        free: Whether the target must not exist.
-        like: A file whose owner and mode it gets if the target does not exist.
+    ``free``: the target must not exist. ``like``: a file whose owner and mode it gets if the target does not exist.
     """
 
     new: Path
@@ -58,11 +54,7 @@ class WorkFolder:
 
     @classmethod
     def open(cls, parent: Path) -> WorkFolder:
-        """Create a work folder, and remove those of killed processes.
-
-        Raises:
-            OSError: If it cannot be created.
-        """
+        """Create a work folder, and remove those of killed processes."""
         clear_killed(parent)
         for _ in range(_ATTEMPTS):
             path = parent / f".htp-{secrets.token_hex(6)}"
@@ -99,16 +91,10 @@ class WorkFolder:
     def commit(self, moves: Sequence[Move], obsolete: Callable[[], Iterable[Path]] = list) -> None:
         """Rename the new files to their targets, directly one after the other: all of them, or none.
 
-        Processes that write into one folder do this one at a time.
-
-        Args:
-            moves: The files and their targets, in this order.
-            obsolete: Returns files that are removed afterwards; called when no other process replaces the target.
-
-        Raises:
-            FileExistsError: If a target exists that must not exist.
-            OSError: If a file cannot be renamed. All targets are unchanged; a note names a target that cannot be
-                restored, and the file that has its contents.
+        Processes that write into one folder do this one at a time. ``obsolete`` returns files that are removed
+        afterwards; called when no other process replaces the target. A FileExistsError if a target exists that must
+        not. After an OSError all targets are unchanged; a note names a target that cannot be restored, and the file
+        that has its contents.
         """
         with filesystem.one_at_a_time(self.path.parent), contextlib.ExitStack() as others:
             steps = [self._prepared(move, others) for move in moves]
@@ -119,7 +105,8 @@ class WorkFolder:
                     _sync(step.new)
             self._old.mkdir()
             try:
-                _write_json(self._journal, {"steps": [*map(_plain, steps)], "obsolete": [*map(_plain, removed)]})
+                journal = {"steps": [*map(_plain, steps)], "obsolete": [*map(_plain, removed)]}
+                self._journal.write_text(json.dumps(journal), encoding="utf-8")
             except BaseException:
                 self._journal.unlink(missing_ok=True)
                 raise
@@ -267,11 +254,7 @@ def _put_back(step: _Step, old: Path | None, error: BaseException) -> bool:
 
 
 def real_path(path: Path) -> Path:
-    """Return the path of a file after following symbolic links.
-
-    Raises:
-        OSError: If the links form a cycle.
-    """
+    """Return the path of a file after following symbolic links; an OSError if they form a cycle."""
     real = Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
     if real.is_symlink():  # Path.resolve raises a RuntimeError, or nothing, as Python's version has it
         raise OSError(errno.ELOOP, "the symbolic links form a cycle", os.fspath(path))
@@ -280,11 +263,7 @@ def real_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def work_folder(target: Path) -> Iterator[WorkFolder]:
-    """Provide a work folder beside a target, which is removed at the end.
-
-    Raises:
-        OSError: If it cannot be created.
-    """
+    """Provide a work folder beside a target, which is removed at the end."""
     work = WorkFolder.open(target.absolute().parent)
     try:
         yield work
@@ -294,11 +273,7 @@ def work_folder(target: Path) -> Iterator[WorkFolder]:
 
 @contextlib.contextmanager
 def replace_file(target: Path) -> Iterator[Path]:
-    """Provide a path to write a file; on success, it replaces the target. A device or a pipe is written to at the end.
-
-    Raises:
-        OSError: If it cannot be written; an existing file is unchanged.
-    """
+    """Provide a path to write a file, which then replaces the target. A device or a pipe is written to at the end."""
     if filesystem.is_special(target):
         with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
             new = Path(folder) / (target.name or "new")
@@ -333,10 +308,6 @@ def clear_killed(parent: Path) -> None:
 def _is_ours(entry: os.DirEntry[str]) -> bool:
     user = os.geteuid() if hasattr(os, "geteuid") else 0
     return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == user
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _sync(new: Path) -> None:

@@ -41,11 +41,7 @@ class _OpenFile:
         self._written = state.st_mtime_ns
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Read bytes from an offset into a buffer.
-
-        Raises:
-            FileError: If the file was written to since it was opened, or cannot be read.
-        """
+        """Read bytes from an offset into a buffer; a FileError if the file was written to since it was opened."""
         state = os.fstat(self.number)
         if (state.st_size, state.st_mtime_ns) != (self.size, self._written):
             raise FileError(self.path, "was written over after it was read, and its weights are gone; load it again")
@@ -161,11 +157,7 @@ class HollowModel:
         return not self._left
 
     def tensor(self, hollow: ir.TensorProtocol) -> ir.TensorProtocol | None:
-        """Return the tensor of a mark; None for a tensor without a mark.
-
-        Raises:
-            FileError: If the file was written to meanwhile, or cannot be read.
-        """
+        """Return the tensor of a mark; None for a tensor without a mark."""
         if not isinstance(hollow, ir.TensorProtoTensor) or not hollow.raw.HasField("raw_data"):
             return None
         number = self._marks.number(hollow.raw.raw_data)
@@ -183,12 +175,7 @@ class HollowModel:
 
 
 def read_hollow(path: Path) -> HollowModel | None:
-    """Read an ONNX file without its large weights; None for a small file, or one that is no plain file.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is not ONNX.
-    """
+    """Read an ONNX file without its large weights; None for a small file, or one that is no plain file."""
     if not hasattr(os, "preadv") or not path.is_file():  # Windows, where no file that is open can be replaced, either
         return None
     file = _OpenFile(path)
@@ -227,11 +214,7 @@ def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
 
 
 def write_filled(proto: onnx.ModelProto, marks: Marks, tensors: Sequence[ir.TensorProtocol], stream: IO[bytes]) -> None:
-    """Write a model, and in place of each mark the values of its tensor, one after the other.
-
-    Raises:
-        ValueError: If the model is larger than a message can be.
-    """
+    """Write a model, and in place of each mark the values of its tensor; a ValueError if it is too large."""
     pieces = with_values(proto, marks, [*map(_Values, tensors)])
     if (size := total_size(pieces)) > _MESSAGE_BYTES:
         raise ValueError(f"an ONNX file of {size} bytes is more than protobuf reads; give it external data")

@@ -39,15 +39,9 @@ _PARTS = {ir.DataType.COMPLEX64: 2, ir.DataType.COMPLEX128: 2}
 
 
 def check_structure(model: ir.Model) -> None:
-    """Refuse a model that violates the ONNX specification.
+    """Refuse a model that violates the ONNX specification; its nodes are in topological order.
 
     Invalid element types and sizes of values (``UNDEFINED``, negative sizes) become unknown.
-
-    Args:
-        model: The model; its nodes are in topological order.
-
-    Raises:
-        ValueError: If it is invalid; the message names the node or the tensor at fault.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("nowhere")], name="act")

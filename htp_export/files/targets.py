@@ -43,17 +43,11 @@ def check_target(
     in_place: bool = False,
     replaces_others: bool = True,
 ) -> None:
-    """Refuse a file that cannot be written, or that is read.
+    """Refuse a file that cannot be written, or that is read; None if nothing is written.
 
-    Args:
-        path: The file; None if nothing is written. A device or a pipe is written to.
-        kind: What is written. Pages and JSON are not written to names that models have.
-        reads: Files that are read. Of a model, its weights are, too. What is no file does not count.
-        in_place: Whether a model that is read may be replaced.
-        replaces_others: Whether an existing file may be replaced that is neither empty nor of this kind.
-
-    Raises:
-        FileError: If it cannot be written, or must not be; it names the file that is in the way.
+    A device or a pipe is written to. Pages and JSON are not written to names that models have. Of a model in ``reads``,
+    its weights are read, too; what is no file does not count. ``in_place``: a model that is read may be replaced.
+    ``replaces_others``: so may an existing file that is neither empty nor of this kind.
     """
     if path is None:
         return
@@ -93,13 +87,7 @@ def check_parent(target: Path) -> None:
 def check_folder(folder: Path, what: str, is_ours: Callable[[str], bool]) -> None:
     """Refuse a folder that cannot be written, or that holds other files than an earlier one of its kind.
 
-    Args:
-        folder: The folder; it need not be there.
-        what: What it is to hold: ``"a partition"``.
-        is_ours: Whether a file of such a folder has this path in it.
-
-    Raises:
-        FileError: If it is such a folder; it names a file that is in the way.
+    ``what`` it is to hold: ``"a partition"``; ``is_ours``: whether a file of such a folder has this path in it.
     """
     if folder.exists() and not folder.is_dir():
         raise FileError(folder, f"is a file; name a folder for {what}")
@@ -183,20 +171,12 @@ def _is_model(file: Path) -> bool:
         return False
 
 
-def _is_page(file: Path) -> bool:
-    return _head(file).lower().startswith((b"<!doctype html", b"<html"))
-
-
 def _is_json(file: Path) -> bool:
     try:
         json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
     return True
-
-
-def _is_adapter(file: Path) -> bool:
-    return _head(file)[4:8] == b"TORT"  # the identifier of its flatbuffers schema, adapter_schema.fbs
 
 
 def _head(file: Path) -> bytes:
@@ -209,7 +189,7 @@ def _head(file: Path) -> bytes:
 
 _IS: Mapping[Kind, Callable[[Path], bool]] = {
     Kind.MODEL: _is_model,
-    Kind.PAGE: _is_page,
+    Kind.PAGE: lambda file: _head(file).lower().startswith((b"<!doctype html", b"<html")),
     Kind.JSON: _is_json,
-    Kind.ADAPTER: _is_adapter,
+    Kind.ADAPTER: lambda file: _head(file)[4:8] == b"TORT",  # the identifier of its schema, adapter_schema.fbs
 }

@@ -75,18 +75,10 @@ def made_from(sources: Callable[[], Iterable[ir.Model]]) -> Iterator[None]:
 
 
 def check_written(proto: onnx.ModelProto, marks: Marks, target: Path) -> None:
-    """Refuse a model that is not valid, unless the models that it was made of had the same faults.
+    """Refuse a model that is not valid, or has a dimension of 0 that no tensor had before.
 
-    Where nobody has said what it was made of (`made_from`), its faults are logged.
-
-    Args:
-        proto: The model as `hollow_proto` makes it; used up.
-        marks: The marks in it.
-        target: The file that is to be written, for the message.
-
-    Raises:
-        ResultError: If onnx's checker or its shape inference refuse it, or a tensor has a dimension of 0 that no tensor
-            had before.
+    It is written all the same if the models that it was made of had the same faults. Where nobody has said what it was
+    made of (`made_from`), its faults are logged. ``proto`` is what `hollow_proto` makes, and is used up.
     """
     found, empty = _examined(_without_weights(proto, marks))
     if not found and not empty:

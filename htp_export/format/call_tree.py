@@ -100,12 +100,9 @@ class CallTree:
     """The calls of the modules of one model.
 
     Where nothing else is said of a module's calls, they ran in those of the nearest module above it that ran: in its
-    only call, or equally often in each.
-
-    Args:
-        hierarchy: The modules.
-        callers: Module path → for each of its calls in order, the call that made it, None for the outermost; without
-            the modules of which nothing else is to be said. None where nobody knows: then the rule is a guess.
+    only call, or equally often in each. ``callers``: module path → for each of its calls in order, the call that made
+    it, None for the outermost; without the modules of which nothing else is to be said. None where nobody knows: then
+    the rule is a guess.
 
     Examples:
         >>> from htp_export.format.hierarchy import ModuleInfo
@@ -130,12 +127,9 @@ class CallTree:
 
     @classmethod
     def from_json(cls, text: str | None, hierarchy: Hierarchy) -> CallTree:
-        """Parse the value of ``htp.callers``; None for a file without it.
+        """Parse the value of ``htp.callers``, None for a file without it; a ValueError names the module at fault.
 
         Entries whose number of calls differs from the module tree are ignored: a tool has changed the modules.
-
-        Raises:
-            ValueError: If it does not follow the file format; the message names the module at fault.
         """
         if text is None:
             return cls(hierarchy)

@@ -144,10 +144,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
     @classmethod
     def from_json(cls, text: str) -> Hierarchy:
-        """Parse the value of ``htp.modules``, which may come from anywhere; unknown keys are passed over.
-
-        Raises:
-            ValueError: If it is not what the file format says; the message names the module at fault.
+        """Parse the value of ``htp.modules``; a ValueError names the module. Unknown keys are passed over.
 
         Examples:
             >>> Hierarchy.from_json('{"": {"class": "net.Net", "calls": 1, "fate": "computed"}}').root.calls

@@ -25,9 +25,6 @@ def factor_module(path: str, factor: str) -> str:
 def read_lora(metadata: Mapping[str, str]) -> dict[str, float]:
     """Module path → the factor by which its low-rank product is multiplied; empty if there are no such modules.
 
-    Raises:
-        ValueError: If it does not follow the file format.
-
     Examples:
         >>> read_lora({"htp.lora": '{"fc":{"scaling":2.0}}'})
         {'fc': 2.0}

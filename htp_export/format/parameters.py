@@ -30,14 +30,7 @@ class ModuleParameters:
 
 @dataclass(frozen=True)
 class Declared:
-    """A parameter that PyTorch had.
-
-    Attributes:
-        name: Its full name, ``encoder.fc.weight``.
-        module: The module that holds it.
-        shape: Its shape.
-        tied: The name of the same parameter in an earlier module; ``""`` if this is the first.
-    """
+    """A parameter that PyTorch had; ``tied`` is the name of the same one in an earlier module, or ``""``."""
 
     name: str
     module: str
@@ -111,10 +104,7 @@ def parameters_to_json(parameters: Mapping[str, ModuleParameters]) -> str:
 
 
 def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
-    """Parse the value of ``htp.parameters``.
-
-    Raises:
-        ValueError: If it does not follow the file format; the message names the module at fault.
+    """Parse the value of ``htp.parameters``; a ValueError names the module at fault.
 
     Examples:
         >>> parameters_from_json('{"head":{"weight":[3,4]},"tail":{"w":"head.weight"}}')["tail"]

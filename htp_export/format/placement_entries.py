@@ -13,9 +13,6 @@ __all__ = ["read_placement", "write_placement"]
 def read_placement(metadata: Mapping[str, str]) -> dict[str, str]:
     """Name of a session configuration entry → its value; empty if the model says none.
 
-    Raises:
-        ValueError: If it does not follow the file format.
-
     Examples:
         >>> metadata: dict[str, str] = {}
         >>> write_placement(metadata, {"session.layer_assignment_settings": "gpu(=gpu)"})

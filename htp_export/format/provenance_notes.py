@@ -41,9 +41,6 @@ class ProvenanceNote:
 def read_provenance(metadata: Mapping[str, str]) -> tuple[ProvenanceNote, ...]:
     """The steps that a model's metadata names, in order; empty if it names none.
 
-    Raises:
-        InputError: If the metadata cannot be read.
-
     Examples:
         >>> metadata: dict[str, str] = {}
         >>> write_provenance(metadata, [ProvenanceNote("optimize", {"level": "exact"}, "sha256:0", "sha256:1")])

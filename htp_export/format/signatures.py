@@ -58,10 +58,7 @@ def signatures_to_json(signatures: Mapping[str, Sequence[Signature]]) -> str:
 
 
 def signatures_from_json(text: str) -> dict[str, tuple[Signature, ...]]:
-    """Parse the value of ``htp.signatures``.
-
-    Raises:
-        ValueError: If it does not follow the file format; the message names the module at fault.
+    """Parse the value of ``htp.signatures``; a ValueError names the module at fault.
 
     Examples:
         >>> signatures_from_json('{"fc":[[{"input":"x"},["linear"]]]}')["fc"][0].outputs

@@ -22,15 +22,11 @@ _COPIES = frozenset(("MemcpyFromHost", "MemcpyToHost"))
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where the nodes of a model run.
+    """Where the nodes of a model run; ``assigned`` are they as ONNX Runtime lists them.
 
-    Attributes:
-        providers: The execution providers of the session, in order.
-        assigned: The nodes as ONNX Runtime lists them.
-        graph: The graph that was divided among the providers: after the optimisations that suit all of them, and before
-            those of each. Without values of weights.
-        provider_of: Node of the graph, in subgraphs too → its execution provider. Absent if it is unknown.
-        copied: Names of the tensors that ONNX Runtime copies between memories; None if it does not say.
+    ``graph`` was divided among the providers: after the optimisations that suit all of them, and before those of each;
+    it has no values of weights. ``provider_of`` has its nodes, in subgraphs too, of which the provider is known.
+    ``copied`` names the tensors that ONNX Runtime copies between memories; None if it does not say.
     """
 
     providers: tuple[str, ...]
@@ -43,17 +39,10 @@ class Assignment:
 def assign(
     model: RunnableModel, settings: SessionSettings, folder: Path, entries: Mapping[str, str] | None = None
 ) -> Assignment:
-    """Let ONNX Runtime load a model, and return what it gave to each execution provider.
+    """Let ONNX Runtime load a model, whose nodes have names of their own, and return what it gave to each provider.
 
-    Args:
-        model: The model, whose nodes have names of their own.
-        settings: Execution providers and options.
-        folder: A folder for the files that ONNX Runtime writes.
-        entries: Further configuration entries.
-
-    Raises:
-        OnnxRuntimeError: If ONNX Runtime cannot load the model.
-        InputError: If this ONNX Runtime does not say which execution provider has a node.
+    ONNX Runtime writes into ``folder``; ``entries`` are further configuration entries. An InputError if this ONNX
+    Runtime does not say which provider has a node.
     """
     changes = OptionChanges(entries={**RECORDED, **(entries or {})})
     session, final = session_and_graph(model, settings, folder, changes)

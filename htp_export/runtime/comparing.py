@@ -86,13 +86,8 @@ def difference(
     """Compare two arrays, element by element, without broadcasting.
 
     NaN only agrees with NaN, and an infinity with the same infinity. Floats of different widths are compared in double
-    precision, with the tolerance of the narrowest one, and with a note.
-
-    Args:
-        expected: The expected array.
-        actual: The actual array.
-        tolerance: None for the entry of ``TOLERANCES`` for the dtype.
-        computed_in: Dtypes of floats in which one of the arrays was computed, ``"float16"``.
+    precision, with the tolerance of the narrowest one, also of those that one of the arrays was computed in, and with a
+    note. Without a tolerance, that of ``TOLERANCES`` for the dtype counts.
 
     Examples:
         >>> difference(np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, np.inf])).agrees

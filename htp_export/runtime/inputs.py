@@ -16,8 +16,9 @@ from htp_export.files.npz_file import NpzArrays
 from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, array_for, check_array, in_precision_of, random_array
+from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["Bound", "Feed", "Inputs"]
+__all__ = ["Bound", "Feed", "Inputs", "infer_bound"]
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,7 @@ class Inputs:
     def bind(
         self, *, dims: Mapping[str, int] | None = None, shapes: Mapping[str, Sequence[int]] | None = None
     ) -> Bound:
-        """Set the sizes of open dimensions.
-
-        Args:
-            dims: Name of an open dimension → size.
-            shapes: Input name → shape. It sets the size of each named dimension of the input, for all inputs.
-
-        Raises:
-            InputError: If the model has no such dimension or input, or a size is not a whole number.
-        """
+        """Set the sizes of open dimensions by name, or by shapes, which do so for all inputs."""
         sizes = dict(dims or {})
         names = dict.fromkeys(dim for declared in self for dim in declared.shape or () if isinstance(dim, str))
         for name, size in sizes.items():
@@ -130,15 +123,10 @@ class Inputs:
         return Bound(sizes, bound, tuple(open_sizes), tuple(conflicts))
 
     def feed(self, arrays_by_name: Mapping[str, Any], dims: Mapping[str, int] | None = None) -> Feed:
-        """Check given inputs, and convert them to arrays.
+        """Check given inputs (numpy arrays, torch tensors, or nested lists of numbers), and convert them to arrays.
 
-        Args:
-            arrays_by_name: Input name → numpy array, torch tensor, or nested lists of numbers.
-            dims: Name of an open dimension → the size that the inputs must have there.
-
-        Raises:
-            InputError: If an input is missing or unknown, or does not have the type and shape of the model, or the
-                sizes of ``dims``; the message has the input and the expected type and shape.
+        ``dims``: name of an open dimension → the size that the inputs must have there. An InputError has the input and
+        the expected type and shape.
         """
         if not isinstance(arrays_by_name, Mapping):
             raise InputError(f"inputs are a dict of name → array, not {type(arrays_by_name).__name__}")
@@ -161,9 +149,6 @@ class Inputs:
         """Check the inputs of one file of a model for another file of it; floats are converted to its precision.
 
         If there are as many arrays as inputs, they are matched by position where the names differ.
-
-        Raises:
-            InputError: If there is no array for an input, or it has another type or shape.
 
         Examples:
             >>> x = Input("x_half", ir.DataType.FLOAT16, ("batch", 4))
@@ -190,16 +175,8 @@ class Inputs:
     ) -> Feed:
         """Create random inputs: floats are normally distributed, integers are 0 or 1, which every vocabulary has.
 
-        Args:
-            dims: Name of an open dimension → size.
-            shapes: Input name → shape.
-            seed: Seed of the random numbers.
-            open_sizes: Sizes for further open dimensions, see `assume`.
-            true: Probability that a boolean is true.
-
-        Raises:
-            InputError: If an input is not a tensor of numbers or has an unknown rank, or if ``dims`` or ``shapes`` do
-                not fit the model.
+        ``open_sizes`` are for further open dimensions, see `assume`; ``true`` is the probability that a boolean is
+        true.
 
         Examples:
             >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])
@@ -295,3 +272,18 @@ def _match(wanted: Input, shape: tuple[int, ...], sizes: dict[str, int], dims: M
             named = f"size {dim!r} of it is" if isinstance(dim, str) else "a size of it is"
             named = f"dims has {dim} =" if dim in dims else named
             yield f"input {wanted.name!r} is {list(shape)}, but {named} {expected}"
+
+
+def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symbolic:
+    """Return what is known of the tensors of a model if its inputs have given shapes; no weights are read.
+
+    Examples:
+        >>> relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, ["batch", 4])], outputs=[ir.val("y")])
+        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="g")
+        >>> known = infer_bound(ir.Model(graph, ir_version=10), {"x": (2, 4)})
+        >>> known.shape(relu.outputs[0]), known.bytes_of(relu.outputs[0])
+        ((2, 4), 32)
+    """
+    sizes = Inputs.of(model).bind(shapes=shapes).sizes
+    numbers = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
+    return Symbolic(model.graph, functions=model.functions, sizes=sizes, shapes=numbers)

@@ -30,13 +30,10 @@ _MIXED = ((19, 0x561CCD1B), (17, 0x0BCAA747), (15, 0x96CD1C35), (13, 0x32AC3B17)
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """What ONNX Runtime allocated for a node in one run.
+    """What ONNX Runtime allocated for a node, as the record names it, in one run: for its outputs, and while it ran.
 
-    Attributes:
-        name: The node's name in the record.
-        op_type: The operator; empty if no node of the graph has the name.
-        bytes: Allocated for its outputs, and while it ran. An output that takes the memory of an input has none.
-        nodes: The nodes of the graph that ran with this name: one, unless names of tensors repeat in subgraphs.
+    An output that takes the memory of an input has none. ``op_type`` is empty if no node of the graph has the name;
+    ``nodes`` are several if names of tensors repeat in subgraphs.
     """
 
     name: str
@@ -53,9 +50,6 @@ def measured_memory(
     Buffers are not reused, so that each node has its own: otherwise only the first of many with equal sizes would have
     any. A node that writes over its input allocates nothing. A node in a loop counts once. The graph is None if ONNX
     Runtime cannot write it.
-
-    Raises:
-        OnnxRuntimeError: If ONNX Runtime cannot load or run the model.
     """
     import onnxruntime
 

@@ -35,12 +35,7 @@ def outputs_of(
 
 
 def metric_value(metric: Metric, outputs: Outputs) -> float:
-    """Return the number that a metric gives to outputs.
-
-    Raises:
-        InputError: If it is no number, NaN too; the message says which output of which run has NaN.
-        UserCodeError: If the metric raises.
-    """
+    """Return the number that a metric gives to outputs; an InputError says which output has NaN."""
     with user_code("the metric"):
         found = metric(outputs)
     try:

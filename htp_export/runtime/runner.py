@@ -30,16 +30,8 @@ class Runner:
     """Runs a model and returns any of its tensors.
 
     ONNX Runtime uses the weights in the user's memory, or maps their files. With ``SessionOptions`` of the user, which
-    would keep references to them, weights in memory are copied into the model.
-
-    Args:
-        model: The model; not changed unless ``use_up``.
-        name: Its name in errors.
-        settings: Providers and options; optimisation is off.
-        use_up: Whether the model may be changed instead of copied.
-
-    Raises:
-        FileError: If weights are missing.
+    would keep references to them, weights in memory are copied into the model. Optimisation is off. The model is not
+    changed unless ``use_up``.
     """
 
     def __init__(self, model: ir.Model, name: str, settings: SessionSettings, *, use_up: bool = False) -> None:

@@ -26,9 +26,6 @@ def session_and_graph(
     The graph is None if ONNX Runtime cannot write one, because an execution provider compiles parts of it. ONNX Runtime
     writes weights that are not in a file into the graph, or, which takes longer, into a file beside it if they are too
     large for a protobuf message. All files are in ``folder``.
-
-    Raises:
-        OnnxRuntimeError: If ONNX Runtime cannot load the model.
     """
     changes = changes or OptionChanges()
     attempts: Sequence[str] = ["within", "beside", "none"] if model.size < LARGE_BYTES else ["beside", "none"]

@@ -53,12 +53,10 @@ _NODE_AT_FAULT = re.compile(r"""Name:'([^']*)'|Node \(([^)]*)\) Op|In Node, \("(
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Execution providers and options of a session.
+    """Execution providers in order of preference, as for ``onnxruntime.InferenceSession``, and options.
 
-    Attributes:
-        providers: Execution providers, in order of preference, as for ``onnxruntime.InferenceSession``. Empty for those
-            that ``options`` has, as those of plugins.
-        options: An ``onnxruntime.SessionOptions`` of the user, restored afterwards; None for ONNX Runtime's defaults.
+    Providers are empty for those that ``options`` has, as those of plugins. ``options`` are an
+    ``onnxruntime.SessionOptions`` of the user, restored afterwards.
     """
 
     providers: Sequence[Any] = ("CPUExecutionProvider",)
@@ -114,15 +112,11 @@ def as_written(*, threads: int | None = None) -> OptionChanges:
 
 @dataclass(frozen=True)
 class RunnableModel:
-    """A model in a form that ONNX Runtime loads.
+    """A model in a form that ONNX Runtime loads: a file, or the bytes of one with the folder of external weights.
 
-    Attributes:
-        source: A file, or the bytes of one.
-        name: Its name in errors.
-        folder: The folder of external weights, if the source is bytes.
-        weights: Name → ``OrtValue`` of initializers of which the source only has types and shapes. They share memory.
-            A user's ``SessionOptions`` would keep references to them: they are for sessions without one.
-        model: The same model; errors name modules by the tags of its nodes.
+    ``weights``: name → ``OrtValue`` of initializers of which the source only has types and shapes. They share memory. A
+    user's ``SessionOptions`` would keep references to them: they are for sessions without one. ``model`` is the same
+    one; errors name modules by the tags of its nodes.
     """
 
     source: Path | bytes
@@ -197,17 +191,7 @@ class Assigned(NamedTuple):
 
 
 class Session:
-    """A model that ONNX Runtime has loaded.
-
-    Attributes:
-        model: The model.
-        inputs: Names of the inputs, those with default values included.
-        outputs: Names of the outputs.
-        providers: The execution providers in use.
-
-    Raises:
-        OnnxRuntimeError: If ONNX Runtime cannot load the model.
-    """
+    """A model that ONNX Runtime has loaded; ``inputs`` include those with default values."""
 
     def __init__(
         self, model: RunnableModel, settings: SessionSettings | None = None, changes: OptionChanges | None = None
@@ -230,19 +214,10 @@ class Session:
         *,
         longest: float | None = None,
     ) -> dict[str, Any]:
-        """Run the model once.
+        """Run the model once: output name → array; a list of arrays for a sequence, None for an optional without value.
 
-        Args:
-            arrays: Input name → array.
-            outputs: Names of the outputs to compute; None for all.
-            types: Input name → ONNX element type, for types that numpy does not have.
-            longest: Seconds after which the run ends in an error; None for no limit.
-
-        Returns:
-            Output name → array; a list of arrays for a sequence, and None for an optional without value.
-
-        Raises:
-            OnnxRuntimeError: If ONNX Runtime cannot run the model.
+        ``types``: input name → ONNX element type, for types that numpy does not have. After ``longest`` seconds the run
+        ends in an error.
         """
         names = list(dict.fromkeys(self.outputs if outputs is None else outputs))
         if not self._tensors.issuperset(names):  # an `OrtValue` gives no values of sequences and optionals
@@ -269,10 +244,8 @@ class Session:
     ) -> Callable[[], None]:
         """Return what runs the model once with inputs and outputs in the memory of a device, and waits for its end.
 
-        Args:
-            arrays: Input name → array, copied to the device now, except for types that numpy does not have.
-            types: As for `run`.
-            device: ONNX Runtime's name of the device: ``cpu``, ``cuda``, ``dml``.
+        Arrays are copied to the device now, except for types that numpy does not have, as for `run`. The device has
+        ONNX Runtime's name: ``cpu``, ``cuda``, ``dml``.
         """
         import onnxruntime
 

@@ -34,14 +34,10 @@ _ON_DEVICE = "device kernel"
 
 @dataclass(frozen=True)
 class KernelKey:
-    """A kernel, as it is identified in the trace.
+    """A kernel, as it is identified in the trace: its label, which is the node's name, or operator and index.
 
-    Attributes:
-        label: The node's name; for a node without a name, its operator and index.
-        op_type: The operator.
-        index: The node's index in its graph.
-        provider: The execution provider that ran it.
-        holders: The kernels whose subgraphs contain it, the outermost first.
+    ``index`` is that of the node in its graph; ``holders`` are the kernels whose subgraphs contain it, the outermost
+    first.
     """
 
     label: str
@@ -53,14 +49,10 @@ class KernelKey:
 
 @dataclass(frozen=True)
 class Trace:
-    """Times of kernels in several runs.
+    """Times of kernels in several runs: each kernel's own, in ms, by run, in the order of their first launch.
 
-    Attributes:
-        runs: Number of runs.
-        times: Kernel → its own time in each run, in ms; kernels in the order of their first launch.
-        launches: Kernel → number of launches in all runs.
-        timing: ``kernels``; ``launches`` if kernels on a device were only put in its queue, and the trace does not have
-            their times on the device.
+    ``timing`` is ``kernels``; ``launches`` if kernels on a device were only put in its queue, and the trace does not
+    have their times on the device.
     """
 
     runs: int

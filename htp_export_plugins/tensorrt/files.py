@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from htp_export.errors import FileError
-from htp_export.files.json_file import read_json
+from htp_export.files.text_files import read_json
 
 __all__ = ["Layer", "TensorRTEngine", "read_engine"]
 

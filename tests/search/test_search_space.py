@@ -17,7 +17,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.quantize.calibration_data import samples_of
 from htp_export.capabilities.quantize.precisions import PRECISIONS
-from htp_export.capabilities.search.front_drawing import front_svg
+from htp_export.capabilities.search.front_files import front_svg
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.search_results import Search, Trial, search_from
 from htp_export.capabilities.search.spaces import choice_of

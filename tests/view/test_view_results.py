@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.capabilities.search.front_drawing import front_svg
+from htp_export.capabilities.search.front_files import front_svg
 from htp_export.capabilities.search.search_results import Search, Trial, search_from
 from htp_export.capabilities.view.measures import measures_of
 from htp_export.capabilities.view.page.payload import front_data

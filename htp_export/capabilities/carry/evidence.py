@@ -34,8 +34,7 @@ from htp_export.capabilities.carry.stored_weights import WeightNumbers, weight_n
 from htp_export.errors import FileError, InputError
 from htp_export.model.content_hash import array_hash
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
-from htp_export.runtime.bound_shapes import infer_bound
-from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.inputs import Inputs, infer_bound
 from htp_export.runtime.runner import Runner, portions
 from htp_export.runtime.sessions import SessionSettings
 from htp_export.shapes.operator_kinds import base_op

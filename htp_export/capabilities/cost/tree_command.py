@@ -14,7 +14,7 @@ from htp_export.command.model_options import FILE_IDLE, LookOptions
 from htp_export.command.sizes import Sizes, read_sizes
 from htp_export.command.terminal import split_names
 from htp_export.errors import FileError, InputError
-from htp_export.files.json_file import read_json
+from htp_export.files.text_files import read_json
 from htp_export.results.columns import names_of
 
 if TYPE_CHECKING:

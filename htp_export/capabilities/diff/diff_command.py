@@ -31,7 +31,7 @@ def diff_command(
         difference = diff(before, after)
     if output is not None:
         from htp_export.capabilities.diff.comparison_page import difference_page
-        from htp_export.files.text_file import write_text
+        from htp_export.files.text_files import write_text
 
         write_text(output, difference_page(difference, before, after))
     report(difference, as_json, lambda: render(difference, depth=depth, only_changed=only_changed))

@@ -15,7 +15,7 @@ from htp_export.discovery import names_in
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.files.targets import Kind, check_target
-from htp_export.files.text_file import write_text
+from htp_export.files.text_files import write_text
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
 from htp_export.plans.rules import assigned

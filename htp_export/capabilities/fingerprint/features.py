@@ -14,8 +14,7 @@ from htp_export.model.dependence import dependence, reads_and_results
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.neighbours import producer_of
 from htp_export.model.tagged import TaggedModel
-from htp_export.runtime.bound_shapes import infer_bound
-from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.inputs import Inputs, infer_bound
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 from htp_export.shapes.symbolic import Symbolic
 

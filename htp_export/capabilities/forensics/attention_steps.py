@@ -32,15 +32,7 @@ class MaskUse:
 
 @dataclass(frozen=True)
 class AttentionSteps:
-    """Attention as single nodes.
-
-    Attributes:
-        scores: The product of queries and keys.
-        masks: What is added to the scores, or picks among them.
-        softmax: The softmax.
-        context: The product with the values.
-        nodes: All its nodes, in order: scale, masks and casts, too.
-    """
+    """Attention as single nodes: the products of queries and keys, and with the values; ``nodes`` has all, in order."""
 
     scores: ir.Node
     masks: tuple[MaskUse, ...]

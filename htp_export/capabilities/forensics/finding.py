@@ -165,15 +165,7 @@ class Forensics(Result):
 
 @dataclass(frozen=True)
 class KindSummary:
-    """All findings of one kind.
-
-    Attributes:
-        title: What it is, for readers.
-        count: How many there are.
-        nodes: Different nodes in them.
-        fix: The pass that changes some, with the level that it needs where that is not the lowest.
-        not_fixed: Why some or all stay, in words.
-    """
+    """All findings of one kind; ``fix`` has the level that the pass needs where that is not the lowest."""
 
     title: str
     count: int

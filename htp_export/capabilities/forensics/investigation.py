@@ -77,12 +77,9 @@ def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None, 
 
 @dataclass
 class _Copy:
-    """The model, or a copy that passes run on.
+    """The model, or a copy that passes run on, and which of its nodes are in the original model.
 
-    Attributes:
-        tagged: The copy.
-        origins: Node → the original nodes that it replaces.
-        written: Its nodes that are in the original model.
+    ``origins``: node → the original nodes that it replaces.
     """
 
     tagged: TaggedModel
@@ -102,11 +99,7 @@ class _Copy:
 
 
 class _Investigation:
-    """Passes that run on copies of a model, and their changes.
-
-    Attributes:
-        failed: Passes that raised → why.
-    """
+    """Passes that run on copies of a model, and their changes; ``failed``: passes that raised → why."""
 
     def __init__(self, tagged: TaggedModel) -> None:
         self._tagged, self._facts = tagged, GraphFacts(tagged)

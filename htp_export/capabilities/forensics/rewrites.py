@@ -21,13 +21,10 @@ __all__ = ["ONE_BY_ONE", "Rewrite", "equal_constants", "kind_of", "rewrites"]
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Nodes that a pass eliminated or changed together.
+    """Nodes that a pass eliminated or changed together, in order, with the inputs of the first of them.
 
-    Attributes:
-        removed: The nodes, in the order in which they stood.
-        added: New nodes in their place; a node that was changed is in both.
-        inputs: The inputs of the first of them.
-        readers: Other consumers of their outputs.
+    ``added``: new nodes in their place; a node that was changed is in both. ``readers``: other consumers of their
+    outputs.
     """
 
     removed: tuple[ir.Node, ...]

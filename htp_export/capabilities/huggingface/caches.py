@@ -58,13 +58,10 @@ def tracing_as_transformers_does(model: Any) -> Iterator[None]:
 
 
 def empty_cache(model: Any) -> Any:
-    """A cache for a model that nothing is in yet, whose layers keep every token.
+    """A cache for a model that nothing is in yet, whose layers keep every token; only keys and values can be in it.
 
-    A layer with a sliding window drops old tokens, and the counters with which it does so are constants in a graph.
-    The mask applies the window, too: all tokens can be kept.
-
-    Raises:
-        InputError: If layers of the model hold anything else than keys and values.
+    A layer with a sliding window drops old tokens, and the counters with which it does so are constants in a graph. The
+    mask applies the window, too: all tokens can be kept.
     """
     from transformers import cache_utils
 

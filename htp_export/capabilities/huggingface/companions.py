@@ -5,24 +5,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from htp_export.capabilities.huggingface.sources import Source
-from htp_export.errors import FileError, HtpExportError, InputError
-from htp_export.files.json_file import write_json
+from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import read_model
+from htp_export.files.text_files import named_if_unwritable, write_json
 
 __all__ = [
     "copy_companions",
     "is_companion",
-    "named_if_unwritable",
     "source_folder",
     "write_configs",
     "write_export_metadata",
@@ -74,17 +72,6 @@ def write_configs(model: Any, target: Path) -> list[Path]:
 def source_folder(source: str, revision: str | None = None) -> Path | None:
     """The folder with the companions of a model: the local one, or in the cache of the hub; None for a model type."""
     return Source(source, revision=revision).folder(_SUFFIXES, _NOT_OURS)
-
-
-@contextlib.contextmanager
-def named_if_unwritable(folder: Path) -> Iterator[None]:
-    """Raise a `FileError` that names a folder in place of an ``OSError``, inside a ``with`` block."""
-    try:
-        yield
-    except HtpExportError:
-        raise
-    except OSError as error:
-        raise FileError(folder, f"cannot be written: {error.strerror or error}") from error
 
 
 def write_export_metadata(

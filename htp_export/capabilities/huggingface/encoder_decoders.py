@@ -49,11 +49,7 @@ class EncoderAndDecoder(Calls):
     """The calls of the files of a model with an encoder and a decoder."""
 
     def calls(self, two_files: bool) -> dict[str, ExampleCall]:
-        """The encoder, and a decoder for the first tokens and one for those after them, or one for both.
-
-        Raises:
-            InputError: If the model puts nothing into a cache, or cannot be called with what its encoder finds.
-        """
+        """The encoder, and a decoder for the first tokens and one for those after them, or one for both."""
         if "image" in (self.model.input_modalities or ()) and self.model.main_input_name == "input_ids":
             raise self.refused("reads texts and images in its encoder")
         cache = self._cache_of_the_first()

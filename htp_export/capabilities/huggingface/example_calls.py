@@ -106,13 +106,10 @@ class ExampleCall:
             yield
 
     def name_dimensions(self, graph: ir.Graph) -> None:
-        """Give the dimensions of a graph's inputs and outputs the names of ``axes``; fixed sizes stay.
+        """Give the dimensions of an exported graph's inputs and outputs the names of ``axes``; fixed sizes stay.
 
         torch composes the name of a sum in an order of its own (``sequence_length + past_sequence_length``), and names
         no dimension that it was left to decide about.
-
-        Args:
-            graph: What ``htp_export.export`` made of this call; changed in place.
         """
         for value in (*graph.inputs, *graph.outputs):
             dims = self.axes.get(str(value.name), {})
@@ -256,16 +253,11 @@ class Calls:
         example: dict[str, Any] | None = None,
         right_padding: bool = False,
     ) -> ExampleCall:
-        """The call that a file is exported from, with the names of its inputs and of its outputs.
+        """The call that a file is exported from, with the names of its inputs and of its outputs; see `ExampleCall`.
 
-        Args:
-            runs: As for `ExampleCall`.
-            model: The module that is called, if it is not the whole model.
-            adapt: As for `ExampleCall`.
-            axes: Input or output → dimension → name, where it is not optimum's of the task; ``past_key_values.`` and
-                ``present.past_key_values.`` are all tensors of a cache.
-            example: The arguments of the call that is exported; by default, those of the last run.
-            right_padding: As for `ExampleCall`.
+        ``model`` is the module that is called, if it is not the whole model. ``axes`` are names of dimensions that are
+        not optimum's of the task; ``past_key_values.`` and ``present.past_key_values.`` are all tensors of a cache.
+        ``example`` are the arguments of the call that is exported; by default, those of the last run.
         """
         kwargs, model, base = example or list(runs.values())[-1], model or self.model, str(split_task(self.task)[0])
         with adapted(model, adapt, kwargs):

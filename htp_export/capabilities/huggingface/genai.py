@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
-from htp_export.capabilities.huggingface.companions import copy_companions, named_if_unwritable, write_configs
+from htp_export.capabilities.huggingface.companions import copy_companions, write_configs
 from htp_export.capabilities.huggingface.configs import find
 from htp_export.errors import FileError, InputError
-from htp_export.files.json_file import write_json
 from htp_export.files.model_files import read_model
+from htp_export.files.text_files import named_if_unwritable, write_json
 
 __all__ = ["GENAI_CONFIG", "check_genai", "genai_config", "write_genai"]
 
@@ -100,11 +100,9 @@ def genai_config(
     """The content of ``genai_config.json`` for a decoder that takes a key-value cache and returns one.
 
     The decoder takes ``input_ids``, a cache with batch, heads, length and head size, and maybe ``attention_mask`` and
-    ``position_ids``; it returns ``logits`` and the cache. Settings of the generation config come before those of the
-    config. The file name is that of the decoder in the folder of ``genai_config.json``.
-
-    Raises:
-        InputError: If the model is no such decoder; the message names the tensor.
+    ``position_ids``; it returns ``logits`` and the cache. An InputError names the tensor that is otherwise. Settings of
+    the generation config come before those of the config. The file name is that of the decoder in the folder of
+    ``genai_config.json``.
     """
     past, present = _caches(model.graph)
     inputs = {name: name for name in _TOKENS if any(value.name == name for value in model.graph.inputs)}
@@ -209,11 +207,8 @@ def _is(kind: type, value: Any) -> bool:
 def write_genai(file: str | os.PathLike[str], model: Any, *, companions: Path | None = None) -> tuple[Path, ...]:
     """Write ``genai_config.json``, the configs and the tokenizer into the folder of an exported decoder.
 
-    The model is the one of transformers that was exported; the companions are the folder with its tokenizer.
-
-    Raises:
-        InputError: If ONNX Runtime GenAI cannot run the decoder; the message names the tensor.
-        FileError: If a file cannot be read or written.
+    The model is the one of transformers that was exported; the companions are the folder with its tokenizer. An
+    InputError names the tensor for which ONNX Runtime GenAI cannot run the decoder.
     """
     path = Path(file)
     generation = getattr(model, "generation_config", None)

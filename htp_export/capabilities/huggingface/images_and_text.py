@@ -32,11 +32,7 @@ class ImagesAndText(Calls):
     """The calls of the files of a model that puts images in the places of tokens."""
 
     def calls(self) -> dict[str, ExampleCall]:
-        """The calls of all files.
-
-        Raises:
-            InputError: If the images are not put in the places of tokens, or if the model does more with them.
-        """
+        """The calls of all files; an InputError if images are not put in the places of tokens, or do more than that."""
         if self._token is None or not hasattr(self.model, "get_image_features"):
             raise self.refused("does not put images in the places of tokens")
         if "inputs_embeds" not in named_parameters(self.model):

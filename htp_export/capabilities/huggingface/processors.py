@@ -9,7 +9,7 @@ from typing import Any
 
 from htp_export.capabilities.huggingface.sources import Source
 from htp_export.errors import described
-from htp_export.files.json_file import read_json
+from htp_export.files.text_files import read_json
 
 __all__ = ["Processor", "load_processor", "processor_of"]
 

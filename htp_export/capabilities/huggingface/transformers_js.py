@@ -16,14 +16,13 @@ import onnx_ir as ir
 from htp_export.capabilities.huggingface.companions import (
     copy_companions,
     is_companion,
-    named_if_unwritable,
     write_configs,
 )
 from htp_export.errors import InputError
-from htp_export.files.json_file import read_json, write_json
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.replacing import Move, work_folder
 from htp_export.files.targets import check_folder
+from htp_export.files.text_files import named_if_unwritable, read_json, write_json
 from htp_export.files.written_check import made_from
 
 __all__ = ["DTYPES", "check_transformers_js", "write_transformers_js"]
@@ -68,14 +67,9 @@ def write_transformers_js(
     """Write a folder that transformers.js loads; it is written completely or not at all.
 
     Weights lie beside each model, in ``onnx/model.onnx_data`` and so on, and ``config.json`` says so. Nodes keep their
-    tags in all variants. An earlier folder is replaced.
-
-    Args:
-        files: Name in the folder → exported file: ``{"model": "decoder.onnx"}``.
-        folder: The folder.
-        model: The model of transformers that was exported, for ``config.json`` and ``generation_config.json``.
-        companions: The folder with its tokenizer and preprocessor; None if there is none.
-        dtypes: The variants: some of ``DTYPES``.
+    tags in all variants. An earlier folder is replaced. ``files``: name in the folder → exported file, ``{"model":
+    "decoder.onnx"}``. The model is the one of transformers that was exported; the companions are the folder with its
+    tokenizer and preprocessor. ``dtypes`` are some of ``DTYPES``.
     """
     target = Path(folder)
     check_transformers_js(target, dtypes)

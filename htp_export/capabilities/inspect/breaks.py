@@ -37,14 +37,10 @@ _MOST_NODES = 20_000  # further runs of graphs are left out
 
 
 def graphs_with_breaks(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inspected:
-    """Make one graph of all graphs into which Dynamo breaks a model.
+    """Make one graph of all graphs into which Dynamo breaks a model; a RuntimeError if there is none.
 
     A graph that runs several times is in it several times. The graphs are named ``graph_1``, ``graph_2`` and so on, the
     largest first.
-
-    Raises:
-        RuntimeError: Dynamo makes no graph, or the model is compiled.
-        Exception: Errors of the model.
     """
     names = ModuleNames(model)
     with unchanged(model, (args, kwargs)):

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.inspect.breaks import graphs_with_breaks
 from htp_export.capabilities.inspect.inspected import Inspected, Stop, Way
-from htp_export.capabilities.inspect.parts import by_parts
+from htp_export.capabilities.inspect.merging import Piece, merged
 from htp_export.capabilities.inspect.runs import (
     owners_in,
     run_once,
@@ -23,7 +23,7 @@ from htp_export.capabilities.inspect.runs import (
     unchanged,
     without_identities,
 )
-from htp_export.capabilities.inspect.stops import stop_of
+from htp_export.capabilities.inspect.stops import reason_of, stop_of
 from htp_export.errors import InputError
 from htp_export.exporter.broken_graphs import dynamo_as_it_was
 from htp_export.exporter.capture.modules import ModuleNames
@@ -31,8 +31,11 @@ from htp_export.exporter.capture.patches import translations_read_once
 from htp_export.exporter.exporting import export
 from htp_export.exporter.torch_programs import exported_graph, lowered_graph
 from htp_export.format import tags
+from htp_export.format.fates import Fate
+from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.leaves import tensors_in
 from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.module_paths import module_paths
 from htp_export.format.parameters import parameters_of
 
 if TYPE_CHECKING:
@@ -118,11 +121,7 @@ def _by_symbolic_tracing(model: torch.nn.Module, args: tuple[Any, ...], kwargs: 
     """Trace a model with stand-ins for its inputs, drop what the result does not need, and lower the rest.
 
     Symbolic tracing can take another branch than a run of the model (``isinstance(x, torch.Tensor)``). So the traced
-    model is run, and has to give what the model gives.
-
-    Raises:
-        RuntimeError: The traced model gives something else than the model.
-        Exception: Whatever ``torch.fx`` or ``torch.export`` raises, and errors of the model.
+    model is run; a RuntimeError if it does not give what the model gives.
     """
     import torch
 
@@ -152,11 +151,52 @@ def _by_symbolic_tracing(model: torch.nn.Module, args: tuple[Any, ...], kwargs: 
     return Inspected(lowered.model, "torch.fx")
 
 
+def _by_parts(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stopped: Sequence[Stop]
+) -> Inspected:
+    """The largest modules that can be exported alone, side by side; a RuntimeError if there is none.
+
+    ``stopped`` says first why the model as a whole could not be exported.
+    """
+    run = run_once(model, args, kwargs)
+    modules = {path: module for path, _, module in module_paths(model)}
+    tree = Hierarchy.from_module(model)
+    fates = {path: Fate.of_calls(run.counts.get(path, 0)) for path in tree}
+    tree = tree.with_results(calls=run.counts, fates=fates)
+    failures = {"": stopped[0].reason if run.error is None else reason_of(run.error)}
+    exported: dict[str, ir.Model] = {}
+
+    def called_in(path: str) -> Iterator[str]:
+        """The modules below that ran; containers are looked into."""
+        for child in tree.children(path):
+            yield from [child] if child in run.given else called_in(child)
+
+    pending = [*called_in("")]
+    while pending:
+        path = pending.pop(0)
+        try:
+            exported[path] = _exported(modules[path], *run.given[path])
+        except Exception as error:  # whatever torch raises on what it cannot export
+            failures[path] = reason_of(error)
+            pending = [*called_in(path), *pending]
+    if not exported:
+        raise RuntimeError("no module of the model can be exported alone")
+    pieces = [Piece(part, path, path) for path, part in exported.items()]
+    innermost = tags.innermost(failures)
+    causes = {path: [other for other in innermost if other != path and tags.is_under(other, path)] for path in failures}
+    note = (
+        f"This model does not export as a whole. {len(exported)} of its modules were exported alone, "
+        f"and {len(innermost)} could not be: see those whose fate is failed."
+    )
+    said = {path: f"because of {', '.join(causes[path])}" if causes[path] else why for path, why in failures.items()}
+    return Inspected(merged(pieces, tree, parameters_of(model)), "parts", failures=said, notes=(note,))
+
+
 _WAYS: dict[Way, Callable[..., Inspected]] = {
     "onnx": lambda model, args, kwargs, _: Inspected(_exported(model, args, kwargs), "onnx"),
     "torch.export": lambda model, args, kwargs, _: Inspected(exported_graph(model, args, kwargs), "torch.export"),
     "torch.fx": lambda model, args, kwargs, _: _by_symbolic_tracing(model, args, kwargs),
     "dynamo": lambda model, args, kwargs, _: graphs_with_breaks(model, args, kwargs),
-    "parts": lambda model, args, kwargs, stopped: by_parts(model, args, kwargs, stopped, _exported),
+    "parts": lambda model, args, kwargs, stopped: _by_parts(model, args, kwargs, stopped),
 }
 """The ways, the best one first: each is given the model, its arguments, and where better ways ended."""

@@ -18,14 +18,11 @@ __all__ = ["Piece", "merged"]
 
 @dataclass(frozen=True)
 class Piece:
-    """One of the graphs.
+    """One of the graphs, with tags; it is not changed. Names of its nodes and tensors begin with ``name`` in the whole.
 
-    Attributes:
-        model: The graph, with tags; it is not changed.
-        name: What the names of its nodes and tensors begin with in the whole.
-        prefix: Path of the module that its module paths are below; ``""`` where they are those of the whole.
-        inputs: Name of one of its inputs → the piece before it that computes the tensor, and the tensor's name there.
-        weights: Name of one of its inputs → the full name of the parameter or buffer that it is, and its values.
+    Its module paths are below ``prefix``. ``inputs``: name of one of its inputs → the piece before it that computes the
+    tensor, and the tensor's name there. ``weights``: name of one of its inputs → the full name of the parameter or
+    buffer that it is, and its values.
     """
 
     model: ir.Model

@@ -30,13 +30,10 @@ __all__ = ["ModuleRun", "owners_in", "run_once", "tag_by_scope", "tree_of", "unc
 
 @dataclass
 class ModuleRun:
-    """What a run told.
+    """What a run told of each module: the arguments of its first call, and the number of its calls.
 
-    Attributes:
-        given: Module path → the arguments of its first call.
-        counts: Module path → number of its calls.
-        error: What ended the run before it was complete; None if nothing did.
-        returned_inputs: Module path → whether each call of it returned tensors, all of them inputs and unchanged.
+    ``error`` ended the run before it was complete. ``returned_inputs``: whether each call returned tensors, all of them
+    inputs and unchanged.
     """
 
     given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)

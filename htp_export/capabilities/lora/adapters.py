@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from htp_export.errors import FileError, InputError
-from htp_export.files.json_file import read_json
 from htp_export.files.replacing import replace_file
+from htp_export.files.text_files import read_json
 from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, from_torch, to_ort
 
@@ -41,12 +41,9 @@ def factor_name(path: str, factor: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What an adapter adds to one linear layer: ``scaling * b @ a``.
+    """What an adapter adds to one linear layer: ``scaling * b @ a``; ``a``: (rank, inputs), ``b``: (outputs, rank).
 
-    Attributes:
-        a: ``lora_A.weight``, of the shape (rank, inputs).
-        b: ``lora_B.weight``, of the shape (outputs, rank).
-        scaling: The factor; None for factors to which the model's own one applies, as in files of ONNX Runtime.
+    ``scaling`` is None for factors to which the model's own one applies, as in files of ONNX Runtime.
     """
 
     a: Array
@@ -65,9 +62,8 @@ class Adapter:
 def read_adapter(adapter: str | os.PathLike[str]) -> Adapter:
     """Read a folder of PEFT, with ``adapter_config.json``, or a file of ONNX Runtime's adapter format.
 
-    Raises:
-        FileError: If it cannot be read, is a pickle, or has anything besides LoRA factors of linear layers, such as
-            DoRA magnitudes, biases or whole modules, or values that are not finite.
+    Refused are pickles, values that are not finite, and anything besides LoRA factors of linear layers, such as DoRA
+    magnitudes, biases or whole modules.
     """
     path = Path(adapter)
     if path.is_dir():
@@ -116,10 +112,7 @@ def placed(adapter: Adapter, paths: Collection[str], what: str) -> dict[str, Low
     """The factors of an adapter under those paths of a model that can have factors; ``what`` says which these are.
 
     A path of the adapter is that of a module; or one of them ends with the other, where the adapter was trained on a
-    model inside another one.
-
-    Raises:
-        InputError: If a module of the adapter is not there, or may be one of several.
+    model inside another one. One that is of no module, or of several, is refused.
     """
     found: dict[str, LowRank] = {}
     for path, layer in adapter.layers.items():

@@ -20,17 +20,10 @@ __all__ = ["Linear", "linear_paths", "linears_of", "lora_layers", "unquantized"]
 
 @dataclass(frozen=True)
 class Linear:
-    """One call of a linear layer.
+    """One call of a linear layer: ``x``, of the shape (..., inputs), becomes ``y``, of the shape (..., outputs).
 
-    Attributes:
-        path: The module.
-        call: The number of the call.
-        product: The node that multiplies with the weight.
-        x: What is multiplied, of the shape (..., inputs).
-        y: What the product gives, of the shape (..., outputs); with the bias or before it is added; behind the
-            quantization of the layer's result, whose range knows nothing of an adapter.
-        inputs: Size of the last dimension of ``x``.
-        outputs: Size of the last dimension of ``y``.
+    ``y`` is with the bias or before it is added; behind the quantization of the layer's result, whose range knows
+    nothing of an adapter.
     """
 
     path: str

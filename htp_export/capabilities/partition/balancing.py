@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from htp_export.capabilities.partition.chain import Chain
 from htp_export.errors import FileError, InputError
-from htp_export.files.json_file import read_json
+from htp_export.files.text_files import read_json
 from htp_export.model.parts import weight_bytes
 from htp_export.model.tagged import TaggedModel
 

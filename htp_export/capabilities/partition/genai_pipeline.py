@@ -14,7 +14,7 @@ from typing import Any
 
 from htp_export.capabilities.partition.partitions import Partition
 from htp_export.errors import FileError, InputError
-from htp_export.files.json_file import read_json, write_json
+from htp_export.files.text_files import read_json, write_json
 
 __all__ = ["genai_pipeline"]
 

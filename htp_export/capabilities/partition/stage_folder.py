@@ -11,11 +11,11 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.capabilities.partition.partitions import FORMAT, VERSION, Partition, Stage, StageTensor
-from htp_export.errors import FileError, HtpExportError
+from htp_export.errors import FileError
 from htp_export.files import targets
-from htp_export.files.json_file import read_json, write_json
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.replacing import Move, work_folder
+from htp_export.files.text_files import named_if_unwritable, read_json, write_json
 from htp_export.process.progress import counted
 
 __all__ = ["check_folder", "load_partition", "write_folder"]
@@ -46,7 +46,7 @@ def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition
         FileError: If it cannot be written; what was there before is untouched.
     """
     check_folder(folder)
-    try:
+    with named_if_unwritable(folder):
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
         with work_folder(folder) as work:
             new = work.new / folder.absolute().name
@@ -58,10 +58,6 @@ def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition
             written = replace(written, files=tuple(sorted(_files(new))))
             write_json(new / _MANIFEST, written.to_dict())
             work.commit([Move(new, folder)])
-    except HtpExportError:
-        raise
-    except OSError as error:
-        raise FileError(folder, f"cannot be written: {error.strerror or error}") from error
     stages = tuple(replace(stage, file=folder / stage.files[0]) for stage in written.stages)
     return replace(written, stages=stages, folder=folder)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from htp_export.files.data_notes import sha256_of
+
 __all__ = ["described_options", "is_described", "is_plain", "is_repeatable", "option_files", "texts_in"]
 
 
@@ -88,16 +90,11 @@ def option_files(options: Any) -> dict[str, str]:
     for text in texts_in(options):
         if os.path.isdir(text):  # noqa: PTH112 - pathlib's raise an error for texts that are too long for a name
             files = sorted(file for file in Path(text).iterdir() if file.is_file())
-            listed = "\n".join(f"{file.name}:{_file_digest(file)}" for file in files)
+            listed = "\n".join(f"{file.name}:{sha256_of(file)}" for file in files)
             found[text] = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
         elif os.path.isfile(text):  # noqa: PTH113 - the same
-            found[text] = _file_digest(Path(text))
+            found[text] = sha256_of(Path(text))
     return found
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _digest(value: Any) -> str:

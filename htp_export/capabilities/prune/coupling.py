@@ -31,17 +31,11 @@ class StopError(Exception):
 
 
 class Coupling:
-    """Axes of tensors and the labels of their channels.
+    """Axes of tensors and the labels of their channels; -1 for an index that no channel reaches.
 
-    An axis with an open dimension, ``4*batch``, has labels for one period of it.
-
-    Args:
-        tagged: The model.
-        choices: Reshape → which of the axes that it could split into have the channels.
-        heads: Whether the channels are to be attention heads, which no product of computed tensors sums over.
-
-    Attributes:
-        labels: Axis → label of each index; -1 for an index that no channel reaches.
+    An axis with an open dimension, ``4*batch``, has labels for one period of it. ``choices``: Reshape → which of the
+    axes that it could split into have the channels. ``heads``: whether the channels are to be attention heads, which no
+    product of computed tensors sums over.
     """
 
     def __init__(self, tagged: TaggedModel, choices: dict[ir.Node, int], *, heads: bool = False) -> None:
@@ -346,14 +340,10 @@ def _next_block(first: Sequence[Dim], second: Sequence[Dim]) -> tuple[int, int]:
 
 
 def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:
-    """Find what has the channels of an axis.
+    """Find what has the channels of an axis; a StopError if it cannot be cut: an input, an output, no rule.
 
     A Reshape may split channels in several ways, such as into queries, keys and values, and heads. The first way that
     does not stop is taken.
-
-    Raises:
-        StopError: If the channels reach what cannot be cut: an input or output of the model, or an operator without a
-            rule.
     """
     choices, stopped = dict[ir.Node, int](), None
     for _ in range(_MOST_ATTEMPTS):

@@ -27,8 +27,7 @@ _SIZES = {"Reshape": 1, "Expand": 1, "Resize": 3, "ConstantOfShape": 0}
 def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
     """Leave only some indices of axes, in place: of all tensors that have the channels, see ``coupling``.
 
-    Raises:
-        InputError: If a node would not get the sizes that it has to have; the model is not usable then.
+    After an InputError, for a node that would not get the sizes that it has to have, the model is not usable.
     """
     shapes = tagged.inferred
     graph = tagged.model.graph

@@ -26,12 +26,7 @@ _FLAGS = ("transA", "transB")
 
 @dataclass(frozen=True)
 class Factors:
-    """The two matrices that a weight was replaced by.
-
-    Attributes:
-        rank: The size that they have in common.
-        values: The initializers: the one that the input is multiplied with, and the one that gives the result.
-    """
+    """The two matrices that a weight was replaced by; the first is multiplied with the input."""
 
     rank: int
     values: tuple[ir.Value, ...]

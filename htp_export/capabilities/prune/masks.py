@@ -43,11 +43,7 @@ def keys_of(array: Array, wide: bool = False) -> Array:
 
 @dataclass(frozen=True)
 class Scores:
-    """The order in which elements are pruned: the smallest first.
-
-    Attributes:
-        seed: For random scores; None for the absolute values of the elements.
-    """
+    """The order in which elements are pruned: by size, the smallest first, or random by a seed."""
 
     seed: int | None = None
 
@@ -64,12 +60,9 @@ class Scores:
 
 
 def find_cutoff(parts: Callable[[], Iterable[Array]], count: int, *, wide: bool = False) -> tuple[int, int]:
-    """Where the ``count`` smallest keys end: the key of the last of them, and how many with this key are among them.
+    """Where the ``count`` smallest keys end: the key of the last, and how many with this key are among them.
 
-    Args:
-        parts: Gives all keys, part by part, the same in every call.
-        count: How many; at least one, and at most as many as there are.
-        wide: Whether keys have 64 bits.
+    ``parts`` gives all keys, part by part, the same in every call; ``wide``: keys have 64 bits.
 
     Examples:
         >>> find_cutoff(lambda: [np.array([5, 1, 3], np.uint32), np.array([3, 3], np.uint32)], 3)

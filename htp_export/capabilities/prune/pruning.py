@@ -171,11 +171,7 @@ def _facts(tagged: TaggedModel) -> dict[str, ModuleFacts]:
 
 
 def value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[V]) -> V | None:
-    """What the plan says of a weight; None if no rule names a module that reads it.
-
-    Raises:
-        InputError: If rules say different things of modules that share it.
-    """
+    """What the plan says of a weight; None if no rule names a module that reads it."""
     disputed = next((use.node for use in weight.uses if use.node in wanted.disputed), None)
     if disputed is not None:
         raise InputError(

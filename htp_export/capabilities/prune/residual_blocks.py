@@ -27,11 +27,7 @@ _PASSED = frozenset(
 
 
 def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
-    """Remove residual blocks, none inside another, from a model, in place; the model is returned as it is read again.
-
-    Raises:
-        InputError: If a module is no residual block, runs several times, or gives more than one tensor.
-    """
+    """Remove residual blocks, none inside another, in place; the model is returned as it is read again."""
     had_nodes = [path for path, module in tagged.hierarchy.items() if module.fate.does_work and tagged[path].nodes]
     now: dict[ir.Value, ir.Value] = {}
     for path in paths:
@@ -49,11 +45,7 @@ def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
 
 
 def ends_of(tagged: TaggedModel, path: str) -> tuple[ir.Value, ir.Value]:
-    """The input of a block, and the output that it takes the place of.
-
-    Raises:
-        InputError: If the module is no residual block, runs several times, or gives more than one tensor.
-    """
+    """The input of a residual block that runs once, and its one output, whose place the input takes."""
     signature = tagged.signature(path)
     if not path or signature is None or tagged[path].calls != 1:
         raise InputError(f"module {path or '(root)'!r} cannot be removed: it is the whole model, or runs several times")

@@ -89,10 +89,7 @@ def sparsity_of(value: Any) -> Sparsity:
 
 
 def sparsities_of(plan: Mapping[str, Any]) -> dict[str, Sparsity]:
-    """The rules of a plan: selector → what is removed.
-
-    Raises:
-        InputError: If a value is none that `sparsity_of` reads; the message names the selector.
+    """The rules of a plan: selector → what is removed; an InputError names the selector.
 
     Examples:
         >>> {selector: str(sparsity) for selector, sparsity in sparsities_of({"encoder": "2:4"}).items()}

@@ -27,14 +27,9 @@ Shapes = dict[str, tuple[Shape, Shape]]
 
 @dataclass(frozen=True)
 class _Cuttable:
-    """Channels that are chosen among: those of weights that are coupled.
+    """Channels that are chosen among: those of weights coupled with ``weight``, in groups that can be cut.
 
-    Attributes:
-        weight: The weight from which they were found.
-        coupling: Everything that has these channels.
-        value: What the plan says.
-        groups: The labels of the groups that can be cut.
-        scores: Label → mean score of the elements that compute its channels.
+    ``scores``: label → mean score of the elements that compute its channels.
     """
 
     weight: str
@@ -49,12 +44,8 @@ def cut_channels(
 ) -> tuple[Shapes, dict[str, str]]:
     """Cut the least important channels and heads out of a model, in place.
 
-    Returns:
-        Weight → its shape before and after, for all initializers that became smaller; and weight → what stays, where
-        the share cannot be reached. ``together``, the shares are of all channels with the same value.
-
-    Raises:
-        InputError: If channels cannot be cut, or weights with the same channels have several values.
+    Returns weight → its shape before and after, for all initializers that became smaller; and weight → what stays,
+    where the share cannot be reached. ``together``, the shares are of all channels with the same value.
     """
     found = _cuttable(tagged, values, scores)
     for value in dict.fromkeys(values.values()):
@@ -105,11 +96,7 @@ def _cuttable(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Sc
 
 
 def coupling_of(tagged: TaggedModel, weight: Weight, value: Sparsity) -> Coupling | None:
-    """Everything that has the channels of a weight; None if heads are to be cut and they are of no heads.
-
-    Raises:
-        InputError: If its channels cannot be cut.
-    """
+    """Everything that has the channels of a weight; None if heads are to be cut and they are of no heads."""
     try:
         coupling = couple(tagged, (weight.value, weight.uses[0].channels), heads=value.kind == "heads")
     except StopError as error:

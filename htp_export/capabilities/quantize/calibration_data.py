@@ -34,14 +34,7 @@ _RANDOM_RUNS = 4
 
 @dataclass(frozen=True)
 class Samples:
-    """The inputs of several runs; each iteration starts from the first one.
-
-    Attributes:
-        given: What the user gave; None for random values.
-        inputs: The inputs of the model.
-        dims: For random values, name of an open dimension → size.
-        seed: For random values.
-    """
+    """The inputs of several runs; each iteration starts from the first one. ``given`` is None for random values."""
 
     given: Iterable[Run] | None
     inputs: Inputs
@@ -87,10 +80,6 @@ def samples_of(
     """The runs that a user's data stands for; random ones for None.
 
     ``passes`` is how often they are read: an iterator, which can be read once, is kept in memory for a second time.
-
-    Raises:
-        InputError: If it is something else.
-        FileError: If an ``.npz`` file cannot be read.
     """
     check_whole("seed", seed, 0, MOST_SEED - _RANDOM_RUNS)
     inputs = Inputs.of(model)

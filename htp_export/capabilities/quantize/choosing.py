@@ -25,12 +25,8 @@ __all__ = ["PrecisionChoice", "choose"]
 class PrecisionChoice:
     """Which nodes of a model get which precision.
 
-    Attributes:
-        tagged: The model.
-        facts: What methods know of it.
-        found: The precisions of modules and nodes, as the rules say.
-        nodes: Precision → the nodes that get it, in order.
-        left: Precision → the other nodes of its modules that make floats.
+    ``found`` is what the rules say; ``nodes`` get a precision, in order; ``left`` are the other nodes of its modules
+    that make floats.
     """
 
     tagged: TaggedModel
@@ -122,11 +118,7 @@ def _is_identity(node: ir.Node | None) -> bool:
 
 
 def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> PrecisionChoice:
-    """Find out what a plan does to a model. No weights are read.
-
-    Raises:
-        InputError: If a rule matches no module, or none of its operators takes the precision.
-    """
+    """Find out what a plan does to a model; a rule that changes nothing is refused. No weights are read."""
     found, facts = assigned(tagged, rules), Facts.of(tagged)
     chosen: dict[ir.Node | None, Precision] = {}
     nodes: dict[Precision, list[ir.Node]] = {}

@@ -123,11 +123,6 @@ class Method:
                     raise InputError(f"{where} has NaN, which {self.precision.name} has not")
 
 
-def _engines() -> tuple[str, ...]:
-    """The engines that are installed."""
-    return (ENGINE, *sorted(plug_ins("quantize")))
-
-
 @dataclass(frozen=True)
 class Precision:
     """The types in which a module computes, and how its values get there.
@@ -176,7 +171,7 @@ class Precision:
     def __post_init__(self) -> None:
         """Check that the fields go together; the bits follow from the type of the weights."""
         if self.engine != ENGINE:
-            self.check("engine", self.engine, _engines())
+            self.check("engine", self.engine, (ENGINE, *sorted(plug_ins("quantize"))))
         self.check("method", self.method, _methods_of(self.engine))
         how = self.how
         self.check("activation", self.activation, how.activations)
@@ -244,11 +239,7 @@ FIELDS = tuple(each.name for each in dataclasses.fields(Precision))
 
 @functools.cache
 def _methods_of(engine: str) -> Mapping[str, type[Method]]:
-    """The methods of an engine by name.
-
-    Raises:
-        InputError: If there is no such plug-in, or it cannot be imported.
-    """
+    """The methods of an engine by name; an InputError if there is no such plug-in."""
     if engine != ENGINE:
         return dict(plug_in("quantize", engine).METHODS)
     return {name: importlib.import_module(f"{_FOLDER}.{name}").METHOD for name in names_in(_FOLDER)}

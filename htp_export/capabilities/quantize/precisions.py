@@ -37,13 +37,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
 
 
 def precision_of(value: Any) -> Precision:
-    """The precision that a value of a plan stands for.
-
-    Args:
-        value: A `Precision`, a name of one, or a mapping with the name as ``precision`` and fields that differ.
-
-    Raises:
-        InputError: If there is no such precision or field, or the fields do not go together.
+    """The precision that a value of a plan stands for: its name, or a mapping with it as ``precision``.
 
     Examples:
         >>> precision_of("int4").block_size, precision_of({"precision": "int4", "block_size": 128}).block_size
@@ -65,10 +59,7 @@ def precision_of(value: Any) -> Precision:
 
 
 def precisions_of(plan: Mapping[str, Any] | str) -> dict[str, Precision]:
-    """The rules of a plan, or of a preset, as precisions.
-
-    Raises:
-        InputError: If there is no such preset, or a value is no precision; the message names the selector.
+    """The rules of a plan, or of a preset, as precisions; an InputError names the selector.
 
     Examples:
         >>> {selector: precision.name for selector, precision in precisions_of("w4").items()}

@@ -74,11 +74,7 @@ class Quantized(ModuleTable, HoldsModel):
 
     @property
     def model(self) -> ir.Model:  # type: ignore[override]
-        """The quantized model, with tags.
-
-        Raises:
-            InputError: If nothing was run.
-        """
+        """The quantized model, with tags; an InputError if nothing was run."""
         if self.given is None:
             raise InputError("a dry run makes no model")
         return self.given

@@ -124,7 +124,8 @@ def quantize(
         held_out = samples if validation is None else samples_of(validation, original.model, dims, seed)
         control = Validation(metric, held_out, original.model, name)
     changed, stayed = _changed(choice, samples, name, control)
-    metrics = None if control is None else (control.before, control.check(changed.model, _most_drop(choice.nodes)))
+    most_drop = max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=None)
+    metrics = None if control is None else (control.before, control.check(changed.model, most_drop))
     sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(changed.refresh()).modules.items()}
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
@@ -141,10 +142,6 @@ def _check_metric(precisions: Iterable[Precision], metric: Metric | None, valida
         raise InputError(f"precision {controlled[0]!r} has max_drop; give the metric that may fall by it")
     if not controlled and (metric is not None or validation is not None):
         raise InputError("a metric and validation data are for rules with max_drop, and the plan has none")
-
-
-def _most_drop(precisions: Iterable[Precision]) -> float | None:
-    return max((each.max_drop for each in precisions if each.max_drop is not None), default=None)
 
 
 def _changed(

@@ -26,13 +26,7 @@ _SLACK = 1e-9  # rounding errors of differences between metrics
 
 @dataclass(frozen=True)
 class Facts:
-    """What methods ask of a model before anything is done to it.
-
-    Attributes:
-        graph: The main graph.
-        opset: The version of ONNX's operators.
-        dtypes: Value → its element type.
-    """
+    """What methods ask of a model before anything is done to it: the main graph, ONNX's opset, and types."""
 
     graph: ir.Graph
     opset: int
@@ -54,14 +48,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Validation:
-    """A metric on validation data, of which all runs are in memory.
-
-    Attributes:
-        metric: The metric; larger is better.
-        samples: The validation data.
-        original: The model as it was.
-        name: Its name in errors.
-    """
+    """A metric, of which larger is better, on validation data; ``name`` is that of the model in errors."""
 
     metric: Metric
     samples: Samples
@@ -89,22 +76,14 @@ class Validation:
         return self.of(copy)
 
     def budget(self, model: ir.Model, max_drop: float, name: str) -> float:
-        """What is left of the drop that a precision of a name allows, after those that were applied before it.
-
-        Raises:
-            InputError: If nothing is left.
-        """
+        """What is left of the drop that a precision allows after earlier ones; an InputError if nothing is."""
         left = max_drop - (self.before - self.of(model))
         if left < -_SLACK:
             raise InputError(f"{self._fall(self.of(model))} before {name!r} with max_drop is applied")
         return max(left, 0.0)
 
     def check(self, model: ir.Model, max_drop: float | None) -> float:
-        """The metric of the model with the whole plan; ``max_drop`` is the most by which it may fall.
-
-        Raises:
-            InputError: If it falls by more than the plan allows.
-        """
+        """The metric of the model with the whole plan, by which it may fall by ``max_drop`` at most."""
         after = self.of(model)
         if max_drop is not None and not self.before - after <= max_drop + _SLACK:
             raise InputError(f"{self._fall(after)} with the whole plan, and max_drop is {max_drop:g}")

@@ -27,16 +27,11 @@ def estimated_errors(
 ) -> dict[tuple[str, str], float]:
     """Module path and precision → the error that rounding its weights makes in its results.
 
-    For each product, the sum of the squared changes of its weights times the mean square of its inputs is the expected
-    squared change of its results, if the elements of the inputs are independent. This is divided by the square of the
-    results, so that it compares with ``Deviation.error``. Products of a module add up. For a table that is looked up,
-    it is the change of the table divided by its square.
-
-    Args:
-        tagged: The model, without functions.
-        paths: Module paths; all of their regions counts.
-        precisions: The precisions.
-        samples: Inputs of the model, which runs once on each as it is.
+    For each product in any region of the module, the sum of the squared changes of its weights times the mean square of
+    its inputs is the expected squared change of its results, if the elements of the inputs are independent. This is
+    divided by the square of the results, so that it compares with ``Deviation.error``. Products of a module add up. For
+    a table that is looked up, it is the change of the table divided by its square. The model, without functions, runs
+    once on each of the samples.
     """
     uses: dict[str, list[Product]] = {path: [] for path in paths}
     read: dict[ir.Value, None] = {}

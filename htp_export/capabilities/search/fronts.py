@@ -26,12 +26,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class AdditiveFront:
-    """The Pareto front of the sums.
-
-    Attributes:
-        points: For each point its size, its error, and module → name of the choice; sizes increase, errors decrease.
-        exact: Whether every point of the front is there.
-    """
+    """The Pareto front of the sums: size, error, and module → choice; sizes increase, errors decrease."""
 
     points: tuple[tuple[float, float, Mapping[str, str]], ...]
     exact: bool

@@ -76,18 +76,11 @@ def digest_of(model: ir.Model, feeds: Iterable[Mapping[str, Array]], settings: S
 
 @dataclass(eq=False)
 class Measurer:
-    """Measures plans for one model on one set of data; the original runs once.
+    """Measures plans for one model, without functions, on one set of data; the original runs once.
 
-    ``finished`` may be replaced before anything is measured, by what shares runs with other processes.
-
-    Attributes:
-        tagged: The model, without functions.
-        samples: The inputs of the runs that are compared, and for calibration.
-        metric: The user's number.
-        runs: Runs that are timed, after some to warm up; 0 to measure no times.
-        settings: Execution providers.
-        results: A file of finished runs, a journal of Optuna; None for none.
-        calibration: Inputs for calibration, as for ``quantize``; None for ``samples``.
+    ``samples`` are compared, and calibrate unless ``calibration`` does. ``runs`` are timed, after some to warm up; 0
+    for no times. ``results`` is a file of finished runs, a journal of Optuna. ``finished`` may be replaced before
+    anything is measured, by what shares runs with other processes.
     """
 
     tagged: TaggedModel

@@ -66,7 +66,7 @@ def search_command(
     The same command in several processes or on several machines, with one --storage, works on one study.
     """
     from htp_export.capabilities.search.drawing import render_search
-    from htp_export.capabilities.search.found_plans import check_plans, plan_file, write_plans
+    from htp_export.capabilities.search.front_files import check_plans, plan_file, write_plans
     from htp_export.capabilities.search.searching import search
     from htp_export.plans.rules import read_plan
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from htp_export.capabilities.search.decisions import deciding_modules
 from htp_export.capabilities.search.estimates import estimated_errors
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.sensitivity_results import BlockSensitivity, ModuleSensitivity, Sensitivity
+from htp_export.capabilities.search.spaces import deciding_modules
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -126,7 +126,8 @@ def sensitivity(
     for (path, name), row in rows.items():
         by_path[path][name] = row
     original = None if estimate else measurer.original
-    notes = (*([RANDOM_NOTE] if samples.random else []), *([] if estimate else measurer.remarks), *_problems(rows))
+    problems = [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
+    notes = (*([RANDOM_NOTE] if samples.random else []), *([] if estimate else measurer.remarks), *problems)
     return Sensitivity(dict(by_path), original, _blocks(tagged, rows), not estimate, notes, tagged.tag_facts)
 
 
@@ -184,10 +185,6 @@ def _cosines(measurer: Measurer, made: TaggedModel) -> dict[str, float]:
 
     compared = compare(measurer.tagged, made, measurer.feeds[0])
     return {path: result.cosine for path, result in compared.modules.items() if result.cosine is not None}
-
-
-def _problems(rows: _Rows) -> list[str]:
-    return [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
 
 
 def _blocks(tagged: TaggedModel, rows: _Rows) -> tuple[BlockSensitivity, ...]:

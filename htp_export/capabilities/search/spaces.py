@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from htp_export.capabilities.search.decisions import check_apart, deciding_modules
+import onnx_ir as ir
+
 from htp_export.errors import InputError
 from htp_export.format import tags
+from htp_export.format.call_tree import Part
+from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import TaggedModel
+from htp_export.plans.deciders import Deciders
+from htp_export.results.drawn_levels import drawn_parents
+from htp_export.weights.products import products_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
     from htp_export.capabilities.quantize.precisions import Precision
 
-__all__ = ["Decision", "ModuleChoice", "SearchSpace", "Space", "Treatment", "choice_of", "kept_precision", "read_space"]
+__all__ = [
+    *("Decision", "ModuleChoice", "SearchSpace", "Space", "Treatment"),
+    *("choice_of", "deciding_modules", "kept_precision", "read_space"),
+]
 
 Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
 """Selector → what modules may become; or what every module may become."""
@@ -161,13 +171,7 @@ class Treatment:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What modules may become.
-
-    Attributes:
-        variables: Module path → names of choices.
-        choices: Name → choice.
-        problems: Why modules cannot have choices that were taken away, a line each.
-    """
+    """Module path → names of what it may become; name → choice; and why choices were taken away, a line each."""
 
     variables: Mapping[str, Sequence[str]]
     choices: Mapping[str, ModuleChoice]
@@ -234,7 +238,7 @@ def read_space(tagged: TaggedModel, space: Space, select: str | Sequence[str] | 
         found = {path: given[selector] for path, selector in deciding.items()}
     stays = {name for name, choice in choices.items() if choice.is_dropped or choice == ModuleChoice()}
     frames = [path for path, names in found.items() if stays.issuperset(names)]
-    check_apart([path for path in found if path not in frames])
+    _check_apart([path for path in found if path not in frames])
     return _possible(tagged, SearchSpace({path: tuple(names) for path, names in found.items()}, choices), deciding)
 
 
@@ -261,3 +265,71 @@ def _possible(tagged: TaggedModel, space: SearchSpace, deciding: Mapping[str, st
     }
     checks.check_coupled(pruned)
     return space
+
+
+def deciding_modules(
+    tagged: TaggedModel, select: str | Sequence[str] | None = None, depth: int | None = None
+) -> list[str]:
+    """The modules whose precision is chosen one by one.
+
+    Modules that own the same nodes, as a Conv and its BatchNorm, are one decision: the module that keeps the weight.
+
+    ``select``: of these, those with weights. ``depth``: the modules at this level below the root, as ``tree`` draws it,
+    and those above it that hold weights themselves. With neither, the innermost modules with weights.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).eval()
+        >>> deciding_modules(htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False)))
+        ['0', '2']
+    """
+    tagged.require_tags()
+    if select is not None and depth is not None:
+        raise InputError("give select or depth, not both")
+    deciding = _deciding_parts(tagged)
+    holding = {part.call.path for parts in deciding for part in parts}
+    if select is not None:
+        around = {path for parts in deciding for part in parts for path in part.modules}
+        found = [path for path in tagged.select(select) if path in around]
+    elif depth is None:
+        found = [path for path in tagged if path in holding]
+    else:
+        if depth < 0:
+            raise InputError(f"depth counts levels from 0, not {depth}")
+        levels = _levels(tagged)
+        above = {path: [up for up in tags.ancestors(path) if levels.get(up) == depth] for path in holding}
+        at_depth = {ups[0] if ups else path for path, ups in above.items()}
+        found = [path for path in tagged if path in at_depth]
+    if not found:
+        raise InputError("none of these modules has weights that can be quantized")
+    return found
+
+
+def _check_apart(paths: Sequence[str]) -> None:
+    """Refuse modules that lie in each other: a weight would have two precisions."""
+    for path in paths:
+        above = next((other for other in paths if other != path and tags.is_under(path, other)), None)
+        if above is not None:
+            raise InputError(f"module {path!r} lies in {above or '(root)'!r}; choose one of them")
+
+
+def _deciding_parts(tagged: TaggedModel) -> list[tuple[Part, ...]]:
+    """For each node with weights, the parts of its work that decide; modules with the same nodes are one decision."""
+    deciders = Deciders(tagged)
+    weighted = dict.fromkeys(product.node for product in products_of(tagged, tagged.nodes))
+    found = {node: deciders.of(node) for node in weighted}
+    nodes: defaultdict[str, set[ir.Node]] = defaultdict(set)
+    for node, parts in found.items():
+        for part in parts:
+            nodes[part.call.path].add(node)
+    alike: dict[frozenset[ir.Node], str] = {}
+    chosen = {alike.setdefault(frozenset(own), path) for path, own in nodes.items()}
+    return [tuple(part for part in parts if part.call.path in chosen) for parts in found.values()]
+
+
+def _levels(tagged: TaggedModel) -> dict[str, int]:
+    modules = {path: content.facts for path, content in contents_of(tagged).modules.items()}
+    levels: dict[str, int] = {}
+    for path, parent in drawn_parents(modules).items():
+        levels[path] = 0 if parent is None else levels[parent] + 1
+    return levels

@@ -62,17 +62,9 @@ def _quiet() -> Iterator[None]:
 def open_study(storage: Any, name: str, directions: Sequence[str], grace: float = 60.0) -> optuna.Study:
     """A study in a storage; a new one if it has none of this name.
 
-    Args:
-        storage: A database URL (``sqlite:///study.db``, ``postgresql://...``), ``grpc://host:port`` of a proxy
-            (``optuna.storages.run_grpc_proxy_server``), the path of a journal file, an Optuna storage, or None for one
-            in memory.
-        name: The name of the study.
-        directions: ``minimize`` or ``maximize`` for each objective.
-        grace: Seconds without a heartbeat after which a database takes a process to be dead.
-
-    Raises:
-        InputError: If Optuna is not installed, or the storage cannot be opened or reached.
-        FileError: If the file is no journal.
+    ``storage``: a database URL (``sqlite:///study.db``, ``postgresql://...``), ``grpc://host:port`` of a proxy
+    (``optuna.storages.run_grpc_proxy_server``), the path of a journal file, an Optuna storage, or None for one in
+    memory. A database takes a process to be dead after ``grace`` seconds without a heartbeat.
     """
     library = _need_optuna()
     is_file = isinstance(storage, str | os.PathLike) and "://" not in os.fspath(storage)
@@ -148,18 +140,11 @@ def _short(key: str) -> str:
 
 
 class SharedStudy:
-    """A study with a number of trials that all processes together work off.
+    """A study with a number of trials that all processes together work off; ``storage`` as for `open_study`.
 
-    Args:
-        storage: As for `open_study`.
-        name: Its name in the storage.
-        directions: ``minimize`` or ``maximize`` for each objective.
-        grace: Seconds after which what a process has begun is taken up by another one: without a heartbeat, in a
-            database; elsewhere, without any change of the study while nothing else is left to do.
-        facts: What the trials measure. A study with other facts is refused.
-
-    Raises:
-        InputError: If Optuna is not installed, or the storage has another study of this name.
+    What a process has begun is taken up by another one after ``grace`` seconds: without a heartbeat, in a database;
+    elsewhere, without any change of the study while nothing else is left to do. ``facts`` say what the trials measure:
+    a study with other facts is refused.
     """
 
     def __init__(
@@ -184,10 +169,8 @@ class SharedStudy:
     def choose_from(self, space: Mapping[str, Sequence[str]], sampler: str, seed: int) -> None:
         """Set what trials choose from, parameter → its choices, and the sampler, one of `SAMPLERS`.
 
-        A process that joins has another seed, so that it does not repeat the trials of the others.
-
-        Raises:
-            InputError: If the study chooses from something else.
+        A process that joins has another seed, so that it does not repeat the trials of the others. A study that chooses
+        from something else is refused.
         """
         self._space = {key: list(choices) for key, choices in space.items()}
         self._check_facts({"space": self._space})

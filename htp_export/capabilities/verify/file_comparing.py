@@ -26,8 +26,7 @@ from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, StoredArray
-from htp_export.runtime.bound_shapes import infer_bound
-from htp_export.runtime.inputs import Feed, Inputs
+from htp_export.runtime.inputs import Feed, Inputs, infer_bound
 from htp_export.runtime.sessions import SessionSettings
 
 __all__ = ["compare"]

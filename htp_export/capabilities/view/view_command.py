@@ -123,7 +123,7 @@ def _write_sidecar(target: Path, file: Path, overlay: _Overlay | None, results: 
     from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, overlay_of
     from htp_export.capabilities.view.netron import netron_attachment
     from htp_export.capabilities.view.viewing import inventory_of, read_results
-    from htp_export.files.text_file import write_text
+    from htp_export.files.text_files import write_text
 
     measures, _ = read_results(results)
     if overlay is None:

@@ -18,9 +18,8 @@ from htp_export.capabilities.view.page.document import asset, document
 from htp_export.capabilities.view.page.payload import front_data, page_data
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import FileError, InputError
-from htp_export.files.json_file import read_json
 from htp_export.files.targets import Kind, check_target
-from htp_export.files.text_file import write_text
+from htp_export.files.text_files import read_json, write_text
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.results.columns import si

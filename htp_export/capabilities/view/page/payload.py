@@ -182,8 +182,7 @@ def front_data(search: Search) -> dict[str, Any]:
 
     With one objective, or without finite values, it has no picture.
     """
-    from htp_export.capabilities.search.found_plans import plan_file
-    from htp_export.capabilities.search.front_drawing import front_svg
+    from htp_export.capabilities.search.front_files import front_svg, plan_file
 
     front = [next(place for place, other in enumerate(search.trials) if other is trial) for trial in search.pareto]
     files = {place: plan_file(number, search.trials[place]) for number, place in enumerate(front)}

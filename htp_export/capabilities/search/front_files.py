@@ -1,22 +1,75 @@
-"""The plans of a search as a picture: every plan a point, the Pareto front a line."""
+"""What a search leaves: a folder with its front, a picture of it, and for each point a file that makes the model."""
 
 from __future__ import annotations
 
 import html
+import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from htp_export.capabilities.search.fronts import pareto
 from htp_export.capabilities.search.search_results import LARGER_IS_BETTER, Search, Trial, trial_columns
 from htp_export.errors import InputError
+from htp_export.files.replacing import Move, work_folder
+from htp_export.files.targets import check_folder
+from htp_export.files.text_files import named_if_unwritable
 
-__all__ = ["front_svg"]
+__all__ = ["check_plans", "front_svg", "plan_file", "write_plans"]
+
+_FRONT, _PICTURE, _PLAN, _STEPS = "front.json", "front.svg", "plan", "steps"
 
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90, 40, 40, 60
 _COLOURS = {"front": "#1f77b4", "uniform": "#d62728", "sampler": "#999999"}
 _STYLE = "font-family:sans-serif;font-size:12px"
+
+
+def check_plans(folder: Path) -> None:
+    """Refuse a folder that cannot be written, or that holds other files."""
+    check_folder(folder, "a search", _is_ours)
+
+
+def plan_file(number: int, trial: Trial) -> str:
+    """The file of a point of a front: ``plan0.json`` for ``quantize``, or ``steps0.json`` for ``pipeline``."""
+    return f"{_STEPS if trial.prune else _PLAN}{number}.json"
+
+
+def write_plans(search: Search, folder: Path, data: Sequence[Path] = ()) -> None:
+    """Write ``front.json``, ``front.svg`` (with two objectives or more) and a file for each point of the front.
+
+    The files are those of `plan_file`, in the order of ``Search.pareto``. Files of an earlier search in the folder are
+    replaced. ``data``: ``.npz`` files with which the steps of a pipeline calibrate.
+    """
+    check_plans(folder)
+    texts = {_FRONT: json.dumps(search.to_dict(), indent=2) + "\n"}
+    if len(search.objectives) > 1 and search.trials:
+        texts[_PICTURE] = front_svg(search)
+    for number, trial in enumerate(search.pareto):
+        content = _with_data(trial.steps, data) if trial.prune else dict(trial.plan)
+        texts[plan_file(number, trial)] = json.dumps(content, indent=2) + "\n"
+    with named_if_unwritable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        old = [path for path in folder.iterdir() if path.name not in texts and _is_ours(path.name)]
+        with work_folder(folder / _FRONT) as work:
+            for name, text in texts.items():
+                (work.new / name).write_text(text, encoding="utf-8")
+            work.commit([Move(work.new / name, folder / name) for name in texts], lambda: old)
+
+
+def _with_data(steps: list[dict[str, Any]], data: Sequence[Path]) -> list[dict[str, Any]]:
+    """The steps, in which quantizing has data."""
+    for step in steps:
+        if data and "quantize" in step:
+            step["quantize"]["data"] = [str(file) for file in data]
+    return steps
+
+
+def _is_ours(name: str) -> bool:
+    return name in (_FRONT, _PICTURE) or re.fullmatch(rf"({_PLAN}|{_STEPS})\d+\.json", name) is not None
 
 
 def front_svg(search: Search) -> str:
