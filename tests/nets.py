@@ -622,8 +622,7 @@ class Reshapes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.head(self.same(self.flat(self.before(x))))
-        result: torch.Tensor = self.last(self.back(self.there(y))).exp()
-        return result
+        return self.last(self.back(self.there(y))).exp()
 
 
 class Unflat(nn.Module):
@@ -774,8 +773,7 @@ class SkipsInputs(nn.Module):
         self.scale, self.fc = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, unread: torch.Tensor, x: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
-        result: torch.Tensor = self.fc(x) * self.scale(states[1]).sin()
-        return result
+        return self.fc(x) * self.scale(states[1]).sin()
 
 
 net(
@@ -806,8 +804,7 @@ class DropsSpreadWeights(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, _, bias = self.attention(x)
-        result: torch.Tensor = self.head(values + bias)
-        return result
+        return self.head(values + bias)
 
 
 net(
@@ -1009,8 +1006,7 @@ class Doubling(torch.autograd.Function):
 
 class Doubled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = Doubling.apply(x)  # type: ignore[no-untyped-call]
-        return result
+        return Doubling.apply(x)  # type: ignore[no-untyped-call]
 
 
 class AutogradFunction(nn.Module):
@@ -1114,8 +1110,7 @@ class Block(nn.Module):
         self.rest = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.rest(self.act(self.fc(x))) + 1.0
-        return result
+        return self.rest(self.act(self.fc(x))) + 1.0
 
 
 class ModulesInBranches(nn.Module):
@@ -1177,8 +1172,7 @@ class HoldsBranchesInside(nn.Module):
         self.one, self.two = BranchesInside(), BranchesInside()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.one(x) - self.two(-x)
-        return result
+        return self.one(x) - self.two(-x)
 
 
 net(
@@ -1207,8 +1201,7 @@ class OutsideAndInBranch(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.block(x).exp()
         z = torch.cond(x.sum() > 0, lambda y: self.block(y), lambda y: self.block(y).cos(), (y,))
-        result: torch.Tensor = self.block(z.sigmoid())
-        return result
+        return self.block(z.sigmoid())
 
 
 net(
@@ -1248,8 +1241,7 @@ class HoldsGraphModules(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             y = self.one(x)
-        result: torch.Tensor = self.head(self.bare(self.one(y))).exp()
-        return result
+        return self.head(self.bare(self.one(y))).exp()
 
 
 net(
@@ -1281,8 +1273,7 @@ class ForNested(nn.Module):
         self.inner, self.block = torch.fx.symbolic_trace(Traced()), Block()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(self.block(x).exp()).abs()
-        return result
+        return self.inner(self.block(x).exp()).abs()
 
 
 def nested_graph_module() -> nn.Module:
@@ -1450,8 +1441,7 @@ class FillsInParts(nn.Module):
         for step in range(2):
             out[:, step] = key[:, step].exp() * value[:, step]
         before = out.sin()
-        result: torch.Tensor = self.head(self.fill(out, value[:, 2])) + before
-        return result
+        return self.head(self.fill(out, value[:, 2])) + before
 
 
 net(
@@ -1533,8 +1523,7 @@ class PartsOfChanged(nn.Module):
         y += x
         first, second = self.parts(self.act(y))
         second, _ = self.rows(second.masked_fill(second > 0.5, 0.25).mul_(2.0).unflatten(1, (2, 1)))
-        result: torch.Tensor = self.one(first) * second
-        return result
+        return self.one(first) * second
 
 
 net(
@@ -1551,8 +1540,7 @@ class CellThenViews(nn.Module):
         self.cell, self.halve, self.head = nn.GRUCell(4, 4), Apply(lambda x: x.reshape(4, 2)), nn.Linear(2, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.halve(self.cell(x)))
-        return result
+        return self.head(self.halve(self.cell(x)))
 
 
 net(
@@ -1597,8 +1585,7 @@ class ViewThenChange(nn.Module):
         y = self.fc(x)
         view = self.flat(y)
         changed = self.act(y)
-        result: torch.Tensor = self.head(view) + changed.mean()
-        return result
+        return self.head(view) + changed.mean()
 
 
 # The view that `flat` gave back is nowhere in the file, but only the view of the changed tensor.
@@ -1619,8 +1606,7 @@ class ShiftsAndReads(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += self.shift
-        result: torch.Tensor = self.head(self.norm(x)) * x.sin().mean()
-        return result
+        return self.head(self.norm(x)) * x.sin().mean()
 
 
 class ChangesAndReadsViews(nn.Module):
@@ -1631,8 +1617,7 @@ class ChangesAndReadsViews(nn.Module):
         self.classify = ShiftsAndReads()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.classify(self.features(x))
-        return result
+        return self.classify(self.features(x))
 
 
 # Functionalization writes the changed view back into the result of the ReLU, which nobody reads, and makes it again.
@@ -1657,8 +1642,7 @@ class ChangesUnderAView(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         whole = self.fc(x)
         view = self.turn(whole)
-        result: torch.Tensor = self.head(view.cos() + self.block(whole, view))
-        return result
+        return self.head(view.cos() + self.block(whole, view))
 
 
 net(
@@ -1683,8 +1667,7 @@ class ChangesReadsAndReturns(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, changed = self.block(self.turn(self.fc(x)))
-        result: torch.Tensor = self.head(one + self.after(changed))
-        return result
+        return self.head(one + self.after(changed))
 
 
 net(
@@ -2046,8 +2029,7 @@ class LargestTwice(nn.Module):
         self.encoder = nn.Sequential(nn.Conv1d(2, 3, 3), nn.AdaptiveMaxPool1d(1), nn.Flatten())
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.encoder(x) * self.encoder(y).sin()
-        return result
+        return self.encoder(x) * self.encoder(y).sin()
 
 
 net(
@@ -2080,8 +2062,7 @@ class PassesNumbers(nn.Module):
         self.counts, self.multiplies = Counts(), Multiplies()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.multiplies(x, self.counts(x)).tanh()
-        return result
+        return self.multiplies(x, self.counts(x)).tanh()
 
 
 net(
@@ -2121,8 +2102,7 @@ class HoldsRouted(nn.Module):
         self.first, self.routed, self.last = nn.Linear(4, 4), Routed(), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.routed(self.first(x)))
-        return result
+        return self.last(self.routed(self.first(x)))
 
 
 net(
@@ -2161,8 +2141,7 @@ class SharesBias(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores, bias = self.first(x, None)
         more, _ = self.second(x.sin(), bias)
-        result: torch.Tensor = scores * more
-        return result
+        return scores * more
 
 
 net(

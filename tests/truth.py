@@ -136,8 +136,7 @@ def branch(taken: Any, yes: Any, no: Any, operands: Any = ()) -> Any:
 def copied(tensor: torch.Tensor) -> Array:
     """The numbers of a tensor; of a quantized one the integers, which are what a file has of it."""
     tensor = tensor.detach().cpu()
-    array: Array = (tensor.int_repr() if tensor.is_quantized else tensor).numpy().copy()
-    return array
+    return (tensor.int_repr() if tensor.is_quantized else tensor).numpy().copy()
 
 
 def equal(one: Array, other: Array) -> bool:
@@ -222,8 +221,7 @@ def untagged(model: onnx.ModelProto) -> list[str]:
 
 def tree_of(model: onnx.ModelProto) -> dict[str, dict[str, Any]]:
     said = {entry.key: entry.value for entry in model.metadata_props}
-    tree: dict[str, dict[str, Any]] = json.loads(said["htp.modules"])
-    return tree
+    return json.loads(said["htp.modules"])
 
 
 def evaluate(model: onnx.ModelProto, feeds: dict[str, Array]) -> dict[str, Array]:

@@ -228,8 +228,7 @@ def test_steps_take_no_more_nodes_with_any_mask(mask: torch.Tensor | None, expor
 def test_what_dynamo_compiles_stays_as_it_is() -> None:
     class Flexible(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            attended: torch.Tensor = flex_attention(x, x, x)
-            return attended
+            return flex_attention(x, x, x)
 
     model, x = Flexible().eval(), torch.randn(1, 2, 5, 8)
     with warnings.catch_warnings(), torch.no_grad():

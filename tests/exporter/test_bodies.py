@@ -47,8 +47,7 @@ class Loops(Holder):
 
         from torch._higher_order_ops import while_loop
 
-        result: torch.Tensor = while_loop(again, body, (torch.tensor(0), x))[1]
-        return result
+        return while_loop(again, body, (torch.tensor(0), x))[1]
 
 
 def built(make: type[nn.Module]) -> nn.Module:
@@ -237,8 +236,7 @@ class AppliesFunctions(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, other = Waves.apply(self.again(self.b(self.function(self.a(x)))))  # type: ignore[no-untyped-call]
-        result: torch.Tensor = self.c(one).tanh() + other
-        return result
+        return self.c(one).tanh() + other
 
 
 def test_a_function_with_a_translation_of_its_own_belongs_to_the_module_that_applies_it(tmp_path: Path) -> None:

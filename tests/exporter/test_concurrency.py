@@ -246,8 +246,7 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.runs.set()
-        y: torch.Tensor = torch.cond(x.sum() > 0, lambda x: self.high(x).exp(), lambda x: self.low(x), (x,))
-        return y
+        return torch.cond(x.sum() > 0, lambda x: self.high(x).exp(), lambda x: self.low(x), (x,))
 
 
 def test_an_export_with_branches_waits_until_verify_in_another_thread_has_run_the_model() -> None:

@@ -143,8 +143,7 @@ class LeavesTheFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         _, a, b = self.chunk(x)
-        result: Tensor = self.sum(x.reshape(-1, 4), a, b)
-        return result
+        return self.sum(x.reshape(-1, 4), a, b)
 
 
 @BOTH
@@ -165,8 +164,7 @@ class ReadsTheSecondCall(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.fc(x)
-        result: Tensor = self.fc(x + 1)
-        return result
+        return self.fc(x + 1)
 
 
 @BOTH

@@ -266,8 +266,7 @@ class Untraceable(nn.Module):
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.fc(x) if x.sum() > 100 else -self.fc(x)  # torch.export cannot decide it
-        return result
+        return self.fc(x) if x.sum() > 100 else -self.fc(x)  # torch.export cannot decide it
 
 
 @pytest.mark.skipif(not saving.is_late(), reason="torch has had no fallback since 2.11")

@@ -61,8 +61,7 @@ class Block(nn.Module):
         self.conv, self.act = nn.Conv2d(3, 4, 3), nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.act(self.conv(x))
-        return result
+        return self.act(self.conv(x))
 
 
 class Stubbed(nn.Module):
@@ -83,8 +82,7 @@ class Blocks(Stubbed):
         x = self.quant(x)
         for block in self.blocks:
             x = block(x)
-        result: Tensor = self.dequant(self.fc(self.flat(self.pool(x))))
-        return result
+        return self.dequant(self.fc(self.flat(self.pool(x))))
 
 
 class Residual(nn.Module):
@@ -107,8 +105,7 @@ class CalledTwice(Stubbed):
     def forward(self, x: Tensor) -> Tensor:
         x = self.residual(self.residual(self.stem(self.quant(x))))
         x = self.heads["b"][0](self.heads["a"][0](x))
-        result: Tensor = self.dequant(self.last(x))
-        return result
+        return self.dequant(self.last(x))
 
 
 class Concatenates(Stubbed):
@@ -127,8 +124,7 @@ def quantized(model: nn.Module, given: Tensor, *fused: list[str]) -> nn.Module:
     model.qconfig = quantization.get_default_qconfig("qnnpack")
     prepared = quantization.prepare(quantization.fuse_modules(model, list(fused)) if fused else model)
     prepared(given)
-    converted: nn.Module = quantization.convert(prepared)
-    return converted
+    return quantization.convert(prepared)
 
 
 def image() -> Tensor:
@@ -284,8 +280,7 @@ class HoldsPairs(nn.Module):
         self.reads, self.act = ReadsPairs(), nn.Tanh()
 
     def forward(self, x: Tensor, pairs: dict[Tensor, Tensor]) -> Tensor:
-        result: Tensor = self.act(self.reads(pairs) + x)
-        return result
+        return self.act(self.reads(pairs) + x)
 
 
 def test_values_have_the_names_that_torch_gives_where_tensors_are_keys(tmp_path: Path) -> None:

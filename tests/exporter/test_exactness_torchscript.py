@@ -62,8 +62,7 @@ class TurnsAround(nn.Module):
         self.s = nn.Sequential(nn.Conv1d(8, 8, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.s(x.transpose(1, 2)).transpose(1, 2)
-        return result
+        return self.s(x.transpose(1, 2)).transpose(1, 2)
 
 
 class TurnsTheResult(nn.Module):
@@ -72,8 +71,7 @@ class TurnsTheResult(nn.Module):
         self.c, self.norm = TurnsAround(), nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.norm(self.c(x).transpose(0, 1) + x.transpose(0, 1))
-        return result
+        return self.norm(self.c(x).transpose(0, 1) + x.transpose(0, 1))
 
 
 class Permute(nn.Module):
@@ -95,8 +93,7 @@ class Turned(nn.Module):
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.fc(x).tanh().t()
-        return result
+        return self.fc(x).tanh().t()
 
 
 class ProductOfTurned(nn.Module):
@@ -198,8 +195,7 @@ class ReadInParts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.read(self.r(x))
-        result: Tensor = self.a(first) + self.b(second)
-        return result
+        return self.a(first) + self.b(second)
 
 
 @pytest.mark.parametrize(
@@ -287,8 +283,7 @@ class ShiftsThenLooksUp(nn.Module):
         self.shifts, self.table = Shifts(), nn.Embedding(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.table(self.shifts(x) + (x << 1))
-        return result
+        return self.table(self.shifts(x) + (x << 1))
 
 
 def test_shifts_of_bits_change_nothing_in_place(tmp_path: Path) -> None:
@@ -310,8 +305,7 @@ class Chain(nn.Module):
         self.first, self.extra, self.second = nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(self.first(x)).abs()
-        return result
+        return self.second(self.first(x)).abs()
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])

@@ -28,8 +28,7 @@ class Block(nn.Module):
         self.fc, self.act, self.out = nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.out(self.act(self.fc(x))) + x
-        return y
+        return self.out(self.act(self.fc(x))) + x
 
 
 class Two(nn.Module):
@@ -40,8 +39,7 @@ class Two(nn.Module):
         self.one, self.two = one, two
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.two(torch.relu(self.one(x)))
-        return y
+        return self.two(torch.relu(self.one(x)))
 
 
 class Symmetric(nn.Module):
@@ -63,8 +61,7 @@ class LowRank(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         low = self.lora_A["default"](self.lora_dropout["default"](x))
-        y: torch.Tensor = self.base_layer(x) + self.lora_B["default"](low) * 0.5
-        return y
+        return self.base_layer(x) + self.lora_B["default"](low) * 0.5
 
 
 def linear() -> nn.Linear:
@@ -95,8 +92,7 @@ class WithCachedWeights(nn.Module):
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    made: nn.Module = torch.compile(module, backend="eager")  # type: ignore[assignment]
-    return made
+    return torch.compile(module, backend="eager")  # type: ignore[assignment]
 
 
 def compiled_in_place() -> nn.Module:

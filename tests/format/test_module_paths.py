@@ -31,8 +31,7 @@ class EmptyName(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first: Any = self._modules[""]
-        result: torch.Tensor = self.fc(first(x).sin())
-        return result
+        return self.fc(first(x).sin())
 
 
 class Inner(nn.Module):
@@ -41,8 +40,7 @@ class Inner(nn.Module):
         self.b = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.b(x).sin()
-        return result
+        return self.b(x).sin()
 
 
 class NameWithADot(nn.Module):
@@ -55,8 +53,7 @@ class NameWithADot(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         other: Any = self._modules["a.b"]
-        result: torch.Tensor = other(self.a(x)).cos()
-        return result
+        return other(self.a(x)).cos()
 
 
 def built(kind: type[nn.Module]) -> nn.Module:

@@ -161,8 +161,7 @@ class LoopsOver(nn.Module):
         def body(step: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return step + 1, self.act(self.fc(y)).exp()
 
-        result: torch.Tensor = while_loop(goes_on, body, (torch.tensor(0), x))[1].cos()
-        return result
+        return while_loop(goes_on, body, (torch.tensor(0), x))[1].cos()
 
 
 @converts_loops

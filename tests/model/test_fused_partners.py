@@ -65,8 +65,7 @@ class Merged(nn.Module):
         self.first, self.chain, self.last = nn.Linear(3, 3), Turns(count), nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.chain(self.first(x)))
-        return out
+        return self.last(self.chain(self.first(x)))
 
 
 def bare(file: onnx.ModelProto) -> onnx.ModelProto:
