@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import htp_export
-from tests.nets import NETS, spread
+from tests.nets import EXPORTERS, NETS, spread
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 # torch._higher_order_ops.while_loop; torch.onnx.export alone fails alike
 converts_loops = pytest.mark.xfail(
@@ -62,7 +64,7 @@ def exported_once(
     return copy.deepcopy(model), folder / "model.onnx"
 
 
-def metadata(node: onnx.NodeProto) -> dict[str, str]:
+def metadata(node: onnx.NodeProto | onnx.ModelProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in node.metadata_props}
 
 

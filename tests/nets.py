@@ -82,6 +82,11 @@ def spread(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+def ready(model: nn.Module) -> nn.Module:
+    """The model in eval mode, with its parameters spread."""
+    return spread(model).eval()
+
+
 def x(*shape: int, seed: int = 7) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -105,8 +110,28 @@ def net(
     NETS[name] = Net(name, build, skip=frozenset(skip), **facts)
 
 
+def row() -> dict[str, Any]:
+    """The input of a Sequential: two rows of four features."""
+    return {"input": x(2, 4)}
+
+
+def sequence() -> dict[str, Any]:
+    return {"x": x(2, 3, 4)}
+
+
 def computed(*paths: str) -> dict[str, str]:
     return dict.fromkeys(paths, "computed")
+
+
+class Apply(nn.Module):
+    """One function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.function(*args)
 
 
 # --- the same module, or the same class, several times ---------------------------------------------------
@@ -148,7 +173,7 @@ class Region(nn.Module):
 net(
     "nested_compile_region",
     lambda: nn.Sequential(Region(), Region(), Region()),
-    lambda: {"input": x(2, 4)},
+    row,
     skip=("dynamo",) if torch.__version__ < "2.13" else (),  # torch 2.10 translates no invoke_subgraph
     truth=Truth(
         computed("", *(f"{number}{inside}" for number in range(3) for inside in ("", ".fc", ".act"))),
@@ -581,20 +606,14 @@ net(
 )
 
 
-class Fold(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(2, 2, 2)
-
-
-class Unfold(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(8, 1)
+def unflat(*shape: int) -> nn.Module:
+    return Apply(lambda x: x.reshape(shape))
 
 
 class ReshapesMeet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.fold, self.unfold, self.after = nn.Tanh(), Fold(), Unfold(), nn.Sigmoid()
+        self.before, self.fold, self.unfold, self.after = nn.Tanh(), unflat(2, 2, 2), unflat(8, 1), nn.Sigmoid()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.after(self.unfold(self.fold(self.before(x))))
@@ -617,21 +636,12 @@ class Reshapes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.flat, self.same, self.head = nn.Tanh(), nn.Flatten(), Unflat(2, 4), nn.Linear(4, 2)
-        self.there, self.back, self.last = Unflat(4), Unflat(2, 2), Unflat(4, 1)
+        self.before, self.flat, self.same, self.head = nn.Tanh(), nn.Flatten(), unflat(2, 4), nn.Linear(4, 2)
+        self.there, self.back, self.last = unflat(4), unflat(2, 2), unflat(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.head(self.same(self.flat(self.before(x))))
         return self.last(self.back(self.there(y))).exp()
-
-
-class Unflat(nn.Module):
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.shape = shape
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(self.shape)
 
 
 net(
@@ -646,15 +656,14 @@ net(
 )
 
 
-class Turn(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(0, 1)
+def turn() -> nn.Module:
+    return Apply(lambda x: x.transpose(0, 1))
 
 
 class TransposesCancel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.there, self.back, self.after = nn.Tanh(), Turn(), Turn(), nn.Sigmoid()
+        self.before, self.there, self.back, self.after = nn.Tanh(), turn(), turn(), nn.Sigmoid()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.after(self.back(self.there(self.before(x))))
@@ -736,21 +745,12 @@ def identities() -> nn.Module:
 net(
     "dropout_and_identity",
     identities,
-    lambda: {"input": x(2, 4)},
+    row,
     truth=Truth({"1": "identity", "2": "identity", **computed("0", "3")}, {"Gemm": [("0",)], "Tanh": [("3",)]}),
 )
 
 
-class OnlyIdentity(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.same = nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.same(x)
-
-
-net("nothing_but_identity", OnlyIdentity, truth=Truth({"same": "identity"}))
+net("nothing_but_identity", lambda: nn.Sequential(nn.Identity()), row, truth=Truth({"0": "identity"}))
 
 
 class LastIsIdentity(nn.Module):
@@ -825,7 +825,7 @@ def nested() -> nn.Module:
 net(
     "nested_sequentials",
     nested,
-    lambda: {"input": x(2, 4)},
+    row,
     truth=Truth(
         computed("0", "0.0", "0.0.0", "0.0.0.0", "1"),
         {"Gemm": [("0.0.0.0",), ("1",)], "Tanh": [("0.0.0.1",)], "Sigmoid": [("0.0.1",)]},
@@ -1092,17 +1092,6 @@ net(
 )
 
 
-class Apply(nn.Module):
-    """One function as a module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: torch.Tensor) -> Any:
-        return self.function(*args)
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1284,7 +1273,7 @@ def nested_graph_module() -> nn.Module:
 net(
     "graph_module_in_a_graph_module",
     lambda: nn.Sequential(nested_graph_module(), nn.Tanh()),
-    lambda: {"input": x(2, 4)},
+    row,
     truth=Truth(
         computed("", "0", "0.inner", "0.inner.fc", "0.block", "0.block.act", "1"),
         {"Abs": [("0",)], "Exp": [("0",)], "Sin": [("0.block.act",), ("0.inner",)]},
@@ -1502,7 +1491,7 @@ class ViewsOfChanged(nn.Module):
 net(
     "views_of_a_changed_tensor",
     ViewsOfChanged,
-    lambda: {"x": x(2, 3, 4)},
+    sequence,
     dynamo=Truth(
         computed("fc", "act", "turn", "split", "again", "head"),
         {"Transpose": [("turn",)] * 2, "Reshape": [("split",)] * 2},
@@ -1534,19 +1523,11 @@ net(
 )
 
 
-class CellThenViews(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.halve, self.head = nn.GRUCell(4, 4), Apply(lambda x: x.reshape(4, 2)), nn.Linear(2, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.halve(self.cell(x)))
-
-
 net(
     "cell_then_views",
-    CellThenViews,
-    truth=Truth(computed("cell", "halve", "head"), {"Reshape": [("halve",)]}),
+    lambda: nn.Sequential(nn.GRUCell(4, 4), unflat(4, 2), nn.Linear(2, 3)),
+    row,
+    truth=Truth(computed("0", "1", "2"), {"Reshape": [("1",)]}),
 )
 
 
@@ -1609,27 +1590,17 @@ class ShiftsAndReads(nn.Module):
         return self.head(self.norm(x)) * x.sin().mean()
 
 
-class ChangesAndReadsViews(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        turn = Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2))
-        self.features = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), turn)
-        self.classify = ShiftsAndReads()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classify(self.features(x))
-
-
 # Functionalization writes the changed view back into the result of the ReLU, which nobody reads, and makes it again.
 net(
     "view_changed_and_read",
-    ChangesAndReadsViews,
-    lambda: {"x": x(2, 4, 2, 3)},
-    truth=Truth(
-        computed("features", "features.2", "classify", "classify.norm", "classify.head"), {"Sin": [("classify",)]}
+    lambda: nn.Sequential(
+        nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2))),
+        ShiftsAndReads(),
     ),
-    dynamo=Truth(owners={"Reshape": [("features.2",), ("classify",), ("classify",)]}),
-    torchscript=Truth(owners={"Reshape": [("features.2",)]}),
+    lambda: {"input": x(2, 4, 2, 3)},
+    truth=Truth(computed("0", "0.2", "1", "1.norm", "1.head"), {"Sin": [("1",)]}),
+    dynamo=Truth(owners={"Reshape": [("0.2",), ("1",), ("1",)]}),
+    torchscript=Truth(owners={"Reshape": [("0.2",)]}),
 )
 
 
@@ -1692,31 +1663,18 @@ class ToOwnType(nn.Module):
         return self.fc(x).sin()
 
 
-class HoldsToOwnType(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = ToOwnType()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x).tanh()
-
-
 net(
     "argument_made_its_own_type",
-    HoldsToOwnType,
-    truth=Truth(computed("block", "block.fc"), {"Sin": [("block",)], "Gemm": [("block.fc",)]}),
+    lambda: nn.Sequential(ToOwnType(), nn.Tanh()),
+    row,
+    truth=Truth(computed("0", "0.fc"), {"Sin": [("0",)], "Gemm": [("0.fc",)]}),
 )
-
-
-class SplitHeads(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x.chunk(3, dim=-1)
 
 
 class UsesSomeHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.split, self.act = nn.Linear(4, 6), SplitHeads(), nn.Sigmoid()
+        self.qkv, self.split, self.act = nn.Linear(4, 6), Apply(lambda x: x.chunk(3, dim=-1)), nn.Sigmoid()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, _, v = self.split(self.qkv(x))
@@ -1730,23 +1688,13 @@ net(
 )
 
 
-class PadsByNothing(nn.Module):
-    """As MobileNetV2 of transformers: it pads by what its size needs, and for this size that is nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pad, self.conv, self.act = nn.ZeroPad2d(0), nn.Conv2d(2, 3, 3), nn.ReLU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.conv(self.pad(x)))
-
-
 net(
     "pads_by_nothing",
-    PadsByNothing,
-    lambda: {"x": x(1, 2, 8, 8)},
-    truth=Truth(computed("conv", "act"), {"Conv": [("conv",)], "Relu": [("act",)]}),
-    dynamo=Truth({"pad": "identity"}),
+    # As MobileNetV2 of transformers: it pads by what its size needs, and for this size that is nothing.
+    lambda: nn.Sequential(nn.ZeroPad2d(0), nn.Conv2d(2, 3, 3), nn.ReLU()),
+    lambda: {"input": x(1, 2, 8, 8)},
+    truth=Truth(computed("1", "2"), {"Conv": [("1",)], "Relu": [("2",)]}),
+    dynamo=Truth({"0": "identity"}),
 )
 
 
@@ -1781,7 +1729,7 @@ class ShapesEverywhere(nn.Module):
 net(
     "positions_from_shapes",
     ShapesEverywhere,
-    lambda: {"x": x(2, 3, 4)},
+    sequence,
     dynamic={"x": {0: "batch", 1: "length"}},
     truth=Truth(
         computed("positions", "positions.table", "one", "fc", "two"),
@@ -1800,10 +1748,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.rnn(self.norm(x))[0])
-
-
-def sequence() -> dict[str, Any]:
-    return {"x": x(2, 3, 4)}
 
 
 net("lstm", lambda: Recurrent(nn.LSTM), sequence, truth=Truth(computed("rnn", "norm", "head"), {"LSTM": [("rnn",)]}))
@@ -1843,7 +1787,7 @@ def normed() -> nn.Module:
 net(
     "weight_norm",
     normed,
-    lambda: {"input": x(2, 4)},
+    row,
     truth=Truth(computed("0", "1", "2"), {"Tanh": [("1",)]}),
 )
 
@@ -1893,7 +1837,7 @@ class OtherNames(nn.Module):
 net(
     "other_names_of_operators",
     lambda: nn.Sequential(OtherNames(), nn.Linear(8, 4)),
-    lambda: {"input": x(2, 4)},
+    row,
     truth=Truth(computed("0", "0.first", "0.second", "1"), {"Abs": [("0",)], "Sigmoid": [("0",)]}),
 )
 
@@ -1938,20 +1882,11 @@ class SplitsItsResult(nn.Module):
         return rest.permute(0, 2, 1).reshape(2, 8), first
 
 
-class ReturnsParts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = SplitsItsResult()
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.parts(x)
-
-
 net(
     "returned_parts",
-    ReturnsParts,
-    lambda: {"x": x(2, 3, 4)},
-    truth=Truth(computed("parts", "parts.linear")),
+    lambda: nn.Sequential(SplitsItsResult()),
+    lambda: {"input": x(2, 3, 4)},
+    truth=Truth(computed("0", "0.linear")),
 )
 
 
@@ -1987,7 +1922,7 @@ class Cells(nn.Module):
 net(
     "cells",
     Cells,
-    lambda: {"x": x(2, 3, 4)},
+    sequence,
     truth=Truth(computed("cell", "out")),
 )
 
@@ -2044,22 +1979,13 @@ net(
 # --- what modules pass to each other ---------------------------------------------------
 
 
-class Counts(nn.Module):
-    def forward(self, x: torch.Tensor) -> list[int]:
-        return (x > 0).sum(0).tolist()
-
-
-class Multiplies(nn.Module):
-    def forward(self, x: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-        return x.sigmoid() * numbers[0] + numbers[1]
-
-
 class PassesNumbers(nn.Module):
     """What passes between the two are numbers in Python, and tensors in a file."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts, self.multiplies = Counts(), Multiplies()
+        self.counts = Apply(lambda x: (x > 0).sum(0).tolist())
+        self.multiplies = Apply(lambda x, numbers: x.sigmoid() * numbers[0] + numbers[1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiplies(x, self.counts(x)).tanh()
@@ -2108,7 +2034,7 @@ class HoldsRouted(nn.Module):
 net(
     "equal_work_of_a_module_and_one_inside_it",
     HoldsRouted,
-    lambda: {"x": x(2, 3, 4)},
+    sequence,
     truth=Truth(
         computed("routed", "routed.router", "routed.experts"),
         {"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
@@ -2147,6 +2073,6 @@ class SharesBias(nn.Module):
 net(
     "size_of_a_tensor_that_is_gone",
     SharesBias,
-    lambda: {"x": x(2, 3, 4)},
+    sequence,
     truth=Truth(computed("first", "first.query", "second", "second.query")),
 )

@@ -29,6 +29,8 @@ import onnx
 import onnxruntime as ort
 import torch
 
+from htp_export.format.signatures import Signature, signatures_from_json
+
 Array = np.ndarray[Any, Any]
 Fault = tuple[str, str]
 
@@ -178,6 +180,21 @@ def owners_of(node: onnx.NodeProto) -> tuple[str, ...]:
     if "htp.owners" in said:
         return tuple(json.loads(said["htp.owners"]))
     return (said["htp.module"],) if "htp.module" in said else ()
+
+
+def work_of(model: onnx.ModelProto, *types: str) -> list[tuple[str, tuple[str, ...]]]:
+    """``(operator, owners)`` of every node, or of those of some operators, in the order of the file."""
+    return [(node.op_type, owners_of(node)) for node in nodes_of(model) if not types or node.op_type in types]
+
+
+def owners_by_type(model: onnx.ModelProto, *types: str) -> dict[str, list[tuple[str, ...]]]:
+    """Operator → owners of its nodes, in the order of the file."""
+    return {op_type: [owners for _, owners in work_of(model, op_type)] for op_type in types}
+
+
+def fates_of(model: onnx.ModelProto) -> dict[str, str]:
+    """Module → its fate."""
+    return {path: entry["fate"] for path, entry in tree_of(model).items()}
 
 
 def modules_of(model: onnx.ModelProto) -> Callable[[onnx.NodeProto], set[str]]:
@@ -336,6 +353,20 @@ def inputs_of(model: onnx.ModelProto, kwargs: dict[str, Any]) -> list[Array]:
     calls = json.loads(said.get("htp.signatures", "{}")).get("", [])
     arguments = {tensor: argument for argument, tensor in calls[0][0].items()} if calls else {}
     return [copied(given[name if name in given else arguments[name]]) for name in names]
+
+
+def signatures_of(model: onnx.ModelProto) -> dict[str, tuple[Signature, ...]]:
+    return signatures_from_json({entry.key: entry.value for entry in model.metadata_props}["htp.signatures"])
+
+
+def constants_of(model: onnx.ModelProto) -> dict[str, Array]:
+    return {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+
+
+def values_of(model: onnx.ModelProto, kwargs: dict[str, Any]) -> dict[str, Array]:
+    """The tensors of a file when it is run on inputs of the model."""
+    feeds = dict(zip(input_names(model), inputs_of(model, kwargs), strict=True))
+    return {**constants_of(model), **evaluate(with_branches_taken(model, feeds), feeds)}
 
 
 def inside(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:

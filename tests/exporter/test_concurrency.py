@@ -24,7 +24,12 @@ from htp_export.process.restoring import restored
 
 EXPORTERS = pytest.mark.parametrize(
     "exporters",
-    [("torchscript", "torchscript"), ("dynamo", "dynamo"), ("dynamo", "torchscript"), ("torchscript", "dynamo")],
+    [
+        ("torchscript", "torchscript"),
+        ("dynamo", "torchscript"),
+        pytest.param(("dynamo", "dynamo"), marks=pytest.mark.slow),
+        pytest.param(("torchscript", "dynamo"), marks=pytest.mark.slow),
+    ],
     ids="-".join,
 )
 

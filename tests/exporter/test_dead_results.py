@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 import htp_export
-from tests.exporter.test_signatures import signatures_of, values_of
-from tests.exporting import exported
+from tests.exporting import BOTH, exported
 from tests.extract.test_cutting import wrong_parts
-from tests.nets import EXPORTERS, spread, x
-from tests.truth import equal, run_pytorch
+from tests.nets import spread, x
+from tests.truth import equal, run_pytorch, signatures_of, values_of
 
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 Tensor = torch.Tensor
 
 

@@ -181,8 +181,15 @@ def watched_model() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("way", ["export", "tagging"])
+@pytest.mark.parametrize(
+    ("way", "enabled"),
+    [
+        ("export", False),
+        ("tagging", True),
+        pytest.param("export", True, marks=pytest.mark.slow),
+        pytest.param("tagging", False, marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupted_torchscript_export_leaves_nothing_changed(way: str, enabled: bool) -> None:
     model, args = watched_model(), (torch.linspace(-1, 1, 8).reshape(2, 4),)
 
@@ -201,7 +208,7 @@ def test_an_interrupted_torchscript_export_leaves_nothing_changed(way: str, enab
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("enabled", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_an_interrupted_dynamo_export_leaves_nothing_changed(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for what torch does in between: a true export takes seconds, and is interrupted often."""
     model = watched_model()

@@ -56,8 +56,19 @@ def exported(model: nn.Module, folder: Path, **inputs: Any) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("mixtral", None),
+        ("llama", "bfloat16"),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name in ARCHITECTURES
+            for dtype in (None, "float16", "bfloat16")
+            if (name, dtype) not in (("mixtral", None), ("llama", "bfloat16"))
+        ),
+    ],
+)
 def test_large_weights_stay_in_files_and_have_their_values(tmp_path: Path, name: str, dtype: str | None) -> None:
     source = checkpoint(tmp_path, name, vocab_size=10_000)
     streamed, loaded = (load_model(str(source), dtype=dtype, stream_weights=flag) for flag in (True, False))
@@ -71,20 +82,19 @@ def test_large_weights_stay_in_files_and_have_their_values(tmp_path: Path, name:
 
 
 class TestFilesAreEqual:
-    @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert"])
-    def test_to_those_of_a_model_in_memory(self, tmp_path: Path, name: str) -> None:
-        source = checkpoint(tmp_path, name)
-        streamed, loaded = load_model(str(source), stream_weights=True), load_model(str(source))
-        assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
-
-    def test_in_another_dtype(self, tmp_path: Path) -> None:
-        source = checkpoint(tmp_path, "llama", vocab_size=10_000)
-        streamed, loaded = (load_model(str(source), dtype="float16", stream_weights=flag) for flag in (True, False))
-        assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
-
-    def test_of_the_base_model_of_a_checkpoint_with_a_head(self, tmp_path: Path) -> None:
-        source = checkpoint(tmp_path, "llama")
-        options = {"task": "feature-extraction"}
+    @pytest.mark.parametrize(
+        ("name", "options"),
+        [
+            ("llama", {"dtype": "float16"}),
+            ("qwen3", {}),
+            pytest.param("llama", {}, marks=pytest.mark.slow),
+            pytest.param("gpt2", {}, marks=pytest.mark.slow),
+            pytest.param("bert", {}, marks=pytest.mark.slow),
+            pytest.param("llama", {"task": "feature-extraction"}, marks=pytest.mark.slow),  # the file has a head
+        ],
+    )
+    def test_to_those_of_a_model_in_memory(self, tmp_path: Path, name: str, options: dict[str, str]) -> None:
+        source = checkpoint(tmp_path, name, vocab_size=10_000)
         streamed, loaded = (load_model(str(source), stream_weights=flag, **options) for flag in (True, False))
         assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
 
@@ -110,9 +120,13 @@ class TestFilesAreEqual:
 
 
 class TestRefused:
+    @pytest.fixture(scope="class")
+    def saved(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+
     @pytest.fixture
-    def source(self, tmp_path: Path) -> Path:
-        return checkpoint(tmp_path, "llama")
+    def source(self, saved: Path, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(saved, tmp_path / "llama"))
 
     def refused(self, source: Path, error: type[InputError] = FileError) -> str:
         with pytest.raises(error) as raised:
@@ -290,7 +304,7 @@ class TestMapWeights:
 
 
 class TestCommand:
-    @pytest.mark.parametrize("name", ["bert", "llama"])
+    @pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "llama"])
     def test_writes_the_file_that_it_writes_without_the_option(self, tmp_path: Path, name: str) -> None:
         source = checkpoint(tmp_path, name)
         written = []
@@ -327,6 +341,7 @@ class TestCommand:
         assert (tmp_path / "m.onnx").read_bytes() == before
         assert {file.name for file in tmp_path.iterdir()} == {"llama", "m.onnx"}
 
+    @pytest.mark.slow  # it starts a process
     def test_reads_a_model_in_the_cache_of_the_hub_whose_files_are_links(self, tmp_path: Path) -> None:
         source = checkpoint(tmp_path, "llama")
         home = tmp_path / "hub" / "models--somebody--tiny"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import importlib
 import inspect
@@ -24,10 +23,8 @@ from htp_export.exporter.capture import (
     torchscript_internals,
     torchscript_patches,
 )
-from htp_export.exporter.capture.patches import DYNAMO, TORCHSCRIPT
 from htp_export.exporter.capture.patching import Patch, Patches
 from htp_export.files.protobuf_bytes import SerializedModel, Weight
-from htp_export.process import shared_settings
 from htp_export.process.restoring import restored
 from tests import traceless
 from tests.nets import NETS
@@ -61,10 +58,16 @@ def is_ours(what: Any) -> bool:
 
 
 @pytest.mark.parametrize("patch", EVERY, ids=lambda patch: f"{patch.module}.{patch.name}")
-def test_every_patched_place_is_there(patch: Patch) -> None:
+def test_a_place_is_there_and_is_patched_while_its_group_is_held_and_never_else(patch: Patch) -> None:
     owner, name, original = patch.find()
+    assert name in vars(owner)  # what is set back on a class must have been its own, or it would stay there
     assert getattr(owner, name) == original  # a class method is bound anew each time
     assert callable(original) or isinstance(original, types.ModuleType)
+    [group] = [group for group in patches.EVERY if patch in group.patches]
+    assert not is_ours(original)
+    with restored(group.hold):
+        assert is_ours(patch.find()[2])
+    assert not is_ours(patch.find()[2])
 
 
 @pytest.mark.parametrize(("module", "name", "parameters"), WITH_SIGNATURES)
@@ -163,18 +166,6 @@ def test_the_tracer_takes_numbers_as_tensors_and_refuses_objects() -> None:
             torchscript_internals.flattened((refused,))
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_autocasts_cache_is_as_it_was_after_a_failure(enabled: bool) -> None:
-    torch.set_autocast_cache_enabled(enabled)
-    try:
-        with contextlib.suppress(ArithmeticError), restored(torch_internals.keep_autocast_cache):
-            torch.set_autocast_cache_enabled(not enabled)
-            raise ArithmeticError
-        assert torch.is_autocast_cache_enabled() is enabled
-    finally:
-        torch.set_autocast_cache_enabled(True)
-
-
 def test_weights_can_be_had_apart_from_the_rest_of_the_file() -> None:
     graph, weight = torch._C.Graph(), torch.arange(3.0)
     graph.registerOutput(graph.addInput("weight"))
@@ -202,61 +193,35 @@ def test_a_place_that_is_gone_is_named(module: str, name: str) -> None:
     assert torch.__version__ in str(caught.value)
 
 
-def test_where_one_place_is_gone_none_is_patched() -> None:
-    original = torch.onnx.ONNXProgram.optimize
-    patches = Patches(
-        Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self)),
-        Patch("torch.onnx", "ONNXProgram.gone", lambda original: original),
-    )
-    with pytest.raises(TorchChangedError, match=r"ONNXProgram\.gone"), restored(patches.hold):
-        pass
-    assert torch.onnx.ONNXProgram.optimize is original
-
-
 def refuses(original: Any) -> Any:
     raise ValueError("another signature")
 
 
-def test_where_one_place_cannot_be_wrapped_none_is_patched() -> None:
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Patch("torch.onnx", "ONNXProgram.gone", lambda original: original), r"ONNXProgram\.gone"),
+        (
+            Patch("torch.onnx", "ONNXProgram.save", refuses),
+            r"torch\.onnx\.ONNXProgram\.save is not what it was: another signature",
+        ),
+        (
+            Patch("builtins", "dict.get", lambda original: lambda self: None),
+            r"builtins\.dict\.get cannot be replaced",
+        ),
+    ],
+)
+def test_where_one_place_is_gone_or_cannot_be_wrapped_or_replaced_none_is_patched(fault: Patch, message: str) -> None:
     original = torch.onnx.ONNXProgram.optimize
     good = Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self))
-    group = Patches(good, Patch("torch.onnx", "ONNXProgram.save", refuses))
-    with (
-        pytest.raises(TorchChangedError, match=r"torch\.onnx\.ONNXProgram\.save is not what it was") as caught,
-        restored(group.hold),
-    ):
-        pass
-    assert str(caught.value.__cause__) == "another signature"
-    assert torch.onnx.ONNXProgram.optimize is original
+    group = Patches(good, fault)
+    for _ in range(2):
+        with pytest.raises(TorchChangedError, match=message), restored(group.hold):
+            pass
+        assert torch.onnx.ONNXProgram.optimize is original
     with restored(Patches(good).hold):  # nothing is left that a later user would take for the original
         assert torch.onnx.ONNXProgram.optimize is not original
     assert torch.onnx.ONNXProgram.optimize is original
-
-
-def test_where_one_place_cannot_be_replaced_none_is_patched() -> None:
-    original = torch.onnx.ONNXProgram.optimize
-    group = Patches(
-        Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self)),
-        Patch("builtins", "dict.get", lambda original: lambda self: None),
-    )
-    for _ in range(2):
-        with pytest.raises(TorchChangedError, match=r"builtins\.dict\.get cannot be replaced"), restored(group.hold):
-            pass
-        assert torch.onnx.ONNXProgram.optimize is original
-
-
-@pytest.mark.parametrize("dynamo", [True, False])
-def test_an_export_says_which_part_of_torch_is_gone(
-    dynamo: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    patches = DYNAMO if dynamo else TORCHSCRIPT
-    gone = Patch("torch.onnx", "moved_away", lambda original: original)
-    monkeypatch.setattr(patches, "patches", (*patches.patches, gone))
-    before = [patch.find()[2] for patch in EVERY]
-    with pytest.raises(TorchChangedError, match=r"torch\.onnx\.moved_away"):
-        htp_export.export(nn.ReLU().eval(), (torch.ones(2),), tmp_path / "m.onnx", dynamo=dynamo, verbose=False)
-    assert list(tmp_path.iterdir()) == []
-    assert all(patch.find()[2] == original for patch, original in zip(EVERY, before, strict=True))
 
 
 def test_patches_go_in_with_the_first_user_and_out_with_the_last() -> None:
@@ -295,13 +260,6 @@ def test_translations_of_operators_are_read_once_by_who_asks_for_it() -> None:
     assert other.functions[name] == metas
     one.functions[name].clear()
     assert other.functions[name]  # an export's own translations stay its own
-
-
-def test_no_patched_method_is_inherited() -> None:
-    """What is set back on a class must have been its own, or it would stay there."""
-    for patch in EVERY:
-        owner, name, _ = patch.find()
-        assert name in vars(owner), f"{patch.module}.{patch.name}"
 
 
 def test_dynamo_says_in_which_modules_a_node_runs_by_their_ids() -> None:
@@ -448,26 +406,6 @@ def test_a_graph_module_that_is_exported_is_interpreted_inside_a_wrapper() -> No
     traced.register_forward_pre_hook(lambda *_: ran.append("called"))
     torch.export.export(traced, (torch.ones(2),), strict=False)
     assert ran == []
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_fast_path_of_attention_is_off_inside_and_as_it_was_after(enabled: bool) -> None:
-    torch.backends.mha.set_fastpath_enabled(enabled)
-    try:
-        with restored(shared_settings.turn_attention_fast_path_off):
-            assert not torch.backends.mha.get_fastpath_enabled()
-        assert torch.backends.mha.get_fastpath_enabled() is enabled
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-
-
-@pytest.mark.parametrize("patch", EVERY, ids=lambda patch: f"{patch.module}.{patch.name}")
-def test_a_place_is_patched_while_its_group_is_held_and_never_else(patch: Patch) -> None:
-    [group] = [group for group in patches.EVERY if patch in group.patches]
-    assert not is_ours(patch.find()[2])
-    with restored(group.hold):
-        assert is_ours(patch.find()[2])
-    assert not is_ours(patch.find()[2])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import htp_export
-from tests.nets import EXPORTERS, NETS, x
+from tests.nets import NETS, x
 
 
 def seen(export: Callable[..., Any], exporter: str, name: str, folder: Path) -> list[tuple[type[Warning], str]]:
@@ -23,8 +23,17 @@ def seen(export: Callable[..., Any], exporter: str, name: str, folder: Path) -> 
     return [(warning.category, str(warning.message)) for warning in caught]
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("name", ["siblings", "conv_bn_relu", "other_names_of_operators", "lstm"])
+@pytest.mark.parametrize(
+    ("name", "exporter"),
+    [
+        ("siblings", "torchscript"),
+        ("conv_bn_relu", "dynamo"),
+        ("conv_bn_relu", "torchscript"),
+        ("other_names_of_operators", "torchscript"),
+        ("lstm", "torchscript"),
+        *(pytest.param(name, "dynamo", marks=pytest.mark.slow) for name in ("siblings", "lstm")),
+    ],
+)
 def test_an_export_shows_the_warnings_of_torch_alone(name: str, exporter: str, tmp_path: Path) -> None:
     torchs = seen(torch.onnx.export, exporter, name, tmp_path)
     assert seen(htp_export.export, exporter, name, tmp_path) == torchs

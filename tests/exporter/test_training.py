@@ -13,14 +13,14 @@ from torch.ao import quantization
 
 import htp_export
 from htp_export.errors import InputError, SelectorError
-from tests.nets import EXPORTERS, x
+from tests.exporting import BOTH
+from tests.nets import x
 from tests.truth import inexact, untagged
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning"),  # torch's own configuration
 ]
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
 class Net(nn.Module):
@@ -71,8 +71,15 @@ def ir_constant(value: object) -> object:
     return value.const_value.numpy()  # type: ignore[attr-defined]
 
 
-@BOTH
-@pytest.mark.parametrize("backend", ["qnnpack", "fbgemm"])
+@pytest.mark.parametrize(
+    ("backend", "exporter"),
+    [
+        ("qnnpack", "torchscript"),
+        ("fbgemm", "dynamo"),
+        pytest.param("qnnpack", "dynamo", marks=pytest.mark.slow),
+        pytest.param("fbgemm", "torchscript", marks=pytest.mark.slow),
+    ],
+)
 def test_fake_quantized_models_export_with_tags_and_scales(backend: str, exporter: str, tmp_path: Path) -> None:
     model, kwargs, file = trained(backend), {"x": x(2, 3, 6, 6)}, tmp_path / "qat.onnx"
     wanted = model(**kwargs)

@@ -14,11 +14,9 @@ import htp_export
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.module_paths import module_paths
 from htp_export.format.parameters import parameters_of
-from tests.exporting import exported
-from tests.nets import EXPORTERS, spread, x
+from tests.exporting import BOTH, exported
+from tests.nets import spread, x
 from tests.truth import nodes_of, owners_of, tree_of
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
 class EmptyName(nn.Module):

@@ -13,15 +13,9 @@ import torch
 from torch import nn
 
 import htp_export
-from tests.exporting import SharedFiles, converts_loops, exported, exported_net, metadata
-from tests.nets import EXPORTERS, NETS, spread, x
-from tests.truth import nodes_of, owners_of, tree_of
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
-
-
-def fates(file: onnx.ModelProto) -> dict[str, str]:
-    return {path: entry["fate"] for path, entry in tree_of(file).items()}
+from tests.exporting import BOTH, SharedFiles, exported, exported_net, metadata
+from tests.nets import NETS, x
+from tests.truth import fates_of, nodes_of, owners_of, tree_of
 
 
 def of_type(file: onnx.ModelProto, op_type: str) -> list[dict[str, str]]:
@@ -79,7 +73,7 @@ def test_transposes_that_cancel_are_fused_though_no_node_is_left_of_them(
 
 def test_what_depends_on_no_input_is_constant_where_it_is_folded(shared_files: SharedFiles) -> None:
     file = shared_files.read("scale_folded_away", "dynamo")
-    assert fates(file)["scale"] == "constant"
+    assert fates_of(file)["scale"] == "constant"
     assert not any("scale" in owners_of(node) for node in nodes_of(file) if node.op_type != "Constant")
 
 
@@ -143,46 +137,6 @@ def test_the_second_holder_of_a_module_owns_its_work_too_and_stands_before_it(
     file = shared_files.read("two_parents", exporter)
     gemms = [owners_of(node) for node in nodes_of(file) if node.op_type == "Gemm"]
     assert [list(owners) for owners in gemms] == [["left.shared"], ["right", "left.shared"]]
-
-
-class LoopsOver(nn.Module):
-    """A loop whose condition and body run modules; one of them has no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act, self.limit = nn.Linear(4, 4), nn.Sequential(nn.Tanh()), nn.Sequential(nn.Sigmoid())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from torch._higher_order_ops.while_loop import while_loop
-
-        def goes_on(step: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return (step < 3) & (self.limit(y).sum() < 100)
-
-        def body(step: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return step + 1, self.act(self.fc(y)).exp()
-
-        return while_loop(goes_on, body, (torch.tensor(0), x))[1].cos()
-
-
-@converts_loops
-def test_nodes_in_a_loop_belong_to_the_modules_that_run_in_it(tmp_path: Path) -> None:
-    file = exported(spread(LoopsOver()).eval(), {"x": x(2, 4)}, "dynamo", tmp_path)
-    owners = {node.op_type: owners_of(node) for node in nodes_of(file)}
-    assert {op: owners[op] for op in ("Loop", "Gemm", "Tanh", "Sigmoid", "Exp", "Cos")} == {
-        "Loop": ("",), "Gemm": ("fc",), "Tanh": ("act.0",), "Sigmoid": ("limit.0",), "Exp": ("",), "Cos": ("",),
-    }  # fmt: skip
-    assert fates(file) == dict.fromkeys(["", "fc", "act", "act.0", "limit", "limit.0"], "computed")
-    assert {entry["calls"] for entry in tree_of(file).values()} == {1}
-
-
-def test_nodes_in_branches_of_an_exported_program_belong_to_the_modules_of_their_parameters(tmp_path: Path) -> None:
-    model, kwargs = NETS["cond_over_self"].build()
-    program = torch.export.export(model, (), kwargs, strict=False)
-    htp_export.export(program, f=tmp_path / "model.onnx", verbose=False)
-    file = onnx.load(str(tmp_path / "model.onnx"))
-    assert [said["htp.module"] for said in of_type(file, "Gemm")] == ["fc", "choose.up", "choose.down"]
-    assert [said["htp.reason"] for said in of_type(file, "Gemm")] == ["scope", "parameters", "parameters"]
-    assert [said["htp.module"] for said in of_type(file, "Sub")] == ["choose"]
 
 
 def test_calls_in_branches_are_counted_with_those_outside(shared_files: SharedFiles) -> None:
@@ -328,7 +282,7 @@ class Swaps(nn.Module):
         return self.act(self.body(y - 1)).tanh()
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@BOTH
 def test_a_module_that_is_put_in_place_while_the_model_runs_is_computed(exporter: str, tmp_path: Path) -> None:
     files = []
     for export in (htp_export.export, torch.onnx.export):

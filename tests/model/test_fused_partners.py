@@ -20,12 +20,10 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.boundaries import Boundaries
 from htp_export.model.fates import FateEvidence, Outcome, find_fates, fused_with
 from htp_export.tools import onnxscript, onnxslim
-from tests.exporting import exported
+from tests.exporting import BOTH, exported
 from tests.graphs import Builder
 from tests.nets import EXPORTERS, NETS, spread, x
 from tests.truth import inexact
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 # Permutations, one after another: all that come out in between are different, and so are the first and the last one.
 TURNS = [order for order in itertools.permutations(range(4)) if order != (0, 1, 2, 3)]

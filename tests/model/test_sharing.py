@@ -14,12 +14,11 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.boundaries import OUTSIDE, Boundaries
-from tests.exporting import SharedFiles
+from tests.exporting import BOTH, SharedFiles
 from tests.graphs import Builder
-from tests.nets import EXPORTERS, NETS
+from tests.nets import NETS
 from tests.truth import equal, inexact, nodes_of
 
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 BY_PATH = CallTree(Hierarchy([ModuleInfo("", "net.Net", 1)]))  # every module ran once, in the one above it
 GAINS = ("blocks.0.gain", "blocks.1.gain")
 
