@@ -93,21 +93,28 @@ def x(*shape: int, seed: int = 7) -> torch.Tensor:
 
 def net(
     name: str,
-    make: Callable[[], nn.Module],
+    make: Callable[[], nn.Module] | None = None,
     inputs: Callable[[], dict[str, Any]] = lambda: {"x": x(2, 4)},
     *,
     equal: bool = False,
     skip: tuple[str, ...] = (),
     **facts: Any,
-) -> None:
-    """Put one net into the registry; its parameters are spread unless the trap is that they are equal."""
+) -> Any:
+    """Put one net into the registry: what ``make`` makes, or the class below.
 
-    def build() -> tuple[nn.Module, dict[str, Any]]:
-        torch.manual_seed(0)
-        model = make()
-        return (model if equal else spread(model)).eval(), inputs()
+    Its parameters are spread unless the trap is that they are equal.
+    """
 
-    NETS[name] = Net(name, build, skip=frozenset(skip), **facts)
+    def put(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        def build() -> tuple[nn.Module, dict[str, Any]]:
+            torch.manual_seed(0)
+            model = make()
+            return (model if equal else spread(model)).eval(), inputs()
+
+        NETS[name] = Net(name, build, skip=frozenset(skip), **facts)
+        return make
+
+    return put(make) if make else put
 
 
 def row() -> dict[str, Any]:
@@ -137,6 +144,10 @@ class Apply(nn.Module):
 # --- the same module, or the same class, several times ---------------------------------------------------
 
 
+@net(
+    "siblings",
+    truth=Truth(computed("", "first", "second"), {"Gemm": [("first",), ("second",)], "Tanh": [("",)], "Mul": [("",)]}),
+)
 class Siblings(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -144,13 +155,6 @@ class Siblings(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.first(x) * self.second(x).tanh()
-
-
-net(
-    "siblings",
-    Siblings,
-    truth=Truth(computed("", "first", "second"), {"Gemm": [("first",), ("second",)], "Tanh": [("",)], "Mul": [("",)]}),
-)
 
 
 def equal_siblings() -> nn.Module:
@@ -195,6 +199,15 @@ net(
 )
 
 
+@net(
+    "twin_branches",
+    inputs=lambda: {"x": x(2, 4), "y": x(2, 4, seed=8)},
+    equal=True,
+    truth=Truth(
+        computed("left.0", "right.0", "left.2", "right.2"),
+        {"Gemm": [("left.0",), ("right.0",)], "LayerNormalization": [("left.2",), ("right.2",)]},
+    ),
+)
 class Twins(nn.Module):
     """Equal parameters, different inputs: equal weights may be merged, the work may not."""
 
@@ -208,18 +221,7 @@ class Twins(nn.Module):
         return self.left(x) + self.right(y)
 
 
-net(
-    "twin_branches",
-    Twins,
-    lambda: {"x": x(2, 4), "y": x(2, 4, seed=8)},
-    equal=True,
-    truth=Truth(
-        computed("left.0", "right.0", "left.2", "right.2"),
-        {"Gemm": [("left.0",), ("right.0",)], "LayerNormalization": [("left.2",), ("right.2",)]},
-    ),
-)
-
-
+@net("called_twice", truth=Truth(computed("fc", "act"), {"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]}))
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -229,13 +231,13 @@ class Twice(nn.Module):
         return self.fc(self.act(self.fc(x)))
 
 
-net(
-    "called_twice",
-    Twice,
-    truth=Truth(computed("fc", "act"), {"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]}),
+@net(
+    "loop_of_three",
+    truth=Truth(
+        computed("block", "block.0", "block.1"),
+        {"Gemm": [("block.0",)] * 3, "Tanh": [("block.1",)] * 3, "Add": [("",)] * 3},
+    ),
 )
-
-
 class Loop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -247,16 +249,7 @@ class Loop(nn.Module):
         return x
 
 
-net(
-    "loop_of_three",
-    Loop,
-    truth=Truth(
-        computed("block", "block.0", "block.1"),
-        {"Gemm": [("block.0",)] * 3, "Tanh": [("block.1",)] * 3, "Add": [("",)] * 3},
-    ),
-)
-
-
+@net("two_names", truth=Truth(computed("", "one"), {"Gemm": [("one",), ("one",)], "Tanh": [("",)]}))
 class TwoNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -265,13 +258,6 @@ class TwoNames(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.other(self.one(x).tanh())
-
-
-net(
-    "two_names",
-    TwoNames,
-    truth=Truth(computed("", "one"), {"Gemm": [("one",), ("one",)], "Tanh": [("",)]}),
-)
 
 
 class Holder(nn.Module):
@@ -283,6 +269,14 @@ class Holder(nn.Module):
         return self.shared(x).sigmoid()
 
 
+# The second parent must own its work too, though the path of what it holds lies under the first.
+@net(
+    "two_parents",
+    truth=Truth(
+        computed("left", "right", "left.shared"),
+        {"Sigmoid": [("left",), ("right",)], "Gemm": [("left.shared",), ("right", "left.shared")]},
+    ),
+)
 class TwoParents(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -293,17 +287,14 @@ class TwoParents(nn.Module):
         return self.right(self.left(x))
 
 
-# The second parent must own its work too, though the path of what it holds lies under the first.
-net(
-    "two_parents",
-    TwoParents,
+@net(
+    "tied_weights",
+    inputs=lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
     truth=Truth(
-        computed("left", "right", "left.shared"),
-        {"Sigmoid": [("left",), ("right",)]},
+        computed("embed", "norm", "head"),
+        {"Gather": [("embed",)], "LayerNormalization": [("norm",)], "MatMul": [("head",)]},
     ),
 )
-
-
 class TiedWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -314,17 +305,7 @@ class TiedWeights(nn.Module):
         return self.head(self.norm(self.embed(ids)))
 
 
-net(
-    "tied_weights",
-    TiedWeights,
-    lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
-    truth=Truth(
-        computed("embed", "norm", "head"),
-        {"Gather": [("embed",)], "LayerNormalization": [("norm",)], "MatMul": [("head",)]},
-    ),
-)
-
-
+@net("calls_itself", truth=Truth(computed("fc"), {"Gemm": [("fc",), ("fc",)]}))
 class Recursive(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -332,9 +313,6 @@ class Recursive(nn.Module):
 
     def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
         return self(self.fc(x).tanh(), depth - 1) if depth else x
-
-
-net("calls_itself", Recursive, truth=Truth(computed("fc"), {"Gemm": [("fc",), ("fc",)]}))
 
 
 # --- which call ran in which ---------------------------------------------------
@@ -525,7 +503,7 @@ net(
     SharedMask,
     lambda: {"x": x(2, 4), "mask": torch.tensor([1, 0])},
     truth=Truth(
-        computed(*LAYERS, *(f"{layer}.fc" for layer in LAYERS)),
+        {"layers": "uncalled", **computed(*LAYERS, *(f"{layer}.fc" for layer in LAYERS))},
         {"Cast": [LAYERS], "Sub": [LAYERS], "Mul": [LAYERS], "Add": [(layer,) for layer in LAYERS]},
     ),
 )
@@ -553,6 +531,14 @@ class GainBlock(nn.Module):
         return self.fc(x) * self.gain(g)
 
 
+@net(
+    "merged_work_read_in_both_blocks",
+    inputs=lambda: {"x": x(2, 4), "g": x(2, 4)},
+    truth=Truth(
+        computed("blocks.0", "blocks.0.gain", "blocks.1", "blocks.1.gain"),
+        {"Exp": [("blocks.0.gain", "blocks.1.gain")], "Mul": [("blocks.0",), ("blocks.1",)]},
+    ),
+)
 class MergedGains(nn.Module):
     """Both gains begin alike; the merged node feeds one gain, and the block around the other."""
 
@@ -566,17 +552,6 @@ class MergedGains(nn.Module):
         return x
 
 
-net(
-    "merged_work_read_in_both_blocks",
-    MergedGains,
-    lambda: {"x": x(2, 4), "g": x(2, 4)},
-    truth=Truth(
-        computed("blocks.0", "blocks.0.gain", "blocks.1", "blocks.1.gain"),
-        {"Exp": [("blocks.0.gain", "blocks.1.gain")], "Mul": [("blocks.0",), ("blocks.1",)]},
-    ),
-)
-
-
 class CastThenScale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -586,6 +561,14 @@ class CastThenScale(nn.Module):
         return ids.float() * self.weight
 
 
+@net(
+    "same_cast_in_two_siblings",
+    inputs=lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
+    truth=Truth(
+        computed("first", "second"),
+        {"Cast": [("first", "second")], "Mul": [("first",), ("second",)], "Sub": [("",)]},
+    ),
+)
 class SharedCast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -595,21 +578,19 @@ class SharedCast(nn.Module):
         return self.first(ids) - self.second(ids).exp()
 
 
-net(
-    "same_cast_in_two_siblings",
-    SharedCast,
-    lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
-    truth=Truth(
-        computed("first", "second"),
-        {"Cast": [("first", "second")], "Mul": [("first",), ("second",)], "Sub": [("",)]},
-    ),
-)
-
-
 def unflat(*shape: int) -> nn.Module:
     return Apply(lambda x: x.reshape(shape))
 
 
+@net(
+    "reshapes_that_meet",
+    truth=Truth(computed("before", "after"), {"Tanh": [("before",)], "Sigmoid": [("after",)]}),
+    dynamo=Truth(
+        {"fold": "fused", "unfold": "fused"},
+        {"Reshape": [("fold", "unfold")]},
+        {"fold": ("unfold",), "unfold": ("fold",)},
+    ),
+)
 class ReshapesMeet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -619,18 +600,15 @@ class ReshapesMeet(nn.Module):
         return self.after(self.unfold(self.fold(self.before(x))))
 
 
-net(
-    "reshapes_that_meet",
-    ReshapesMeet,
-    truth=Truth(computed("before", "after"), {"Tanh": [("before",)], "Sigmoid": [("after",)]}),
+@net(
+    "shapes_that_come_back",
+    inputs=lambda: {"x": x(2, 2, 2)},
+    truth=Truth(computed("flat", "last")),
     dynamo=Truth(
-        {"fold": "fused", "unfold": "fused"},
-        {"Reshape": [("fold", "unfold")]},
-        {"fold": ("unfold",), "unfold": ("fold",)},
+        {"same": "identity", "there": "fused", "back": "fused"},
+        {"Reshape": [("flat",), ("last",)]},
     ),
 )
-
-
 class Reshapes(nn.Module):
     """Shapes that come back after others: their tensors are equal, so that they are still in the file."""
 
@@ -644,22 +622,17 @@ class Reshapes(nn.Module):
         return self.last(self.back(self.there(y))).exp()
 
 
-net(
-    "shapes_that_come_back",
-    Reshapes,
-    lambda: {"x": x(2, 2, 2)},
-    truth=Truth(computed("flat", "last")),
-    dynamo=Truth(
-        {"same": "identity", "there": "fused", "back": "fused"},
-        {"Reshape": [("flat",), ("last",)]},
-    ),
-)
-
-
 def turn() -> nn.Module:
     return Apply(lambda x: x.transpose(0, 1))
 
 
+@net(
+    "transposes_that_cancel",
+    truth=Truth(
+        {"there": "fused", "back": "fused", **computed("before", "after")},
+        {"Tanh": [("before",)], "Sigmoid": [("after",)], "Transpose": []},
+    ),
+)
 class TransposesCancel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -669,19 +642,16 @@ class TransposesCancel(nn.Module):
         return self.after(self.back(self.there(self.before(x))))
 
 
-net(
-    "transposes_that_cancel",
-    TransposesCancel,
-    truth=Truth(
-        {"there": "fused", "back": "fused", **computed("before", "after")},
-        {"Tanh": [("before",)], "Sigmoid": [("after",)]},
-    ),
-)
-
-
 # --- not computed ---------------------------------------------------
 
 
+@net(
+    "dead_branch_and_unused_module",
+    truth=Truth(
+        {"dead": "dead", "dead.0": "dead", "dead.1": "dead", "unused": "uncalled", **computed("", "main")},
+        {"Gemm": [("main",)]},
+    ),
+)
 class DeadBranch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -690,16 +660,6 @@ class DeadBranch(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.dead(x)
         return self.main(x)
-
-
-net(
-    "dead_branch_and_unused_module",
-    DeadBranch,
-    truth=Truth(
-        {"dead": "dead", "dead.0": "dead", "dead.1": "dead", "unused": "uncalled", **computed("", "main")},
-        {"Gemm": [("main",)]},
-    ),
-)
 
 
 class Positions(nn.Module):
@@ -753,6 +713,7 @@ net(
 net("nothing_but_identity", lambda: nn.Sequential(nn.Identity()), row, truth=Truth({"0": "identity"}))
 
 
+@net("identity_at_the_end", truth=Truth({"fc": "computed", "drop": "identity"}, {"Gemm": [("fc",)]}))
 class LastIsIdentity(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -762,9 +723,11 @@ class LastIsIdentity(nn.Module):
         return self.drop(self.fc(x))
 
 
-net("identity_at_the_end", LastIsIdentity, truth=Truth({"fc": "computed", "drop": "identity"}, {"Gemm": [("fc",)]}))
-
-
+@net(
+    "inputs_that_nothing_reads",
+    inputs=lambda: {"unread": x(2, 4, seed=1), "x": x(2, 4), "states": [x(2, 4, seed=2), x(2, 4, seed=3)]},
+    truth=Truth(computed("", "scale", "fc"), {"Gemm": [("fc",), ("scale",)], "Sin": [("",)]}),
+)
 class SkipsInputs(nn.Module):
     """Nothing reads the first input and a part of the last one; TorchScript names the others after what reads them."""
 
@@ -774,14 +737,6 @@ class SkipsInputs(nn.Module):
 
     def forward(self, unread: torch.Tensor, x: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
         return self.fc(x) * self.scale(states[1]).sin()
-
-
-net(
-    "inputs_that_nothing_reads",
-    SkipsInputs,
-    lambda: {"unread": x(2, 4, seed=1), "x": x(2, 4), "states": [x(2, 4, seed=2), x(2, 4, seed=3)]},
-    truth=Truth(computed("", "scale", "fc"), {"Gemm": [("fc",), ("scale",)], "Sin": [("",)]}),
-)
 
 
 class SpreadsWeights(nn.Module):
@@ -797,6 +752,10 @@ class SpreadsWeights(nn.Module):
         return self.value(x) * weights, averaged, x.sum(0)
 
 
+@net(
+    "expanded_result_that_nobody_reads",
+    truth=Truth(computed("", "attention", "attention.score", "attention.value", "head")),
+)
 class DropsSpreadWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -805,13 +764,6 @@ class DropsSpreadWeights(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, _, bias = self.attention(x)
         return self.head(values + bias)
-
-
-net(
-    "expanded_result_that_nobody_reads",
-    DropsSpreadWeights,
-    truth=Truth(computed("", "attention", "attention.score", "attention.value", "head")),
-)
 
 
 # --- names ---------------------------------------------------
@@ -864,6 +816,13 @@ net(
 )
 
 
+@net(
+    "names_that_end_alike",
+    truth=Truth(
+        computed("linear", "inner.linear", "linear_1"),
+        {"Gemm": [("inner.linear",), ("linear",), ("linear",), ("linear_1",)]},
+    ),
+)
 class SameEnd(nn.Module):
     """`inner.linear` and `linear`: TorchScript cuts both to the same name."""
 
@@ -876,16 +835,6 @@ class SameEnd(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear_1(self.linear(self.linear(self.inner.linear(x))))
-
-
-net(
-    "names_that_end_alike",
-    SameEnd,
-    truth=Truth(
-        computed("linear", "inner.linear", "linear_1"),
-        {"Gemm": [("inner.linear",), ("linear",), ("linear",), ("linear_1",)]},
-    ),
-)
 
 
 # --- calls that are no plain calls ---------------------------------------------------
@@ -903,6 +852,11 @@ class Codec(nn.Module):
         return self.encode(x).sigmoid()
 
 
+# `codec` never runs: what its method computes belongs to its caller, and its child runs.
+@net(
+    "a_method_that_is_not_forward",
+    truth=Truth({"codec": "uncalled", **computed("", "codec.fc")}, {"Gemm": [("codec.fc",)], "Tanh": [("",)]}),
+)
 class OtherMethod(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -912,14 +866,13 @@ class OtherMethod(nn.Module):
         return self.codec.encode(x)
 
 
-# `codec` never runs: what its method computes belongs to its caller, and its child runs.
-net(
-    "a_method_that_is_not_forward",
-    OtherMethod,
-    truth=Truth({"codec": "uncalled", **computed("", "codec.fc")}, {"Gemm": [("codec.fc",)], "Tanh": [("",)]}),
+@net(
+    "forward_called_directly",
+    truth=Truth(
+        {"codec": "uncalled", **computed("codec.fc")},
+        {"Gemm": [("codec.fc",)], "Tanh": [("",)], "Sigmoid": [("",)]},
+    ),
 )
-
-
 class DirectForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -929,16 +882,13 @@ class DirectForward(nn.Module):
         return self.codec.forward(x) + 1.0
 
 
-net(
-    "forward_called_directly",
-    DirectForward,
+@net(
+    "no_grad_inside",
     truth=Truth(
-        {"codec": "uncalled", **computed("codec.fc")},
-        {"Gemm": [("codec.fc",)], "Tanh": [("",)], "Sigmoid": [("",)]},
+        computed("frozen", "frozen.0", "frozen.1", "head"),
+        {"Gemm": [("frozen.0",), ("head",)], "Tanh": [("frozen.1",)]},
     ),
 )
-
-
 class NoGrad(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -948,16 +898,6 @@ class NoGrad(nn.Module):
         with torch.no_grad():
             features = self.frozen(x)
         return self.head(features)
-
-
-net(
-    "no_grad_inside",
-    NoGrad,
-    truth=Truth(
-        computed("frozen", "frozen.0", "frozen.1", "head"),
-        {"Gemm": [("frozen.0",), ("head",)], "Tanh": [("frozen.1",)]},
-    ),
-)
 
 
 def forward_hooked() -> nn.Module:
@@ -977,6 +917,11 @@ net("forward_hook_that_computes", forward_hooked, truth=Truth(computed("first", 
 net("pre_hook_that_computes", pre_hooked, truth=Truth(computed("first", "second"), {"Cos": [("",)]}))
 
 
+@net(
+    "checkpointed",
+    skip=("torchscript",),
+    truth=Truth(computed("fc", "head"), {"Gemm": [("fc",), ("head",)], "Tanh": [("",)]}),
+)
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -984,14 +929,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.utils.checkpoint.checkpoint(self.fc, x, use_reentrant=False).tanh())
-
-
-net(
-    "checkpointed",
-    Checkpointed,
-    skip=("torchscript",),
-    truth=Truth(computed("fc", "head"), {"Gemm": [("fc",), ("head",)], "Tanh": [("",)]}),
-)
 
 
 class Doubling(torch.autograd.Function):
@@ -1009,6 +946,10 @@ class Doubled(nn.Module):
         return Doubling.apply(x)  # type: ignore[no-untyped-call]
 
 
+@net(
+    "autograd_function",
+    truth=Truth(computed("fc", "twice", "again"), {"Sin": [("twice",), ("again",)], "Mul": [("twice",), ("again",)]}),
+)
 class AutogradFunction(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1018,18 +959,19 @@ class AutogradFunction(nn.Module):
         return self.again(self.twice(self.fc(x)))
 
 
-net(
-    "autograd_function",
-    AutogradFunction,
-    truth=Truth(computed("fc", "twice", "again"), {"Sin": [("twice",), ("again",)], "Mul": [("twice",), ("again",)]}),
-)
-
-
 class Branches(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos() * 2.0, (x,))  # type: ignore[no-any-return]
 
 
+@net(
+    "cond",
+    skip=("torchscript",),
+    truth=Truth(
+        computed("fc", "choose", "again"),
+        {"If": [("choose",), ("again",)], "Sin": [("choose",), ("again",)], "Cos": [("choose",), ("again",)]},
+    ),
+)
 class Cond(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1037,17 +979,6 @@ class Cond(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.again(self.choose(self.fc(x)))
-
-
-net(
-    "cond",
-    Cond,
-    skip=("torchscript",),
-    truth=Truth(
-        computed("fc", "choose", "again"),
-        {"If": [("choose",), ("again",)], "Sin": [("choose",), ("again",)], "Cos": [("choose",), ("again",)]},
-    ),
-)
 
 
 class CondOverSelf(nn.Module):
@@ -1066,18 +997,8 @@ class CondOverSelf(nn.Module):
         return torch.cond(x.sum() > -0.45, high, low, (x,))  # type: ignore[no-any-return]
 
 
-class HoldsCond(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.choose = nn.Linear(4, 4), CondOverSelf()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.choose(self.fc(x))
-
-
-net(
+@net(
     "cond_over_self",
-    HoldsCond,
     skip=("torchscript",),
     truth=Truth(
         computed("fc", "choose", "choose.up", "choose.down"),
@@ -1090,6 +1011,13 @@ net(
         },
     ),
 )
+class HoldsCond(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.choose = nn.Linear(4, 4), CondOverSelf()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.choose(self.fc(x))
 
 
 class Block(nn.Module):
@@ -1102,6 +1030,22 @@ class Block(nn.Module):
         return self.rest(self.act(self.fc(x))) + 1.0
 
 
+@net(
+    "modules_in_branches",
+    skip=("torchscript",),
+    truth=Truth(
+        computed("", "block", "block.act", "block.rest", "block.rest.1", "act", "both", "both.fc", "both.act"),
+        {
+            "If": [("",)],
+            "Gemm": [("block.fc",), ("block.rest.0",)] + [("both.fc",), ("both.rest.0",)] * 3,
+            "Sin": [("block.act",)] + [("both.act",)] * 3,
+            "Tanh": [("block.rest.1",)] + [("both.rest.1",)] * 3,
+            "Cos": [("",)],
+            "Exp": [("act",)],
+            "Abs": [("",)],
+        },
+    ),
+)
 class ModulesInBranches(nn.Module):
     """Modules with and without parameters and with others inside; one runs in both branches, and twice in one."""
 
@@ -1121,25 +1065,6 @@ class ModulesInBranches(nn.Module):
         return torch.cond(x.sum() > 0, high, low, (x,)).sigmoid()  # type: ignore[no-any-return]
 
 
-net(
-    "modules_in_branches",
-    ModulesInBranches,
-    skip=("torchscript",),
-    truth=Truth(
-        computed("", "block", "block.act", "block.rest", "block.rest.1", "act", "both", "both.fc", "both.act"),
-        {
-            "If": [("",)],
-            "Gemm": [("block.fc",), ("block.rest.0",)] + [("both.fc",), ("both.rest.0",)] * 3,
-            "Sin": [("block.act",)] + [("both.act",)] * 3,
-            "Tanh": [("block.rest.1",)] + [("both.rest.1",)] * 3,
-            "Cos": [("",)],
-            "Exp": [("act",)],
-            "Abs": [("",)],
-        },
-    ),
-)
-
-
 class BranchesInside(nn.Module):
     """A branch inside a branch, and branches that are modules themselves."""
 
@@ -1155,18 +1080,8 @@ class BranchesInside(nn.Module):
         return torch.cond(x.sum() > 0, self.block, low, (x,))  # type: ignore[no-any-return]
 
 
-class HoldsBranchesInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = BranchesInside(), BranchesInside()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.one(x) - self.two(-x)
-
-
-net(
+@net(
     "branches_inside_branches",
-    HoldsBranchesInside,
     skip=("torchscript",),
     truth=Truth(
         computed("one", "one.block", "one.block.act", "one.inner.act", "two.inner.rest.1"),
@@ -1178,8 +1093,23 @@ net(
         },
     ),
 )
+class HoldsBranchesInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = BranchesInside(), BranchesInside()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) - self.two(-x)
 
 
+@net(
+    "outside_and_in_a_branch",
+    skip=("torchscript",),
+    truth=Truth(
+        computed("block", "block.fc", "block.act"),
+        {"Sin": [("block.act",)] * 4, "Exp": [("",)], "Cos": [("",)], "Sigmoid": [("",)]},
+    ),
+)
 class OutsideAndInBranch(nn.Module):
     """Runs a module before a branch, in it, and after it."""
 
@@ -1191,17 +1121,6 @@ class OutsideAndInBranch(nn.Module):
         y = self.block(x).exp()
         z = torch.cond(x.sum() > 0, lambda y: self.block(y), lambda y: self.block(y).cos(), (y,))
         return self.block(z.sigmoid())
-
-
-net(
-    "outside_and_in_a_branch",
-    OutsideAndInBranch,
-    skip=("torchscript",),
-    truth=Truth(
-        computed("block", "block.fc", "block.act"),
-        {"Sin": [("block.act",)] * 4, "Exp": [("",)], "Cos": [("",)], "Sigmoid": [("",)]},
-    ),
-)
 
 
 # --- graph modules: torch.export has no scopes for them --------------------------------------------------
@@ -1221,21 +1140,8 @@ class Bare(nn.Module):
         return x.cos() - 2.0
 
 
-class HoldsGraphModules(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.bare = torch.fx.symbolic_trace(Traced()), torch.fx.symbolic_trace(Bare())
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            y = self.one(x)
-        return self.head(self.bare(self.one(y))).exp()
-
-
-net(
+@net(
     "graph_modules",
-    HoldsGraphModules,
     truth=Truth(
         computed("", "one", "one.fc", "bare", "head"),
         {
@@ -1247,6 +1153,16 @@ net(
         },
     ),
 )
+class HoldsGraphModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.bare = torch.fx.symbolic_trace(Traced()), torch.fx.symbolic_trace(Bare())
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = self.one(x)
+        return self.head(self.bare(self.one(y))).exp()
 
 
 class KeepsModules(torch.fx.Tracer):
@@ -1301,6 +1217,13 @@ class Pair(nn.Module):
         return {"both": (self.a(x), self.b(x)), "sum": (x.sum(-1),)}
 
 
+@net(
+    "dict_of_tuples",
+    truth=Truth(
+        computed("", "pair", "pair.a", "pair.b", "norm"),
+        {"Gemm": [("pair.a",), ("pair.b",)], "ReduceSum": [("pair",)], "Exp": [("",)]},
+    ),
+)
 class Structured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1311,16 +1234,11 @@ class Structured(nn.Module):
         return {"first": (self.norm(found["both"][0]), found["both"][1]), "last": (found["sum"][0].exp(),)}
 
 
-net(
-    "dict_of_tuples",
-    Structured,
-    truth=Truth(
-        computed("", "pair", "pair.a", "pair.b", "norm"),
-        {"Gemm": [("pair.a",), ("pair.b",)], "ReduceSum": [("pair",)], "Exp": [("",)]},
-    ),
+@net(
+    "nested_inputs",
+    inputs=lambda: {"pair": (x(2, 4), [x(2, 4, seed=8), x(2, 4, seed=9)])},
+    truth=Truth(computed("fc"), {"Gemm": [("fc",)], "Mul": [("",)], "Sub": [("",)]}),
 )
-
-
 class NestedInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1328,14 +1246,6 @@ class NestedInputs(nn.Module):
 
     def forward(self, pair: tuple[torch.Tensor, list[torch.Tensor]]) -> torch.Tensor:
         return self.fc(pair[0]) * pair[1][0] - pair[1][1]
-
-
-net(
-    "nested_inputs",
-    NestedInputs,
-    lambda: {"pair": (x(2, 4), [x(2, 4, seed=8), x(2, 4, seed=9)])},
-    truth=Truth(computed("fc"), {"Gemm": [("fc",)], "Mul": [("",)], "Sub": [("",)]}),
-)
 
 
 class Together(nn.Module):
@@ -1349,6 +1259,13 @@ class Together(nn.Module):
         return x, self.fc(x).tanh()
 
 
+@net(
+    "input_beside_something_new",
+    truth=Truth(
+        {"one": "dead", "one.fc": "dead", **computed("two", "two.fc", "head")},
+        {"Gemm": [("two.fc",)], "Tanh": [("two",)], "Sigmoid": [("head",)], "Mul": [("",)]},
+    ),
+)
 class PassesThrough(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1359,16 +1276,7 @@ class PassesThrough(nn.Module):
         return self.head(same) * new
 
 
-net(
-    "input_beside_something_new",
-    PassesThrough,
-    truth=Truth(
-        {"one": "dead", "one.fc": "dead", **computed("two", "two.fc", "head")},
-        {"Gemm": [("two.fc",)], "Tanh": [("two",)], "Sigmoid": [("head",)], "Mul": [("",)]},
-    ),
-)
-
-
+@net("same_tensor_twice_and_an_input_returned", truth=Truth(computed("fc"), {"Gemm": [("fc",)]}))
 class ReturnsTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1379,9 +1287,6 @@ class ReturnsTwice(nn.Module):
         return y, y, x
 
 
-net("same_tensor_twice_and_an_input_returned", ReturnsTwice, truth=Truth(computed("fc"), {"Gemm": [("fc",)]}))
-
-
 class InPlace(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * 2.0
@@ -1390,6 +1295,13 @@ class InPlace(nn.Module):
         return y.tanh_()
 
 
+@net(
+    "in_place",
+    truth=Truth(
+        computed("fc", "change", "act", "head"),
+        {"Gemm": [("fc",), ("head",)], "Relu": [("act",)], "Tanh": [("change",)]},
+    ),
+)
 class HoldsInPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1397,16 +1309,6 @@ class HoldsInPlace(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.change(self.act(self.fc(x))))
-
-
-net(
-    "in_place",
-    HoldsInPlace,
-    truth=Truth(
-        computed("fc", "change", "act", "head"),
-        {"Gemm": [("fc",), ("head",)], "Relu": [("act",)], "Tanh": [("change",)]},
-    ),
-)
 
 
 class FillsPart(nn.Module):
@@ -1417,6 +1319,11 @@ class FillsPart(nn.Module):
         return whole
 
 
+@net(
+    "filled_in_parts",
+    inputs=lambda: {"x": x(2, 4, 4)},
+    truth=Truth(computed("key", "value", "fill", "head"), {"Sin": [("",)], "Cos": [("fill",)], "Exp": [("",)] * 2}),
+)
 class FillsInParts(nn.Module):
     """Nothing but changes of parts leads from some modules to the result."""
 
@@ -1433,14 +1340,7 @@ class FillsInParts(nn.Module):
         return self.head(self.fill(out, value[:, 2])) + before
 
 
-net(
-    "filled_in_parts",
-    FillsInParts,
-    lambda: {"x": x(2, 4, 4)},
-    truth=Truth(computed("key", "value", "fill", "head"), {"Sin": [("",)], "Cos": [("fill",)], "Exp": [("",)] * 2}),
-)
-
-
+@net("filled_last", inputs=lambda: {"x": x(2, 4, 4)}, truth=Truth(computed("fc", "fill"), {"Cos": [("fill",)]}))
 class FilledLast(nn.Module):
     """What is changed in part is what the model returns; and a constant beside it."""
 
@@ -1451,14 +1351,6 @@ class FilledLast(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         y = self.fc(x)
         return self.fill(y * 2, y[:, 0]), None
-
-
-net(
-    "filled_last",
-    FilledLast,
-    lambda: {"x": x(2, 4, 4)},
-    truth=Truth(computed("fc", "fill"), {"Cos": [("fill",)]}),
-)
 
 
 # Functionalization makes a view again, where the tensor under it was changed in place, when somebody reads it.
@@ -1472,6 +1364,15 @@ net(
 )
 
 
+@net(
+    "views_of_a_changed_tensor",
+    inputs=sequence,
+    dynamo=Truth(
+        computed("fc", "act", "turn", "split", "again", "head"),
+        {"Transpose": [("turn",)] * 2, "Reshape": [("split",)] * 2},
+    ),
+    skip=("torchscript",),
+)
 class ViewsOfChanged(nn.Module):
     """Views of views of a changed tensor; one is returned, one is changed in turn."""
 
@@ -1488,18 +1389,7 @@ class ViewsOfChanged(nn.Module):
         return self.head(y) + z.mean(), self.split(z)
 
 
-net(
-    "views_of_a_changed_tensor",
-    ViewsOfChanged,
-    sequence,
-    dynamo=Truth(
-        computed("fc", "act", "turn", "split", "again", "head"),
-        {"Transpose": [("turn",)] * 2, "Reshape": [("split",)] * 2},
-    ),
-    skip=("torchscript",),
-)
-
-
+@net("parts_of_a_changed_tensor", truth=Truth(computed("norm", "act", "parts", "one")), skip=("torchscript",))
 class PartsOfChanged(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1516,14 +1406,6 @@ class PartsOfChanged(nn.Module):
 
 
 net(
-    "parts_of_a_changed_tensor",
-    PartsOfChanged,
-    truth=Truth(computed("norm", "act", "parts", "one")),
-    skip=("torchscript",),
-)
-
-
-net(
     "cell_then_views",
     lambda: nn.Sequential(nn.GRUCell(4, 4), unflat(4, 2), nn.Linear(2, 3)),
     row,
@@ -1531,6 +1413,14 @@ net(
 )
 
 
+# TorchScript's exporter leaves the tensor under the view as it was, in torch too.
+@net(
+    "changes_of_views",
+    skip=("torchscript",),
+    truth=Truth(
+        computed("", "fc", "flat", "act", "head"), {"Relu": [("act",), ("act",)], "ScatterND": [("",)], "Sin": [("",)]}
+    ),
+)
 class ChangesOfViews(nn.Module):
     """What a module changes is a view of a tensor that others have, and read afterwards."""
 
@@ -1546,17 +1436,12 @@ class ChangesOfViews(nn.Module):
         return z, y.sin()
 
 
-# TorchScript's exporter leaves the tensor under the view as it was, in torch too.
-net(
-    "changes_of_views",
-    ChangesOfViews,
+# The view that `flat` gave back is nowhere in the file, but only the view of the changed tensor.
+@net(
+    "view_before_a_change",
     skip=("torchscript",),
-    truth=Truth(
-        computed("", "fc", "flat", "act", "head"), {"Relu": [("act",), ("act",)], "ScatterND": [("",)], "Sin": [("",)]}
-    ),
+    truth=Truth({"flat": "fused", **computed("", "fc", "act", "head")}, {"Reshape": [("",)]}, {"flat": ("",)}),
 )
-
-
 class ViewThenChange(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1567,15 +1452,6 @@ class ViewThenChange(nn.Module):
         view = self.flat(y)
         changed = self.act(y)
         return self.head(view) + changed.mean()
-
-
-# The view that `flat` gave back is nowhere in the file, but only the view of the changed tensor.
-net(
-    "view_before_a_change",
-    ViewThenChange,
-    skip=("torchscript",),
-    truth=Truth({"flat": "fused", **computed("", "fc", "act", "head")}, {"Reshape": [("",)]}, {"flat": ("",)}),
-)
 
 
 class ShiftsAndReads(nn.Module):
@@ -1604,6 +1480,14 @@ net(
 )
 
 
+@net(
+    "tensor_changed_under_a_view_that_is_read",
+    skip=("torchscript",),  # its graph reads the view as it was before the change, in torch too
+    truth=Truth(
+        computed("", "fc", "turn", "block", "head"),
+        {"Transpose": [("turn",), ("block",)], "Cos": [("",)], "Sin": [("block",)]},
+    ),
+)
 class ChangesUnderAView(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1616,17 +1500,15 @@ class ChangesUnderAView(nn.Module):
         return self.head(view.cos() + self.block(whole, view))
 
 
-net(
-    "tensor_changed_under_a_view_that_is_read",
-    ChangesUnderAView,
-    skip=("torchscript",),  # its graph reads the view as it was before the change, in torch too
+@net(
+    "view_changed_read_and_returned",
+    inputs=lambda: {"x": x(2, 4, 2, 4)},
     truth=Truth(
-        computed("", "fc", "turn", "block", "head"),
-        {"Transpose": [("turn",), ("block",)], "Cos": [("",)], "Sin": [("block",)]},
+        computed("fc", "turn", "block", "block.0", "after", "head"),
+        {"Exp": [("block.0",)], "Sigmoid": [("after",)]},
     ),
+    dynamo=Truth(owners={"Reshape": [("turn",), ("block.0",), ("block.0",)]}),
 )
-
-
 class ChangesReadsAndReturns(nn.Module):
     """Another module reads the changed view, too; it is returned beside what was computed from it."""
 
@@ -1639,18 +1521,6 @@ class ChangesReadsAndReturns(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, changed = self.block(self.turn(self.fc(x)))
         return self.head(one + self.after(changed))
-
-
-net(
-    "view_changed_read_and_returned",
-    ChangesReadsAndReturns,
-    lambda: {"x": x(2, 4, 2, 4)},
-    truth=Truth(
-        computed("fc", "turn", "block", "block.0", "after", "head"),
-        {"Exp": [("block.0",)], "Sigmoid": [("after",)]},
-    ),
-    dynamo=Truth(owners={"Reshape": [("turn",), ("block.0",), ("block.0",)]}),
-)
 
 
 class ToOwnType(nn.Module):
@@ -1671,6 +1541,10 @@ net(
 )
 
 
+@net(
+    "an_output_that_nobody_uses",
+    truth=Truth(computed("qkv", "split", "act"), {"Gemm": [("qkv",)], "Sigmoid": [("act",)]}),
+)
 class UsesSomeHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1679,13 +1553,6 @@ class UsesSomeHeads(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, _, v = self.split(self.qkv(x))
         return self.act(q) * v
-
-
-net(
-    "an_output_that_nobody_uses",
-    UsesSomeHeads,
-    truth=Truth(computed("qkv", "split", "act"), {"Gemm": [("qkv",)], "Sigmoid": [("act",)]}),
-)
 
 
 net(
@@ -1717,6 +1584,15 @@ class SplitMerge(nn.Module):
         return heads.transpose(1, 2).reshape(batch, length, 4)
 
 
+@net(
+    "positions_from_shapes",
+    inputs=sequence,
+    dynamic={"x": {0: "batch", 1: "length"}},
+    truth=Truth(
+        computed("positions", "positions.table", "one", "fc", "two"),
+        {"Softmax": [("one",), ("two",)], "MatMul": [("fc",)]},
+    ),
+)
 class ShapesEverywhere(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1724,18 +1600,6 @@ class ShapesEverywhere(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(self.fc(self.one(self.positions(x))))
-
-
-net(
-    "positions_from_shapes",
-    ShapesEverywhere,
-    sequence,
-    dynamic={"x": {0: "batch", 1: "length"}},
-    truth=Truth(
-        computed("positions", "positions.table", "one", "fc", "two"),
-        {"Softmax": [("one",), ("two",)], "MatMul": [("fc",)]},
-    ),
-)
 
 
 # --- modules of torch with an inside ---------------------------------------------------
@@ -1754,6 +1618,7 @@ net("lstm", lambda: Recurrent(nn.LSTM), sequence, truth=Truth(computed("rnn", "n
 net("gru", lambda: Recurrent(nn.GRU), sequence, truth=Truth(computed("rnn", "norm", "head"), {"GRU": [("rnn",)]}))
 
 
+@net("multihead_attention", inputs=sequence, truth=Truth(computed("attention", "fc")))
 class Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1762,9 +1627,6 @@ class Attends(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.fc(x)
         return x + self.attention(x, x, x, need_weights=False)[0]
-
-
-net("multihead_attention", Attends, sequence, truth=Truth(computed("attention", "fc")))
 
 
 def encoder() -> nn.Module:
@@ -1802,6 +1664,11 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
+@net(
+    "scaled_dot_product_attention",
+    inputs=lambda: {"x": x(2, 3, 4), "mask": torch.tensor([[True, True, False], [True, True, True]])},
+    truth=Truth(computed("blocks.0", "blocks.1.q"), {"Softmax": [("blocks.0",), ("blocks.1",)]}),
+)
 class AttentionBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1811,14 +1678,6 @@ class AttentionBlocks(nn.Module):
         for block in self.blocks:
             x = x + block(x, mask[:, None, None, :])
         return x
-
-
-net(
-    "scaled_dot_product_attention",
-    AttentionBlocks,
-    lambda: {"x": x(2, 3, 4), "mask": torch.tensor([[True, True, False], [True, True, True]])},
-    truth=Truth(computed("blocks.0", "blocks.1.q"), {"Softmax": [("blocks.0",), ("blocks.1",)]}),
-)
 
 
 class OtherNames(nn.Module):
@@ -1853,6 +1712,7 @@ class OnlyMeasured(nn.Module):
         return torch.zeros_like(self.linear(x))
 
 
+@net("zeros_of_the_same_size", inputs=lambda: {"x": x(2, 4)}, truth=Truth({"zeros.linear": "dead"}))
 class ZerosInBetween(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1860,14 +1720,6 @@ class ZerosInBetween(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(self.zeros(x))
-
-
-net(
-    "zeros_of_the_same_size",
-    ZerosInBetween,
-    lambda: {"x": x(2, 4)},
-    truth=Truth({"zeros.linear": "dead"}),
-)
 
 
 class SplitsItsResult(nn.Module):
@@ -1905,6 +1757,7 @@ net(
 # --- operators with several results that torch decomposes: of their results, nothing keeps the names --------
 
 
+@net("cells", inputs=sequence, truth=Truth(computed("cell", "out")))
 class Cells(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1919,14 +1772,6 @@ class Cells(nn.Module):
         return torch.stack(outs, 1)
 
 
-net(
-    "cells",
-    Cells,
-    sequence,
-    truth=Truth(computed("cell", "out")),
-)
-
-
 class Picks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1937,6 +1782,7 @@ class Picks(nn.Module):
         return places, values * 2
 
 
+@net("picks_twice", truth=Truth(computed("first", "first.score", "second", "second.score")))
 class PicksTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1951,13 +1797,12 @@ class PicksTwice(nn.Module):
         return x.scatter(1, places, values)
 
 
-net(
-    "picks_twice",
-    PicksTwice,
-    truth=Truth(computed("first", "first.score", "second", "second.score")),
+@net(
+    "largest_twice",
+    inputs=lambda: {"x": x(2, 2, 6), "y": x(2, 2, 6, seed=8)},
+    skip=("dynamo",) if torch.__version__ < "2.11" else (),  # torch 2.10 has no ONNX operators for it
+    truth=Truth(computed("encoder", "encoder.0", "encoder.1")),
 )
-
-
 class LargestTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1965,15 +1810,6 @@ class LargestTwice(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.encoder(x) * self.encoder(y).sin()
-
-
-net(
-    "largest_twice",
-    LargestTwice,
-    lambda: {"x": x(2, 2, 6), "y": x(2, 2, 6, seed=8)},
-    skip=("dynamo",) if torch.__version__ < "2.11" else (),  # torch 2.10 has no ONNX operators for it
-    truth=Truth(computed("encoder", "encoder.0", "encoder.1")),
-)
 
 
 # --- what modules pass to each other ---------------------------------------------------
@@ -2022,6 +1858,14 @@ class Routed(nn.Module):
         return mixed.view(x.shape[:-1])[..., None] + x
 
 
+@net(
+    "equal_work_of_a_module_and_one_inside_it",
+    inputs=sequence,
+    truth=Truth(
+        computed("routed", "routed.router", "routed.experts"),
+        {"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
+    ),
+)
 class HoldsRouted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -2029,17 +1873,6 @@ class HoldsRouted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.routed(self.first(x)))
-
-
-net(
-    "equal_work_of_a_module_and_one_inside_it",
-    HoldsRouted,
-    sequence,
-    truth=Truth(
-        computed("routed", "routed.router", "routed.experts"),
-        {"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
-    ),
-)
 
 
 class Scores(nn.Module):
@@ -2057,6 +1890,11 @@ class Scores(nn.Module):
         return queries @ keys.transpose(2, 3) + bias, bias
 
 
+@net(
+    "size_of_a_tensor_that_is_gone",
+    inputs=sequence,
+    truth=Truth(computed("first", "first.query", "second", "second.query")),
+)
 class SharesBias(nn.Module):
     """The second module adds what the first one made of that size."""
 
@@ -2068,11 +1906,3 @@ class SharesBias(nn.Module):
         scores, bias = self.first(x, None)
         more, _ = self.second(x.sin(), bias)
         return scores * more
-
-
-net(
-    "size_of_a_tensor_that_is_gone",
-    SharesBias,
-    sequence,
-    truth=Truth(computed("first", "first.query", "second", "second.query")),
-)

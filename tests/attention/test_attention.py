@@ -24,7 +24,7 @@ from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.process.restoring import restored
 from htp_export.process.shared_settings import turn_attention_fast_path_off
-from tests.exporting import BOTH, exported
+from tests.exporting import BOTH, exported, quick
 from tests.nets import EXPORTERS, spread
 
 STEPS = ("q_proj", "k_proj", "v_proj", "scores", "softmax", "context", "out_proj")
@@ -87,13 +87,7 @@ def call_of(
     return attention, (query, key, value), kwargs
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(options, marks=() if place % 5 == 0 else pytest.mark.slow, id="-".join(map(str, options.values())))
-        for place, options in enumerate(GRID)
-    ],
-)
+@pytest.mark.parametrize("options", quick(GRID, *GRID[::5]), ids=lambda options: "-".join(map(str, options.values())))
 def test_results_are_those_of_the_slow_path_over_all_arguments(options: dict[str, Any]) -> None:
     for seed, call in enumerate(random.Random(str(options)).sample(CALLS, 12)):
         attention, args, kwargs = call_of(options, call, seed)
@@ -219,29 +213,18 @@ def whole_and_in_steps(
     return htp_export.load(whole), htp_export.load(steps)
 
 
-_FLAGS = torch.ones(5, 5, dtype=torch.bool).tril()
-_NUMBERS = torch.zeros(5, 5).masked_fill(~_FLAGS, -torch.inf)
+FLAGS = torch.ones(5, 5, dtype=torch.bool).tril()
+MASKS = {"flags": FLAGS, "numbers": torch.zeros(5, 5).masked_fill(~FLAGS, -torch.inf)}
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("mask", "exporter"),
-    [
-        (_FLAGS, "dynamo"),
-        (_NUMBERS, "torchscript"),
-        *(
-            pytest.param(mask, exporter, marks=pytest.mark.slow)
-            for mask, exporter in (
-                *((None, exporter) for exporter in EXPORTERS),
-                (_FLAGS, "torchscript"),
-                (_NUMBERS, "dynamo"),
-            )
-        ),
-    ],
+    quick(itertools.product((None, "flags", "numbers"), EXPORTERS), ("flags", "dynamo"), ("numbers", "torchscript")),
 )
-def test_steps_take_no_more_nodes_with_any_mask(mask: torch.Tensor | None, exporter: str, tmp_path: Path) -> None:
+def test_steps_take_no_more_nodes_with_any_mask(mask: str | None, exporter: str, tmp_path: Path) -> None:
     model = Masked().eval()
-    kwargs = {"x": torch.randn(2, 5, 8)} | ({} if mask is None else {"mask": mask})
+    kwargs = {"x": torch.randn(2, 5, 8)} | ({} if mask is None else {"mask": MASKS[mask]})
     plain, tagged = whole_and_in_steps(model, kwargs, exporter, tmp_path)
     assert len(tagged.nodes) <= len(plain.nodes)
     assert htp_export.verify(model, tagged, kwargs=kwargs).ok
@@ -263,15 +246,13 @@ def test_what_dynamo_compiles_stays_as_it_is() -> None:
 class Vision(nn.Module):
     """A ViT with the layout of torchvision's: ``encoder.layers.encoder_layer_0.self_attention``."""
 
-    def __init__(self, depth: int = 2, width: int = 16, heads: int = 2, size: int = 16, patch: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.conv_proj = nn.Conv2d(3, width, patch, patch)
-        self.class_token = nn.Parameter(torch.randn(1, 1, width))
+        self.conv_proj, self.class_token = nn.Conv2d(3, 16, 8, 8), nn.Parameter(torch.randn(1, 1, 16))
         self.encoder = nn.Module()
-        self.encoder.pos_embedding = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, width))
-        layers = {f"encoder_layer_{number}": Block(width, heads) for number in range(depth)}
-        self.encoder.layers = nn.Sequential(OrderedDict(layers))
-        self.encoder.ln, self.heads = nn.LayerNorm(width), nn.Linear(width, 10)
+        self.encoder.pos_embedding = nn.Parameter(torch.randn(1, 5, 16))
+        self.encoder.layers = nn.Sequential(OrderedDict((f"encoder_layer_{number}", Block()) for number in range(2)))
+        self.encoder.ln, self.heads = nn.LayerNorm(16), nn.Linear(16, 10)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         patches = self.conv_proj(image).flatten(2).transpose(1, 2)
@@ -281,11 +262,11 @@ class Vision(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.self_attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.ln_1, self.ln_2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.self_attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         normed = self.ln_1(tokens)
@@ -312,19 +293,6 @@ def test_a_vision_transformer_exports_with_seven_steps_a_layer_and_no_more_nodes
         assert kinds["context"] == {"MatMul"}
         assert kinds["q_proj"] == kinds["k_proj"] == kinds["v_proj"] == kinds["out_proj"] == {"MatMul", "Add"}
         assert {"Mul", "MatMul"} <= kinds["scores"]
-
-
-@pytest.mark.torch
-@pytest.mark.slow
-@BOTH
-def test_a_large_vision_transformer_has_seven_steps_in_each_of_twelve_layers(exporter: str, tmp_path: Path) -> None:
-    model = spread(Vision(depth=12, width=768, heads=12, size=224, patch=16).eval())
-    plain, tagged = whole_and_in_steps(model, {"image": torch.randn(1, 3, 224, 224)}, exporter, tmp_path)
-    assert len(tagged.nodes) <= len(plain.nodes)
-    for layer in range(12):
-        path = f"encoder.layers.encoder_layer_{layer}.self_attention"
-        assert set(tagged[path].children) == {f"{path}.{step}" for step in STEPS}
-        assert all(tagged[f"{path}.{step}"].nodes for step in STEPS)
 
 
 @pytest.mark.torch

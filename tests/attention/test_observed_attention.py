@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from htp_export import decomposed_attention
 from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
 from tests.attention.test_attention import whole_and_in_steps
-from tests.exporting import BOTH
+from tests.exporting import BOTH, quick
 from tests.nets import EXPORTERS
 
 SIZES = {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
@@ -89,7 +90,7 @@ RUNS = [f"{name}-eager" for name in MODELS]
 RUNS += [f"{name}-sdpa" for name in MODELS if name not in ("gpt_oss", "gemma2")]
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in RUNS])
+@pytest.mark.parametrize("run", quick(RUNS, *QUICK))
 def test_models_of_transformers_run_in_steps_with_the_same_results(run: str) -> None:
     name, _, implementation = run.partition("-")
     model, inputs, path = model_of(name, implementation)
@@ -110,16 +111,11 @@ def test_models_of_transformers_run_in_steps_with_the_same_results(run: str) -> 
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("name", "exporter"),
-    [
+    quick(
+        itertools.product(("bert", "t5", "gemma2", "swin"), EXPORTERS),
         ("gemma2", "dynamo"),
-        ("swin", "torchscript"),  # runs it twice
-        *(
-            pytest.param(name, exporter, marks=pytest.mark.slow)
-            for name in ("bert", "t5", "gemma2", "swin")
-            for exporter in EXPORTERS
-            if (name, exporter) not in (("gemma2", "dynamo"), ("swin", "torchscript"))
-        ),
-    ],
+        ("swin", "torchscript"),  # it is run twice
+    ),
 )
 def test_eager_attention_exports_in_steps_with_the_same_nodes(name: str, exporter: str, tmp_path: Path) -> None:
     model, inputs, path = model_of(name, "eager")
@@ -182,11 +178,11 @@ ATTENDS = (with_matmul, with_bmm, with_einsum, twice, with_module)
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("attend", "exporter"),
-    [
+    quick(
+        itertools.product(ATTENDS, EXPORTERS),
         (with_matmul, "dynamo"),
-        *(pytest.param(attend, "dynamo", marks=pytest.mark.slow) for attend in ATTENDS[1:]),
         *((attend, "torchscript") for attend in ATTENDS),
-    ],
+    ),
 )
 def test_attention_of_any_module_runs_and_exports_in_steps(
     attend: Callable[..., torch.Tensor], exporter: str, tmp_path: Path

@@ -14,7 +14,7 @@ import htp_export
 from htp_export.errors import CaptureError, UntaggedExportWarning
 from htp_export.exporter.capture.programs import ProgramBodies
 from tests.exporting import converts_loops, exported, exported_once, metadata
-from tests.nets import NETS, ready, x
+from tests.nets import NETS, Apply, ready, x
 from tests.truth import fates_of, nodes_of, owners_by_type, owners_of, tree_of
 
 
@@ -227,19 +227,14 @@ class Waves(torch.autograd.Function):
         return graph.op("Sin", x), graph.op("Cos", x)
 
 
-class Function(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Doubled.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class AppliesFunctions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.function, self.b, self.again, self.c = (
             nn.Linear(4, 4),
-            Function(),
+            Apply(Doubled.apply),
             nn.Linear(4, 4),
-            Function(),
+            Apply(Doubled.apply),
             nn.Linear(4, 4),
         )
 

@@ -24,7 +24,7 @@ from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tagged import TaggedModel
 from tests import handmade
-from tests.exporting import BOTH, SharedFiles, exported
+from tests.exporting import BOTH, SharedFiles, exported, quick
 from tests.extract.test_cutting import run_file
 from tests.nets import EXPORTERS, NETS, spread, x
 from tests.truth import Opened, equal
@@ -34,11 +34,7 @@ NAMES = ("uneven_calls", "child_calls_itself", "child_of_two_parents", "called_f
 EVERY = pytest.mark.parametrize(("name", "exporter"), [*itertools.product(NAMES, EXPORTERS)])
 EACH = pytest.mark.parametrize(
     ("name", "exporter"),
-    [
-        pytest.param(name, exporter, marks=() if place % 2 == (exporter == "dynamo") else pytest.mark.slow)
-        for place, name in enumerate(NAMES)
-        for exporter in EXPORTERS
-    ],
+    quick(itertools.product(NAMES, EXPORTERS), *zip(NAMES, itertools.cycle(EXPORTERS), strict=False)),
 )
 
 

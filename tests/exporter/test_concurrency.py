@@ -21,16 +21,14 @@ import htp_export
 from htp_export.exporter.capture import running, torch_internals
 from htp_export.process import shared_settings
 from htp_export.process.restoring import restored
+from tests.exporting import quick
+from tests.nets import EXPORTERS
 
-EXPORTERS = pytest.mark.parametrize(
+TWO = pytest.mark.parametrize(
     "exporters",
-    [
-        ("torchscript", "torchscript"),
-        ("dynamo", "torchscript"),
-        pytest.param(("dynamo", "dynamo"), marks=pytest.mark.slow),
-        pytest.param(("torchscript", "dynamo"), marks=pytest.mark.slow),
-    ],
-    ids="-".join,
+    quick(
+        [f"{one} {other}" for one in EXPORTERS for other in EXPORTERS], "torchscript torchscript", "dynamo torchscript"
+    ),
 )
 
 
@@ -77,8 +75,8 @@ def in_threads(*work: Callable[[], Any]) -> list[BaseException]:
     return raised
 
 
-@EXPORTERS
-def test_exports_in_two_threads_wait_for_each_other(exporters: tuple[str, str], tmp_path: Path) -> None:
+@TWO
+def test_exports_in_two_threads_wait_for_each_other(exporters: str, tmp_path: Path) -> None:
     runs: list[str] = []
     began = threading.Event()
     models = {name: Slow(name, runs, began).eval() for name in ("one", "other")}
@@ -89,7 +87,7 @@ def test_exports_in_two_threads_wait_for_each_other(exporters: tuple[str, str], 
         args = (torch.linspace(-1, 1, 8).reshape(2, 4),)
         htp_export.export(models[name], args, tmp_path / f"{name}.onnx", dynamo=exporter == "dynamo", verbose=False)
 
-    work = [lambda n=name, e=exporter: export(n, e) for name, exporter in zip(models, exporters, strict=True)]
+    work = [lambda n=name, e=exporter: export(n, e) for name, exporter in zip(models, exporters.split(), strict=True)]
     assert in_threads(*work) == []
     starts = runs[::2]
     assert starts == runs[1::2], "one ran inside the other"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import io
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -150,32 +149,18 @@ def test_torchscript_writes_weights_of_every_type_and_layout_as_torch_does(dtype
     assert len(written[1].graph.initializer) == 7
 
 
-def test_torchscript_writes_into_an_open_buffer() -> None:
-    buffers = io.BytesIO(), io.BytesIO()
-    for buffer, export in zip(buffers, (htp_export.export, torch.onnx.export), strict=True):
-        torch.manual_seed(0)
-        export(nn.Linear(4, 3), (x(2, 4),), buffer, dynamo=False)  # type: ignore[operator]
-    ours, torchs = (onnx.load_from_string(buffer.getvalue()) for buffer in buffers)
-    assert_same_graph(ours, torchs)
-    assert [owners_of(node) for node in ours.graph.node] == [("",)]
-
-
 # --- the same return value ---------------------------------------------------
 
 
 def test_dynamo_gives_a_program_and_torchscript_gives_none(tmp_path: Path) -> None:
-    program = htp_export.export(nn.ReLU().eval(), (x(2),), tmp_path / "dynamo.onnx", verbose=False)
-    assert isinstance(program, torch.onnx.ONNXProgram)
-    assert htp_export.export(nn.ReLU(), (x(2),), tmp_path / "script.onnx", dynamo=False) is None
-    assert {path.name for path in tmp_path.glob("*.onnx")} == {"dynamo.onnx", "script.onnx"}
-
-
-def test_without_a_file_dynamo_gives_a_tagged_program_that_runs() -> None:
     model, kwargs = NETS["siblings"].build()
-    program = htp_export.export(model, (kwargs["x"],), verbose=False)
-    assert program is not None
-    assert [node.metadata_props["htp.module"] for node in program.model.graph] == ["first", "second", "", ""]
-    torch.testing.assert_close(program(kwargs["x"])[0], model(kwargs["x"]))
+    for path in (tmp_path / "dynamo.onnx", None):
+        program = htp_export.export(model, (kwargs["x"],), path, verbose=False)
+        assert isinstance(program, torch.onnx.ONNXProgram)
+        assert [node.metadata_props["htp.module"] for node in program.model.graph] == ["first", "second", "", ""]
+        torch.testing.assert_close(program(kwargs["x"])[0], model(kwargs["x"]))
+    assert htp_export.export(model, (kwargs["x"],), tmp_path / "script.onnx", dynamo=False) is None
+    assert {path.name for path in tmp_path.glob("*.onnx")} == {"dynamo.onnx", "script.onnx"}
 
 
 # --- models and arguments of every kind ---------------------------------------------------
@@ -200,21 +185,11 @@ class Options(nn.Module):
         return y + y.tanh() if twice else y
 
 
-class TakesDict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.fc(batch["x"]) - batch["y"]
-
-
 def run(model: Any, args: Any, exporter: str, path: Path, **options: Any) -> onnx.ModelProto:
     htp_export.export(model, args, path / "model.onnx", dynamo=exporter == "dynamo", verbose=False, **options)
     return onnx.load(str(path / "model.onnx"))
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("args", "kwargs", "expected"),
     [
@@ -229,27 +204,11 @@ def run(model: Any, args: Any, exporter: str, path: Path, **options: Any) -> onn
     ],
     ids=["tuple", "tensor", "two", "none", "keyword_only", "keywords", "flag", "all"],
 )
-def test_arguments_of_every_kind(
-    args: Any, kwargs: dict[str, Any] | None, expected: list[str], exporter: str, tmp_path: Path
+def test_dynamo_takes_arguments_of_every_kind(
+    args: Any, kwargs: dict[str, Any] | None, expected: list[str], tmp_path: Path
 ) -> None:
-    file = run(Options().eval(), args, exporter, tmp_path, kwargs=kwargs)
+    file = run(Options().eval(), args, "dynamo", tmp_path, kwargs=kwargs)
     assert work_of(file) == [("Gemm", ("fc",)), *((op_type, ("",)) for op_type in expected)]
-
-
-@BOTH
-def test_a_dict_as_an_argument(exporter: str, tmp_path: Path) -> None:
-    batch = {"x": x(2, 4), "y": x(2, 4)}
-    args = (batch, {})  # torch: a dict that stands last holds keyword arguments
-    assert work_of(run(TakesDict().eval(), args, exporter, tmp_path)) == [("Gemm", ("fc",)), ("Sub", ("",))]
-
-
-def test_an_exported_program_keeps_the_hierarchy_of_its_graph(tmp_path: Path) -> None:
-    model, kwargs = NETS["nested_sequentials"].build()
-    program = torch.export.export(model, (kwargs["input"],))
-    file = run(program, (), "dynamo", tmp_path)
-    expected = [("Gemm", ("0.0.0.0",)), ("Tanh", ("0.0.0.1",)), ("Sigmoid", ("0.0.1",)), ("Gemm", ("1",))]
-    assert work_of(file) == expected
-    assert tree_of(file)["0.0.0.0"]["class"] == "torch.nn.modules.linear.Linear"
 
 
 def test_an_exported_program_lists_containers_and_has_owners_in_order_of_execution(tmp_path: Path) -> None:
@@ -261,6 +220,7 @@ def test_an_exported_program_lists_containers_and_has_owners_in_order_of_executi
     modules = tree_of(file)
     assert list(modules) == ["", "layers", *(path for layer in layers for path in (layer, f"{layer}.fc"))]
     assert (modules["layers"]["class"], modules["layers"]["calls"]) == ("", 0)
+    assert modules["layers.0.fc"]["class"] == "torch.nn.modules.linear.Linear"
 
 
 class Untraceable(nn.Module):

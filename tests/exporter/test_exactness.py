@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.exporting import BOTH, SharedFiles, exported, exported_net
+from tests.exporting import BOTH, SharedFiles, exported, exported_net, quick
 from tests.nets import EXPORTERS, NETS, Net, spread, x
 from tests.truth import (
     Judge,
@@ -86,11 +86,11 @@ VARIANTS = ("siblings", "conv_bn_relu", "mask_made_in_every_layer", "called_twic
 # torch converts these to opset 14; a graph with LayerNormalization, say, it leaves at 18.
 @pytest.mark.parametrize(
     "name",
-    [
+    quick(
+        ("siblings", "mask_made_in_every_layer", "called_twice", "nested_sequentials", "transposes_that_cancel"),
         "mask_made_in_every_layer",
         "transposes_that_cancel",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("siblings", "called_twice", "nested_sequentials")),
-    ],
+    ),
 )
 def test_an_opset_below_18_under_dynamo_is_as_exact(name: str, tmp_path: Path) -> None:
     file = exported_net(name, "dynamo", tmp_path, opset_version=14)
@@ -100,11 +100,11 @@ def test_an_opset_below_18_under_dynamo_is_as_exact(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "name",
-    [
+    quick(
+        ("conv_bn_relu", "mask_made_in_every_layer", "lstm", "reshapes_that_meet"),
         "conv_bn_relu",
         "reshapes_that_meet",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mask_made_in_every_layer", "lstm")),
-    ],
+    ),
 )
 def test_a_graph_that_is_not_optimised_is_as_exact(name: str, tmp_path: Path) -> None:
     file = exported_net(name, "dynamo", tmp_path, optimize=False)
@@ -184,22 +184,19 @@ def whisper() -> tuple[nn.Module, dict[str, Any]]:
     return WhisperEncoder(config), {"input_features": x(1, 4, 16)}
 
 
-def transformers_cases() -> Iterator[Any]:
-    for make, spread_apart, quick in (
-        (bert, True, EXPORTERS),
-        (gpt2, True, ("dynamo",)),
-        (resnet, True, ("torchscript",)),
-        (t5, True, ("torchscript",)),
-        (whisper, True, ("torchscript",)),
-        (bert, False, ()),  # not resnet: a batchnorm with fresh statistics gives back what it is given
-    ):
-        for exporter in EXPORTERS:
-            name = f"{make.__name__}-{'spread' if spread_apart else 'as_initialised'}-{exporter}"
-            marks = () if exporter in quick else pytest.mark.slow
-            yield pytest.param(make, spread_apart, exporter, marks=marks, id=name)
+MODELS = [(make, True) for make in (bert, gpt2, resnet, t5, whisper)]
+MODELS += [(bert, False)]  # not resnet: a batchnorm with fresh statistics gives back what it is given
 
 
-@pytest.mark.parametrize(("make", "spread_apart", "exporter"), [*transformers_cases()])
+@pytest.mark.parametrize(
+    ("make", "spread_apart", "exporter"),
+    quick(
+        [(*model, exporter) for model in MODELS for exporter in EXPORTERS],
+        (bert, True, "dynamo"),
+        (gpt2, True, "dynamo"),
+        *((make, True, "torchscript") for make in (bert, resnet, t5, whisper)),
+    ),
+)
 def test_small_transformers_models_are_exact(
     make: Callable[[], tuple[nn.Module, dict[str, Any]]], spread_apart: bool, exporter: str, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import htp_export
 from tests.exporting import BOTH, exported, metadata
 from tests.extract.test_cutting import wrong_parts
-from tests.nets import ready, x
+from tests.nets import Apply, ready, x
 from tests.truth import fates_of, inexact, owners_by_type, owners_of, tree_of
 
 Tensor = torch.Tensor
@@ -41,17 +41,12 @@ class TurnsTheResult(nn.Module):
         return self.norm(self.c(x).transpose(0, 1) + x.transpose(0, 1))
 
 
-class Permute(nn.Module):
-    def __init__(self, *order: int) -> None:
-        super().__init__()
-        self.order = order
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.permute(*self.order)
+def permute(*order: int) -> nn.Module:
+    return Apply(lambda x: x.permute(order))
 
 
 def permutes(*orders: tuple[int, ...]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Tanh(), *(Permute(*order) for order in orders), nn.Sigmoid())
+    return lambda: nn.Sequential(nn.Tanh(), *(permute(*order) for order in orders), nn.Sigmoid())
 
 
 class Turned(nn.Module):
@@ -111,7 +106,7 @@ def test_transpositions_that_are_joined_are_fused_and_no_module_has_anothers_ten
 class TurnedBackBeside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.c, self.back, self.end = TurnsAround(), Permute(0, 2, 1), nn.Tanh()
+        self.c, self.back, self.end = TurnsAround(), permute(0, 2, 1), nn.Tanh()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         turned = self.c(x)
@@ -130,7 +125,7 @@ def test_a_module_whose_work_is_taken_back_is_no_identity(tmp_path: Path) -> Non
 class TurnedOnBeside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.c, self.on, self.norm = TurnsAround(), Permute(1, 0, 2), nn.LayerNorm(8)
+        self.c, self.on, self.norm = TurnsAround(), permute(1, 0, 2), nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         turned = self.c(x)
@@ -209,19 +204,14 @@ def test_operations_in_place_that_differ_in_a_constant_are_told_apart(tmp_path: 
     assert inexact(model, kwargs, file) == []
 
 
-class AddsInPlace(nn.Module):
-    def __init__(self, other: Any) -> None:
-        super().__init__()
-        self.other = other
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.clone().add_(self.other)
+def adds_in_place(other: Any) -> nn.Module:
+    return Apply(lambda x: x.clone().add_(other))
 
 
 class AddsThrice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.unused, self.number, self.cast = (AddsInPlace(other) for other in (1.0, 2.0, torch.tensor([3, 1, 4, 1])))
+        self.unused, self.number, self.cast = map(adds_in_place, (1.0, 2.0, torch.tensor([3, 1, 4, 1])))
 
     def forward(self, x: Tensor) -> Tensor:
         self.unused(x).chunk(2, 1)
@@ -239,15 +229,10 @@ def test_an_operand_that_torch_casts_for_a_change_in_place_is_still_the_operand(
     assert inexact(model, kwargs, file) == []
 
 
-class Shifts(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x >> 1) << 2
-
-
 class ShiftsThenLooksUp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.shifts, self.table = Shifts(), nn.Embedding(64, 4)
+        self.shifts, self.table = Apply(lambda x: (x >> 1) << 2), nn.Embedding(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.table(self.shifts(x) + (x << 1))

@@ -1,5 +1,6 @@
 """Models whose weights stay in safetensors files: the same ONNX file, without the memory, and clear errors."""
 
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.huggingface import example_inputs, load_model, map_weights
 from htp_export.process.mapped_memory import MappedFiles
+from tests.exporting import quick
 from tests.handmade import small_file
 from tools import stream_weights
 
@@ -58,16 +60,7 @@ def exported(model: nn.Module, folder: Path, **inputs: Any) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("mixtral", None),
-        ("llama", "bfloat16"),
-        *(
-            pytest.param(name, dtype, marks=pytest.mark.slow)
-            for name in ARCHITECTURES
-            for dtype in (None, "float16", "bfloat16")
-            if (name, dtype) not in (("mixtral", None), ("llama", "bfloat16"))
-        ),
-    ],
+    quick(itertools.product(ARCHITECTURES, (None, "float16", "bfloat16")), ("mixtral", None), ("llama", "bfloat16")),
 )
 def test_large_weights_stay_in_files_and_have_their_values(tmp_path: Path, name: str, dtype: str | None) -> None:
     source = checkpoint(tmp_path, name, vocab_size=10_000)
@@ -84,14 +77,15 @@ def test_large_weights_stay_in_files_and_have_their_values(tmp_path: Path, name:
 class TestFilesAreEqual:
     @pytest.mark.parametrize(
         ("name", "options"),
-        [
-            ("llama", {"dtype": "float16"}),
+        quick(
+            [
+                *((name, {}) for name in ("llama", "qwen3", "gpt2", "bert")),
+                ("llama", {"dtype": "float16"}),
+                ("llama", {"task": "feature-extraction"}),  # the file has a head
+            ],
             ("qwen3", {}),
-            pytest.param("llama", {}, marks=pytest.mark.slow),
-            pytest.param("gpt2", {}, marks=pytest.mark.slow),
-            pytest.param("bert", {}, marks=pytest.mark.slow),
-            pytest.param("llama", {"task": "feature-extraction"}, marks=pytest.mark.slow),  # the file has a head
-        ],
+            ("llama", {"dtype": "float16"}),
+        ),
     )
     def test_to_those_of_a_model_in_memory(self, tmp_path: Path, name: str, options: dict[str, str]) -> None:
         source = checkpoint(tmp_path, name, vocab_size=10_000)
@@ -304,7 +298,7 @@ class TestMapWeights:
 
 
 class TestCommand:
-    @pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "llama"])
+    @pytest.mark.parametrize("name", quick(["bert", "llama"], "llama"))
     def test_writes_the_file_that_it_writes_without_the_option(self, tmp_path: Path, name: str) -> None:
         source = checkpoint(tmp_path, name)
         written = []

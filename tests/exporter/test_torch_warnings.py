@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 import htp_export
-from tests.nets import NETS, x
+from tests.exporting import quick
+from tests.nets import EXPORTERS, NETS, x
 
 
 def seen(export: Callable[..., Any], exporter: str, name: str, folder: Path) -> list[tuple[type[Warning], str]]:
@@ -23,16 +25,12 @@ def seen(export: Callable[..., Any], exporter: str, name: str, folder: Path) -> 
     return [(warning.category, str(warning.message)) for warning in caught]
 
 
+NAMES = ("siblings", "conv_bn_relu", "other_names_of_operators", "lstm")
+
+
 @pytest.mark.parametrize(
     ("name", "exporter"),
-    [
-        ("siblings", "torchscript"),
-        ("conv_bn_relu", "dynamo"),
-        ("conv_bn_relu", "torchscript"),
-        ("other_names_of_operators", "torchscript"),
-        ("lstm", "torchscript"),
-        *(pytest.param(name, "dynamo", marks=pytest.mark.slow) for name in ("siblings", "lstm")),
-    ],
+    quick(itertools.product(NAMES, EXPORTERS), *((name, "torchscript") for name in NAMES), ("conv_bn_relu", "dynamo")),
 )
 def test_an_export_shows_the_warnings_of_torch_alone(name: str, exporter: str, tmp_path: Path) -> None:
     torchs = seen(torch.onnx.export, exporter, name, tmp_path)

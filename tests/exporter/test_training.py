@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from torch.ao import quantization
 
 import htp_export
 from htp_export.errors import InputError, SelectorError
-from tests.exporting import BOTH
-from tests.nets import x
+from tests.exporting import BOTH, quick
+from tests.nets import EXPORTERS, x
 from tests.truth import inexact, untagged
 
 pytestmark = [
@@ -73,12 +74,7 @@ def ir_constant(value: object) -> object:
 
 @pytest.mark.parametrize(
     ("backend", "exporter"),
-    [
-        ("qnnpack", "torchscript"),
-        ("fbgemm", "dynamo"),
-        pytest.param("qnnpack", "dynamo", marks=pytest.mark.slow),
-        pytest.param("fbgemm", "torchscript", marks=pytest.mark.slow),
-    ],
+    quick(itertools.product(("qnnpack", "fbgemm"), EXPORTERS), ("qnnpack", "torchscript"), ("fbgemm", "dynamo")),
 )
 def test_fake_quantized_models_export_with_tags_and_scales(backend: str, exporter: str, tmp_path: Path) -> None:
     model, kwargs, file = trained(backend), {"x": x(2, 3, 6, 6)}, tmp_path / "qat.onnx"

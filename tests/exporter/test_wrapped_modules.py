@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import htp_export
 from htp_export.errors import OnnxRuntimeError
-from tests.exporting import BOTH, exported
+from tests.exporting import BOTH, exported, quick
 from tests.nets import spread, x
 from tests.truth import inexact, tree_of, work_of
 
@@ -118,9 +119,8 @@ UNDER_DYNAMO: dict[str, Callable[[], nn.Module]] = {
     "traced": lambda: Two(linear(), torch.jit.trace(Block(), torch.ones(3, 4))),  # type: ignore[no-untyped-call]
 }
 QUICK = ("low_rank", "shared_parametrization", "cached_parametrization", "compiled_root", "traced")
-CASES = [(name, "torchscript") for name in BUILT] + [
-    pytest.param(name, "dynamo", marks=() if name in QUICK else pytest.mark.slow) for name in (*BUILT, *UNDER_DYNAMO)
-]
+DYNAMO = quick([(name, "dynamo") for name in (*BUILT, *UNDER_DYNAMO)], *((name, "dynamo") for name in QUICK))
+CASES = [*((name, "torchscript") for name in BUILT), *DYNAMO]
 
 
 def built(name: str) -> nn.Module:
@@ -197,6 +197,9 @@ def test_a_scripted_submodule_is_tagged_where_the_whole_model_is_traced(tmp_path
 # --- half precision ---------------------------------------------------
 
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
 def halved(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     return built(name).to(dtype), {"x": x(3, 4).to(dtype)}
 
@@ -204,12 +207,7 @@ def halved(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
 @BOTH
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("low_rank", torch.float16),
-        pytest.param("low_rank", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("parametrization", torch.float16, marks=pytest.mark.slow),
-        pytest.param("parametrization", torch.bfloat16, marks=pytest.mark.slow),
-    ],
+    quick(itertools.product(("low_rank", "parametrization"), HALVES), ("low_rank", torch.float16)),
 )
 def test_weights_of_half_precision_have_the_tags_of_full_precision_and_agree(
     name: str, dtype: torch.dtype, exporter: str, tmp_path: Path

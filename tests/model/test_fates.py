@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import htp_export
-from tests.exporting import BOTH, SharedFiles, exported, exported_net, metadata
+from tests.exporting import BOTH, SharedFiles, exported, metadata
 from tests.nets import NETS, x
-from tests.truth import fates_of, nodes_of, owners_of, tree_of
+from tests.truth import nodes_of, owners_of, tree_of
 
 
 def of_type(file: onnx.ModelProto, op_type: str) -> list[dict[str, str]]:
@@ -25,56 +25,10 @@ def of_type(file: onnx.ModelProto, op_type: str) -> list[dict[str, str]]:
 # --- fates ---------------------------------------------------
 
 
-# Net → module → its fate, its calls, and what it is merged with.
-TOLD: dict[str, dict[str, tuple[Any, ...]]] = {
-    "siblings": {"": ("computed", 1), "first": ("computed", 1), "second": ("computed", 1)},
-    "dropout_and_identity": {"1": ("identity", 1), "2": ("identity", 1)},
-    "conv_bn_relu": {"0": ("fused", 1, ["1"]), "1": ("fused", 1, ["0"]), "2": ("computed", 1), "3": ("computed", 1)},
-    "dead_branch_and_unused_module": {
-        "": ("computed", 1),
-        "main": ("computed", 1),
-        "dead": ("dead", 1),
-        "dead.0": ("dead", 1),
-        "dead.1": ("dead", 1),
-        "unused": ("uncalled", 0),
-    },
-    "mask_made_in_every_layer": {"layers": ("uncalled", 0)},  # a container is never called
-    "two_names": {"": ("computed", 1), "one": ("computed", 2)},  # listed under the first of its names
-}
-
-
-@BOTH
-@pytest.mark.parametrize("name", TOLD)
-def test_the_tree_says_the_fate_of_every_module(name: str, exporter: str, shared_files: SharedFiles) -> None:
-    tree, expected = tree_of(shared_files.read(name, exporter)), TOLD[name]
-    found = {path: (entry["fate"], entry["calls"], *filter(None, [entry.get("with")])) for path, entry in tree.items()}
-    assert {path: found[path] for path in expected} == expected
-    if "" in expected:
-        assert (set(tree), tree[""]["class"]) == (set(expected), f"tests.nets.{type(NETS[name].build()[0]).__name__}")
-
-
 @BOTH
 def test_modules_are_listed_in_the_order_of_named_modules(exporter: str, shared_files: SharedFiles) -> None:
     model, _ = NETS["nested_sequentials"].build()
     assert list(tree_of(shared_files.read("nested_sequentials", exporter))) == [p for p, _ in model.named_modules()]
-
-
-@BOTH
-def test_transposes_that_cancel_are_fused_though_no_node_is_left_of_them(
-    exporter: str, shared_files: SharedFiles
-) -> None:
-    file = shared_files.read("transposes_that_cancel", exporter)
-    assert [node.op_type for node in nodes_of(file) if node.op_type == "Transpose"] == []
-    tree = tree_of(file)
-    assert tree["there"]["fate"] == tree["back"]["fate"] == "fused"
-    assert "back" in tree["there"]["with"]
-    assert "there" in tree["back"]["with"]
-
-
-def test_what_depends_on_no_input_is_constant_where_it_is_folded(shared_files: SharedFiles) -> None:
-    file = shared_files.read("scale_folded_away", "dynamo")
-    assert fates_of(file)["scale"] == "constant"
-    assert not any("scale" in owners_of(node) for node in nodes_of(file) if node.op_type != "Constant")
 
 
 # --- calls, owners, reasons ---------------------------------------------------
@@ -130,26 +84,10 @@ def test_a_merged_node_is_fused_and_a_plain_one_has_its_scope(exporter: str, sha
     assert (second["htp.module"], second["htp.reason"], "htp.owners" in second) == ("3", "scope", False)
 
 
-@BOTH
-def test_the_second_holder_of_a_module_owns_its_work_too_and_stands_before_it(
-    exporter: str, shared_files: SharedFiles
-) -> None:
-    file = shared_files.read("two_parents", exporter)
-    gemms = [owners_of(node) for node in nodes_of(file) if node.op_type == "Gemm"]
-    assert [list(owners) for owners in gemms] == [["left.shared"], ["right", "left.shared"]]
-
-
 def test_calls_in_branches_are_counted_with_those_outside(shared_files: SharedFiles) -> None:
     file = shared_files.read("outside_and_in_a_branch", "dynamo")
     assert tree_of(file)["block"]["calls"] == tree_of(file)["block.rest.1"]["calls"] == 3
     assert [said["htp.call"] for said in of_type(file, "Sin")] == ["0", "1", "1", "2"]
-
-
-def test_a_module_that_runs_in_either_branch_runs_once(shared_files: SharedFiles) -> None:
-    tree = tree_of(shared_files.read("modules_in_branches", "dynamo"))
-    assert {path: tree[path]["calls"] for path in ("block", "act", "both", "both.fc")} == {
-        "block": 1, "act": 1, "both": 2, "both.fc": 2,
-    }  # fmt: skip
 
 
 @BOTH
@@ -230,14 +168,6 @@ def test_the_program_that_dynamo_returns_has_the_tags_of_the_file_and_torchs_own
     assert json.loads(program.model.metadata_props["htp.modules"]) == tree_of(file)
     assert all(metadata(node)["pkg.torch.onnx.name_scopes"] for node in file.graph.node)
     assert all("pkg.torch.onnx.fx_node" in metadata(node) for node in file.graph.node)
-
-
-@BOTH
-def test_what_is_written_loads_as_a_tagged_model_of_its_own_tags(exporter: str, tmp_path: Path) -> None:
-    exported_net("nested_sequentials", exporter, tmp_path)
-    tagged = htp_export.load(tmp_path / "model.onnx")
-    assert (tagged.source, tagged.untagged) == ("htp", [])
-    assert [node.op_type for node in tagged["0.0"].nodes] == ["Gemm", "Tanh", "Sigmoid"]
 
 
 @BOTH

@@ -22,20 +22,11 @@ from htp_export.model.fates import FateEvidence, Outcome, find_fates, fused_with
 from htp_export.tools import onnxscript, onnxslim
 from tests.exporting import BOTH, exported
 from tests.graphs import Builder
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.nets import EXPORTERS, NETS, Apply, spread, x
 from tests.truth import inexact
 
 # Permutations, one after another: all that come out in between are different, and so are the first and the last one.
 TURNS = [order for order in itertools.permutations(range(4)) if order != (0, 1, 2, 3)]
-
-
-class Turn(nn.Module):
-    def __init__(self, order: tuple[int, ...]) -> None:
-        super().__init__()
-        self.order = order
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.permute(self.order)
 
 
 class Turns(nn.Module):
@@ -49,7 +40,7 @@ class Turns(nn.Module):
             order, result = next((order, result) for order, result in steps if result not in reached)
             orders.append(order)
             reached.append(result)
-        self.turns = nn.ModuleList(map(Turn, orders))
+        self.turns = nn.ModuleList(Apply(lambda x, order=order: x.permute(order)) for order in orders)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for turn in self.turns:
