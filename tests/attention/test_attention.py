@@ -24,7 +24,7 @@ from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.process.restoring import restored
 from htp_export.process.shared_settings import turn_attention_fast_path_off
-from tests.exporting import BOTH, exported, quick
+from tests.exporting import exported, quick
 from tests.nets import EXPORTERS, spread
 
 STEPS = ("q_proj", "k_proj", "v_proj", "scores", "softmax", "context", "out_proj")
@@ -275,7 +275,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.torch
-@BOTH
+@pytest.mark.parametrize("exporter", quick(EXPORTERS, "torchscript"))
 def test_a_vision_transformer_exports_with_seven_steps_a_layer_and_no_more_nodes(exporter: str, tmp_path: Path) -> None:
     model, image = spread(Vision().eval()), torch.randn(1, 3, 16, 16)
     plain, tagged = whole_and_in_steps(model, {"image": image}, exporter, tmp_path)
@@ -343,7 +343,7 @@ def test_there_is_no_report_on_a_model_without_attention() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exporter", quick(EXPORTERS, "dynamo"))
 def test_transformers_attention_exports_in_steps(exporter: str, tmp_path: Path) -> None:
     from htp_export.huggingface import example_inputs, load_model
 
@@ -394,7 +394,7 @@ TINY += ["--set", "num_hidden_layers=1", "--set", "num_attention_heads=2", "--qu
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", quick([True, False], False))
 def test_the_command_line_has_attention_in_steps_and_kept(keep: bool, tmp_path: Path) -> None:
     file = tmp_path / "bert.onnx"
     options = ["--decompose-attention", "--verify", *(["--keep-attention"] if keep else [])]

@@ -346,7 +346,7 @@ def test_kernels_of_other_libraries_are_refused_by_module(implementation: str) -
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", quick(["eager", "sdpa"], "eager"))
 def test_the_report_counts_the_operations_of_steps_that_modules_get_when_they_run(implementation: str) -> None:
     model, inputs, path = model_of("bert", implementation)
     report = htp_export.attention_report(model, kwargs=inputs)

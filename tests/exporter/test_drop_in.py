@@ -21,7 +21,7 @@ from torch.onnx import export as imported_before
 import htp_export
 from htp_export.exporter.capture import patches, saving
 from tests.exporter.test_exactness import bert, gpt2
-from tests.exporting import BOTH, SharedFiles, exported_net, metadata
+from tests.exporting import BOTH, SharedFiles, exported_net, metadata, quick
 from tests.nets import EXPORTERS, NETS, x
 from tests.same_graph import assert_same_graph
 from tests.truth import nodes_of, owners_of, tree_of, untagged, work_of
@@ -271,15 +271,15 @@ def gpt2_with_cache() -> tuple[nn.Module, dict[str, Any]]:
     return model, kwargs
 
 
+ENCODER = NETS["transformer_encoder"].build
+
+
 @pytest.mark.parametrize(
     ("make", "outputs"),
-    [
-        (bert, 2),
-        pytest.param(gpt2_with_cache, 5, marks=pytest.mark.slow),
-        pytest.param(NETS["multihead_attention"].build, 1, marks=pytest.mark.slow),
-        (NETS["transformer_encoder"].build, 1),
-    ],
-    ids=["bert", "gpt2_with_cache", "multihead_attention", "transformer_encoder"],
+    quick(
+        [(bert, 2), (gpt2_with_cache, 5), (NETS["multihead_attention"].build, 1), (ENCODER, 1)],
+        (ENCODER, 1),
+    ),
 )
 def test_torchscript_exports_what_torch_alone_refuses(
     make: Callable[[], tuple[nn.Module, dict[str, Any]]], outputs: int, tmp_path: Path

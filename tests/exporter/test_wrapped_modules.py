@@ -234,7 +234,7 @@ def test_onnxruntime_says_which_kernel_it_lacks_for_bfloat16(tmp_path: Path) -> 
 # --- PEFT ---------------------------------------------------
 
 
-@BOTH
+@pytest.mark.parametrize("exporter", quick(EXPORTERS, "torchscript"))
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_every_module_of_a_lora_model_of_peft_is_exact(exporter: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs the package peft")

@@ -246,9 +246,9 @@ def test_functions_that_call_each_other_twice_are_not_walked_without_end():
     functions = "".join(
         f'\n<domain: "own", opset_import: ["": 20, "own": 1]> f{k} (v) => (r) '
         f"{{ a = own.f{k + 1}(v) r = own.f{k + 1}(a) }}"
-        for k in range(25)
+        for k in range(40)
     )
-    last = '\n<domain: "own", opset_import: ["": 20]> f25 (v) => (r) { r = Relu(v) }'
+    last = '\n<domain: "own", opset_import: ["": 20]> f40 (v) => (r) { r = Relu(v) }'
     model = parsed("net (float[n] x) => (float[a] y) { y = own.f0(x) z = Neg(x) }" + functions + last)
     known = Symbolic(model.graph, functions=model.functions)
     assert [str(dim) for dim in known.shape(model.graph.node(1).outputs[0])] == ["n"]
