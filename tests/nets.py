@@ -582,22 +582,13 @@ def unflat(*shape: int) -> nn.Module:
     return Apply(lambda x: x.reshape(shape))
 
 
-@net(
+net(
     "reshapes_that_meet",
-    truth=Truth(computed("before", "after"), {"Tanh": [("before",)], "Sigmoid": [("after",)]}),
-    dynamo=Truth(
-        {"fold": "fused", "unfold": "fused"},
-        {"Reshape": [("fold", "unfold")]},
-        {"fold": ("unfold",), "unfold": ("fold",)},
-    ),
+    lambda: nn.Sequential(nn.Tanh(), unflat(2, 2, 2), unflat(8, 1), nn.Sigmoid()),
+    row,
+    truth=Truth(computed("0", "3"), {"Tanh": [("0",)], "Sigmoid": [("3",)]}),
+    dynamo=Truth({"1": "fused", "2": "fused"}, {"Reshape": [("1", "2")]}, {"1": ("2",), "2": ("1",)}),
 )
-class ReshapesMeet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.fold, self.unfold, self.after = nn.Tanh(), unflat(2, 2, 2), unflat(8, 1), nn.Sigmoid()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.unfold(self.fold(self.before(x))))
 
 
 @net(
@@ -626,20 +617,14 @@ def turn() -> nn.Module:
     return Apply(lambda x: x.transpose(0, 1))
 
 
-@net(
+net(
     "transposes_that_cancel",
+    lambda: nn.Sequential(nn.Tanh(), turn(), turn(), nn.Sigmoid()),
+    row,
     truth=Truth(
-        {"there": "fused", "back": "fused", **computed("before", "after")},
-        {"Tanh": [("before",)], "Sigmoid": [("after",)], "Transpose": []},
+        {"1": "fused", "2": "fused", **computed("0", "3")}, {"Tanh": [("0",)], "Sigmoid": [("3",)], "Transpose": []}
     ),
 )
-class TransposesCancel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.there, self.back, self.after = nn.Tanh(), turn(), turn(), nn.Sigmoid()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.back(self.there(self.before(x))))
 
 
 # --- not computed ---------------------------------------------------
@@ -713,14 +698,12 @@ net(
 net("nothing_but_identity", lambda: nn.Sequential(nn.Identity()), row, truth=Truth({"0": "identity"}))
 
 
-@net("identity_at_the_end", truth=Truth({"fc": "computed", "drop": "identity"}, {"Gemm": [("fc",)]}))
-class LastIsIdentity(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.drop = nn.Linear(4, 4), nn.Dropout()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.fc(x))
+net(
+    "identity_at_the_end",
+    lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
+    row,
+    truth=Truth({"0": "computed", "1": "identity"}, {"Gemm": [("0",)]}),
+)
 
 
 @net(
@@ -941,22 +924,12 @@ class Doubling(torch.autograd.Function):
         return grad
 
 
-class Doubled(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Doubling.apply(x)  # type: ignore[no-untyped-call]
-
-
-@net(
+net(
     "autograd_function",
-    truth=Truth(computed("fc", "twice", "again"), {"Sin": [("twice",), ("again",)], "Mul": [("twice",), ("again",)]}),
+    lambda: nn.Sequential(nn.Linear(4, 4), Apply(Doubling.apply), Apply(Doubling.apply)),
+    row,
+    truth=Truth(computed("0", "1", "2"), {"Sin": [("1",), ("2",)], "Mul": [("1",), ("2",)]}),
 )
-class AutogradFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.twice, self.again = nn.Linear(4, 4), Doubled(), Doubled()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.again(self.twice(self.fc(x)))
 
 
 class Branches(nn.Module):
@@ -1295,20 +1268,12 @@ class InPlace(nn.Module):
         return y.tanh_()
 
 
-@net(
+net(
     "in_place",
-    truth=Truth(
-        computed("fc", "change", "act", "head"),
-        {"Gemm": [("fc",), ("head",)], "Relu": [("act",)], "Tanh": [("change",)]},
-    ),
+    lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), InPlace(), nn.Linear(4, 4)),
+    row,
+    truth=Truth(computed("0", "1", "2", "3"), {"Gemm": [("0",), ("3",)], "Relu": [("1",)], "Tanh": [("2",)]}),
 )
-class HoldsInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.change, self.act, self.head = nn.Linear(4, 4), InPlace(), nn.ReLU(inplace=True), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.change(self.act(self.fc(x))))
 
 
 class FillsPart(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import htp_export
 from htp_export.errors import OnnxRuntimeError
 from tests.exporting import BOTH, exported, quick
-from tests.nets import spread, x
+from tests.nets import EXPORTERS, spread, x
 from tests.truth import inexact, tree_of, work_of
 
 
