@@ -8,6 +8,7 @@ import io
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,21 +59,9 @@ class Slow(nn.Module):
 
 def in_threads(*work: Callable[[], Any]) -> list[BaseException]:
     """Run each in a thread of its own; what they raised."""
-    raised: list[BaseException] = []
-
-    def guarded(each: Callable[[], Any]) -> None:
-        try:
-            each()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(each,)) for each in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    return raised
+    with ThreadPoolExecutor(len(work)) as threads:
+        futures = [threads.submit(each) for each in work]
+        return [error for future in futures if (error := future.exception(120))]
 
 
 @TWO

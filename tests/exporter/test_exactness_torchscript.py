@@ -103,44 +103,36 @@ def test_transpositions_that_are_joined_are_fused_and_no_module_has_anothers_ten
     assert htp_export.verify(model, tmp_path / "model.onnx", tuple(kwargs.values())).ok
 
 
-class TurnedBackBeside(nn.Module):
-    def __init__(self) -> None:
+class TurnedBeside(nn.Module):
+    """What a module turned is turned again, and is read beside that, too."""
+
+    def __init__(self, order: tuple[int, ...], end: nn.Module) -> None:
         super().__init__()
-        self.c, self.back, self.end = TurnsAround(), permute(0, 2, 1), nn.Tanh()
+        self.c, self.again, self.end = TurnsAround(), permute(*order), end
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         turned = self.c(x)
-        return self.end(self.back(turned)), turned.sigmoid()
+        return self.end(self.again(turned)), turned.sigmoid()
 
 
 def test_a_module_whose_work_is_taken_back_is_no_identity(tmp_path: Path) -> None:
     """Both tensors at its border are in the file, but no node makes the one of the other."""
-    model, kwargs = ready(TurnedBackBeside()), {"x": x(2, 5, 8)}
+    model, kwargs = ready(TurnedBeside((0, 2, 1), nn.Tanh())), {"x": x(2, 5, 8)}
     file = exported(model, kwargs, "torchscript", tmp_path)
-    assert (tree_of(file)["back"]["fate"], tree_of(file)["back"]["with"]) == ("fused", ["c"])
+    assert (tree_of(file)["again"]["fate"], tree_of(file)["again"]["with"]) == ("fused", ["c"])
     assert [path for path, _ in inexact(model, kwargs, file)] == ["c"]
     assert json.loads(metadata(file)["htp.contamination"])[0][0] == "c"
 
 
-class TurnedOnBeside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c, self.on, self.norm = TurnsAround(), permute(1, 0, 2), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        turned = self.c(x)
-        return self.norm(self.on(turned)), turned.sigmoid()
-
-
 def test_a_tensor_that_is_read_inside_another_module_is_said_to_be_so(tmp_path: Path) -> None:
     """Two transpositions are joined, and the tensor between them is needed too."""
-    model, kwargs = ready(TurnedOnBeside()), {"x": x(2, 5, 8)}
+    model, kwargs = ready(TurnedBeside((1, 0, 2), nn.LayerNorm(8))), {"x": x(2, 5, 8)}
     file = exported(model, kwargs, "torchscript", tmp_path)
     inside = next(node.output[0] for node in file.graph.node if node.op_type == "Conv")
     listed = json.loads(metadata(file)["htp.contamination"])
-    assert sorted(listed) == [["c", inside, True], ["on", inside, False]]
-    assert sorted(path for path, _ in inexact(model, kwargs, file)) == ["c", "on"]
-    assert htp_export.extract(tmp_path / "model.onnx", "on").outside == (inside,)
+    assert sorted(listed) == [["again", inside, False], ["c", inside, True]]
+    assert sorted(path for path, _ in inexact(model, kwargs, file)) == ["again", "c"]
+    assert htp_export.extract(tmp_path / "model.onnx", "again").outside == (inside,)
     assert htp_export.verify(model, tmp_path / "model.onnx", (kwargs["x"],)).ok  # the tensors that are there are right
 
 
