@@ -13,7 +13,7 @@ from torch import nn
 import htp_export
 from htp_export.errors import CaptureError, UntaggedExportWarning
 from htp_export.exporter.capture.programs import ProgramBodies
-from tests.exporting import converts_loops, exported, exported_once, metadata
+from tests.exporting import converts_loops, exported, exported_once, metadata, quick
 from tests.nets import NETS, Apply, ready, x
 from tests.truth import fates_of, nodes_of, owners_by_type, owners_of, tree_of
 
@@ -145,20 +145,17 @@ def nodes_with_owners(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...],
 @pytest.mark.parametrize(
     "name",
     [
-        "Branches",
         pytest.param("Loops", marks=converts_loops),
-        "outside_and_in_a_branch",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("cond_over_self", "modules_in_branches", "branches_inside_branches")
+        *quick(
+            ("outside_and_in_a_branch", "cond_over_self", "modules_in_branches", "branches_inside_branches"),
+            "outside_and_in_a_branch",
         ),
     ],
 )
 def test_the_bodies_of_a_program_exported_while_tags_are_wanted_have_the_modules_of_the_model(
     name: str, tmp_path: Path
 ) -> None:
-    own = {"Branches": Branches, "Loops": Loops}
-    model, kwargs = (ready(own[name]()), {"x": x(2, 4)}) if name in own else NETS[name].build()
+    model, kwargs = (ready(Loops()), inputs()) if name == "Loops" else NETS[name].build()
     with htp_export.tagging():
         program = torch.export.export(model, (), kwargs, strict=False)
     torch.export.save(program, tmp_path / "program.pt2")
