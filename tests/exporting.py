@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,19 @@ import pytest
 import torch
 
 import htp_export
-from tests.nets import NETS, spread
+from tests.nets import EXPORTERS, NETS, spread
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+
+
+def quick(cases: Iterable[Any], *chosen: Any) -> list[Any]:
+    """Cases for ``parametrize``: those chosen run always, the others where ``slow`` tests do."""
+    slow = pytest.mark.slow
+    return [
+        case if case in chosen else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=slow)
+        for case in cases
+    ]
+
 
 # torch._higher_order_ops.while_loop; torch.onnx.export alone fails alike
 converts_loops = pytest.mark.xfail(
@@ -62,7 +74,7 @@ def exported_once(
     return copy.deepcopy(model), folder / "model.onnx"
 
 
-def metadata(node: onnx.NodeProto) -> dict[str, str]:
+def metadata(node: onnx.NodeProto | onnx.ModelProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in node.metadata_props}
 
 

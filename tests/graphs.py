@@ -90,8 +90,7 @@ def run(model: ir.Model, **inputs: Any) -> list[np.ndarray[Any, Any]]:
     options.log_severity_level = 4
     options.add_session_config_entry("session.disable_prepacking", "1")  # it rounds sums in another order
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
-    results: list[np.ndarray[Any, Any]] = session.run(None, inputs)
-    return results
+    return session.run(None, inputs)
 
 
 def passed(model: ir.Model, *names: str) -> tuple[ir.Model, Bookkeeping]:

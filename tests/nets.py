@@ -82,36 +82,72 @@ def spread(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+def ready(model: nn.Module) -> nn.Module:
+    """The model in eval mode, with its parameters spread."""
+    return spread(model).eval()
+
+
 def x(*shape: int, seed: int = 7) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def net(
     name: str,
-    make: Callable[[], nn.Module],
+    make: Callable[[], nn.Module] | None = None,
     inputs: Callable[[], dict[str, Any]] = lambda: {"x": x(2, 4)},
     *,
     equal: bool = False,
     skip: tuple[str, ...] = (),
     **facts: Any,
-) -> None:
-    """Put one net into the registry; its parameters are spread unless the trap is that they are equal."""
+) -> Any:
+    """Put one net into the registry: what ``make`` makes, or the class below.
 
-    def build() -> tuple[nn.Module, dict[str, Any]]:
-        torch.manual_seed(0)
-        model = make()
-        return (model if equal else spread(model)).eval(), inputs()
+    Its parameters are spread unless the trap is that they are equal.
+    """
 
-    NETS[name] = Net(name, build, skip=frozenset(skip), **facts)
+    def put(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        def build() -> tuple[nn.Module, dict[str, Any]]:
+            torch.manual_seed(0)
+            model = make()
+            return (model if equal else spread(model)).eval(), inputs()
+
+        NETS[name] = Net(name, build, skip=frozenset(skip), **facts)
+        return make
+
+    return put(make) if make else put
+
+
+def row() -> dict[str, Any]:
+    """The input of a Sequential: two rows of four features."""
+    return {"input": x(2, 4)}
+
+
+def sequence() -> dict[str, Any]:
+    return {"x": x(2, 3, 4)}
 
 
 def computed(*paths: str) -> dict[str, str]:
     return dict.fromkeys(paths, "computed")
 
 
+class Apply(nn.Module):
+    """One function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.function(*args)
+
+
 # --- the same module, or the same class, several times ---------------------------------------------------
 
 
+@net(
+    "siblings",
+    truth=Truth(computed("", "first", "second"), {"Gemm": [("first",), ("second",)], "Tanh": [("",)], "Mul": [("",)]}),
+)
 class Siblings(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -119,13 +155,6 @@ class Siblings(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.first(x) * self.second(x).tanh()
-
-
-net(
-    "siblings",
-    Siblings,
-    truth=Truth(computed("", "first", "second"), {"Gemm": [("first",), ("second",)], "Tanh": [("",)], "Mul": [("",)]}),
-)
 
 
 def equal_siblings() -> nn.Module:
@@ -148,7 +177,7 @@ class Region(nn.Module):
 net(
     "nested_compile_region",
     lambda: nn.Sequential(Region(), Region(), Region()),
-    lambda: {"input": x(2, 4)},
+    row,
     skip=("dynamo",) if torch.__version__ < "2.13" else (),  # torch 2.10 translates no invoke_subgraph
     truth=Truth(
         computed("", *(f"{number}{inside}" for number in range(3) for inside in ("", ".fc", ".act"))),
@@ -170,6 +199,15 @@ net(
 )
 
 
+@net(
+    "twin_branches",
+    inputs=lambda: {"x": x(2, 4), "y": x(2, 4, seed=8)},
+    equal=True,
+    truth=Truth(
+        computed("left.0", "right.0", "left.2", "right.2"),
+        {"Gemm": [("left.0",), ("right.0",)], "LayerNormalization": [("left.2",), ("right.2",)]},
+    ),
+)
 class Twins(nn.Module):
     """Equal parameters, different inputs: equal weights may be merged, the work may not."""
 
@@ -183,18 +221,7 @@ class Twins(nn.Module):
         return self.left(x) + self.right(y)
 
 
-net(
-    "twin_branches",
-    Twins,
-    lambda: {"x": x(2, 4), "y": x(2, 4, seed=8)},
-    equal=True,
-    truth=Truth(
-        computed("left.0", "right.0", "left.2", "right.2"),
-        {"Gemm": [("left.0",), ("right.0",)], "LayerNormalization": [("left.2",), ("right.2",)]},
-    ),
-)
-
-
+@net("called_twice", truth=Truth(computed("fc", "act"), {"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]}))
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -204,13 +231,13 @@ class Twice(nn.Module):
         return self.fc(self.act(self.fc(x)))
 
 
-net(
-    "called_twice",
-    Twice,
-    truth=Truth(computed("fc", "act"), {"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]}),
+@net(
+    "loop_of_three",
+    truth=Truth(
+        computed("block", "block.0", "block.1"),
+        {"Gemm": [("block.0",)] * 3, "Tanh": [("block.1",)] * 3, "Add": [("",)] * 3},
+    ),
 )
-
-
 class Loop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -222,16 +249,7 @@ class Loop(nn.Module):
         return x
 
 
-net(
-    "loop_of_three",
-    Loop,
-    truth=Truth(
-        computed("block", "block.0", "block.1"),
-        {"Gemm": [("block.0",)] * 3, "Tanh": [("block.1",)] * 3, "Add": [("",)] * 3},
-    ),
-)
-
-
+@net("two_names", truth=Truth(computed("", "one"), {"Gemm": [("one",), ("one",)], "Tanh": [("",)]}))
 class TwoNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -240,13 +258,6 @@ class TwoNames(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.other(self.one(x).tanh())
-
-
-net(
-    "two_names",
-    TwoNames,
-    truth=Truth(computed("", "one"), {"Gemm": [("one",), ("one",)], "Tanh": [("",)]}),
-)
 
 
 class Holder(nn.Module):
@@ -258,6 +269,14 @@ class Holder(nn.Module):
         return self.shared(x).sigmoid()
 
 
+# The second parent must own its work too, though the path of what it holds lies under the first.
+@net(
+    "two_parents",
+    truth=Truth(
+        computed("left", "right", "left.shared"),
+        {"Sigmoid": [("left",), ("right",)], "Gemm": [("left.shared",), ("right", "left.shared")]},
+    ),
+)
 class TwoParents(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -268,17 +287,14 @@ class TwoParents(nn.Module):
         return self.right(self.left(x))
 
 
-# The second parent must own its work too, though the path of what it holds lies under the first.
-net(
-    "two_parents",
-    TwoParents,
+@net(
+    "tied_weights",
+    inputs=lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
     truth=Truth(
-        computed("left", "right", "left.shared"),
-        {"Sigmoid": [("left",), ("right",)]},
+        computed("embed", "norm", "head"),
+        {"Gather": [("embed",)], "LayerNormalization": [("norm",)], "MatMul": [("head",)]},
     ),
 )
-
-
 class TiedWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -289,17 +305,7 @@ class TiedWeights(nn.Module):
         return self.head(self.norm(self.embed(ids)))
 
 
-net(
-    "tied_weights",
-    TiedWeights,
-    lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
-    truth=Truth(
-        computed("embed", "norm", "head"),
-        {"Gather": [("embed",)], "LayerNormalization": [("norm",)], "MatMul": [("head",)]},
-    ),
-)
-
-
+@net("calls_itself", truth=Truth(computed("fc"), {"Gemm": [("fc",), ("fc",)]}))
 class Recursive(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -307,9 +313,6 @@ class Recursive(nn.Module):
 
     def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
         return self(self.fc(x).tanh(), depth - 1) if depth else x
-
-
-net("calls_itself", Recursive, truth=Truth(computed("fc"), {"Gemm": [("fc",), ("fc",)]}))
 
 
 # --- which call ran in which ---------------------------------------------------
@@ -500,7 +503,7 @@ net(
     SharedMask,
     lambda: {"x": x(2, 4), "mask": torch.tensor([1, 0])},
     truth=Truth(
-        computed(*LAYERS, *(f"{layer}.fc" for layer in LAYERS)),
+        {"layers": "uncalled", **computed(*LAYERS, *(f"{layer}.fc" for layer in LAYERS))},
         {"Cast": [LAYERS], "Sub": [LAYERS], "Mul": [LAYERS], "Add": [(layer,) for layer in LAYERS]},
     ),
 )
@@ -528,6 +531,14 @@ class GainBlock(nn.Module):
         return self.fc(x) * self.gain(g)
 
 
+@net(
+    "merged_work_read_in_both_blocks",
+    inputs=lambda: {"x": x(2, 4), "g": x(2, 4)},
+    truth=Truth(
+        computed("blocks.0", "blocks.0.gain", "blocks.1", "blocks.1.gain"),
+        {"Exp": [("blocks.0.gain", "blocks.1.gain")], "Mul": [("blocks.0",), ("blocks.1",)]},
+    ),
+)
 class MergedGains(nn.Module):
     """Both gains begin alike; the merged node feeds one gain, and the block around the other."""
 
@@ -541,17 +552,6 @@ class MergedGains(nn.Module):
         return x
 
 
-net(
-    "merged_work_read_in_both_blocks",
-    MergedGains,
-    lambda: {"x": x(2, 4), "g": x(2, 4)},
-    truth=Truth(
-        computed("blocks.0", "blocks.0.gain", "blocks.1", "blocks.1.gain"),
-        {"Exp": [("blocks.0.gain", "blocks.1.gain")], "Mul": [("blocks.0",), ("blocks.1",)]},
-    ),
-)
-
-
 class CastThenScale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -561,6 +561,14 @@ class CastThenScale(nn.Module):
         return ids.float() * self.weight
 
 
+@net(
+    "same_cast_in_two_siblings",
+    inputs=lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
+    truth=Truth(
+        computed("first", "second"),
+        {"Cast": [("first", "second")], "Mul": [("first",), ("second",)], "Sub": [("",)]},
+    ),
+)
 class SharedCast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -570,103 +578,51 @@ class SharedCast(nn.Module):
         return self.first(ids) - self.second(ids).exp()
 
 
-net(
-    "same_cast_in_two_siblings",
-    SharedCast,
-    lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
-    truth=Truth(
-        computed("first", "second"),
-        {"Cast": [("first", "second")], "Mul": [("first",), ("second",)], "Sub": [("",)]},
-    ),
-)
-
-
-class Fold(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(2, 2, 2)
-
-
-class Unfold(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(8, 1)
-
-
-class ReshapesMeet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.fold, self.unfold, self.after = nn.Tanh(), Fold(), Unfold(), nn.Sigmoid()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.unfold(self.fold(self.before(x))))
+def unflat(*shape: int) -> nn.Module:
+    return Apply(lambda x: x.reshape(shape))
 
 
 net(
     "reshapes_that_meet",
-    ReshapesMeet,
-    truth=Truth(computed("before", "after"), {"Tanh": [("before",)], "Sigmoid": [("after",)]}),
-    dynamo=Truth(
-        {"fold": "fused", "unfold": "fused"},
-        {"Reshape": [("fold", "unfold")]},
-        {"fold": ("unfold",), "unfold": ("fold",)},
-    ),
+    lambda: nn.Sequential(nn.Tanh(), unflat(2, 2, 2), unflat(8, 1), nn.Sigmoid()),
+    row,
+    truth=Truth(computed("0", "3"), {"Tanh": [("0",)], "Sigmoid": [("3",)]}),
+    dynamo=Truth({"1": "fused", "2": "fused"}, {"Reshape": [("1", "2")]}, {"1": ("2",), "2": ("1",)}),
 )
 
 
-class Reshapes(nn.Module):
-    """Shapes that come back after others: their tensors are equal, so that they are still in the file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.flat, self.same, self.head = nn.Tanh(), nn.Flatten(), Unflat(2, 4), nn.Linear(4, 2)
-        self.there, self.back, self.last = Unflat(4), Unflat(2, 2), Unflat(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.head(self.same(self.flat(self.before(x))))
-        result: torch.Tensor = self.last(self.back(self.there(y))).exp()
-        return result
-
-
-class Unflat(nn.Module):
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.shape = shape
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(self.shape)
-
-
-net(
+@net(
     "shapes_that_come_back",
-    Reshapes,
-    lambda: {"x": x(2, 2, 2)},
+    inputs=lambda: {"x": x(2, 2, 2)},
     truth=Truth(computed("flat", "last")),
     dynamo=Truth(
         {"same": "identity", "there": "fused", "back": "fused"},
         {"Reshape": [("flat",), ("last",)]},
     ),
 )
+class Reshapes(nn.Module):
+    """Shapes that come back after others: their tensors are equal, so that they are still in the file."""
 
-
-class Turn(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(0, 1)
-
-
-class TransposesCancel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.there, self.back, self.after = nn.Tanh(), Turn(), Turn(), nn.Sigmoid()
+        self.before, self.flat, self.same, self.head = nn.Tanh(), nn.Flatten(), unflat(2, 4), nn.Linear(4, 2)
+        self.there, self.back, self.last = unflat(4), unflat(2, 2), unflat(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.back(self.there(self.before(x))))
+        y = self.head(self.same(self.flat(self.before(x))))
+        return self.last(self.back(self.there(y))).exp()
+
+
+def turn() -> nn.Module:
+    return Apply(lambda x: x.transpose(0, 1))
 
 
 net(
     "transposes_that_cancel",
-    TransposesCancel,
+    lambda: nn.Sequential(nn.Tanh(), turn(), turn(), nn.Sigmoid()),
+    row,
     truth=Truth(
-        {"there": "fused", "back": "fused", **computed("before", "after")},
-        {"Tanh": [("before",)], "Sigmoid": [("after",)]},
+        {"1": "fused", "2": "fused", **computed("0", "3")}, {"Tanh": [("0",)], "Sigmoid": [("3",)], "Transpose": []}
     ),
 )
 
@@ -674,6 +630,13 @@ net(
 # --- not computed ---------------------------------------------------
 
 
+@net(
+    "dead_branch_and_unused_module",
+    truth=Truth(
+        {"dead": "dead", "dead.0": "dead", "dead.1": "dead", "unused": "uncalled", **computed("", "main")},
+        {"Gemm": [("main",)]},
+    ),
+)
 class DeadBranch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -682,16 +645,6 @@ class DeadBranch(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.dead(x)
         return self.main(x)
-
-
-net(
-    "dead_branch_and_unused_module",
-    DeadBranch,
-    truth=Truth(
-        {"dead": "dead", "dead.0": "dead", "dead.1": "dead", "unused": "uncalled", **computed("", "main")},
-        {"Gemm": [("main",)]},
-    ),
-)
 
 
 class Positions(nn.Module):
@@ -737,35 +690,27 @@ def identities() -> nn.Module:
 net(
     "dropout_and_identity",
     identities,
-    lambda: {"input": x(2, 4)},
+    row,
     truth=Truth({"1": "identity", "2": "identity", **computed("0", "3")}, {"Gemm": [("0",)], "Tanh": [("3",)]}),
 )
 
 
-class OnlyIdentity(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.same = nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.same(x)
+net("nothing_but_identity", lambda: nn.Sequential(nn.Identity()), row, truth=Truth({"0": "identity"}))
 
 
-net("nothing_but_identity", OnlyIdentity, truth=Truth({"same": "identity"}))
+net(
+    "identity_at_the_end",
+    lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
+    row,
+    truth=Truth({"0": "computed", "1": "identity"}, {"Gemm": [("0",)]}),
+)
 
 
-class LastIsIdentity(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.drop = nn.Linear(4, 4), nn.Dropout()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.fc(x))
-
-
-net("identity_at_the_end", LastIsIdentity, truth=Truth({"fc": "computed", "drop": "identity"}, {"Gemm": [("fc",)]}))
-
-
+@net(
+    "inputs_that_nothing_reads",
+    inputs=lambda: {"unread": x(2, 4, seed=1), "x": x(2, 4), "states": [x(2, 4, seed=2), x(2, 4, seed=3)]},
+    truth=Truth(computed("", "scale", "fc"), {"Gemm": [("fc",), ("scale",)], "Sin": [("",)]}),
+)
 class SkipsInputs(nn.Module):
     """Nothing reads the first input and a part of the last one; TorchScript names the others after what reads them."""
 
@@ -774,16 +719,7 @@ class SkipsInputs(nn.Module):
         self.scale, self.fc = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, unread: torch.Tensor, x: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
-        result: torch.Tensor = self.fc(x) * self.scale(states[1]).sin()
-        return result
-
-
-net(
-    "inputs_that_nothing_reads",
-    SkipsInputs,
-    lambda: {"unread": x(2, 4, seed=1), "x": x(2, 4), "states": [x(2, 4, seed=2), x(2, 4, seed=3)]},
-    truth=Truth(computed("", "scale", "fc"), {"Gemm": [("fc",), ("scale",)], "Sin": [("",)]}),
-)
+        return self.fc(x) * self.scale(states[1]).sin()
 
 
 class SpreadsWeights(nn.Module):
@@ -799,6 +735,10 @@ class SpreadsWeights(nn.Module):
         return self.value(x) * weights, averaged, x.sum(0)
 
 
+@net(
+    "expanded_result_that_nobody_reads",
+    truth=Truth(computed("", "attention", "attention.score", "attention.value", "head")),
+)
 class DropsSpreadWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -806,15 +746,7 @@ class DropsSpreadWeights(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, _, bias = self.attention(x)
-        result: torch.Tensor = self.head(values + bias)
-        return result
-
-
-net(
-    "expanded_result_that_nobody_reads",
-    DropsSpreadWeights,
-    truth=Truth(computed("", "attention", "attention.score", "attention.value", "head")),
-)
+        return self.head(values + bias)
 
 
 # --- names ---------------------------------------------------
@@ -828,7 +760,7 @@ def nested() -> nn.Module:
 net(
     "nested_sequentials",
     nested,
-    lambda: {"input": x(2, 4)},
+    row,
     truth=Truth(
         computed("0", "0.0", "0.0.0", "0.0.0.0", "1"),
         {"Gemm": [("0.0.0.0",), ("1",)], "Tanh": [("0.0.0.1",)], "Sigmoid": [("0.0.1",)]},
@@ -867,6 +799,13 @@ net(
 )
 
 
+@net(
+    "names_that_end_alike",
+    truth=Truth(
+        computed("linear", "inner.linear", "linear_1"),
+        {"Gemm": [("inner.linear",), ("linear",), ("linear",), ("linear_1",)]},
+    ),
+)
 class SameEnd(nn.Module):
     """`inner.linear` and `linear`: TorchScript cuts both to the same name."""
 
@@ -879,16 +818,6 @@ class SameEnd(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear_1(self.linear(self.linear(self.inner.linear(x))))
-
-
-net(
-    "names_that_end_alike",
-    SameEnd,
-    truth=Truth(
-        computed("linear", "inner.linear", "linear_1"),
-        {"Gemm": [("inner.linear",), ("linear",), ("linear",), ("linear_1",)]},
-    ),
-)
 
 
 # --- calls that are no plain calls ---------------------------------------------------
@@ -906,6 +835,11 @@ class Codec(nn.Module):
         return self.encode(x).sigmoid()
 
 
+# `codec` never runs: what its method computes belongs to its caller, and its child runs.
+@net(
+    "a_method_that_is_not_forward",
+    truth=Truth({"codec": "uncalled", **computed("", "codec.fc")}, {"Gemm": [("codec.fc",)], "Tanh": [("",)]}),
+)
 class OtherMethod(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -915,14 +849,13 @@ class OtherMethod(nn.Module):
         return self.codec.encode(x)
 
 
-# `codec` never runs: what its method computes belongs to its caller, and its child runs.
-net(
-    "a_method_that_is_not_forward",
-    OtherMethod,
-    truth=Truth({"codec": "uncalled", **computed("", "codec.fc")}, {"Gemm": [("codec.fc",)], "Tanh": [("",)]}),
+@net(
+    "forward_called_directly",
+    truth=Truth(
+        {"codec": "uncalled", **computed("codec.fc")},
+        {"Gemm": [("codec.fc",)], "Tanh": [("",)], "Sigmoid": [("",)]},
+    ),
 )
-
-
 class DirectForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -932,16 +865,13 @@ class DirectForward(nn.Module):
         return self.codec.forward(x) + 1.0
 
 
-net(
-    "forward_called_directly",
-    DirectForward,
+@net(
+    "no_grad_inside",
     truth=Truth(
-        {"codec": "uncalled", **computed("codec.fc")},
-        {"Gemm": [("codec.fc",)], "Tanh": [("",)], "Sigmoid": [("",)]},
+        computed("frozen", "frozen.0", "frozen.1", "head"),
+        {"Gemm": [("frozen.0",), ("head",)], "Tanh": [("frozen.1",)]},
     ),
 )
-
-
 class NoGrad(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -951,16 +881,6 @@ class NoGrad(nn.Module):
         with torch.no_grad():
             features = self.frozen(x)
         return self.head(features)
-
-
-net(
-    "no_grad_inside",
-    NoGrad,
-    truth=Truth(
-        computed("frozen", "frozen.0", "frozen.1", "head"),
-        {"Gemm": [("frozen.0",), ("head",)], "Tanh": [("frozen.1",)]},
-    ),
-)
 
 
 def forward_hooked() -> nn.Module:
@@ -980,6 +900,11 @@ net("forward_hook_that_computes", forward_hooked, truth=Truth(computed("first", 
 net("pre_hook_that_computes", pre_hooked, truth=Truth(computed("first", "second"), {"Cos": [("",)]}))
 
 
+@net(
+    "checkpointed",
+    skip=("torchscript",),
+    truth=Truth(computed("fc", "head"), {"Gemm": [("fc",), ("head",)], "Tanh": [("",)]}),
+)
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -987,14 +912,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.utils.checkpoint.checkpoint(self.fc, x, use_reentrant=False).tanh())
-
-
-net(
-    "checkpointed",
-    Checkpointed,
-    skip=("torchscript",),
-    truth=Truth(computed("fc", "head"), {"Gemm": [("fc",), ("head",)], "Tanh": [("",)]}),
-)
 
 
 class Doubling(torch.autograd.Function):
@@ -1007,25 +924,11 @@ class Doubling(torch.autograd.Function):
         return grad
 
 
-class Doubled(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = Doubling.apply(x)  # type: ignore[no-untyped-call]
-        return result
-
-
-class AutogradFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.twice, self.again = nn.Linear(4, 4), Doubled(), Doubled()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.again(self.twice(self.fc(x)))
-
-
 net(
     "autograd_function",
-    AutogradFunction,
-    truth=Truth(computed("fc", "twice", "again"), {"Sin": [("twice",), ("again",)], "Mul": [("twice",), ("again",)]}),
+    lambda: nn.Sequential(nn.Linear(4, 4), Apply(Doubling.apply), Apply(Doubling.apply)),
+    row,
+    truth=Truth(computed("0", "1", "2"), {"Sin": [("1",), ("2",)], "Mul": [("1",), ("2",)]}),
 )
 
 
@@ -1034,6 +937,14 @@ class Branches(nn.Module):
         return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos() * 2.0, (x,))  # type: ignore[no-any-return]
 
 
+@net(
+    "cond",
+    skip=("torchscript",),
+    truth=Truth(
+        computed("fc", "choose", "again"),
+        {"If": [("choose",), ("again",)], "Sin": [("choose",), ("again",)], "Cos": [("choose",), ("again",)]},
+    ),
+)
 class Cond(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1041,17 +952,6 @@ class Cond(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.again(self.choose(self.fc(x)))
-
-
-net(
-    "cond",
-    Cond,
-    skip=("torchscript",),
-    truth=Truth(
-        computed("fc", "choose", "again"),
-        {"If": [("choose",), ("again",)], "Sin": [("choose",), ("again",)], "Cos": [("choose",), ("again",)]},
-    ),
-)
 
 
 class CondOverSelf(nn.Module):
@@ -1070,18 +970,8 @@ class CondOverSelf(nn.Module):
         return torch.cond(x.sum() > -0.45, high, low, (x,))  # type: ignore[no-any-return]
 
 
-class HoldsCond(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.choose = nn.Linear(4, 4), CondOverSelf()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.choose(self.fc(x))
-
-
-net(
+@net(
     "cond_over_self",
-    HoldsCond,
     skip=("torchscript",),
     truth=Truth(
         computed("fc", "choose", "choose.up", "choose.down"),
@@ -1094,17 +984,13 @@ net(
         },
     ),
 )
-
-
-class Apply(nn.Module):
-    """One function as a module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
+class HoldsCond(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.function = function
+        self.fc, self.choose = nn.Linear(4, 4), CondOverSelf()
 
-    def forward(self, *args: torch.Tensor) -> Any:
-        return self.function(*args)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.choose(self.fc(x))
 
 
 class Block(nn.Module):
@@ -1114,10 +1000,25 @@ class Block(nn.Module):
         self.rest = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.rest(self.act(self.fc(x))) + 1.0
-        return result
+        return self.rest(self.act(self.fc(x))) + 1.0
 
 
+@net(
+    "modules_in_branches",
+    skip=("torchscript",),
+    truth=Truth(
+        computed("", "block", "block.act", "block.rest", "block.rest.1", "act", "both", "both.fc", "both.act"),
+        {
+            "If": [("",)],
+            "Gemm": [("block.fc",), ("block.rest.0",)] + [("both.fc",), ("both.rest.0",)] * 3,
+            "Sin": [("block.act",)] + [("both.act",)] * 3,
+            "Tanh": [("block.rest.1",)] + [("both.rest.1",)] * 3,
+            "Cos": [("",)],
+            "Exp": [("act",)],
+            "Abs": [("",)],
+        },
+    ),
+)
 class ModulesInBranches(nn.Module):
     """Modules with and without parameters and with others inside; one runs in both branches, and twice in one."""
 
@@ -1137,25 +1038,6 @@ class ModulesInBranches(nn.Module):
         return torch.cond(x.sum() > 0, high, low, (x,)).sigmoid()  # type: ignore[no-any-return]
 
 
-net(
-    "modules_in_branches",
-    ModulesInBranches,
-    skip=("torchscript",),
-    truth=Truth(
-        computed("", "block", "block.act", "block.rest", "block.rest.1", "act", "both", "both.fc", "both.act"),
-        {
-            "If": [("",)],
-            "Gemm": [("block.fc",), ("block.rest.0",)] + [("both.fc",), ("both.rest.0",)] * 3,
-            "Sin": [("block.act",)] + [("both.act",)] * 3,
-            "Tanh": [("block.rest.1",)] + [("both.rest.1",)] * 3,
-            "Cos": [("",)],
-            "Exp": [("act",)],
-            "Abs": [("",)],
-        },
-    ),
-)
-
-
 class BranchesInside(nn.Module):
     """A branch inside a branch, and branches that are modules themselves."""
 
@@ -1171,19 +1053,8 @@ class BranchesInside(nn.Module):
         return torch.cond(x.sum() > 0, self.block, low, (x,))  # type: ignore[no-any-return]
 
 
-class HoldsBranchesInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = BranchesInside(), BranchesInside()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.one(x) - self.two(-x)
-        return result
-
-
-net(
+@net(
     "branches_inside_branches",
-    HoldsBranchesInside,
     skip=("torchscript",),
     truth=Truth(
         computed("one", "one.block", "one.block.act", "one.inner.act", "two.inner.rest.1"),
@@ -1195,8 +1066,23 @@ net(
         },
     ),
 )
+class HoldsBranchesInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = BranchesInside(), BranchesInside()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) - self.two(-x)
 
 
+@net(
+    "outside_and_in_a_branch",
+    skip=("torchscript",),
+    truth=Truth(
+        computed("block", "block.fc", "block.act"),
+        {"Sin": [("block.act",)] * 4, "Exp": [("",)], "Cos": [("",)], "Sigmoid": [("",)]},
+    ),
+)
 class OutsideAndInBranch(nn.Module):
     """Runs a module before a branch, in it, and after it."""
 
@@ -1207,19 +1093,7 @@ class OutsideAndInBranch(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.block(x).exp()
         z = torch.cond(x.sum() > 0, lambda y: self.block(y), lambda y: self.block(y).cos(), (y,))
-        result: torch.Tensor = self.block(z.sigmoid())
-        return result
-
-
-net(
-    "outside_and_in_a_branch",
-    OutsideAndInBranch,
-    skip=("torchscript",),
-    truth=Truth(
-        computed("block", "block.fc", "block.act"),
-        {"Sin": [("block.act",)] * 4, "Exp": [("",)], "Cos": [("",)], "Sigmoid": [("",)]},
-    ),
-)
+        return self.block(z.sigmoid())
 
 
 # --- graph modules: torch.export has no scopes for them --------------------------------------------------
@@ -1239,22 +1113,8 @@ class Bare(nn.Module):
         return x.cos() - 2.0
 
 
-class HoldsGraphModules(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.bare = torch.fx.symbolic_trace(Traced()), torch.fx.symbolic_trace(Bare())
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            y = self.one(x)
-        result: torch.Tensor = self.head(self.bare(self.one(y))).exp()
-        return result
-
-
-net(
+@net(
     "graph_modules",
-    HoldsGraphModules,
     truth=Truth(
         computed("", "one", "one.fc", "bare", "head"),
         {
@@ -1266,6 +1126,16 @@ net(
         },
     ),
 )
+class HoldsGraphModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.bare = torch.fx.symbolic_trace(Traced()), torch.fx.symbolic_trace(Bare())
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = self.one(x)
+        return self.head(self.bare(self.one(y))).exp()
 
 
 class KeepsModules(torch.fx.Tracer):
@@ -1281,8 +1151,7 @@ class ForNested(nn.Module):
         self.inner, self.block = torch.fx.symbolic_trace(Traced()), Block()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(self.block(x).exp()).abs()
-        return result
+        return self.inner(self.block(x).exp()).abs()
 
 
 def nested_graph_module() -> nn.Module:
@@ -1293,7 +1162,7 @@ def nested_graph_module() -> nn.Module:
 net(
     "graph_module_in_a_graph_module",
     lambda: nn.Sequential(nested_graph_module(), nn.Tanh()),
-    lambda: {"input": x(2, 4)},
+    row,
     truth=Truth(
         computed("", "0", "0.inner", "0.inner.fc", "0.block", "0.block.act", "1"),
         {"Abs": [("0",)], "Exp": [("0",)], "Sin": [("0.block.act",), ("0.inner",)]},
@@ -1321,6 +1190,13 @@ class Pair(nn.Module):
         return {"both": (self.a(x), self.b(x)), "sum": (x.sum(-1),)}
 
 
+@net(
+    "dict_of_tuples",
+    truth=Truth(
+        computed("", "pair", "pair.a", "pair.b", "norm"),
+        {"Gemm": [("pair.a",), ("pair.b",)], "ReduceSum": [("pair",)], "Exp": [("",)]},
+    ),
+)
 class Structured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1331,16 +1207,11 @@ class Structured(nn.Module):
         return {"first": (self.norm(found["both"][0]), found["both"][1]), "last": (found["sum"][0].exp(),)}
 
 
-net(
-    "dict_of_tuples",
-    Structured,
-    truth=Truth(
-        computed("", "pair", "pair.a", "pair.b", "norm"),
-        {"Gemm": [("pair.a",), ("pair.b",)], "ReduceSum": [("pair",)], "Exp": [("",)]},
-    ),
+@net(
+    "nested_inputs",
+    inputs=lambda: {"pair": (x(2, 4), [x(2, 4, seed=8), x(2, 4, seed=9)])},
+    truth=Truth(computed("fc"), {"Gemm": [("fc",)], "Mul": [("",)], "Sub": [("",)]}),
 )
-
-
 class NestedInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1348,14 +1219,6 @@ class NestedInputs(nn.Module):
 
     def forward(self, pair: tuple[torch.Tensor, list[torch.Tensor]]) -> torch.Tensor:
         return self.fc(pair[0]) * pair[1][0] - pair[1][1]
-
-
-net(
-    "nested_inputs",
-    NestedInputs,
-    lambda: {"pair": (x(2, 4), [x(2, 4, seed=8), x(2, 4, seed=9)])},
-    truth=Truth(computed("fc"), {"Gemm": [("fc",)], "Mul": [("",)], "Sub": [("",)]}),
-)
 
 
 class Together(nn.Module):
@@ -1369,6 +1232,13 @@ class Together(nn.Module):
         return x, self.fc(x).tanh()
 
 
+@net(
+    "input_beside_something_new",
+    truth=Truth(
+        {"one": "dead", "one.fc": "dead", **computed("two", "two.fc", "head")},
+        {"Gemm": [("two.fc",)], "Tanh": [("two",)], "Sigmoid": [("head",)], "Mul": [("",)]},
+    ),
+)
 class PassesThrough(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1379,16 +1249,7 @@ class PassesThrough(nn.Module):
         return self.head(same) * new
 
 
-net(
-    "input_beside_something_new",
-    PassesThrough,
-    truth=Truth(
-        {"one": "dead", "one.fc": "dead", **computed("two", "two.fc", "head")},
-        {"Gemm": [("two.fc",)], "Tanh": [("two",)], "Sigmoid": [("head",)], "Mul": [("",)]},
-    ),
-)
-
-
+@net("same_tensor_twice_and_an_input_returned", truth=Truth(computed("fc"), {"Gemm": [("fc",)]}))
 class ReturnsTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1399,9 +1260,6 @@ class ReturnsTwice(nn.Module):
         return y, y, x
 
 
-net("same_tensor_twice_and_an_input_returned", ReturnsTwice, truth=Truth(computed("fc"), {"Gemm": [("fc",)]}))
-
-
 class InPlace(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * 2.0
@@ -1410,22 +1268,11 @@ class InPlace(nn.Module):
         return y.tanh_()
 
 
-class HoldsInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.change, self.act, self.head = nn.Linear(4, 4), InPlace(), nn.ReLU(inplace=True), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.change(self.act(self.fc(x))))
-
-
 net(
     "in_place",
-    HoldsInPlace,
-    truth=Truth(
-        computed("fc", "change", "act", "head"),
-        {"Gemm": [("fc",), ("head",)], "Relu": [("act",)], "Tanh": [("change",)]},
-    ),
+    lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), InPlace(), nn.Linear(4, 4)),
+    row,
+    truth=Truth(computed("0", "1", "2", "3"), {"Gemm": [("0",), ("3",)], "Relu": [("1",)], "Tanh": [("2",)]}),
 )
 
 
@@ -1437,6 +1284,11 @@ class FillsPart(nn.Module):
         return whole
 
 
+@net(
+    "filled_in_parts",
+    inputs=lambda: {"x": x(2, 4, 4)},
+    truth=Truth(computed("key", "value", "fill", "head"), {"Sin": [("",)], "Cos": [("fill",)], "Exp": [("",)] * 2}),
+)
 class FillsInParts(nn.Module):
     """Nothing but changes of parts leads from some modules to the result."""
 
@@ -1450,18 +1302,10 @@ class FillsInParts(nn.Module):
         for step in range(2):
             out[:, step] = key[:, step].exp() * value[:, step]
         before = out.sin()
-        result: torch.Tensor = self.head(self.fill(out, value[:, 2])) + before
-        return result
+        return self.head(self.fill(out, value[:, 2])) + before
 
 
-net(
-    "filled_in_parts",
-    FillsInParts,
-    lambda: {"x": x(2, 4, 4)},
-    truth=Truth(computed("key", "value", "fill", "head"), {"Sin": [("",)], "Cos": [("fill",)], "Exp": [("",)] * 2}),
-)
-
-
+@net("filled_last", inputs=lambda: {"x": x(2, 4, 4)}, truth=Truth(computed("fc", "fill"), {"Cos": [("fill",)]}))
 class FilledLast(nn.Module):
     """What is changed in part is what the model returns; and a constant beside it."""
 
@@ -1472,14 +1316,6 @@ class FilledLast(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         y = self.fc(x)
         return self.fill(y * 2, y[:, 0]), None
-
-
-net(
-    "filled_last",
-    FilledLast,
-    lambda: {"x": x(2, 4, 4)},
-    truth=Truth(computed("fc", "fill"), {"Cos": [("fill",)]}),
-)
 
 
 # Functionalization makes a view again, where the tensor under it was changed in place, when somebody reads it.
@@ -1493,6 +1329,15 @@ net(
 )
 
 
+@net(
+    "views_of_a_changed_tensor",
+    inputs=sequence,
+    dynamo=Truth(
+        computed("fc", "act", "turn", "split", "again", "head"),
+        {"Transpose": [("turn",)] * 2, "Reshape": [("split",)] * 2},
+    ),
+    skip=("torchscript",),
+)
 class ViewsOfChanged(nn.Module):
     """Views of views of a changed tensor; one is returned, one is changed in turn."""
 
@@ -1509,18 +1354,7 @@ class ViewsOfChanged(nn.Module):
         return self.head(y) + z.mean(), self.split(z)
 
 
-net(
-    "views_of_a_changed_tensor",
-    ViewsOfChanged,
-    lambda: {"x": x(2, 3, 4)},
-    dynamo=Truth(
-        computed("fc", "act", "turn", "split", "again", "head"),
-        {"Transpose": [("turn",)] * 2, "Reshape": [("split",)] * 2},
-    ),
-    skip=("torchscript",),
-)
-
-
+@net("parts_of_a_changed_tensor", truth=Truth(computed("norm", "act", "parts", "one")), skip=("torchscript",))
 class PartsOfChanged(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1533,35 +1367,25 @@ class PartsOfChanged(nn.Module):
         y += x
         first, second = self.parts(self.act(y))
         second, _ = self.rows(second.masked_fill(second > 0.5, 0.25).mul_(2.0).unflatten(1, (2, 1)))
-        result: torch.Tensor = self.one(first) * second
-        return result
-
-
-net(
-    "parts_of_a_changed_tensor",
-    PartsOfChanged,
-    truth=Truth(computed("norm", "act", "parts", "one")),
-    skip=("torchscript",),
-)
-
-
-class CellThenViews(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.halve, self.head = nn.GRUCell(4, 4), Apply(lambda x: x.reshape(4, 2)), nn.Linear(2, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.halve(self.cell(x)))
-        return result
+        return self.one(first) * second
 
 
 net(
     "cell_then_views",
-    CellThenViews,
-    truth=Truth(computed("cell", "halve", "head"), {"Reshape": [("halve",)]}),
+    lambda: nn.Sequential(nn.GRUCell(4, 4), unflat(4, 2), nn.Linear(2, 3)),
+    row,
+    truth=Truth(computed("0", "1", "2"), {"Reshape": [("1",)]}),
 )
 
 
+# TorchScript's exporter leaves the tensor under the view as it was, in torch too.
+@net(
+    "changes_of_views",
+    skip=("torchscript",),
+    truth=Truth(
+        computed("", "fc", "flat", "act", "head"), {"Relu": [("act",), ("act",)], "ScatterND": [("",)], "Sin": [("",)]}
+    ),
+)
 class ChangesOfViews(nn.Module):
     """What a module changes is a view of a tensor that others have, and read afterwards."""
 
@@ -1577,17 +1401,12 @@ class ChangesOfViews(nn.Module):
         return z, y.sin()
 
 
-# TorchScript's exporter leaves the tensor under the view as it was, in torch too.
-net(
-    "changes_of_views",
-    ChangesOfViews,
+# The view that `flat` gave back is nowhere in the file, but only the view of the changed tensor.
+@net(
+    "view_before_a_change",
     skip=("torchscript",),
-    truth=Truth(
-        computed("", "fc", "flat", "act", "head"), {"Relu": [("act",), ("act",)], "ScatterND": [("",)], "Sin": [("",)]}
-    ),
+    truth=Truth({"flat": "fused", **computed("", "fc", "act", "head")}, {"Reshape": [("",)]}, {"flat": ("",)}),
 )
-
-
 class ViewThenChange(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1597,17 +1416,7 @@ class ViewThenChange(nn.Module):
         y = self.fc(x)
         view = self.flat(y)
         changed = self.act(y)
-        result: torch.Tensor = self.head(view) + changed.mean()
-        return result
-
-
-# The view that `flat` gave back is nowhere in the file, but only the view of the changed tensor.
-net(
-    "view_before_a_change",
-    ViewThenChange,
-    skip=("torchscript",),
-    truth=Truth({"flat": "fused", **computed("", "fc", "act", "head")}, {"Reshape": [("",)]}, {"flat": ("",)}),
-)
+        return self.head(view) + changed.mean()
 
 
 class ShiftsAndReads(nn.Module):
@@ -1619,35 +1428,31 @@ class ShiftsAndReads(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += self.shift
-        result: torch.Tensor = self.head(self.norm(x)) * x.sin().mean()
-        return result
-
-
-class ChangesAndReadsViews(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        turn = Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2))
-        self.features = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), turn)
-        self.classify = ShiftsAndReads()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.classify(self.features(x))
-        return result
+        return self.head(self.norm(x)) * x.sin().mean()
 
 
 # Functionalization writes the changed view back into the result of the ReLU, which nobody reads, and makes it again.
 net(
     "view_changed_and_read",
-    ChangesAndReadsViews,
-    lambda: {"x": x(2, 4, 2, 3)},
-    truth=Truth(
-        computed("features", "features.2", "classify", "classify.norm", "classify.head"), {"Sin": [("classify",)]}
+    lambda: nn.Sequential(
+        nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2))),
+        ShiftsAndReads(),
     ),
-    dynamo=Truth(owners={"Reshape": [("features.2",), ("classify",), ("classify",)]}),
-    torchscript=Truth(owners={"Reshape": [("features.2",)]}),
+    lambda: {"input": x(2, 4, 2, 3)},
+    truth=Truth(computed("0", "0.2", "1", "1.norm", "1.head"), {"Sin": [("1",)]}),
+    dynamo=Truth(owners={"Reshape": [("0.2",), ("1",), ("1",)]}),
+    torchscript=Truth(owners={"Reshape": [("0.2",)]}),
 )
 
 
+@net(
+    "tensor_changed_under_a_view_that_is_read",
+    skip=("torchscript",),  # its graph reads the view as it was before the change, in torch too
+    truth=Truth(
+        computed("", "fc", "turn", "block", "head"),
+        {"Transpose": [("turn",), ("block",)], "Cos": [("",)], "Sin": [("block",)]},
+    ),
+)
 class ChangesUnderAView(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1657,21 +1462,18 @@ class ChangesUnderAView(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         whole = self.fc(x)
         view = self.turn(whole)
-        result: torch.Tensor = self.head(view.cos() + self.block(whole, view))
-        return result
+        return self.head(view.cos() + self.block(whole, view))
 
 
-net(
-    "tensor_changed_under_a_view_that_is_read",
-    ChangesUnderAView,
-    skip=("torchscript",),  # its graph reads the view as it was before the change, in torch too
+@net(
+    "view_changed_read_and_returned",
+    inputs=lambda: {"x": x(2, 4, 2, 4)},
     truth=Truth(
-        computed("", "fc", "turn", "block", "head"),
-        {"Transpose": [("turn",), ("block",)], "Cos": [("",)], "Sin": [("block",)]},
+        computed("fc", "turn", "block", "block.0", "after", "head"),
+        {"Exp": [("block.0",)], "Sigmoid": [("after",)]},
     ),
+    dynamo=Truth(owners={"Reshape": [("turn",), ("block.0",), ("block.0",)]}),
 )
-
-
 class ChangesReadsAndReturns(nn.Module):
     """Another module reads the changed view, too; it is returned beside what was computed from it."""
 
@@ -1683,20 +1485,7 @@ class ChangesReadsAndReturns(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, changed = self.block(self.turn(self.fc(x)))
-        result: torch.Tensor = self.head(one + self.after(changed))
-        return result
-
-
-net(
-    "view_changed_read_and_returned",
-    ChangesReadsAndReturns,
-    lambda: {"x": x(2, 4, 2, 4)},
-    truth=Truth(
-        computed("fc", "turn", "block", "block.0", "after", "head"),
-        {"Exp": [("block.0",)], "Sigmoid": [("after",)]},
-    ),
-    dynamo=Truth(owners={"Reshape": [("turn",), ("block.0",), ("block.0",)]}),
-)
+        return self.head(one + self.after(changed))
 
 
 class ToOwnType(nn.Module):
@@ -1709,31 +1498,22 @@ class ToOwnType(nn.Module):
         return self.fc(x).sin()
 
 
-class HoldsToOwnType(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = ToOwnType()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x).tanh()
-
-
 net(
     "argument_made_its_own_type",
-    HoldsToOwnType,
-    truth=Truth(computed("block", "block.fc"), {"Sin": [("block",)], "Gemm": [("block.fc",)]}),
+    lambda: nn.Sequential(ToOwnType(), nn.Tanh()),
+    row,
+    truth=Truth(computed("0", "0.fc"), {"Sin": [("0",)], "Gemm": [("0.fc",)]}),
 )
 
 
-class SplitHeads(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x.chunk(3, dim=-1)
-
-
+@net(
+    "an_output_that_nobody_uses",
+    truth=Truth(computed("qkv", "split", "act"), {"Gemm": [("qkv",)], "Sigmoid": [("act",)]}),
+)
 class UsesSomeHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.split, self.act = nn.Linear(4, 6), SplitHeads(), nn.Sigmoid()
+        self.qkv, self.split, self.act = nn.Linear(4, 6), Apply(lambda x: x.chunk(3, dim=-1)), nn.Sigmoid()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, _, v = self.split(self.qkv(x))
@@ -1741,29 +1521,12 @@ class UsesSomeHeads(nn.Module):
 
 
 net(
-    "an_output_that_nobody_uses",
-    UsesSomeHeads,
-    truth=Truth(computed("qkv", "split", "act"), {"Gemm": [("qkv",)], "Sigmoid": [("act",)]}),
-)
-
-
-class PadsByNothing(nn.Module):
-    """As MobileNetV2 of transformers: it pads by what its size needs, and for this size that is nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pad, self.conv, self.act = nn.ZeroPad2d(0), nn.Conv2d(2, 3, 3), nn.ReLU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.conv(self.pad(x)))
-
-
-net(
     "pads_by_nothing",
-    PadsByNothing,
-    lambda: {"x": x(1, 2, 8, 8)},
-    truth=Truth(computed("conv", "act"), {"Conv": [("conv",)], "Relu": [("act",)]}),
-    dynamo=Truth({"pad": "identity"}),
+    # As MobileNetV2 of transformers: it pads by what its size needs, and for this size that is nothing.
+    lambda: nn.Sequential(nn.ZeroPad2d(0), nn.Conv2d(2, 3, 3), nn.ReLU()),
+    lambda: {"input": x(1, 2, 8, 8)},
+    truth=Truth(computed("1", "2"), {"Conv": [("1",)], "Relu": [("2",)]}),
+    dynamo=Truth({"0": "identity"}),
 )
 
 
@@ -1786,6 +1549,15 @@ class SplitMerge(nn.Module):
         return heads.transpose(1, 2).reshape(batch, length, 4)
 
 
+@net(
+    "positions_from_shapes",
+    inputs=sequence,
+    dynamic={"x": {0: "batch", 1: "length"}},
+    truth=Truth(
+        computed("positions", "positions.table", "one", "fc", "two"),
+        {"Softmax": [("one",), ("two",)], "MatMul": [("fc",)]},
+    ),
+)
 class ShapesEverywhere(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1793,18 +1565,6 @@ class ShapesEverywhere(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(self.fc(self.one(self.positions(x))))
-
-
-net(
-    "positions_from_shapes",
-    ShapesEverywhere,
-    lambda: {"x": x(2, 3, 4)},
-    dynamic={"x": {0: "batch", 1: "length"}},
-    truth=Truth(
-        computed("positions", "positions.table", "one", "fc", "two"),
-        {"Softmax": [("one",), ("two",)], "MatMul": [("fc",)]},
-    ),
-)
 
 
 # --- modules of torch with an inside ---------------------------------------------------
@@ -1819,14 +1579,11 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(self.norm(x))[0])
 
 
-def sequence() -> dict[str, Any]:
-    return {"x": x(2, 3, 4)}
-
-
 net("lstm", lambda: Recurrent(nn.LSTM), sequence, truth=Truth(computed("rnn", "norm", "head"), {"LSTM": [("rnn",)]}))
 net("gru", lambda: Recurrent(nn.GRU), sequence, truth=Truth(computed("rnn", "norm", "head"), {"GRU": [("rnn",)]}))
 
 
+@net("multihead_attention", inputs=sequence, truth=Truth(computed("attention", "fc")))
 class Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1835,9 +1592,6 @@ class Attends(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.fc(x)
         return x + self.attention(x, x, x, need_weights=False)[0]
-
-
-net("multihead_attention", Attends, sequence, truth=Truth(computed("attention", "fc")))
 
 
 def encoder() -> nn.Module:
@@ -1860,7 +1614,7 @@ def normed() -> nn.Module:
 net(
     "weight_norm",
     normed,
-    lambda: {"input": x(2, 4)},
+    row,
     truth=Truth(computed("0", "1", "2"), {"Tanh": [("1",)]}),
 )
 
@@ -1875,6 +1629,11 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
+@net(
+    "scaled_dot_product_attention",
+    inputs=lambda: {"x": x(2, 3, 4), "mask": torch.tensor([[True, True, False], [True, True, True]])},
+    truth=Truth(computed("blocks.0", "blocks.1.q"), {"Softmax": [("blocks.0",), ("blocks.1",)]}),
+)
 class AttentionBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1884,14 +1643,6 @@ class AttentionBlocks(nn.Module):
         for block in self.blocks:
             x = x + block(x, mask[:, None, None, :])
         return x
-
-
-net(
-    "scaled_dot_product_attention",
-    AttentionBlocks,
-    lambda: {"x": x(2, 3, 4), "mask": torch.tensor([[True, True, False], [True, True, True]])},
-    truth=Truth(computed("blocks.0", "blocks.1.q"), {"Softmax": [("blocks.0",), ("blocks.1",)]}),
-)
 
 
 class OtherNames(nn.Module):
@@ -1910,7 +1661,7 @@ class OtherNames(nn.Module):
 net(
     "other_names_of_operators",
     lambda: nn.Sequential(OtherNames(), nn.Linear(8, 4)),
-    lambda: {"input": x(2, 4)},
+    row,
     truth=Truth(computed("0", "0.first", "0.second", "1"), {"Abs": [("0",)], "Sigmoid": [("0",)]}),
 )
 
@@ -1926,6 +1677,7 @@ class OnlyMeasured(nn.Module):
         return torch.zeros_like(self.linear(x))
 
 
+@net("zeros_of_the_same_size", inputs=lambda: {"x": x(2, 4)}, truth=Truth({"zeros.linear": "dead"}))
 class ZerosInBetween(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1933,14 +1685,6 @@ class ZerosInBetween(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(self.zeros(x))
-
-
-net(
-    "zeros_of_the_same_size",
-    ZerosInBetween,
-    lambda: {"x": x(2, 4)},
-    truth=Truth({"zeros.linear": "dead"}),
-)
 
 
 class SplitsItsResult(nn.Module):
@@ -1955,20 +1699,11 @@ class SplitsItsResult(nn.Module):
         return rest.permute(0, 2, 1).reshape(2, 8), first
 
 
-class ReturnsParts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = SplitsItsResult()
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.parts(x)
-
-
 net(
     "returned_parts",
-    ReturnsParts,
-    lambda: {"x": x(2, 3, 4)},
-    truth=Truth(computed("parts", "parts.linear")),
+    lambda: nn.Sequential(SplitsItsResult()),
+    lambda: {"input": x(2, 3, 4)},
+    truth=Truth(computed("0", "0.linear")),
 )
 
 
@@ -1987,6 +1722,7 @@ net(
 # --- operators with several results that torch decomposes: of their results, nothing keeps the names --------
 
 
+@net("cells", inputs=sequence, truth=Truth(computed("cell", "out")))
 class Cells(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -2001,14 +1737,6 @@ class Cells(nn.Module):
         return torch.stack(outs, 1)
 
 
-net(
-    "cells",
-    Cells,
-    lambda: {"x": x(2, 3, 4)},
-    truth=Truth(computed("cell", "out")),
-)
-
-
 class Picks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -2019,6 +1747,7 @@ class Picks(nn.Module):
         return places, values * 2
 
 
+@net("picks_twice", truth=Truth(computed("first", "first.score", "second", "second.score")))
 class PicksTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -2033,43 +1762,22 @@ class PicksTwice(nn.Module):
         return x.scatter(1, places, values)
 
 
-net(
-    "picks_twice",
-    PicksTwice,
-    truth=Truth(computed("first", "first.score", "second", "second.score")),
+@net(
+    "largest_twice",
+    inputs=lambda: {"x": x(2, 2, 6), "y": x(2, 2, 6, seed=8)},
+    skip=("dynamo",) if torch.__version__ < "2.11" else (),  # torch 2.10 has no ONNX operators for it
+    truth=Truth(computed("encoder", "encoder.0", "encoder.1")),
 )
-
-
 class LargestTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Conv1d(2, 3, 3), nn.AdaptiveMaxPool1d(1), nn.Flatten())
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.encoder(x) * self.encoder(y).sin()
-        return result
-
-
-net(
-    "largest_twice",
-    LargestTwice,
-    lambda: {"x": x(2, 2, 6), "y": x(2, 2, 6, seed=8)},
-    skip=("dynamo",) if torch.__version__ < "2.11" else (),  # torch 2.10 has no ONNX operators for it
-    truth=Truth(computed("encoder", "encoder.0", "encoder.1")),
-)
+        return self.encoder(x) * self.encoder(y).sin()
 
 
 # --- what modules pass to each other ---------------------------------------------------
-
-
-class Counts(nn.Module):
-    def forward(self, x: torch.Tensor) -> list[int]:
-        return (x > 0).sum(0).tolist()
-
-
-class Multiplies(nn.Module):
-    def forward(self, x: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-        return x.sigmoid() * numbers[0] + numbers[1]
 
 
 class PassesNumbers(nn.Module):
@@ -2077,11 +1785,11 @@ class PassesNumbers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts, self.multiplies = Counts(), Multiplies()
+        self.counts = Apply(lambda x: (x > 0).sum(0).tolist())
+        self.multiplies = Apply(lambda x, numbers: x.sigmoid() * numbers[0] + numbers[1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.multiplies(x, self.counts(x)).tanh()
-        return result
+        return self.multiplies(x, self.counts(x)).tanh()
 
 
 net(
@@ -2115,25 +1823,21 @@ class Routed(nn.Module):
         return mixed.view(x.shape[:-1])[..., None] + x
 
 
+@net(
+    "equal_work_of_a_module_and_one_inside_it",
+    inputs=sequence,
+    truth=Truth(
+        computed("routed", "routed.router", "routed.experts"),
+        {"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
+    ),
+)
 class HoldsRouted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.routed, self.last = nn.Linear(4, 4), Routed(), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.routed(self.first(x)))
-        return result
-
-
-net(
-    "equal_work_of_a_module_and_one_inside_it",
-    HoldsRouted,
-    lambda: {"x": x(2, 3, 4)},
-    truth=Truth(
-        computed("routed", "routed.router", "routed.experts"),
-        {"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
-    ),
-)
+        return self.last(self.routed(self.first(x)))
 
 
 class Scores(nn.Module):
@@ -2151,6 +1855,11 @@ class Scores(nn.Module):
         return queries @ keys.transpose(2, 3) + bias, bias
 
 
+@net(
+    "size_of_a_tensor_that_is_gone",
+    inputs=sequence,
+    truth=Truth(computed("first", "first.query", "second", "second.query")),
+)
 class SharesBias(nn.Module):
     """The second module adds what the first one made of that size."""
 
@@ -2161,13 +1870,4 @@ class SharesBias(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores, bias = self.first(x, None)
         more, _ = self.second(x.sin(), bias)
-        result: torch.Tensor = scores * more
-        return result
-
-
-net(
-    "size_of_a_tensor_that_is_gone",
-    SharesBias,
-    lambda: {"x": x(2, 3, 4)},
-    truth=Truth(computed("first", "first.query", "second", "second.query")),
-)
+        return scores * more

@@ -29,6 +29,8 @@ import onnx
 import onnxruntime as ort
 import torch
 
+from htp_export.format.signatures import Signature, signatures_from_json
+
 Array = np.ndarray[Any, Any]
 Fault = tuple[str, str]
 
@@ -136,8 +138,7 @@ def branch(taken: Any, yes: Any, no: Any, operands: Any = ()) -> Any:
 def copied(tensor: torch.Tensor) -> Array:
     """The numbers of a tensor; of a quantized one the integers, which are what a file has of it."""
     tensor = tensor.detach().cpu()
-    array: Array = (tensor.int_repr() if tensor.is_quantized else tensor).numpy().copy()
-    return array
+    return (tensor.int_repr() if tensor.is_quantized else tensor).numpy().copy()
 
 
 def equal(one: Array, other: Array) -> bool:
@@ -181,6 +182,21 @@ def owners_of(node: onnx.NodeProto) -> tuple[str, ...]:
     return (said["htp.module"],) if "htp.module" in said else ()
 
 
+def work_of(model: onnx.ModelProto, *types: str) -> list[tuple[str, tuple[str, ...]]]:
+    """``(operator, owners)`` of every node, or of those of some operators, in the order of the file."""
+    return [(node.op_type, owners_of(node)) for node in nodes_of(model) if not types or node.op_type in types]
+
+
+def owners_by_type(model: onnx.ModelProto, *types: str) -> dict[str, list[tuple[str, ...]]]:
+    """Operator → owners of its nodes, in the order of the file."""
+    return {op_type: [owners for _, owners in work_of(model, op_type)] for op_type in types}
+
+
+def fates_of(model: onnx.ModelProto) -> dict[str, str]:
+    """Module → its fate."""
+    return {path: entry["fate"] for path, entry in tree_of(model).items()}
+
+
 def modules_of(model: onnx.ModelProto) -> Callable[[onnx.NodeProto], set[str]]:
     """The modules in whose regions a node is, as the file format says: those whose calls did its work."""
     said = {entry.key: entry.value for entry in model.metadata_props}
@@ -222,8 +238,7 @@ def untagged(model: onnx.ModelProto) -> list[str]:
 
 def tree_of(model: onnx.ModelProto) -> dict[str, dict[str, Any]]:
     said = {entry.key: entry.value for entry in model.metadata_props}
-    tree: dict[str, dict[str, Any]] = json.loads(said["htp.modules"])
-    return tree
+    return json.loads(said["htp.modules"])
 
 
 def evaluate(model: onnx.ModelProto, feeds: dict[str, Array]) -> dict[str, Array]:
@@ -338,6 +353,20 @@ def inputs_of(model: onnx.ModelProto, kwargs: dict[str, Any]) -> list[Array]:
     calls = json.loads(said.get("htp.signatures", "{}")).get("", [])
     arguments = {tensor: argument for argument, tensor in calls[0][0].items()} if calls else {}
     return [copied(given[name if name in given else arguments[name]]) for name in names]
+
+
+def signatures_of(model: onnx.ModelProto) -> dict[str, tuple[Signature, ...]]:
+    return signatures_from_json({entry.key: entry.value for entry in model.metadata_props}["htp.signatures"])
+
+
+def constants_of(model: onnx.ModelProto) -> dict[str, Array]:
+    return {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+
+
+def values_of(model: onnx.ModelProto, kwargs: dict[str, Any]) -> dict[str, Array]:
+    """The tensors of a file when it is run on inputs of the model."""
+    feeds = dict(zip(input_names(model), inputs_of(model, kwargs), strict=True))
+    return {**constants_of(model), **evaluate(with_branches_taken(model, feeds), feeds)}
 
 
 def inside(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:

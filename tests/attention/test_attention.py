@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.process.restoring import restored
 from htp_export.process.shared_settings import turn_attention_fast_path_off
-from tests.nets import EXPORTERS
+from tests.exporting import exported, quick
+from tests.nets import EXPORTERS, spread
 
 STEPS = ("q_proj", "k_proj", "v_proj", "scores", "softmax", "context", "out_proj")
 
@@ -50,14 +52,6 @@ CALLS = [
 ]
 
 
-def varied(module: nn.Module, seed: int = 0) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return module
-
-
 def call_of(
     options: dict[str, Any], call: dict[str, Any], seed: int
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -65,7 +59,7 @@ def call_of(
     generator = torch.Generator().manual_seed(seed)
     sizes = {"kdim": 5, "vdim": 7} if options["kinds"] == "sizes" else {}
     plain = {name: value for name, value in options.items() if name != "kinds"}
-    attention = varied(nn.MultiheadAttention(8, 2, **plain, **sizes).eval(), seed)
+    attention = spread(nn.MultiheadAttention(8, 2, **plain, **sizes).eval(), seed)
     queries, keys = 4, 4 if options["kinds"] == "self" or call["causal"] else 6
     batch = 3 if call["batched"] else 1
 
@@ -93,7 +87,7 @@ def call_of(
     return attention, (query, key, value), kwargs
 
 
-@pytest.mark.parametrize("options", GRID, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("options", quick(GRID, *GRID[::5]), ids=lambda options: "-".join(map(str, options.values())))
 def test_results_are_those_of_the_slow_path_over_all_arguments(options: dict[str, Any]) -> None:
     for seed, call in enumerate(random.Random(str(options)).sample(CALLS, 12)):
         attention, args, kwargs = call_of(options, call, seed)
@@ -112,7 +106,7 @@ def test_results_are_those_of_the_slow_path_over_all_arguments(options: dict[str
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_training_has_the_same_dropout_and_gradients(exact: bool) -> None:
-    attention = varied(nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)).train()
+    attention = spread(nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)).train()
     x = torch.randn(2, 5, 8)
 
     def gradients() -> list[torch.Tensor]:
@@ -198,9 +192,9 @@ def test_a_call_of_sdpa_in_any_module_runs_in_steps(exact: bool) -> None:
 class Masked(nn.Module):
     """Layers that call `scaled_dot_product_attention` with one mask."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         for layer in self.layers:
@@ -209,27 +203,37 @@ class Masked(nn.Module):
         return x
 
 
-_FLAGS = torch.ones(5, 5, dtype=torch.bool).tril()
+def whole_and_in_steps(
+    model: nn.Module, kwargs: dict[str, Any], exporter: str, folder: Path
+) -> tuple[htp_export.TaggedModel, htp_export.TaggedModel]:
+    """The file of a model, and that of the model with its attention in steps."""
+    whole = exported(model, kwargs, exporter, folder)
+    with decomposed_attention(model):
+        steps = exported(model, kwargs, exporter, folder)
+    return htp_export.load(whole), htp_export.load(steps)
+
+
+FLAGS = torch.ones(5, 5, dtype=torch.bool).tril()
+MASKS = {"flags": FLAGS, "numbers": torch.zeros(5, 5).masked_fill(~FLAGS, -torch.inf)}
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("mask", [None, _FLAGS, torch.zeros(5, 5).masked_fill(~_FLAGS, -torch.inf)])
-def test_steps_take_no_more_nodes_with_any_mask(mask: torch.Tensor | None, exporter: str, tmp_path: Path) -> None:
-    model, args = Masked().eval(), (torch.randn(2, 5, 8),) if mask is None else (torch.randn(2, 5, 8), mask)
-    whole, steps = tmp_path / "whole.onnx", tmp_path / "steps.onnx"
-    htp_export.export(model, args, whole, dynamo=exporter == "dynamo", verbose=False)
-    with decomposed_attention(model):
-        htp_export.export(model, args, steps, dynamo=exporter == "dynamo", verbose=False)
-    assert len(htp_export.load(steps).nodes) <= len(htp_export.load(whole).nodes)
-    assert htp_export.verify(model, steps, args).ok
+@pytest.mark.parametrize(
+    ("mask", "exporter"),
+    quick(itertools.product((None, "flags", "numbers"), EXPORTERS), ("flags", "dynamo"), ("numbers", "torchscript")),
+)
+def test_steps_take_no_more_nodes_with_any_mask(mask: str | None, exporter: str, tmp_path: Path) -> None:
+    model = Masked().eval()
+    kwargs = {"x": torch.randn(2, 5, 8)} | ({} if mask is None else {"mask": MASKS[mask]})
+    plain, tagged = whole_and_in_steps(model, kwargs, exporter, tmp_path)
+    assert len(tagged.nodes) <= len(plain.nodes)
+    assert htp_export.verify(model, tagged, kwargs=kwargs).ok
 
 
 def test_what_dynamo_compiles_stays_as_it_is() -> None:
     class Flexible(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            attended: torch.Tensor = flex_attention(x, x, x)
-            return attended
+            return flex_attention(x, x, x)
 
     model, x = Flexible().eval(), torch.randn(1, 2, 5, 8)
     with warnings.catch_warnings(), torch.no_grad():
@@ -242,19 +246,13 @@ def test_what_dynamo_compiles_stays_as_it_is() -> None:
 class Vision(nn.Module):
     """A ViT with the layout of torchvision's: ``encoder.layers.encoder_layer_0.self_attention``."""
 
-    def __init__(self, depth: int = 2, width: int = 16, heads: int = 2, size: int = 16, patch: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.conv_proj = nn.Conv2d(3, width, patch, patch)
-        self.class_token = nn.Parameter(torch.randn(1, 1, width))
+        self.conv_proj, self.class_token = nn.Conv2d(3, 16, 8, 8), nn.Parameter(torch.randn(1, 1, 16))
         self.encoder = nn.Module()
-        self.encoder.pos_embedding = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, width))
-        layers = {f"encoder_layer_{number}": Block(width, heads) for number in range(depth)}
-        self.encoder.layers = nn.Sequential()
-        for name, layer in layers.items():
-            self.encoder.layers.add_module(name, layer)
-        self.encoder.ln = nn.LayerNorm(width)
-        self.heads = nn.Sequential()
-        self.heads.add_module("head", nn.Linear(width, 10))
+        self.encoder.pos_embedding = nn.Parameter(torch.randn(1, 5, 16))
+        self.encoder.layers = nn.Sequential(OrderedDict((f"encoder_layer_{number}", Block()) for number in range(2)))
+        self.encoder.ln, self.heads = nn.LayerNorm(16), nn.Linear(16, 10)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         patches = self.conv_proj(image).flatten(2).transpose(1, 2)
@@ -264,11 +262,11 @@ class Vision(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.self_attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.ln_1, self.ln_2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.self_attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         normed = self.ln_1(tokens)
@@ -277,18 +275,13 @@ class Block(nn.Module):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("exporter", quick(EXPORTERS, "torchscript"))
 def test_a_vision_transformer_exports_with_seven_steps_a_layer_and_no_more_nodes(exporter: str, tmp_path: Path) -> None:
-    model, image = varied(Vision().eval()), torch.randn(1, 3, 16, 16)
-    whole, steps = tmp_path / "whole.onnx", tmp_path / "steps.onnx"
-    options: dict[str, Any] = {"dynamo": exporter == "dynamo", "verbose": False}
-    htp_export.export(model, (image,), whole, **options)
-    with decomposed_attention(model):
-        htp_export.export(model, (image,), steps, **options)
-    result = htp_export.verify(model, steps, (image,))  # runs the model in the steps of the file
+    model, image = spread(Vision().eval()), torch.randn(1, 3, 16, 16)
+    plain, tagged = whole_and_in_steps(model, {"image": image}, exporter, tmp_path)
+    result = htp_export.verify(model, tagged, (image,))  # runs the model in the steps of the file
     assert result.ok
     assert result.modules["encoder.layers.encoder_layer_1.self_attention.softmax"].status == "agrees"
-    plain, tagged = htp_export.load(whole), htp_export.load(steps)
     assert len(tagged[""].nodes) <= len(plain[""].nodes)
     for layer in range(2):
         path = f"encoder.layers.encoder_layer_{layer}.self_attention"
@@ -303,26 +296,8 @@ def test_a_vision_transformer_exports_with_seven_steps_a_layer_and_no_more_nodes
 
 
 @pytest.mark.torch
-@pytest.mark.slow
-@pytest.mark.parametrize("exporter", EXPORTERS)
-def test_a_large_vision_transformer_has_seven_steps_in_each_of_twelve_layers(exporter: str, tmp_path: Path) -> None:
-    model = varied(Vision(depth=12, width=768, heads=12, size=224, patch=16).eval())
-    options: dict[str, Any] = {"dynamo": exporter == "dynamo", "verbose": False}
-    files = tmp_path / "whole.onnx", tmp_path / "steps.onnx"
-    htp_export.export(model, (torch.randn(1, 3, 224, 224),), files[0], **options)
-    with decomposed_attention(model):
-        htp_export.export(model, (torch.randn(1, 3, 224, 224),), files[1], **options)
-    plain, tagged = map(htp_export.load, files)
-    assert len(tagged.nodes) <= len(plain.nodes)
-    for layer in range(12):
-        path = f"encoder.layers.encoder_layer_{layer}.self_attention"
-        assert set(tagged[path].children) == {f"{path}.{step}" for step in STEPS}
-        assert all(tagged[f"{path}.{step}"].nodes for step in STEPS)
-
-
-@pytest.mark.torch
 def test_the_report_has_the_numbers_of_both_exports_and_of_each_step() -> None:
-    model, image = varied(Vision().eval()), torch.randn(1, 3, 16, 16)
+    model, image = spread(Vision().eval()), torch.randn(1, 3, 16, 16)
     report = htp_export.attention_report(model, (image,))
     layers = [f"encoder.layers.encoder_layer_{layer}.self_attention" for layer in range(2)]
     assert report.modules == tuple(layers)
@@ -368,7 +343,7 @@ def test_there_is_no_report_on_a_model_without_attention() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("exporter", quick(EXPORTERS, "dynamo"))
 def test_transformers_attention_exports_in_steps(exporter: str, tmp_path: Path) -> None:
     from htp_export.huggingface import example_inputs, load_model
 
@@ -387,7 +362,7 @@ def test_transformers_attention_exports_in_steps(exporter: str, tmp_path: Path) 
 
 @pytest.mark.torch
 def test_a_kernel_that_is_kept_is_one_node_which_belongs_to_its_steps(tmp_path: Path) -> None:
-    model, image, file = varied(Vision().eval()), torch.randn(1, 3, 16, 16), tmp_path / "kept.onnx"
+    model, image, file = spread(Vision().eval()), torch.randn(1, 3, 16, 16), tmp_path / "kept.onnx"
     with torch.no_grad(), decomposed_attention(model, keep_kernel=True):
         htp_export.export(model, (image,), file, opset_version=23, verbose=False)
         assert htp_export.verify(model, file, (image,)).ok
@@ -403,7 +378,7 @@ def test_a_kernel_that_is_kept_is_one_node_which_belongs_to_its_steps(tmp_path: 
 
 def test_a_kept_kernel_takes_what_scaled_dot_product_attention_takes() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), Grouped()).eval(), torch.randn(2, 5, 8)
-    attention = varied(nn.MultiheadAttention(8, 2, batch_first=True).eval())
+    attention = spread(nn.MultiheadAttention(8, 2, batch_first=True).eval())
     with torch.no_grad(), restored(turn_attention_fast_path_off):
         expected, weighted = model(x), attention(x, x, x)
         with decomposed_attention(model, keep_kernel=True), decomposed_attention(attention, keep_kernel=True):
@@ -419,7 +394,7 @@ TINY += ["--set", "num_hidden_layers=1", "--set", "num_attention_heads=2", "--qu
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", quick([True, False], False))
 def test_the_command_line_has_attention_in_steps_and_kept(keep: bool, tmp_path: Path) -> None:
     file = tmp_path / "bert.onnx"
     options = ["--decompose-attention", "--verify", *(["--keep-attention"] if keep else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ import htp_export
 from htp_export import decomposed_attention
 from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
+from tests.attention.test_attention import whole_and_in_steps
+from tests.exporting import BOTH, quick
 from tests.nets import EXPORTERS
 
 SIZES = {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
@@ -81,11 +84,15 @@ def assert_untouched(model: nn.Module) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_transformers_run_in_steps_with_the_same_results(name: str, implementation: str) -> None:
-    if (name, implementation) in {("gpt_oss", "sdpa"), ("gemma2", "sdpa")}:
-        pytest.skip("transformers has no such implementation for this model")
+QUICK = ("bert-sdpa", "t5-eager", "whisper-sdpa", "gemma2-eager", "gpt_oss-eager", "swin-eager")
+# transformers has no implementation by scaled_dot_product_attention for two of them.
+RUNS = [f"{name}-eager" for name in MODELS]
+RUNS += [f"{name}-sdpa" for name in MODELS if name not in ("gpt_oss", "gemma2")]
+
+
+@pytest.mark.parametrize("run", quick(RUNS, *QUICK))
+def test_models_of_transformers_run_in_steps_with_the_same_results(run: str) -> None:
+    name, _, implementation = run.partition("-")
     model, inputs, path = model_of(name, implementation)
     wanted = [f"{path}.{step}" for step in ("scores", "softmax", "context")]
     with torch.no_grad():
@@ -102,16 +109,17 @@ def test_models_of_transformers_run_in_steps_with_the_same_results(name: str, im
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("name", ["bert", "t5", "gemma2", "swin"])  # swin: TorchScript runs it twice
+@pytest.mark.parametrize(
+    ("name", "exporter"),
+    quick(
+        itertools.product(("bert", "t5", "gemma2", "swin"), EXPORTERS),
+        ("gemma2", "dynamo"),
+        ("swin", "torchscript"),  # it is run twice
+    ),
+)
 def test_eager_attention_exports_in_steps_with_the_same_nodes(name: str, exporter: str, tmp_path: Path) -> None:
     model, inputs, path = model_of(name, "eager")
-    options: dict[str, Any] = {"kwargs": inputs, "dynamo": exporter == "dynamo", "verbose": False}
-    whole, steps = tmp_path / "whole.onnx", tmp_path / "steps.onnx"
-    htp_export.export(model, (), whole, **options)
-    with decomposed_attention(model):
-        htp_export.export(model, (), steps, **options)
-    plain, tagged = htp_export.load(whole), htp_export.load(steps)
+    plain, tagged = whole_and_in_steps(model, inputs, exporter, tmp_path)
     assert len(plain.nodes) == len(tagged.nodes)
     kinds = {
         step: [node.op_type for node in tagged[f"{path}.{step}"].nodes] for step in ("scores", "softmax", "context")
@@ -119,7 +127,7 @@ def test_eager_attention_exports_in_steps_with_the_same_nodes(name: str, exporte
     assert "MatMul" in kinds["scores"]
     assert [kind for kind in kinds["softmax"] if kind != "Cast"] == ["Softmax"]
     assert kinds["context"] == ["MatMul"]
-    result = htp_export.verify(model, steps, kwargs=inputs)
+    result = htp_export.verify(model, tagged, kwargs=inputs)
     assert result.ok
     assert {result.modules[f"{path}.{step}"].status for step in kinds} == {"agrees"}
 
@@ -164,24 +172,30 @@ def with_module(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return nn.Softmax(dim=-1)(torch.matmul(q, k.transpose(-2, -1))).matmul(k)
 
 
+ATTENDS = (with_matmul, with_bmm, with_einsum, twice, with_module)
+
+
 @pytest.mark.torch
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("attend", [with_matmul, with_bmm, with_einsum, twice, with_module])
+@pytest.mark.parametrize(
+    ("attend", "exporter"),
+    quick(
+        itertools.product(ATTENDS, EXPORTERS),
+        (with_matmul, "dynamo"),
+        *((attend, "torchscript") for attend in ATTENDS),
+    ),
+)
 def test_attention_of_any_module_runs_and_exports_in_steps(
     attend: Callable[..., torch.Tensor], exporter: str, tmp_path: Path
 ) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), Own(attend)).eval(), torch.randn(2, 5, 8)
-    options: dict[str, Any] = {"dynamo": exporter == "dynamo", "verbose": False}
-    htp_export.export(model, (x,), tmp_path / "whole.onnx", **options)
     with torch.no_grad():
         expected = model(x)
         with decomposed_attention(model), decomposed_attention(model):
             torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
             assert steps_of(model) == ["1.scores", "1.softmax", "1.context"]
-            htp_export.export(model, (x,), tmp_path / "steps.onnx", **options)
+        plain, tagged = whole_and_in_steps(model, {"input": x}, exporter, tmp_path)
     assert_untouched(model)
-    assert htp_export.verify(model, tmp_path / "steps.onnx", (x,)).ok
-    plain, tagged = htp_export.load(tmp_path / "whole.onnx"), htp_export.load(tmp_path / "steps.onnx")
+    assert htp_export.verify(model, tagged, (x,)).ok
     assert len(tagged.nodes) == len(plain.nodes)
     assert all(tagged[f"1.{step}"].nodes for step in ("scores", "softmax", "context"))
 
@@ -284,7 +298,7 @@ class NoAttention(nn.Module):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@BOTH
 def test_the_softmax_of_a_linear_map_is_no_attention(exporter: str, tmp_path: Path) -> None:
     model, x = NoAttention().eval(), torch.randn(2, 5, 8)
     with decomposed_attention(model):
@@ -332,7 +346,7 @@ def test_kernels_of_other_libraries_are_refused_by_module(implementation: str) -
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", quick(["eager", "sdpa"], "eager"))
 def test_the_report_counts_the_operations_of_steps_that_modules_get_when_they_run(implementation: str) -> None:
     model, inputs, path = model_of("bert", implementation)
     report = htp_export.attention_report(model, kwargs=inputs)

@@ -13,15 +13,19 @@ from torch import nn
 import htp_export
 from htp_export.errors import CaptureError, UntaggedExportWarning
 from htp_export.exporter.capture.programs import ProgramBodies
-from tests.exporting import converts_loops, exported, metadata
-from tests.nets import NETS, spread, x
-from tests.truth import nodes_of, owners_of, tree_of
+from tests.exporting import converts_loops, exported, exported_once, metadata, quick
+from tests.nets import NETS, Apply, ready, x
+from tests.truth import fates_of, nodes_of, owners_by_type, owners_of, tree_of
 
 
 class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.act = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Tanh()
+
+
+def inputs() -> dict[str, Any]:
+    return {"x": x(2, 4)}
 
 
 class Branches(Holder):
@@ -38,44 +42,45 @@ class Branches(Holder):
 
 
 class Loops(Holder):
+    """Its condition runs a module, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = nn.Sequential(nn.Sigmoid())
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def again(step: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return step < 3
+            return (step < 3) & (self.limit(x).sum() < 100)
 
         def body(step: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return step + 1, self.act(self.b(x.unsqueeze(0)).squeeze(0).sin())
 
         from torch._higher_order_ops import while_loop
 
-        result: torch.Tensor = while_loop(again, body, (torch.tensor(0), x))[1]
-        return result
-
-
-def built(make: type[nn.Module]) -> nn.Module:
-    return spread(make()).eval()
-
-
-def owners_by_type(file: onnx.ModelProto, *types: str) -> dict[str, list[tuple[str, ...]]]:
-    return {kind: [owners_of(node) for node in nodes_of(file) if node.op_type == kind] for kind in types}
-
-
-def fates(file: onnx.ModelProto) -> dict[str, str]:
-    return {path: entry["fate"] for path, entry in tree_of(file).items()}
+        return while_loop(again, body, (torch.tensor(0), x))[1]
 
 
 BRANCHES = {"Gemm": [("a",)], "MatMul": [("b",)], "Tanh": [("act",)], "Sin": [("",)], "Exp": [("",)]}
-LOOPS = {"MatMul": [("b",)], "Tanh": [("act",)], "Sin": [("",)], "Add": [("",)]}
+LOOPS = {"MatMul": [("b",)], "Tanh": [("act",)], "Sigmoid": [("limit.0",)] * 2, "Sin": [("",)], "Add": [("",)]}
+MAKES = pytest.mark.parametrize(
+    ("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=converts_loops)]
+)
 
 
 # Below opset 18 the graph is read back from bytes, without metadata.
-@pytest.mark.parametrize("options", [{}, {"opset_version": 16}, {"optimize": False}], ids=["as_is", "opset_16", "raw"])
-@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=converts_loops)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"opset_version": 16}, pytest.param({"optimize": False}, marks=pytest.mark.slow)],
+    ids=["as_is", "opset_16", "raw"],
+)
+@MAKES
 def test_modules_with_and_without_parameters_own_their_nodes_in_bodies(
     make: type[nn.Module], owners: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    file = exported(built(make), {"x": x(2, 4)}, "dynamo", tmp_path, **options)
+    file = exported(ready(make()), {"x": x(2, 4)}, "dynamo", tmp_path, **options)
     assert owners_by_type(file, *owners) == owners
-    assert fates(file)["b"] == fates(file)["act"] == "computed"
+    ran = {path: entry for path, entry in tree_of(file).items() if path in ("", "b", "act", "limit", "limit.0")}
+    assert {(entry["fate"], entry["calls"]) for entry in ran.values()} == {("computed", 1)}
 
 
 class ReadsWithoutACall(Holder):
@@ -95,8 +100,8 @@ class ReadsWithoutACall(Holder):
 def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(
     make: type[nn.Module], path: str | None, tmp_path: Path
 ) -> None:
-    model = built(make)
-    file = exported(model, {"x": x(2, 4)}, "dynamo", tmp_path)
+    model, path_of_file = exported_once(make, inputs, "dynamo", tmp_path)
+    file = onnx.load(path_of_file)
     right = htp_export.verify(model, file, (x(2, 4),))
     assert (right.ok, right.misplaced) == (True, ())
     moved = [entry for node in nodes_of(file) for entry in node.metadata_props if entry.value == path]
@@ -107,25 +112,28 @@ def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(
     assert ({line.split()[0] for line in wrong.misplaced}, wrong.ok) == (held[path], path is None)
 
 
-@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=converts_loops)])
+@MAKES
 def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_model(
     make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
 ) -> None:
-    program = torch.export.export(built(make), (x(2, 4),), strict=True)
+    program = torch.export.export(ready(make()), (x(2, 4),), strict=True)
     htp_export.export(program, (), tmp_path / "m.onnx", verbose=False)
     file = onnx.load(tmp_path / "m.onnx")
     assert owners_by_type(file, *owners) == owners
     assert "_export_root" not in tree_of(file)
 
 
-@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=converts_loops)])
+@MAKES
 def test_in_bodies_of_any_other_exported_program_parameters_tell_their_module_and_all_else_is_the_holders(
     make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
 ) -> None:
-    program = torch.export.export(built(make), (x(2, 4),))
+    program = torch.export.export(ready(make()), (x(2, 4),))
     htp_export.export(program, (), tmp_path / "m.onnx", verbose=False)
     file = onnx.load(tmp_path / "m.onnx")
-    assert owners_by_type(file, *owners) == {**owners, "Tanh": [("",)]}  # torch keeps no record of what runs there
+    without_parameters = {kind: [("",)] * len(owners[kind]) for kind in ("Tanh", "Sigmoid") if kind in owners}
+    assert owners_by_type(file, *owners) == {**owners, **without_parameters}  # torch keeps no record of what runs there
+    read = [metadata(node)["htp.reason"] for node in nodes_of(file) if node.op_type in ("Gemm", "MatMul")]
+    assert set(read) == {"parameters"}
 
 
 def nodes_with_owners(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...], str]]:
@@ -137,20 +145,17 @@ def nodes_with_owners(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...],
 @pytest.mark.parametrize(
     "name",
     [
-        "Branches",
         pytest.param("Loops", marks=converts_loops),
-        "outside_and_in_a_branch",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("cond_over_self", "modules_in_branches", "branches_inside_branches")
+        *quick(
+            ("outside_and_in_a_branch", "cond_over_self", "modules_in_branches", "branches_inside_branches"),
+            "outside_and_in_a_branch",
         ),
     ],
 )
 def test_the_bodies_of_a_program_exported_while_tags_are_wanted_have_the_modules_of_the_model(
     name: str, tmp_path: Path
 ) -> None:
-    own = {"Branches": Branches, "Loops": Loops}
-    model, kwargs = (built(own[name]), {"x": x(2, 4)}) if name in own else NETS[name].build()
+    model, kwargs = (ready(Loops()), inputs()) if name == "Loops" else NETS[name].build()
     with htp_export.tagging():
         program = torch.export.export(model, (), kwargs, strict=False)
     torch.export.save(program, tmp_path / "program.pt2")
@@ -170,10 +175,10 @@ def test_a_fault_while_the_modules_of_bodies_are_written_is_no_error_of_the_prog
 
     monkeypatch.setattr(ProgramBodies, "write", fails)
     with htp_export.tagging(), pytest.raises(CaptureError, match="writing the modules of bodies"):
-        torch.export.export(built(Branches), (x(2, 4),))
+        torch.export.export(ready(Branches()), (x(2, 4),))
     with htp_export.tagging(strict=False), pytest.warns(UntaggedExportWarning, match="not so"):
-        program = torch.export.export(built(Branches), (x(2, 4),))
-    assert torch.equal(program.module()(x(2, 4)), built(Branches)(x(2, 4)))
+        program = torch.export.export(ready(Branches()), (x(2, 4),))
+    assert torch.equal(program.module()(x(2, 4)), ready(Branches())(x(2, 4)))
 
 
 class Scripted(Holder):
@@ -185,7 +190,7 @@ class Scripted(Holder):
 
 
 def test_the_modules_of_a_scripted_model_own_their_nodes_in_branches_and_loops(tmp_path: Path) -> None:
-    model = torch.jit.script(built(Scripted))
+    model = torch.jit.script(ready(Scripted()))
     file = exported(model, {"x": x(2, 4)}, "torchscript", tmp_path)
     assert owners_by_type(file, "Gemm", "MatMul", "Tanh", "Sin", "Exp", "If", "Loop") == {
         "Gemm": [("a",)],
@@ -196,7 +201,7 @@ def test_the_modules_of_a_scripted_model_own_their_nodes_in_branches_and_loops(t
         "If": [("",)],
         "Loop": [("",)],
     }
-    assert set(fates(file).values()) == {"computed"}
+    assert set(fates_of(file).values()) == {"computed"}
 
 
 class Doubled(torch.autograd.Function):
@@ -219,30 +224,24 @@ class Waves(torch.autograd.Function):
         return graph.op("Sin", x), graph.op("Cos", x)
 
 
-class Function(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Doubled.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class AppliesFunctions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.function, self.b, self.again, self.c = (
             nn.Linear(4, 4),
-            Function(),
+            Apply(Doubled.apply),
             nn.Linear(4, 4),
-            Function(),
+            Apply(Doubled.apply),
             nn.Linear(4, 4),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, other = Waves.apply(self.again(self.b(self.function(self.a(x)))))  # type: ignore[no-untyped-call]
-        result: torch.Tensor = self.c(one).tanh() + other
-        return result
+        return self.c(one).tanh() + other
 
 
 def test_a_function_with_a_translation_of_its_own_belongs_to_the_module_that_applies_it(tmp_path: Path) -> None:
-    file = exported(built(AppliesFunctions), {"x": x(2, 4)}, "torchscript", tmp_path)
+    file = exported(ready(AppliesFunctions()), {"x": x(2, 4)}, "torchscript", tmp_path)
     assert owners_by_type(file, "Gemm", "Sin", "Mul", "Cos", "Tanh") == {
         "Gemm": [("a",), ("b",), ("c",)],
         "Sin": [("function",), ("again",), ("",)],
@@ -250,4 +249,4 @@ def test_a_function_with_a_translation_of_its_own_belongs_to_the_module_that_app
         "Cos": [("",)],
         "Tanh": [("",)],
     }
-    assert set(fates(file).values()) == {"computed"}
+    assert set(fates_of(file).values()) == {"computed"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from torch import nn
 import htp_export
 from htp_export.format.leaves import containers_in, named_leaves
 from htp_export.format.signatures import Signature, signatures_from_json
-from tests.exporting import exported
-from tests.nets import spread, x
+from tests.exporting import BOTH, exported
+from tests.nets import ready, x
 
 
 @dataclass
@@ -68,14 +69,17 @@ def states() -> States:
     return States([x(2, 4, seed=seed) for seed in range(5, 8)])
 
 
-def signatures(model: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Signature]]:
+@functools.cache
+def exported_with_cache(kind: type[Layer]) -> tuple[nn.Module, dict[str, Any], Any, dict[str, Signature]]:
+    """A net, its inputs, its program, and the signature of each module."""
+    model, kwargs = ready(Net(kind)), {"x": x(2, 4), "states": states()}
     program = htp_export.export(model, kwargs=kwargs, verbose=False)
     found = signatures_from_json(program.model.metadata_props["htp.signatures"])
-    return program, {path: calls[0] for path, calls in found.items()}
+    return model, kwargs, program, {path: calls[0] for path, calls in found.items()}
 
 
 def test_a_layer_has_the_part_that_it_reads_and_the_root_has_all() -> None:
-    program, found = signatures(spread(Net(Layer)).eval(), {"x": x(2, 4), "states": states()})
+    _, _, program, found = exported_with_cache(Layer)
     inputs = [str(value.name) for value in program.model.graph.inputs]
     parts = [f"states.tensors.{place}" for place in range(3)]
     assert found[""].inputs == dict(zip(["x", *parts], inputs, strict=True))
@@ -88,19 +92,17 @@ def test_a_layer_has_the_part_that_it_reads_and_the_root_has_all() -> None:
 @pytest.mark.parametrize("kind", [Layer, Returning])
 @pytest.mark.parametrize("isolated", [False, True], ids=["whole", "isolated"])
 def test_modules_with_a_cache_agree(kind: type[Layer], isolated: bool) -> None:
-    model, kwargs = spread(Net(kind)).eval(), {"x": x(2, 4), "states": states()}
-    program, _ = signatures(model, kwargs)
+    model, kwargs, program, _ = exported_with_cache(kind)
     for _ in range(2):  # each run has the cache as it was given
         result = htp_export.verify(model, program, kwargs=kwargs, isolated=isolated)
         assert result.ok, result.summary
-        call = result.modules["layers.1"].calls[0]
-        names = [entry.name for entry in call.inputs]
+        names = [entry.name for entry in result.modules["layers.1"].calls[0].inputs]
         assert isolated or "states.tensors.1" in names
     assert all(torch.equal(one, two) for one, two in zip(kwargs["states"].tensors, states().tensors, strict=True))
 
 
 def test_a_layer_that_returns_the_cache_has_all_of_it() -> None:
-    program, found = signatures(spread(Net(Returning)).eval(), {"x": x(2, 4), "states": states()})
+    _, _, program, found = exported_with_cache(Returning)
     new = [str(value.name) for value in program.model.graph.outputs][1:]
     old = [str(value.name) for value in program.model.graph.inputs][1:]
     assert list(found["layers.1"].inputs.values())[1:] == [new[0], old[1], old[2]]
@@ -119,9 +121,9 @@ class Twice(nn.Module):
         return self.layer(self.layer(x, states), states) + states.tensors[0]
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@BOTH
 def test_what_a_call_leaves_in_the_cache_is_given_to_the_next_call_only(exporter: str, tmp_path: Path) -> None:
-    model, kwargs = spread(Twice()).eval(), {"x": x(2, 4)}
+    model, kwargs = ready(Twice()), {"x": x(2, 4)}
     exported(model, kwargs, exporter, tmp_path)
     tagged = htp_export.load(tmp_path / "model.onnx")
     given = [tagged.signature("layer", number).inputs["states.tensors.0"] for number in range(2)]

@@ -8,6 +8,7 @@ import io
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ import htp_export
 from htp_export.exporter.capture import running, torch_internals
 from htp_export.process import shared_settings
 from htp_export.process.restoring import restored
+from tests.exporting import quick
+from tests.nets import EXPORTERS
 
-EXPORTERS = pytest.mark.parametrize(
+TWO = pytest.mark.parametrize(
     "exporters",
-    [("torchscript", "torchscript"), ("dynamo", "dynamo"), ("dynamo", "torchscript"), ("torchscript", "dynamo")],
-    ids="-".join,
+    quick(
+        [f"{one} {other}" for one in EXPORTERS for other in EXPORTERS], "torchscript torchscript", "dynamo torchscript"
+    ),
 )
 
 
@@ -55,25 +59,13 @@ class Slow(nn.Module):
 
 def in_threads(*work: Callable[[], Any]) -> list[BaseException]:
     """Run each in a thread of its own; what they raised."""
-    raised: list[BaseException] = []
-
-    def guarded(each: Callable[[], Any]) -> None:
-        try:
-            each()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(each,)) for each in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    return raised
+    with ThreadPoolExecutor(len(work)) as threads:
+        futures = [threads.submit(each) for each in work]
+        return [error for future in futures if (error := future.exception(120))]
 
 
-@EXPORTERS
-def test_exports_in_two_threads_wait_for_each_other(exporters: tuple[str, str], tmp_path: Path) -> None:
+@TWO
+def test_exports_in_two_threads_wait_for_each_other(exporters: str, tmp_path: Path) -> None:
     runs: list[str] = []
     began = threading.Event()
     models = {name: Slow(name, runs, began).eval() for name in ("one", "other")}
@@ -84,7 +76,7 @@ def test_exports_in_two_threads_wait_for_each_other(exporters: tuple[str, str], 
         args = (torch.linspace(-1, 1, 8).reshape(2, 4),)
         htp_export.export(models[name], args, tmp_path / f"{name}.onnx", dynamo=exporter == "dynamo", verbose=False)
 
-    work = [lambda n=name, e=exporter: export(n, e) for name, exporter in zip(models, exporters, strict=True)]
+    work = [lambda n=name, e=exporter: export(n, e) for name, exporter in zip(models, exporters.split(), strict=True)]
     assert in_threads(*work) == []
     starts = runs[::2]
     assert starts == runs[1::2], "one ran inside the other"
@@ -246,8 +238,7 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.runs.set()
-        y: torch.Tensor = torch.cond(x.sum() > 0, lambda x: self.high(x).exp(), lambda x: self.low(x), (x,))
-        return y
+        return torch.cond(x.sum() > 0, lambda x: self.high(x).exp(), lambda x: self.low(x), (x,))
 
 
 def test_an_export_with_branches_waits_until_verify_in_another_thread_has_run_the_model() -> None:

@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 import htp_export
-from tests.exporter.test_signatures import signatures_of, values_of
-from tests.exporting import exported
+from tests.exporting import BOTH, exported
 from tests.extract.test_cutting import wrong_parts
-from tests.nets import EXPORTERS, spread, x
-from tests.truth import equal, run_pytorch
+from tests.nets import spread, x
+from tests.truth import equal, run_pytorch, signatures_of, values_of
 
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 Tensor = torch.Tensor
 
 
@@ -143,8 +141,7 @@ class LeavesTheFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         _, a, b = self.chunk(x)
-        result: Tensor = self.sum(x.reshape(-1, 4), a, b)
-        return result
+        return self.sum(x.reshape(-1, 4), a, b)
 
 
 @BOTH
@@ -165,8 +162,7 @@ class ReadsTheSecondCall(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.fc(x)
-        result: Tensor = self.fc(x + 1)
-        return result
+        return self.fc(x + 1)
 
 
 @BOTH

@@ -19,7 +19,7 @@ import htp_export
 from tests import truth
 from tests.nets import spread, x
 from tests.same_graph import assert_same_graph
-from tests.truth import inexact, nodes_of, owners_of, tree_of, untagged
+from tests.truth import fates_of, inexact, tree_of, untagged, work_of
 
 Tensor = torch.Tensor
 
@@ -34,14 +34,6 @@ pytestmark = [
 def export(exporter: Any, model: Any, args: tuple[Any, ...], folder: Path, **options: Any) -> onnx.ModelProto:
     exporter(model, args, folder / "model.onnx", dynamo=False, verbose=False, **options)
     return onnx.load(str(folder / "model.onnx"))
-
-
-def owners(file: onnx.ModelProto, *kinds: str) -> list[tuple[str, tuple[str, ...]]]:
-    return [(node.op_type, owners_of(node)) for node in nodes_of(file) if node.op_type in kinds]
-
-
-def fates(file: onnx.ModelProto) -> dict[str, str]:
-    return {path: entry["fate"] for path, entry in tree_of(file).items()}
 
 
 # --- quantized models ---------------------------------------------------
@@ -61,8 +53,7 @@ class Block(nn.Module):
         self.conv, self.act = nn.Conv2d(3, 4, 3), nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.act(self.conv(x))
-        return result
+        return self.act(self.conv(x))
 
 
 class Stubbed(nn.Module):
@@ -83,8 +74,7 @@ class Blocks(Stubbed):
         x = self.quant(x)
         for block in self.blocks:
             x = block(x)
-        result: Tensor = self.dequant(self.fc(self.flat(self.pool(x))))
-        return result
+        return self.dequant(self.fc(self.flat(self.pool(x))))
 
 
 class Residual(nn.Module):
@@ -107,8 +97,7 @@ class CalledTwice(Stubbed):
     def forward(self, x: Tensor) -> Tensor:
         x = self.residual(self.residual(self.stem(self.quant(x))))
         x = self.heads["b"][0](self.heads["a"][0](x))
-        result: Tensor = self.dequant(self.last(x))
-        return result
+        return self.dequant(self.last(x))
 
 
 class Concatenates(Stubbed):
@@ -127,8 +116,7 @@ def quantized(model: nn.Module, given: Tensor, *fused: list[str]) -> nn.Module:
     model.qconfig = quantization.get_default_qconfig("qnnpack")
     prepared = quantization.prepare(quantization.fuse_modules(model, list(fused)) if fused else model)
     prepared(given)
-    converted: nn.Module = quantization.convert(prepared)
-    return converted
+    return quantization.convert(prepared)
 
 
 def image() -> Tensor:
@@ -214,7 +202,7 @@ def test_each_node_of_a_quantized_model_belongs_to_its_module(
     plain = export(torch.onnx.export, model, (given,), tmp_path)
     file = export(htp_export.export, model, (given,), tmp_path)
     assert_same_graph(file, plain)
-    assert (owners(file, *kinds), untagged(file)) == (expected, [])
+    assert (work_of(file, *kinds), untagged(file)) == (expected, [])
     with mock.patch.object(truth, "equal", one_step):
         assert inexact(model, {"x": given}, file) == []
 
@@ -267,7 +255,7 @@ def test_a_module_that_brings_its_arguments_has_tags_whatever_dynamo_says(dynamo
     """torch gives it to the dynamo exporter in both cases."""
     exportable = type("Exportable", (BringsArguments, torch.onnx.ExportableModule), {})
     htp_export.export(exportable().eval(), f=tmp_path / "model.onnx", dynamo=dynamo, verbose=False)
-    assert owners(onnx.load(str(tmp_path / "model.onnx")), "Gemm", "Relu") == [("Gemm", ("fc",)), ("Relu", ("",))]
+    assert work_of(onnx.load(str(tmp_path / "model.onnx")), "Gemm", "Relu") == [("Gemm", ("fc",)), ("Relu", ("",))]
 
 
 # --- names ---------------------------------------------------
@@ -284,8 +272,7 @@ class HoldsPairs(nn.Module):
         self.reads, self.act = ReadsPairs(), nn.Tanh()
 
     def forward(self, x: Tensor, pairs: dict[Tensor, Tensor]) -> Tensor:
-        result: Tensor = self.act(self.reads(pairs) + x)
-        return result
+        return self.act(self.reads(pairs) + x)
 
 
 def test_values_have_the_names_that_torch_gives_where_tensors_are_keys(tmp_path: Path) -> None:
@@ -295,5 +282,5 @@ def test_values_have_the_names_that_torch_gives_where_tensors_are_keys(tmp_path:
         pairs = {torch.full((2,), 2.0): x(2, seed=1), torch.full((2,), 3.0): x(2, seed=2)}
         files.append(export(exporter, HoldsPairs().eval(), (x(2), pairs, {}), tmp_path))
     assert_same_graph(files[1], files[0])
-    assert owners(files[1], "Mul", "Tanh") == [("Mul", ("reads",)), ("Mul", ("reads",)), ("Tanh", ("act",))]
-    assert fates(files[1]) == {"": "computed", "reads": "computed", "act": "computed"}
+    assert work_of(files[1], "Mul", "Tanh") == [("Mul", ("reads",)), ("Mul", ("reads",)), ("Tanh", ("act",))]
+    assert fates_of(files[1]) == {"": "computed", "reads": "computed", "act": "computed"}

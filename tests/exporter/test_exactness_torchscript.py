@@ -7,50 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
-import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
 from torch import nn
 
 import htp_export
-from tests.exporting import exported
-from tests.nets import spread, x
-from tests.truth import Opened, copied, equal, inexact, leaves, owners_of, run_pytorch, tree_of
+from tests.exporting import BOTH, exported, metadata
+from tests.extract.test_cutting import wrong_parts
+from tests.nets import Apply, ready, x
+from tests.truth import fates_of, inexact, owners_by_type, owners_of, tree_of
 
 Tensor = torch.Tensor
-
-
-def ready(model: nn.Module) -> nn.Module:
-    return spread(model).eval()
-
-
-def fates(file: onnx.ModelProto) -> dict[str, str]:
-    return {path: entry["fate"] for path, entry in tree_of(file).items()}
-
-
-def owners_by_kind(file: onnx.ModelProto, kind: str) -> list[tuple[str, ...]]:
-    return [owners_of(node) for node in file.graph.node if node.op_type == kind]
-
-
-def untrue_extractions(model: nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto, folder: Path) -> list[str]:
-    """Modules that, cut out and run on what they read in the whole file, give anything but what PyTorch gave."""
-    opened = Opened.of(file, [copied(leaf) for leaf in leaves(kwargs)])
-    calls, _ = run_pytorch(model, kwargs)
-    signatures = json.loads({entry.key: entry.value for entry in file.metadata_props}["htp.signatures"])
-    onnx.save(file, folder / "whole.onnx")
-    wrong = []
-    for path, fate in fates(file).items():
-        for nth, call in enumerate(calls.get(path, []) if fate == "computed" else []):
-            part = htp_export.extract(folder / "whole.onnx", path, call=nth)
-            session = ort.InferenceSession(ir.to_proto(part.model).SerializeToString())
-            names = signatures[path][nth][0]
-            given = {i.name: opened.values[names.get(i.name) or i.name] for i in session.get_inputs()}
-            made = session.run(None, given)
-            if not all(any(equal(array, out) for out in call.returned) for array in made) or part.outside:
-                wrong.append(f"{path} call {nth}")
-    return wrong
 
 
 # --- transpositions that torch joins ---------------------------------------------------
@@ -62,8 +29,7 @@ class TurnsAround(nn.Module):
         self.s = nn.Sequential(nn.Conv1d(8, 8, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.s(x.transpose(1, 2)).transpose(1, 2)
-        return result
+        return self.s(x.transpose(1, 2)).transpose(1, 2)
 
 
 class TurnsTheResult(nn.Module):
@@ -72,21 +38,15 @@ class TurnsTheResult(nn.Module):
         self.c, self.norm = TurnsAround(), nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.norm(self.c(x).transpose(0, 1) + x.transpose(0, 1))
-        return result
+        return self.norm(self.c(x).transpose(0, 1) + x.transpose(0, 1))
 
 
-class Permute(nn.Module):
-    def __init__(self, *order: int) -> None:
-        super().__init__()
-        self.order = order
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.permute(*self.order)
+def permute(*order: int) -> nn.Module:
+    return Apply(lambda x: x.permute(order))
 
 
 def permutes(*orders: tuple[int, ...]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Tanh(), *(Permute(*order) for order in orders), nn.Sigmoid())
+    return lambda: nn.Sequential(nn.Tanh(), *(permute(*order) for order in orders), nn.Sigmoid())
 
 
 class Turned(nn.Module):
@@ -95,8 +55,7 @@ class Turned(nn.Module):
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.fc(x).tanh().t()
-        return result
+        return self.fc(x).tanh().t()
 
 
 class ProductOfTurned(nn.Module):
@@ -138,50 +97,42 @@ def test_transpositions_that_are_joined_are_fused_and_no_module_has_anothers_ten
 ) -> None:
     model, kwargs = ready(make()), {"input" if isinstance(make(), nn.Sequential) else "x": x(*inputs)}
     file = exported(model, kwargs, "torchscript", tmp_path)
-    assert {path: fates(file)[path] for path in expected} == expected
+    assert {path: fates_of(file)[path] for path in expected} == expected
     assert inexact(model, kwargs, file) == []
-    assert untrue_extractions(model, kwargs, file, tmp_path) == []
+    assert wrong_parts(model, kwargs, tmp_path / "model.onnx", tmp_path / "part.onnx") == []
     assert htp_export.verify(model, tmp_path / "model.onnx", tuple(kwargs.values())).ok
 
 
-class TurnedBackBeside(nn.Module):
-    def __init__(self) -> None:
+class TurnedBeside(nn.Module):
+    """What a module turned is turned again, and is read beside that, too."""
+
+    def __init__(self, order: tuple[int, ...], end: nn.Module) -> None:
         super().__init__()
-        self.c, self.back, self.end = TurnsAround(), Permute(0, 2, 1), nn.Tanh()
+        self.c, self.again, self.end = TurnsAround(), permute(*order), end
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         turned = self.c(x)
-        return self.end(self.back(turned)), turned.sigmoid()
+        return self.end(self.again(turned)), turned.sigmoid()
 
 
 def test_a_module_whose_work_is_taken_back_is_no_identity(tmp_path: Path) -> None:
     """Both tensors at its border are in the file, but no node makes the one of the other."""
-    model, kwargs = ready(TurnedBackBeside()), {"x": x(2, 5, 8)}
+    model, kwargs = ready(TurnedBeside((0, 2, 1), nn.Tanh())), {"x": x(2, 5, 8)}
     file = exported(model, kwargs, "torchscript", tmp_path)
-    assert (tree_of(file)["back"]["fate"], tree_of(file)["back"]["with"]) == ("fused", ["c"])
+    assert (tree_of(file)["again"]["fate"], tree_of(file)["again"]["with"]) == ("fused", ["c"])
     assert [path for path, _ in inexact(model, kwargs, file)] == ["c"]
-    assert json.loads(next(e.value for e in file.metadata_props if e.key == "htp.contamination"))[0][0] == "c"
-
-
-class TurnedOnBeside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c, self.on, self.norm = TurnsAround(), Permute(1, 0, 2), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        turned = self.c(x)
-        return self.norm(self.on(turned)), turned.sigmoid()
+    assert json.loads(metadata(file)["htp.contamination"])[0][0] == "c"
 
 
 def test_a_tensor_that_is_read_inside_another_module_is_said_to_be_so(tmp_path: Path) -> None:
     """Two transpositions are joined, and the tensor between them is needed too."""
-    model, kwargs = ready(TurnedOnBeside()), {"x": x(2, 5, 8)}
+    model, kwargs = ready(TurnedBeside((1, 0, 2), nn.LayerNorm(8))), {"x": x(2, 5, 8)}
     file = exported(model, kwargs, "torchscript", tmp_path)
     inside = next(node.output[0] for node in file.graph.node if node.op_type == "Conv")
-    listed = json.loads(next(e.value for e in file.metadata_props if e.key == "htp.contamination"))
-    assert sorted(listed) == [["c", inside, True], ["on", inside, False]]
-    assert sorted(path for path, _ in inexact(model, kwargs, file)) == ["c", "on"]
-    assert htp_export.extract(tmp_path / "model.onnx", "on").outside == (inside,)
+    listed = json.loads(metadata(file)["htp.contamination"])
+    assert sorted(listed) == [["again", inside, False], ["c", inside, True]]
+    assert sorted(path for path, _ in inexact(model, kwargs, file)) == ["again", "c"]
+    assert htp_export.extract(tmp_path / "model.onnx", "again").outside == (inside,)
     assert htp_export.verify(model, tmp_path / "model.onnx", (kwargs["x"],)).ok  # the tensors that are there are right
 
 
@@ -198,8 +149,7 @@ class ReadInParts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.read(self.r(x))
-        result: Tensor = self.a(first) + self.b(second)
-        return result
+        return self.a(first) + self.b(second)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +168,10 @@ def test_what_is_changed_in_place_and_read_in_parts_is_its_modules_own(
 ) -> None:
     model, kwargs = ready(ReadInParts(read)), {"x": x(2, 4, 3, 3)}
     file = exported(model, kwargs, "torchscript", tmp_path)
-    assert owners_by_kind(file, "Relu") == [("r.1",)]
-    assert set(fates(file).values()) == {"computed"}
+    assert owners_by_type(file, "Relu")["Relu"] == [("r.1",)]
+    assert set(fates_of(file).values()) == {"computed"}
     assert inexact(model, kwargs, file) == []
-    assert untrue_extractions(model, kwargs, file, tmp_path) == []
+    assert wrong_parts(model, kwargs, tmp_path / "model.onnx", tmp_path / "part.onnx") == []
 
 
 class LeakyPairs(nn.Module):
@@ -241,24 +191,19 @@ class LeakyPairs(nn.Module):
 def test_operations_in_place_that_differ_in_a_constant_are_told_apart(tmp_path: Path) -> None:
     model, kwargs = ready(LeakyPairs()), {"x": x(2, 4)}
     file = exported(model, kwargs, "torchscript", tmp_path)
-    assert owners_by_kind(file, "LeakyRelu") == [("a.1",), ("b.1",), ("b.2",)]
-    assert set(fates(file).values()) == {"computed"}
+    assert owners_by_type(file, "LeakyRelu")["LeakyRelu"] == [("a.1",), ("b.1",), ("b.2",)]
+    assert set(fates_of(file).values()) == {"computed"}
     assert inexact(model, kwargs, file) == []
 
 
-class AddsInPlace(nn.Module):
-    def __init__(self, other: Any) -> None:
-        super().__init__()
-        self.other = other
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.clone().add_(self.other)
+def adds_in_place(other: Any) -> nn.Module:
+    return Apply(lambda x: x.clone().add_(other))
 
 
 class AddsThrice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.unused, self.number, self.cast = (AddsInPlace(other) for other in (1.0, 2.0, torch.tensor([3, 1, 4, 1])))
+        self.unused, self.number, self.cast = map(adds_in_place, (1.0, 2.0, torch.tensor([3, 1, 4, 1])))
 
     def forward(self, x: Tensor) -> Tensor:
         self.unused(x).chunk(2, 1)
@@ -272,32 +217,26 @@ def test_an_operand_that_torch_casts_for_a_change_in_place_is_still_the_operand(
     file = exported(model, kwargs, "torchscript", tmp_path)
     added = [owners_of(node) for node in file.graph.node if node.op_type == "Add" and "onnx::Add_0" in node.input]
     assert added == [("number",), ("cast",)]
-    assert fates(file) == {"": "computed", "unused": "dead", "number": "computed", "cast": "computed"}
+    assert fates_of(file) == {"": "computed", "unused": "dead", "number": "computed", "cast": "computed"}
     assert inexact(model, kwargs, file) == []
-
-
-class Shifts(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x >> 1) << 2
 
 
 class ShiftsThenLooksUp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.shifts, self.table = Shifts(), nn.Embedding(64, 4)
+        self.shifts, self.table = Apply(lambda x: (x >> 1) << 2), nn.Embedding(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.table(self.shifts(x) + (x << 1))
-        return result
+        return self.table(self.shifts(x) + (x << 1))
 
 
 def test_shifts_of_bits_change_nothing_in_place(tmp_path: Path) -> None:
     """``aten::__rshift__`` is named like an operation in place."""
     model, kwargs = ready(ShiftsThenLooksUp()), {"x": torch.arange(6).reshape(2, 3)}
     file = exported(model, kwargs, "torchscript", tmp_path)
-    assert set(fates(file).values()) == {"computed"}
-    assert owners_by_kind(file, "Div") == [("shifts",)]
-    assert owners_by_kind(file, "Mul") == [("shifts",), ("",)]
+    assert set(fates_of(file).values()) == {"computed"}
+    assert owners_by_type(file, "Div")["Div"] == [("shifts",)]
+    assert owners_by_type(file, "Mul")["Mul"] == [("shifts",), ("",)]
     assert inexact(model, kwargs, file) == []
 
 
@@ -310,11 +249,10 @@ class Chain(nn.Module):
         self.first, self.extra, self.second = nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(self.first(x)).abs()
-        return result
+        return self.second(self.first(x)).abs()
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@BOTH
 def test_what_forward_hooks_compute_belongs_to_the_module_that_has_them(exporter: str, tmp_path: Path) -> None:
     model = ready(Chain())
     model.first.register_forward_hook(lambda _module, _args, out: model.extra(out.exp()))
@@ -323,7 +261,7 @@ def test_what_forward_hooks_compute_belongs_to_the_module_that_has_them(exporter
     model.register_forward_hook(lambda _module, _args, out: out.neg())
     file = exported(model, {"x": x(2, 4)}, exporter, tmp_path)
     found = {node.op_type: owners_of(node) for node in file.graph.node if node.op_type != "Gemm"}
-    assert owners_by_kind(file, "Gemm") == [("first",), ("first", "extra")]
+    assert owners_by_type(file, "Gemm")["Gemm"] == [("first",), ("first", "extra")]
     assert found.pop("Exp") == ("first",)
     assert (found.pop("Tanh"), found.pop("Sin"), found.pop("Cos")) == (("second",),) * 3
     assert found == {"Abs": ("",), "Neg": ("",)}

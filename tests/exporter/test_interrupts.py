@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import io
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from htp_export.exporter.capture import (
 )
 from htp_export.process import garbage_collection as garbage
 from htp_export.process import restoring, shared_settings
+from tests.exporting import quick
 
 # The modules of which every line counts, and single functions of others.
 WHOLE = (restoring, garbage, running, patching, exporter, watched)
@@ -107,8 +109,7 @@ class Watched(nn.Module):
         self.fc.register_forward_hook(lambda _module, _args, out: out.sin())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.act(self.fc(x))
-        return result
+        return self.act(self.fc(x))
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -182,8 +183,10 @@ def watched_model() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("way", ["export", "tagging"])
+@pytest.mark.parametrize(
+    ("way", "enabled"),
+    quick(itertools.product(("export", "tagging"), (True, False)), ("export", False), ("tagging", True)),
+)
 def test_an_interrupted_torchscript_export_leaves_nothing_changed(way: str, enabled: bool) -> None:
     model, args = watched_model(), (torch.linspace(-1, 1, 8).reshape(2, 4),)
 
@@ -202,7 +205,7 @@ def test_an_interrupted_torchscript_export_leaves_nothing_changed(way: str, enab
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("enabled", quick([True, False], False))
 def test_an_interrupted_dynamo_export_leaves_nothing_changed(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for what torch does in between: a true export takes seconds, and is interrupted often."""
     model = watched_model()

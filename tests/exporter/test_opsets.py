@@ -12,12 +12,8 @@ import torch
 from torch import nn
 
 import htp_export
-
-EXPORTERS = ("dynamo", "torchscript")
-
-
-def net() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), (torch.randn(2, 8),)
+from tests.exporting import BOTH, exported_net
+from tests.nets import NETS
 
 
 class NeverExported(nn.Module):
@@ -25,7 +21,7 @@ class NeverExported(nn.Module):
         raise AssertionError("the export has begun")
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@BOTH
 @pytest.mark.parametrize("opset", [0, 5, 999])
 def test_an_opset_that_torch_cannot_write_is_refused_before_the_export(exporter, opset, tmp_path: Path) -> None:
     file = tmp_path / "model.onnx"
@@ -39,9 +35,9 @@ def test_an_opset_that_torch_cannot_write_is_refused_before_the_export(exporter,
 
 def test_a_warning_names_both_opsets_if_torch_writes_another_one(tmp_path: Path) -> None:
     # torch's converter cannot go down to 7, and only logs that.
-    model, args = net()
+    model, kwargs = NETS["siblings"].build()
     with pytest.warns(UserWarning, match="opset 7 was asked for, and torch wrote opset 18") as warned:
-        program = htp_export.export(model, args, tmp_path / "model.onnx", opset_version=7, verbose=False)
+        program = htp_export.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, opset_version=7, verbose=False)
     assert program.model.opset_imports[""] == 18
     assert onnx.load(tmp_path / "model.onnx").opset_import[0].version == 18
     assert next(each for each in warned if "opset 7" in str(each.message)).filename == __file__
@@ -49,12 +45,8 @@ def test_a_warning_names_both_opsets_if_torch_writes_another_one(tmp_path: Path)
 
 @pytest.mark.parametrize(("exporter", "opset"), [("dynamo", 18), ("dynamo", 20), ("torchscript", 11), ("dynamo", None)])
 def test_nothing_is_said_of_an_opset_that_is_written(exporter, opset, tmp_path: Path) -> None:
-    model, args = net()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        htp_export.export(
-            model, args, tmp_path / "model.onnx", opset_version=opset, dynamo=exporter == "dynamo", verbose=False
-        )
+        file = exported_net("siblings", exporter, tmp_path, opset_version=opset)
     assert not [each for each in warned if re.search(r"opset \d+ was asked for", str(each.message))]
-    if opset is not None:
-        assert onnx.load(tmp_path / "model.onnx").opset_import[0].version == opset
+    assert opset in (None, file.opset_import[0].version)

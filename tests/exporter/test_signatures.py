@@ -5,59 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
 import pytest
 import torch
 from torch import nn
 
 import htp_export
 from htp_export.format.signatures import Signature, signatures_from_json, signatures_to_json
-from tests.exporting import SharedFiles, exported, exported_net
-from tests.nets import EXPORTERS, NETS, spread, x
-from tests.truth import equal, evaluate, input_names, inputs_of, run_pytorch, with_branches_taken
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
-
-
-def signatures_of(file: onnx.ModelProto) -> dict[str, tuple[Signature, ...]]:
-    return signatures_from_json({entry.key: entry.value for entry in file.metadata_props}["htp.signatures"])
-
-
-def values_of(file: onnx.ModelProto, kwargs: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    feeds = dict(zip(input_names(file), inputs_of(file, kwargs), strict=True))
-    constants = {each.name: onnx.numpy_helper.to_array(each) for each in file.graph.initializer}
-    return {**constants, **evaluate(with_branches_taken(file, feeds), feeds)}
-
-
-# Where hooks see other calls than the exporter: see docs/owners.md for the last.
-UNLIKE_HOOKS = {
-    *(("calls_itself", exporter) for exporter in EXPORTERS),  # hooks count its calls from the innermost
-    ("pre_hook_that_computes", "dynamo"),
-}
-CASES = [
-    pytest.param(name, exporter, id=f"{name}-{exporter}")
-    for name, net in NETS.items()
-    for exporter in EXPORTERS
-    if exporter not in net.skip and (name, exporter) not in UNLIKE_HOOKS
-]
-
-
-@pytest.mark.parametrize(("name", "exporter"), CASES)
-def test_every_tensor_that_a_signature_names_has_the_value_that_pytorch_saw(
-    name: str, exporter: str, shared_files: SharedFiles
-) -> None:
-    file = shared_files.read(name, exporter)
-    model, kwargs = NETS[name].build()
-    calls, _ = run_pytorch(model, kwargs)
-    values, wrong = values_of(file, kwargs), []
-    for path, signatures in signatures_of(file).items():
-        for call, signature in zip(calls.get(path, ()), signatures, strict=False):
-            pairs = [*zip(call.returned, signature.outputs, strict=True)]
-            if len(call.given) == len(signature.inputs):
-                pairs += zip(call.given, signature.inputs.values(), strict=True)
-            wrong += [(path, name) for array, name in pairs if name in values and not equal(values[name], array)]
-    assert wrong == []
+from tests.exporting import BOTH, exported, exported_net
+from tests.nets import NETS, spread, x
+from tests.truth import equal, signatures_of, values_of
 
 
 def test_nothing_is_taken_from_an_attempt_at_tracing_that_failed(tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,5 +1,6 @@
 """Models whose weights stay in safetensors files: the same ONNX file, without the memory, and clear errors."""
 
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.huggingface import example_inputs, load_model, map_weights
 from htp_export.process.mapped_memory import MappedFiles
+from tests.exporting import quick
 from tests.handmade import small_file
 from tools import stream_weights
 
@@ -56,8 +58,10 @@ def exported(model: nn.Module, folder: Path, **inputs: Any) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    quick(itertools.product(ARCHITECTURES, (None, "float16", "bfloat16")), ("mixtral", None), ("llama", "bfloat16")),
+)
 def test_large_weights_stay_in_files_and_have_their_values(tmp_path: Path, name: str, dtype: str | None) -> None:
     source = checkpoint(tmp_path, name, vocab_size=10_000)
     streamed, loaded = (load_model(str(source), dtype=dtype, stream_weights=flag) for flag in (True, False))
@@ -71,20 +75,19 @@ def test_large_weights_stay_in_files_and_have_their_values(tmp_path: Path, name:
 
 
 class TestFilesAreEqual:
-    @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert"])
-    def test_to_those_of_a_model_in_memory(self, tmp_path: Path, name: str) -> None:
-        source = checkpoint(tmp_path, name)
-        streamed, loaded = load_model(str(source), stream_weights=True), load_model(str(source))
-        assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
-
-    def test_in_another_dtype(self, tmp_path: Path) -> None:
-        source = checkpoint(tmp_path, "llama", vocab_size=10_000)
-        streamed, loaded = (load_model(str(source), dtype="float16", stream_weights=flag) for flag in (True, False))
-        assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
-
-    def test_of_the_base_model_of_a_checkpoint_with_a_head(self, tmp_path: Path) -> None:
-        source = checkpoint(tmp_path, "llama")
-        options = {"task": "feature-extraction"}
+    @pytest.mark.parametrize(
+        ("name", "options"),
+        quick(
+            [
+                *((name, {}) for name in ("llama", "qwen3", "gpt2", "bert")),
+                ("llama", {"dtype": "float16"}),
+                ("llama", {"task": "feature-extraction"}),  # the file has a head
+            ],
+            ("qwen3", {}),
+        ),
+    )
+    def test_to_those_of_a_model_in_memory(self, tmp_path: Path, name: str, options: dict[str, str]) -> None:
+        source = checkpoint(tmp_path, name, vocab_size=10_000)
         streamed, loaded = (load_model(str(source), stream_weights=flag, **options) for flag in (True, False))
         assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
 
@@ -109,10 +112,15 @@ class TestFilesAreEqual:
         assert files[0] == files[1]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+
+
 class TestRefused:
     @pytest.fixture
-    def source(self, tmp_path: Path) -> Path:
-        return checkpoint(tmp_path, "llama")
+    def source(self, saved: Path, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(saved, tmp_path / "llama"))
 
     def refused(self, source: Path, error: type[InputError] = FileError) -> str:
         with pytest.raises(error) as raised:
@@ -290,7 +298,7 @@ class TestMapWeights:
 
 
 class TestCommand:
-    @pytest.mark.parametrize("name", ["bert", "llama"])
+    @pytest.mark.parametrize("name", quick(["bert", "llama"], "bert"))
     def test_writes_the_file_that_it_writes_without_the_option(self, tmp_path: Path, name: str) -> None:
         source = checkpoint(tmp_path, name)
         written = []
@@ -311,7 +319,7 @@ class TestCommand:
     ) -> None:
         from htp_export.exporter import exporting
 
-        source = checkpoint(tmp_path, "llama")
+        source = checkpoint(tmp_path, "bert")
         shard = sorted(source.glob("*.safetensors"))[0]
         original = exporting.export
 
@@ -325,8 +333,9 @@ class TestCommand:
         assert main(["export", str(source), "-o", str(tmp_path / "m.onnx"), "--quiet", "--stream-weights"]) == 2
         assert f"{shard}: was changed after its weights were loaded" in " ".join(capsys.readouterr().err.split())
         assert (tmp_path / "m.onnx").read_bytes() == before
-        assert {file.name for file in tmp_path.iterdir()} == {"llama", "m.onnx"}
+        assert {file.name for file in tmp_path.iterdir()} == {"bert", "m.onnx"}
 
+    @pytest.mark.slow  # it starts a process
     def test_reads_a_model_in_the_cache_of_the_hub_whose_files_are_links(self, tmp_path: Path) -> None:
         source = checkpoint(tmp_path, "llama")
         home = tmp_path / "hub" / "models--somebody--tiny"

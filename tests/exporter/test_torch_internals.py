@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import importlib
 import inspect
@@ -13,24 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-import htp_export
 from htp_export.errors import TorchChangedError
 from htp_export.exporter import broken_graphs
 from htp_export.exporter.capture import (
-    bodies,
     dynamo_patches,
     patches,
     torch_internals,
     torchscript_internals,
     torchscript_patches,
 )
-from htp_export.exporter.capture.patches import DYNAMO, TORCHSCRIPT
 from htp_export.exporter.capture.patching import Patch, Patches
 from htp_export.files.protobuf_bytes import SerializedModel, Weight
-from htp_export.process import shared_settings
 from htp_export.process.restoring import restored
 from tests import traceless
-from tests.nets import NETS
 
 EVERY = [patch for group in patches.EVERY for patch in group.patches]
 WITH_SIGNATURES = [
@@ -61,10 +55,16 @@ def is_ours(what: Any) -> bool:
 
 
 @pytest.mark.parametrize("patch", EVERY, ids=lambda patch: f"{patch.module}.{patch.name}")
-def test_every_patched_place_is_there(patch: Patch) -> None:
+def test_a_place_is_there_and_is_patched_while_its_group_is_held_and_never_else(patch: Patch) -> None:
     owner, name, original = patch.find()
+    assert name in vars(owner)  # what is set back on a class must have been its own, or it would stay there
     assert getattr(owner, name) == original  # a class method is bound anew each time
     assert callable(original) or isinstance(original, types.ModuleType)
+    [group] = [group for group in patches.EVERY if patch in group.patches]
+    assert not is_ours(original)
+    with restored(group.hold):
+        assert is_ours(patch.find()[2])
+    assert not is_ours(patch.find()[2])
 
 
 @pytest.mark.parametrize(("module", "name", "parameters"), WITH_SIGNATURES)
@@ -95,84 +95,11 @@ def test_the_tracer_tells_its_state_and_its_modules() -> None:
     assert len(names) == 7
 
 
-def test_modules_have_the_same_names_in_the_scopes_of_a_trace_and_once_it_is_inlined() -> None:
-    class Scopes(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            graph = torchscript_internals.tracing_state().graph()
-            scopes.extend(node.scopeName() for node in graph.nodes() if node.kind() == "prim::TracedModuleForward")
-            return x
-
-    scopes: list[str] = []
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Tanh()])})
-    model.add_module("end", Scopes())
-    model.forward = lambda x: model["end"](model["layers"][0](x))  # type: ignore[method-assign]
-    torch.jit.trace(model, (torch.ones(2),), check_trace=False)
-    assert [torchscript_internals.names_of_traced_scope(scope) for scope in scopes][:1] == ["0"]
-    assert torchscript_internals.names_of_traced_scope("__module.a.0/__module.a.0.fc") == "0/fc"
-    assert torchscript_internals.names_of_traced_scope("") == ""
-    for scope in ("net.Net::/net.Block::a.0/torch.nn.Linear::fc", "net.Net::/net.Block::0/torch.nn.Linear::fc"):
-        assert torchscript_internals.names_of_inlined_scope(scope) == "0/fc"
-    assert torchscript_internals.names_of_inlined_scope("net.Net::") == ""
-
-
-def test_tensors_computed_a_second_time_stand_for_the_first_in_a_trace() -> None:
-    class Twice(nn.Module):
-        def __init__(self, read: bool) -> None:
-            super().__init__()
-            self.read = read
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            product = x * x  # twice an input of its own node
-            first = (product + product).exp()
-            early = product.sin() if self.read else x
-            again = x * x
-            second = (again + again).exp()
-            torchscript_internals.take_over_trace([(product, again), (first, second)])
-            return first + product + early
-
-    for read in (False, True):
-        graph = torch.jit.trace(Twice(read), (torch.ones(2),), check_trace=False).graph
-        kinds = [node.kind() for node in graph.nodes() if node.kind() != "prim::Constant"]
-        assert kinds.count("aten::exp") == 1
-        assert kinds.count("aten::mul") == (2 if read else 1)
-        exponential, product = (next(node for node in graph.nodes() if node.kind() == f"aten::{name}").output()
-                                for name in ("exp", "mul"))  # fmt: skip
-        assert exponential.uses()[0].user.kind() == "aten::add"
-        assert {use.user.kind() for use in product.uses()} == ({"aten::sin"} if read else {"aten::add"})
-    torchscript_internals.take_over_trace([(torch.ones(1), torch.ones(1))])  # nothing outside of a trace
-
-
 def test_what_torch_gives_to_the_dynamo_exporter_whatever_is_asked_for() -> None:
     types = torch_internals.exported_by_dynamo_alone()
     assert torch.export.ExportedProgram in types
     source = inspect.getsource(torch.onnx.export)
     assert all(each.__name__ in source for each in types)
-
-
-def test_the_tracer_takes_numbers_as_tensors_and_refuses_objects() -> None:
-    given = (torch.ones(2), 3, [True, None], {"scale": 0.5}, "word")
-    tensor, number, (flag, nothing), scales, word = torchscript_internals.numbers_as_tensors(given)
-    assert tensor is given[0]
-    assert [(each.dtype, each.item()) for each in (number, flag, scales["scale"])] == [
-        (torch.int64, 3), (torch.bool, True), (torch.float64, 0.5)
-    ]  # fmt: skip
-    assert (nothing, word) == (None, "word")
-    assert [each.tolist() for each in torchscript_internals.flattened(given)] == [[1.0, 1.0], 3, True, 0.5]
-    for refused in (object(), slice(1), torch.float32):
-        with pytest.raises(RuntimeError):
-            torchscript_internals.flattened((refused,))
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_autocasts_cache_is_as_it_was_after_a_failure(enabled: bool) -> None:
-    torch.set_autocast_cache_enabled(enabled)
-    try:
-        with contextlib.suppress(ArithmeticError), restored(torch_internals.keep_autocast_cache):
-            torch.set_autocast_cache_enabled(not enabled)
-            raise ArithmeticError
-        assert torch.is_autocast_cache_enabled() is enabled
-    finally:
-        torch.set_autocast_cache_enabled(True)
 
 
 def test_weights_can_be_had_apart_from_the_rest_of_the_file() -> None:
@@ -202,61 +129,32 @@ def test_a_place_that_is_gone_is_named(module: str, name: str) -> None:
     assert torch.__version__ in str(caught.value)
 
 
-def test_where_one_place_is_gone_none_is_patched() -> None:
-    original = torch.onnx.ONNXProgram.optimize
-    patches = Patches(
-        Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self)),
-        Patch("torch.onnx", "ONNXProgram.gone", lambda original: original),
-    )
-    with pytest.raises(TorchChangedError, match=r"ONNXProgram\.gone"), restored(patches.hold):
-        pass
-    assert torch.onnx.ONNXProgram.optimize is original
-
-
 def refuses(original: Any) -> Any:
     raise ValueError("another signature")
 
 
-def test_where_one_place_cannot_be_wrapped_none_is_patched() -> None:
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Patch("torch.onnx", "ONNXProgram.gone", lambda original: original), r"ONNXProgram\.gone"),
+        (Patch("torch.onnx", "ONNXProgram.save", refuses), r"torch\.onnx\.ONNXProgram\.save is not what it was"),
+        (
+            Patch("builtins", "dict.get", lambda original: lambda self: None),
+            r"builtins\.dict\.get cannot be replaced",
+        ),
+    ],
+)
+def test_where_one_place_is_gone_or_cannot_be_wrapped_or_replaced_none_is_patched(fault: Patch, message: str) -> None:
     original = torch.onnx.ONNXProgram.optimize
     good = Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self))
-    group = Patches(good, Patch("torch.onnx", "ONNXProgram.save", refuses))
-    with (
-        pytest.raises(TorchChangedError, match=r"torch\.onnx\.ONNXProgram\.save is not what it was") as caught,
-        restored(group.hold),
-    ):
-        pass
-    assert str(caught.value.__cause__) == "another signature"
-    assert torch.onnx.ONNXProgram.optimize is original
+    group = Patches(good, fault)
+    for _ in range(2):
+        with pytest.raises(TorchChangedError, match=message), restored(group.hold):
+            pass
+        assert torch.onnx.ONNXProgram.optimize is original
     with restored(Patches(good).hold):  # nothing is left that a later user would take for the original
         assert torch.onnx.ONNXProgram.optimize is not original
     assert torch.onnx.ONNXProgram.optimize is original
-
-
-def test_where_one_place_cannot_be_replaced_none_is_patched() -> None:
-    original = torch.onnx.ONNXProgram.optimize
-    group = Patches(
-        Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self)),
-        Patch("builtins", "dict.get", lambda original: lambda self: None),
-    )
-    for _ in range(2):
-        with pytest.raises(TorchChangedError, match=r"builtins\.dict\.get cannot be replaced"), restored(group.hold):
-            pass
-        assert torch.onnx.ONNXProgram.optimize is original
-
-
-@pytest.mark.parametrize("dynamo", [True, False])
-def test_an_export_says_which_part_of_torch_is_gone(
-    dynamo: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    patches = DYNAMO if dynamo else TORCHSCRIPT
-    gone = Patch("torch.onnx", "moved_away", lambda original: original)
-    monkeypatch.setattr(patches, "patches", (*patches.patches, gone))
-    before = [patch.find()[2] for patch in EVERY]
-    with pytest.raises(TorchChangedError, match=r"torch\.onnx\.moved_away"):
-        htp_export.export(nn.ReLU().eval(), (torch.ones(2),), tmp_path / "m.onnx", dynamo=dynamo, verbose=False)
-    assert list(tmp_path.iterdir()) == []
-    assert all(patch.find()[2] == original for patch, original in zip(EVERY, before, strict=True))
 
 
 def test_patches_go_in_with_the_first_user_and_out_with_the_last() -> None:
@@ -297,13 +195,6 @@ def test_translations_of_operators_are_read_once_by_who_asks_for_it() -> None:
     assert other.functions[name]  # an export's own translations stay its own
 
 
-def test_no_patched_method_is_inherited() -> None:
-    """What is set back on a class must have been its own, or it would stay there."""
-    for patch in EVERY:
-        owner, name, _ = patch.find()
-        assert name in vars(owner), f"{patch.module}.{patch.name}"
-
-
 def test_dynamo_says_in_which_modules_a_node_runs_by_their_ids() -> None:
     model, graphs = nn.Sequential(nn.Sequential(nn.Tanh())), []
 
@@ -320,154 +211,6 @@ def test_dynamo_says_in_which_modules_a_node_runs_by_their_ids() -> None:
         scope.key for scope in torch_internals.scopes_of(second)
     }
     assert torch_internals.scopes_of(sin) == []
-
-
-def test_branches_of_an_exported_graph_are_found_and_are_a_choice() -> None:
-    class Chooses(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))  # type: ignore[no-any-return]
-
-    program = torch.export.export(Chooses(), (torch.ones(2),), strict=False)
-    [(node, branches)] = bodies.bodies_of(program.graph_module).items()
-    assert torch_internals.is_choice(node.target)
-    assert bodies.bodies_given(node.target, (0, *branches, torch.ones(2))) == branches
-    assert bodies.bodies_given(torch.sin, branches) == []
-    assert torch_internals.gives_what_a_body_gives(node.target)
-    assert [[inner.op for inner in body.graph.nodes].count("call_function") for body in branches] == [1, 1]
-    inner = [each.name for each in bodies.nodes_in_bodies(program.graph_module)[node]]
-    assert [each for each in inner if each in ("sin", "cos")] == ["sin", "cos"]
-    assert bodies.bodies_of(branches[0]) == bodies.bodies_of(nn.ReLU()) == {}
-    trace = next(inner for inner in branches[0].graph.nodes if inner.op == "call_function").meta["stack_trace"]
-    assert [name for _, name in bodies.generated_lines(trace)] == ["sin", "cond"]
-
-
-def test_without_compilation_branches_and_loops_call_what_they_are_given() -> None:
-    from torch._higher_order_ops import while_loop
-
-    ran, x = [], torch.ones(2)
-
-    def body(x: torch.Tensor) -> torch.Tensor:
-        ran.append(float(x.sum()))
-        return x + 1
-
-    with torch.compiler.set_stance("force_eager"):
-        torch.cond(x.sum() > 0, body, lambda x: x, (x,))
-        while_loop(lambda x: x.sum() < 6, lambda x: (body(x),), (x,))
-    assert ran == [2.0, 2.0, 4.0]
-
-
-def test_the_tracer_that_runs_is_found() -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    found = []
-
-    def traced(x: torch.Tensor) -> torch.Tensor:
-        y = x.sin()
-        found.append(len(torch_internals.fx_tracer().graph.nodes))
-        return y
-
-    make_fx(traced)(torch.ones(2))
-    assert (found, torch_internals.fx_tracer()) == ([2], None)
-
-
-def test_the_code_of_a_graph_module_is_in_a_file_of_its_own() -> None:
-    one, other = (torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())) for _ in range(2))
-    files = [bodies.file_of_code(module) for module in (one, other)]
-    assert all(str(file).startswith("<eval_with_key>") for file in files)
-    assert files[0] != files[1]
-    assert bodies.file_of_code(nn.ReLU()) is None
-
-
-def test_a_view_of_a_changed_tensor_is_made_again_and_changes_of_views_are_written_back() -> None:
-    class Changes(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = x.sin()
-            part = y[1:3]
-            part.mul_(2.0)
-            return part.cos(), y.t()
-
-    program = torch.export.export(Changes(), (torch.ones(4, 4),), strict=False).run_decompositions({})
-    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-    assert [node.target.overloadpacket.__name__ for node in nodes] == [
-        "sin", "slice", "mul", "slice_scatter", "slice", "cos", "t",
-    ]  # fmt: skip
-    _, part, product, scatter, again, _, turned = nodes
-    assert [torch_internals.is_view(node) for node in nodes] == [False, True, False, False, True, False, True]
-    assert torch_internals.reversed_view(scatter) is product
-    assert [torch_internals.reversed_view(node) for node in (part, again, turned, product)] == [
-        part.args[0], scatter, scatter, None,
-    ]  # fmt: skip
-
-
-def test_a_compiled_module_calls_the_module_inside_by_a_method_that_was_bound_before() -> None:
-    class Own(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 1
-
-    inner = Own()
-    assert torch_internals.called_by_forward(torch.compile(inner, backend="eager")) is inner
-    assert torch_internals.called_by_forward(inner) is None
-    assert torch_internals.called_by_forward(nn.Sequential(inner)) is None
-    outer = nn.Module()
-    outer.forward = inner.__call__
-    assert torch_internals.called_by_forward(outer) is inner
-
-
-def test_compiled_modules_are_told_from_others() -> None:
-    inner = nn.Linear(2, 2)
-    assert torch_internals.is_compiled(torch.compile(inner, backend="eager"))
-    assert not torch_internals.is_compiled(inner)
-    inner.compile(backend="eager")
-    assert torch_internals.is_compiled(inner)
-
-
-def test_the_modules_of_a_traced_module_are_no_dictionary() -> None:
-    traced = torch.jit.trace(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
-    assert not hasattr(traced._modules, "get")
-    assert torch_internals.called_by_export(traced) is traced
-
-
-def test_a_graph_module_that_is_exported_is_interpreted_inside_a_wrapper() -> None:
-    inner = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
-    wrapper = nn.Module()
-    wrapper._export_root = inner
-    assert torch_internals.called_by_export(wrapper) is inner
-    wrapper._export_root = nn.ReLU()
-    assert torch_internals.called_by_export(wrapper) is wrapper
-    ran: list[str] = []
-
-    class Watched(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act = nn.ReLU()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.act(x)
-
-    traced = torch.fx.symbolic_trace(Watched())
-    traced.register_forward_pre_hook(lambda *_: ran.append("called"))
-    torch.export.export(traced, (torch.ones(2),), strict=False)
-    assert ran == []
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_fast_path_of_attention_is_off_inside_and_as_it_was_after(enabled: bool) -> None:
-    torch.backends.mha.set_fastpath_enabled(enabled)
-    try:
-        with restored(shared_settings.turn_attention_fast_path_off):
-            assert not torch.backends.mha.get_fastpath_enabled()
-        assert torch.backends.mha.get_fastpath_enabled() is enabled
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-
-
-@pytest.mark.parametrize("patch", EVERY, ids=lambda patch: f"{patch.module}.{patch.name}")
-def test_a_place_is_patched_while_its_group_is_held_and_never_else(patch: Patch) -> None:
-    [group] = [group for group in patches.EVERY if patch in group.patches]
-    assert not is_ours(patch.find()[2])
-    with restored(group.hold):
-        assert is_ours(patch.find()[2])
-    assert not is_ours(patch.find()[2])
 
 
 @pytest.mark.parametrize(
@@ -525,21 +268,6 @@ def test_operators_say_what_they_give_views_of_and_what_they_change(
 )
 def test_operators_in_place_are_told_from_others_by_their_schemas(kind: str, otherwise: str) -> None:
     assert torchscript_internals.out_of_place(kind) == otherwise
-
-
-def test_compile_region_has_its_modules_in_programs_that_are_exported_inside_tagging() -> None:
-    model, kwargs = NETS["nested_compile_region"].build()
-
-    def modules(program: torch.export.ExportedProgram) -> list[list[str]]:
-        calls = [node for node in program.graph.nodes if node.op == "call_function"]
-        return [[path for path, _ in node.meta["nn_module_stack"].values()] for node in calls]
-
-    left_to_torch = torch.export.export(model, tuple(kwargs.values()))
-    with htp_export.tagging():
-        watched = torch.export.export(model, tuple(kwargs.values()))
-    assert modules(left_to_torch)[:3] == [["", "0"]] * 3
-    assert modules(watched)[:3] == [["", "0", "0.fc"], ["", "0", "0.act"], ["", "0"]]
-    assert [str(node) for node in watched.graph.nodes] == [str(node) for node in left_to_torch.graph.nodes]
 
 
 def test_names_and_arguments_of_operators_are_read_from_their_schemas() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import htp_export
+from tests.exporting import quick
 from tests.nets import EXPORTERS, NETS, x
 
 
@@ -23,8 +25,13 @@ def seen(export: Callable[..., Any], exporter: str, name: str, folder: Path) -> 
     return [(warning.category, str(warning.message)) for warning in caught]
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("name", ["siblings", "conv_bn_relu", "other_names_of_operators", "lstm"])
+NAMES = ("siblings", "conv_bn_relu", "other_names_of_operators", "lstm")
+
+
+@pytest.mark.parametrize(
+    ("name", "exporter"),
+    quick(itertools.product(NAMES, EXPORTERS), *((name, "torchscript") for name in NAMES), ("conv_bn_relu", "dynamo")),
+)
 def test_an_export_shows_the_warnings_of_torch_alone(name: str, exporter: str, tmp_path: Path) -> None:
     torchs = seen(torch.onnx.export, exporter, name, tmp_path)
     assert seen(htp_export.export, exporter, name, tmp_path) == torchs

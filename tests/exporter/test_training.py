@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.ao import quantization
 
 import htp_export
 from htp_export.errors import InputError, SelectorError
+from tests.exporting import BOTH, quick
 from tests.nets import EXPORTERS, x
 from tests.truth import inexact, untagged
 
@@ -20,7 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning"),  # torch's own configuration
 ]
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
 class Net(nn.Module):
@@ -71,8 +72,10 @@ def ir_constant(value: object) -> object:
     return value.const_value.numpy()  # type: ignore[attr-defined]
 
 
-@BOTH
-@pytest.mark.parametrize("backend", ["qnnpack", "fbgemm"])
+@pytest.mark.parametrize(
+    ("backend", "exporter"),
+    quick(itertools.product(("qnnpack", "fbgemm"), EXPORTERS), ("qnnpack", "torchscript"), ("fbgemm", "dynamo")),
+)
 def test_fake_quantized_models_export_with_tags_and_scales(backend: str, exporter: str, tmp_path: Path) -> None:
     model, kwargs, file = trained(backend), {"x": x(2, 3, 6, 6)}, tmp_path / "qat.onnx"
     wanted = model(**kwargs)

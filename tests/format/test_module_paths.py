@@ -14,11 +14,9 @@ import htp_export
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.module_paths import module_paths
 from htp_export.format.parameters import parameters_of
-from tests.exporting import exported
-from tests.nets import EXPORTERS, spread, x
+from tests.exporting import BOTH, exported
+from tests.nets import spread, x
 from tests.truth import nodes_of, owners_of, tree_of
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
 class EmptyName(nn.Module):
@@ -31,8 +29,7 @@ class EmptyName(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first: Any = self._modules[""]
-        result: torch.Tensor = self.fc(first(x).sin())
-        return result
+        return self.fc(first(x).sin())
 
 
 class Inner(nn.Module):
@@ -41,8 +38,7 @@ class Inner(nn.Module):
         self.b = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.b(x).sin()
-        return result
+        return self.b(x).sin()
 
 
 class NameWithADot(nn.Module):
@@ -55,8 +51,7 @@ class NameWithADot(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         other: Any = self._modules["a.b"]
-        result: torch.Tensor = other(self.a(x)).cos()
-        return result
+        return other(self.a(x)).cos()
 
 
 def built(kind: type[nn.Module]) -> nn.Module:

@@ -13,15 +13,9 @@ import torch
 from torch import nn
 
 import htp_export
-from tests.exporting import SharedFiles, converts_loops, exported, exported_net, metadata
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.exporting import BOTH, SharedFiles, exported, metadata
+from tests.nets import NETS, x
 from tests.truth import nodes_of, owners_of, tree_of
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
-
-
-def fates(file: onnx.ModelProto) -> dict[str, str]:
-    return {path: entry["fate"] for path, entry in tree_of(file).items()}
 
 
 def of_type(file: onnx.ModelProto, op_type: str) -> list[dict[str, str]]:
@@ -31,56 +25,10 @@ def of_type(file: onnx.ModelProto, op_type: str) -> list[dict[str, str]]:
 # --- fates ---------------------------------------------------
 
 
-# Net → module → its fate, its calls, and what it is merged with.
-TOLD: dict[str, dict[str, tuple[Any, ...]]] = {
-    "siblings": {"": ("computed", 1), "first": ("computed", 1), "second": ("computed", 1)},
-    "dropout_and_identity": {"1": ("identity", 1), "2": ("identity", 1)},
-    "conv_bn_relu": {"0": ("fused", 1, ["1"]), "1": ("fused", 1, ["0"]), "2": ("computed", 1), "3": ("computed", 1)},
-    "dead_branch_and_unused_module": {
-        "": ("computed", 1),
-        "main": ("computed", 1),
-        "dead": ("dead", 1),
-        "dead.0": ("dead", 1),
-        "dead.1": ("dead", 1),
-        "unused": ("uncalled", 0),
-    },
-    "mask_made_in_every_layer": {"layers": ("uncalled", 0)},  # a container is never called
-    "two_names": {"": ("computed", 1), "one": ("computed", 2)},  # listed under the first of its names
-}
-
-
-@BOTH
-@pytest.mark.parametrize("name", TOLD)
-def test_the_tree_says_the_fate_of_every_module(name: str, exporter: str, shared_files: SharedFiles) -> None:
-    tree, expected = tree_of(shared_files.read(name, exporter)), TOLD[name]
-    found = {path: (entry["fate"], entry["calls"], *filter(None, [entry.get("with")])) for path, entry in tree.items()}
-    assert {path: found[path] for path in expected} == expected
-    if "" in expected:
-        assert (set(tree), tree[""]["class"]) == (set(expected), f"tests.nets.{type(NETS[name].build()[0]).__name__}")
-
-
 @BOTH
 def test_modules_are_listed_in_the_order_of_named_modules(exporter: str, shared_files: SharedFiles) -> None:
     model, _ = NETS["nested_sequentials"].build()
     assert list(tree_of(shared_files.read("nested_sequentials", exporter))) == [p for p, _ in model.named_modules()]
-
-
-@BOTH
-def test_transposes_that_cancel_are_fused_though_no_node_is_left_of_them(
-    exporter: str, shared_files: SharedFiles
-) -> None:
-    file = shared_files.read("transposes_that_cancel", exporter)
-    assert [node.op_type for node in nodes_of(file) if node.op_type == "Transpose"] == []
-    tree = tree_of(file)
-    assert tree["there"]["fate"] == tree["back"]["fate"] == "fused"
-    assert "back" in tree["there"]["with"]
-    assert "there" in tree["back"]["with"]
-
-
-def test_what_depends_on_no_input_is_constant_where_it_is_folded(shared_files: SharedFiles) -> None:
-    file = shared_files.read("scale_folded_away", "dynamo")
-    assert fates(file)["scale"] == "constant"
-    assert not any("scale" in owners_of(node) for node in nodes_of(file) if node.op_type != "Constant")
 
 
 # --- calls, owners, reasons ---------------------------------------------------
@@ -136,67 +84,10 @@ def test_a_merged_node_is_fused_and_a_plain_one_has_its_scope(exporter: str, sha
     assert (second["htp.module"], second["htp.reason"], "htp.owners" in second) == ("3", "scope", False)
 
 
-@BOTH
-def test_the_second_holder_of_a_module_owns_its_work_too_and_stands_before_it(
-    exporter: str, shared_files: SharedFiles
-) -> None:
-    file = shared_files.read("two_parents", exporter)
-    gemms = [owners_of(node) for node in nodes_of(file) if node.op_type == "Gemm"]
-    assert [list(owners) for owners in gemms] == [["left.shared"], ["right", "left.shared"]]
-
-
-class LoopsOver(nn.Module):
-    """A loop whose condition and body run modules; one of them has no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act, self.limit = nn.Linear(4, 4), nn.Sequential(nn.Tanh()), nn.Sequential(nn.Sigmoid())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from torch._higher_order_ops.while_loop import while_loop
-
-        def goes_on(step: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return (step < 3) & (self.limit(y).sum() < 100)
-
-        def body(step: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return step + 1, self.act(self.fc(y)).exp()
-
-        result: torch.Tensor = while_loop(goes_on, body, (torch.tensor(0), x))[1].cos()
-        return result
-
-
-@converts_loops
-def test_nodes_in_a_loop_belong_to_the_modules_that_run_in_it(tmp_path: Path) -> None:
-    file = exported(spread(LoopsOver()).eval(), {"x": x(2, 4)}, "dynamo", tmp_path)
-    owners = {node.op_type: owners_of(node) for node in nodes_of(file)}
-    assert {op: owners[op] for op in ("Loop", "Gemm", "Tanh", "Sigmoid", "Exp", "Cos")} == {
-        "Loop": ("",), "Gemm": ("fc",), "Tanh": ("act.0",), "Sigmoid": ("limit.0",), "Exp": ("",), "Cos": ("",),
-    }  # fmt: skip
-    assert fates(file) == dict.fromkeys(["", "fc", "act", "act.0", "limit", "limit.0"], "computed")
-    assert {entry["calls"] for entry in tree_of(file).values()} == {1}
-
-
-def test_nodes_in_branches_of_an_exported_program_belong_to_the_modules_of_their_parameters(tmp_path: Path) -> None:
-    model, kwargs = NETS["cond_over_self"].build()
-    program = torch.export.export(model, (), kwargs, strict=False)
-    htp_export.export(program, f=tmp_path / "model.onnx", verbose=False)
-    file = onnx.load(str(tmp_path / "model.onnx"))
-    assert [said["htp.module"] for said in of_type(file, "Gemm")] == ["fc", "choose.up", "choose.down"]
-    assert [said["htp.reason"] for said in of_type(file, "Gemm")] == ["scope", "parameters", "parameters"]
-    assert [said["htp.module"] for said in of_type(file, "Sub")] == ["choose"]
-
-
 def test_calls_in_branches_are_counted_with_those_outside(shared_files: SharedFiles) -> None:
     file = shared_files.read("outside_and_in_a_branch", "dynamo")
     assert tree_of(file)["block"]["calls"] == tree_of(file)["block.rest.1"]["calls"] == 3
     assert [said["htp.call"] for said in of_type(file, "Sin")] == ["0", "1", "1", "2"]
-
-
-def test_a_module_that_runs_in_either_branch_runs_once(shared_files: SharedFiles) -> None:
-    tree = tree_of(shared_files.read("modules_in_branches", "dynamo"))
-    assert {path: tree[path]["calls"] for path in ("block", "act", "both", "both.fc")} == {
-        "block": 1, "act": 1, "both": 2, "both.fc": 2,
-    }  # fmt: skip
 
 
 @BOTH
@@ -280,14 +171,6 @@ def test_the_program_that_dynamo_returns_has_the_tags_of_the_file_and_torchs_own
 
 
 @BOTH
-def test_what_is_written_loads_as_a_tagged_model_of_its_own_tags(exporter: str, tmp_path: Path) -> None:
-    exported_net("nested_sequentials", exporter, tmp_path)
-    tagged = htp_export.load(tmp_path / "model.onnx")
-    assert (tagged.source, tagged.untagged) == ("htp", [])
-    assert [node.op_type for node in tagged["0.0"].nodes] == ["Gemm", "Tanh", "Sigmoid"]
-
-
-@BOTH
 def test_metadata_is_under_150_bytes_a_node_on_average(exporter: str, shared_files: SharedFiles) -> None:
     file = shared_files.read("transformer_encoder", exporter)
     ours = ("htp.module", "htp.owners", "htp.call", "htp.calls", "htp.reason", "namespace")
@@ -329,7 +212,7 @@ class Swaps(nn.Module):
         return self.act(self.body(y - 1)).tanh()
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@BOTH
 def test_a_module_that_is_put_in_place_while_the_model_runs_is_computed(exporter: str, tmp_path: Path) -> None:
     files = []
     for export in (htp_export.export, torch.onnx.export):

@@ -20,24 +20,13 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.boundaries import Boundaries
 from htp_export.model.fates import FateEvidence, Outcome, find_fates, fused_with
 from htp_export.tools import onnxscript, onnxslim
-from tests.exporting import exported
+from tests.exporting import BOTH, exported
 from tests.graphs import Builder
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.nets import EXPORTERS, NETS, Apply, spread, x
 from tests.truth import inexact
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 # Permutations, one after another: all that come out in between are different, and so are the first and the last one.
 TURNS = [order for order in itertools.permutations(range(4)) if order != (0, 1, 2, 3)]
-
-
-class Turn(nn.Module):
-    def __init__(self, order: tuple[int, ...]) -> None:
-        super().__init__()
-        self.order = order
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.permute(self.order)
 
 
 class Turns(nn.Module):
@@ -51,7 +40,7 @@ class Turns(nn.Module):
             order, result = next((order, result) for order, result in steps if result not in reached)
             orders.append(order)
             reached.append(result)
-        self.turns = nn.ModuleList(map(Turn, orders))
+        self.turns = nn.ModuleList(Apply(lambda x, order=order: x.permute(order)) for order in orders)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for turn in self.turns:
@@ -65,8 +54,7 @@ class Merged(nn.Module):
         self.first, self.chain, self.last = nn.Linear(3, 3), Turns(count), nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.chain(self.first(x)))
-        return out
+        return self.last(self.chain(self.first(x)))
 
 
 def bare(file: onnx.ModelProto) -> onnx.ModelProto:
