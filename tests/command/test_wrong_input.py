@@ -133,6 +133,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 NOT_ONNX = "{0}: not an ONNX model"
 MISSING = "gone.data: is missing: weights of missing.onnx lie in this file"
 SHORT = "short.data: is too short: it has 3 bytes, and the weights of short.onnx take 2,048"
+BERT = "export bert --random-weights --set num_hidden_layers=1 --set hidden_size=16 --set num_attention_heads=2"
 OUTSIDE = "lies outside its folder; it will not be read"
 
 WRONG: list[tuple[str | list[str], str]] = [
@@ -142,10 +143,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("tree net.onnx.data", NOT_ONNX.format("net.onnx.data")),
     ("tree nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
     ("tree folder.onnx", "folder.onnx: cannot be read: Is a directory"),
-    (
-        "tree offset_text.onnx",
-        "offset_text.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': invalid literal for int",
-    ),
+    ("tree offset_text.onnx", "offset_text.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': invalid literal"),
     ("tree offset_negative.onnx", "offset_negative.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': External"),
     ("tree modules.onnx", "modules.onnx: htp.modules is not a JSON object of module paths"),
     ("tree newer_modules.onnx", "its tags are of version 9 of the file format, and this htp_export knows version 1"),
@@ -236,6 +234,18 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("view net.onnx --cost modules.json -o p.html", "modules.json: "),
     # what to export
     ("export -o o.onnx", "give one model: a SOURCE or --entry package.module:factory"),
+    ("export bert -o o.onnx", "--random-weights"),
+    ("export bert --entry a:b -o o.onnx", "give one model"),
+    (BERT, "--output"),
+    (f"{BERT} -o o.onnx --set layers", "write key=value"),
+    (f"{BERT} -o o.onnx --set num_layer=2", "no 'num_layer'"),
+    (f"{BERT} -o o.onnx --dtype int8", "int8"),
+    (f"{BERT} -o o.onnx --opset ten", "--opset"),
+    (f"{BERT} -o o.onnx --dynamic length", "no dynamic axis 'length'"),
+    (f"{BERT} -o o.onnx --inputs nowhere.json", "cannot be read"),
+    ("export --entry json:dumps --task fill-mask -o o.onnx", "--task is for a SOURCE"),
+    ("verify net.onnx", "give one model"),
+    ("verify net.onnx bert --tolerance **=1", "write SELECTOR=ABSOLUTE,RELATIVE"),
     ("export --entry nosuch:net -o o.onnx", "No module named 'nosuch'"),
     ("export --entry {module}:nosuch -o o.onnx", "has no function 'nosuch'"),
     ("export --entry {module}:number -o o.onnx", "has no function 'number'"),
@@ -248,10 +258,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("verify net.onnx bert --random-weights --inputs name.npz", "name.npz: holds values, and inputs are made here"),
     ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is no text"),
     # in another order
-    (
-        "verify bert net.onnx",
-        "bert: cannot be read: No such file or directory; the file comes first: verify net.onnx",
-    ),
+    ("verify bert net.onnx", "bert: cannot be read: No such file or directory; the file comes first: verify net.on"),
     ("extract layer.0 net.onnx -o o.onnx", "; the file comes first: extract net.onnx layer.0"),
     ("partition 2 net.onnx -o stages", "; the file comes first: partition net.onnx 2"),
     ("compare nowhere.onnx layer.0", "nowhere.onnx: cannot be read: No such file or directory\n"),
@@ -359,14 +366,9 @@ def test_the_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(monkeyp
     ],
 )
 def test_quantizing_warns_where_products_saturate(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    flags: str | None,
-    options: dict[str, object],
-    warned: bool,
-) -> None:
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    flags: str | None, options: dict[str, object], warned: bool,
+) -> None:  # fmt: skip
     from onnxruntime.quantization import QuantType
 
     from htp_export.capabilities.carry.adapters import quantizers

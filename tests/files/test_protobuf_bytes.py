@@ -56,11 +56,6 @@ def test_an_unchanged_model_gives_the_same_bytes_each_time(large: bool) -> None:
     assert written(model) == written(model) == data
 
 
-def test_it_tells_what_the_graph_has() -> None:
-    model = SerializedModel(small_model().SerializeToString())
-    assert (model.inputs, model.outputs, model.initializers) == (["x", "flag"], ["out"], {"weight", "other"})
-
-
 @pytest.mark.parametrize("large", [False, True])
 def test_everything_that_is_changed_is_read_back_and_nothing_else_has_changed(large: bool) -> None:
     expected = small_model(large)

@@ -30,8 +30,8 @@ def test_processes_that_write_one_target_leave_one_model_and_its_data(tmp_path: 
     target = tmp_path / "net.onnx"
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, "-c", WRITES, str(target)]
-    running = [subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}) for _ in range(3)]
-    assert [process.wait() for process in running] == [0, 0, 0]
+    running = [subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}) for _ in range(2)]
+    assert [process.wait() for process in running] == [0, 0]
     model = read_model(target)
     assert sorted(tmp_path.iterdir()) == sorted([target, *external_files(model)])
     values = {float(value.const_value.numpy().flat[0]) for value in model.graph.initializers.values()}
