@@ -222,6 +222,8 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("tree net.onnx --depth x", "'--depth'"),
     ("profile net.onnx --runs 0", "'--runs'"),
     ("partition net.onnx 0 -o stages", "a model has one stage or more, not 0"),
+    ("partition net.onnx -o stages", "Missing argument"),
+    ("partition net.onnx 2 -o stages --balance nowhere.json", "nowhere.json: cannot be read"),
     ("partition net.onnx 99 -o stages", "the model cannot be cut into 99 stages"),
     # outputs
     ("optimize net.onnx -o folder.onnx", "folder.onnx: is a folder; name a file in it"),
@@ -254,7 +256,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("export --entry {module} -o o.onnx", "an entry is package.module:factory"),
     ("export {module}:number -o o.onnx", "{module}:number: a factory is named with --entry {module}:number"),
     ("export --entry {module}.py:net -o o.onnx", "an entry names a module, not its file: {module}:net"),
-    ("export bert --random-weights --inputs name.npz -o o.onnx", "name.npz: holds values, and inputs are made here"),
+    (f"{BERT} --inputs name.npz -o o.onnx", "name.npz: holds values, and inputs are made here"),
     ("verify net.onnx bert --random-weights --inputs name.npz", "name.npz: holds values, and inputs are made here"),
     ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is no text"),
     # in another order

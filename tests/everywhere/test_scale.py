@@ -99,8 +99,7 @@ def test_weights_of_deep_modules_have_short_names_in_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "owners"),
-    [("a", "a.x.z a.x"), ("a-b", "a-b.y"), ("", "ab a.x.z a-b.y a.x"), ("c", "ab a.x.z a-b.y a.x")],
+    ("path", "owners"), [("a", "a.x.z a.x"), ("a-b", "a-b.y"), ("", "ab a.x.z a-b.y a.x"), ("c", "ab a.x.z a-b.y a.x")]
 )
 def test_of_the_owners_of_a_shared_node_those_below_the_called_module_are_its_own(path: str, owners: str) -> None:
     every = ["ab", "a.x.z", "a-b.y", "a.x"]
