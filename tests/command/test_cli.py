@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -347,13 +345,6 @@ def test_version(capsys):
 def test_without_a_command_the_help_is_shown(capsys):
     assert main([]) == 0
     assert "tree" in capsys.readouterr().out
-
-
-def test_python_dash_m_is_the_command_line():
-    command = [sys.executable, "-m", "htp_export", "tree", "nowhere.onnx"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith("htp-export: error: nowhere.onnx")
 
 
 def test_carry_and_run_write_tagged_files(tmp_path, capsys):

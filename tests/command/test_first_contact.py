@@ -317,15 +317,6 @@ runpy.run_module("htp_export", run_name="__main__")
         assert run.returncode == 2
         assert "no permission to write" in run.stderr
 
-    def test_permissions_are_looked_at_before_the_export(self, folder, capsys, monkeypatch):
-        monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK))
-        assert main(["export", "--entry", "nowhere:net", "-o", "x.onnx"]) == 2
-        assert "no permission to write" in capsys.readouterr().err
-
-    def test_a_port_that_there_is_not(self, folder, capsys):
-        assert main(["view", "net.onnx", "--serve", "--port", "99999"]) == 2
-        assert "--port" in capsys.readouterr().err
-
 
 class TestHelp:
     COMMANDS = tuple(command_names())

@@ -56,6 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "short.data": b"123",
         "no.npz": b"no zip",
         "bad.json": b"{",
+        "none.json": b"{}",
         "list.json": b"[1, 2]",
         "negative.json": b'{"x": [-1, 2]}',
         "text.json": b'{"x": "a"}',
@@ -66,6 +67,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_bytes(content)
     (folder / "folder.onnx").mkdir()
     (folder / "circle.data").symlink_to("circle.data")
+    np.savez(folder / "none.npz")
     np.savez(folder / "name.npz", foo=np.ones(3))
     np.savez(folder / "shape.npz", x=np.ones((2, 3), np.float32))
     np.savez(folder / "pickled.npz", x=np.array([{}, None], dtype=object))
@@ -134,6 +136,8 @@ NOT_ONNX = "{0}: not an ONNX model"
 MISSING = "gone.data: is missing: weights of missing.onnx lie in this file"
 SHORT = "short.data: is too short: it has 3 bytes, and the weights of short.onnx take 2,048"
 BERT = "export bert --random-weights --set num_hidden_layers=1 --set hidden_size=16 --set num_attention_heads=2"
+TAKE_INPUTS = ("carry net.onnx net.onnx -o o.onnx", "compare net.onnx net.onnx", "profile net.onnx", "cost net.onnx",
+               "tree net.onnx")  # fmt: skip
 OUTSIDE = "lies outside its folder; it will not be read"
 
 WRONG: list[tuple[str | list[str], str]] = [
@@ -174,6 +178,9 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("run quantize_dynamic short.onnx -o o.onnx", SHORT),
     ("optimize net.onnx -o folder.onnx/o.onnx --share-weights", "cannot share the weights in"),
     # values and sizes
+    *((f"{command} --inputs none.npz", "none.npz: holds no arrays") for command in TAKE_INPUTS),
+    *((f"{command} --inputs none.json", "none.json: holds no shapes") for command in TAKE_INPUTS),
+    ("run quantize_static net.onnx -o o.onnx --set inputs=none.npz", "none.npz: holds no arrays"),
     ("compare net.onnx net.onnx --inputs name.npz", "no input 'foo' in this model, only 'x'"),
     ("compare net.onnx net.onnx --inputs shape.npz", "input 'x': is float [2, 3], and the model wants float [16, 16]"),
     ("compare net.onnx net.onnx --inputs pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
@@ -221,6 +228,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("tree net.onnx --depth -1", "'--depth'"),
     ("tree net.onnx --depth x", "'--depth'"),
     ("profile net.onnx --runs 0", "'--runs'"),
+    ("view net.onnx --serve --port 99999", "'--port'"),
     ("partition net.onnx 0 -o stages", "a model has one stage or more, not 0"),
     ("partition net.onnx -o stages", "Missing argument"),
     ("partition net.onnx 2 -o stages --balance nowhere.json", "nowhere.json: cannot be read"),
@@ -288,6 +296,13 @@ def test_a_line_says_what_is_wrong_and_nothing_is_written(
     assert "htp_export_" not in error  # temporary folders
     assert "\x1b" not in error
     assert contents(folder) == before
+
+
+@pytest.mark.parametrize("use", [htp_export.profile, htp_export.compare, htp_export.carry])
+def test_python_refuses_a_mapping_without_inputs(use: Callable[..., object], folder: Path) -> None:
+    files = ["net.onnx"] if use is htp_export.profile else ["net.onnx", "net.onnx"]
+    with pytest.raises(htp_export.InputError, match="no value for input 'x'"):
+        use(*files, inputs={})
 
 
 def test_files_that_may_not_be_read(tmp_path: Path) -> None:
