@@ -175,8 +175,8 @@ def importing_code(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_no_module_imports_another_capability_before_a_function_runs():
-    for name, path in MODULES.items():
-        others = {capability_of(other) for other in imports(path.read_text(encoding="utf-8"), importing_code)}
+    for name in set(MODULES) - FACES:
+        others = {capability_of(other) for other in imports(MODULES[name].read_text("utf-8"), importing_code)}
         assert others <= {capability_of(name), None}, name
 
 
