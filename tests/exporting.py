@@ -119,3 +119,15 @@ class SharedFiles:
     def read(self, name: str, exporter: str) -> onnx.ModelProto:
         """The same, read by onnx; it may be changed."""
         return onnx.load(str(self.net(name, exporter)))
+
+
+def tiny_bert(layers: int = 3) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A BERT, and its inputs, whose last two tokens are masked."""
+    from transformers import BertConfig, BertModel
+
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = spread(BertModel(BertConfig(vocab_size=100, max_position_embeddings=32, **size))).eval()
+    mask = torch.ones(1, 8, dtype=torch.long)
+    mask[:, -2:] = 0
+    return model, {"input_ids": torch.randint(3, 100, (1, 8)), "attention_mask": mask}

@@ -21,16 +21,16 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import htp_export
-from htp_export.capabilities.view.view_command import view_command
 from htp_export.command import interrupts
 from htp_export.command.commands import command_names
 from htp_export.command.main import main
 from tests import faults
+from tests.all_commands import COMMANDS, arguments, companions, example
 from tests.permissions import bound_by_permissions
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "onnx", "onnx_ir", "onnxruntime", "transformers", "rich")
 FACTORY = """
 import torch
@@ -76,6 +76,17 @@ def caught():
         signal.raise_signal(signal.SIGINT)
 
 
+def told():
+    raise KeyboardInterrupt
+
+
+def in_a_library():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise RecursionError("maximum recursion depth exceeded") from None
+
+
 def made_another_error():
     try:
         signal.raise_signal(signal.SIGINT)
@@ -90,25 +101,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class TestInputsAreNotOverwritten:
+    """More of it, over all commands, is in tests/everywhere/test_outputs.py."""
+
     @pytest.mark.parametrize(
         "command",
         [
-            "view net.onnx -o net.onnx",
-            "view net.onnx -o net.onnx.data",
             "view net.onnx -o page.onnx",
             "view net.onnx --netron -o net.onnx",
             "view net.onnx --overlay dtype -o net.onnx",
-            "diff net.onnx other.onnx -o net.onnx",
             "diff net.onnx other.onnx -o other.onnx",
-            "extract net.onnx 0 -o net.onnx",
-            "extract net.onnx 0 -o ./net.onnx",
-            "extract net.onnx 0 -o net.onnx.data",
-            "splice net.onnx 1 other.onnx -o other.onnx",
-            "functions net.onnx 0 -o net.onnx",
-            "inline net.onnx -o net.onnx",
-            "optimize net.onnx -o net.onnx",
             "carry net.onnx other.onnx -o other.onnx",
-            "run onnxruntime net.onnx -o net.onnx",
+            "extract net.onnx 0 -o ./net.onnx",
         ],
     )
     def test_the_command_is_refused_and_every_file_is_as_it_was(self, folder, capsys, command):
@@ -203,40 +206,6 @@ class TestWhatIsSaid:
         said = json.loads(capsys.readouterr().out)
         assert said["files"] == {"net.html": Path("net.html").stat().st_size}
 
-    @pytest.mark.parametrize(
-        "command",
-        [
-            "tree net.onnx",
-            "map net.onnx",
-            "cost net.onnx",
-            "profile net.onnx --runs 1",
-            "compare net.onnx other.onnx",
-            "diff net.onnx other.onnx",
-            "forensics net.onnx",
-            "fingerprint net.onnx",
-            "view net.onnx --no-graph -o page.html",
-            "view net.onnx --netron -o side.json",
-            "extract net.onnx 0 -o out.onnx",
-            "splice net.onnx 1 other.onnx -o out.onnx",
-            "functions net.onnx 0 -o out.onnx",
-            "inline net.onnx -o out.onnx",
-            "optimize net.onnx -o out.onnx",
-            "optimize --list",
-            "run onnxruntime net.onnx -o out.onnx",
-            "carry net.onnx other.onnx -o out.onnx",
-            "partition net.onnx 2 -o stages",
-            "place net.onnx 0=gpu -o out.onnx",
-            "placement net.onnx",
-        ],
-    )
-    def test_json_is_one_object_with_the_version_of_its_layout(self, folder, capsys, command):
-        if command.startswith("splice"):
-            assert main(["extract", "net.onnx", "1", "-o", "relu.onnx"]) == 0
-            command = command.replace("other", "relu")
-            capsys.readouterr()
-        assert main([*command.split(), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["schema_version"] == 1
-
 
 class TestLogs:
     @pytest.mark.parametrize("debug", [[], ["--debug"]], ids=["quiet", "debug"])
@@ -273,29 +242,11 @@ class TestErrors:
         assert main(["fingerprint", "net.onnx", "--debug"]) == 3
         assert "Traceback" in capsys.readouterr().err
 
-    def test_an_interruption_is_said_in_a_line(self, folder, capsys, monkeypatch):
-        def interrupted(*arguments, **options):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr("htp_export.capabilities.fingerprint.families.fingerprint", interrupted)
-        assert main(["fingerprint", "net.onnx"]) == 130
-        assert capsys.readouterr().err == "htp-export: error: interrupted\n"
-
-    def test_an_interrupt_that_a_library_swallows_is_no_bug(self, folder, capsys, monkeypatch):
-        def swallowing(*arguments, **options):
-            try:
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt:
-                raise RecursionError("maximum recursion depth exceeded") from None
-
-        monkeypatch.setattr("htp_export.capabilities.fingerprint.families.fingerprint", swallowing)
-        assert main(["fingerprint", "net.onnx"]) == 130
-        assert capsys.readouterr().err == "htp-export: error: interrupted\n"
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-    @pytest.mark.parametrize("swallow", [in_a_finalizer, in_a_callback, caught, made_another_error])
+    @pytest.mark.parametrize("swallow", [told, in_a_library, in_a_finalizer, in_a_callback, caught, made_another_error])
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_an_interrupt_that_is_swallowed_is_raised_again(self, folder, capsys, monkeypatch, swallow):
+    def test_an_interrupt_is_said_in_a_line_and_raised_again_if_it_is_swallowed(
+        self, folder, capsys, monkeypatch, swallow
+    ):
         went_on = []
 
         def long_work(*arguments, **options):
@@ -366,15 +317,6 @@ runpy.run_module("htp_export", run_name="__main__")
         assert run.returncode == 2
         assert "no permission to write" in run.stderr
 
-    def test_permissions_are_looked_at_before_the_export(self, folder, capsys, monkeypatch):
-        monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK))
-        assert main(["export", "--entry", "nowhere:net", "-o", "x.onnx"]) == 2
-        assert "no permission to write" in capsys.readouterr().err
-
-    def test_a_port_that_there_is_not(self, folder, capsys):
-        assert main(["view", "net.onnx", "--serve", "--port", "99999"]) == 2
-        assert "--port" in capsys.readouterr().err
-
 
 class TestHelp:
     COMMANDS = tuple(command_names())
@@ -391,36 +333,22 @@ class TestHelp:
         assert main([name, "--help"]) == 0
         assert f"Example: htp-export {name} " in " ".join(capsys.readouterr().out.split())
 
-    @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["tree", "--help"], ["run", "--help"]])
-    def test_loads_no_library(self, arguments):
+    def test_loads_no_library(self):
         code = (
             "import sys; from htp_export.command.main import main; "
-            f"main({arguments!r}); print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+            "[main(words) for words in (['--version'], ['--help'], ['tree', '--help'], ['run', '--help'])]; "
+            f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
         )
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
-        )
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
         assert run.stderr.strip() == "[]"
 
     def test_the_shell_can_complete_commands(self):
         environment = {**os.environ, "_HTP_EXPORT_COMPLETE": "complete_bash", "COMP_WORDS": "htp-export fing"}
+        program = [sys.executable, "-m", "htp_export"]
         run = subprocess.run(
-            [sys.executable, "-m", "htp_export"],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**environment, "COMP_CWORD": "1"},
-            cwd=Path(__file__).parents[2],
+            program, capture_output=True, text=True, check=False, env={**environment, "COMP_CWORD": "1"}, cwd=ROOT
         )
         assert run.stdout.split() == ["fingerprint"]
-
-
-def test_the_modules_that_the_documentation_names_are_attributes():
-    code = "import htp_export; htp_export.tools.onnxslim; htp_export.errors.FileError; print(*htp_export.tools.__all__)"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
-    )
-    assert "onnxslim" in run.stdout.split()
 
 
 def test_sizes_of_open_inputs_are_given_alike(tmp_path, monkeypatch, capsys):
@@ -434,10 +362,6 @@ def test_sizes_of_open_inputs_are_given_alike(tmp_path, monkeypatch, capsys):
     for command in ("tree open.onnx", "cost open.onnx", "profile open.onnx --runs 1", "compare open.onnx open.onnx"):
         for sizes in (["--dims", f"{name}=3"], ["--inputs", "shapes.json"], ["--inputs", "values.npz"]):
             assert main([*command.split(), *sizes]) == 0, (command, sizes, capsys.readouterr().err)
-
-
-def test_view_is_a_command_whose_default_page_lies_beside_the_model():
-    assert "FILE.html" in str(view_command.__annotations__["output"])
 
 
 @pytest.fixture(scope="module")
@@ -498,64 +422,30 @@ class TestTables:
         assert "and 10 more modules; --all shows every one" in shown.get()
 
 
-JSON_COMMANDS = (
-    "export --entry {entry} -o x.onnx --verify",
-    "tree net.onnx",
-    "map net.onnx",
-    "cost net.onnx",
-    "profile net.onnx --runs 1",
-    "verify net.onnx --entry {entry}",
-    "compare net.onnx other.onnx",
-    "diff net.onnx other.onnx",
-    "extract net.onnx 0 -o part.onnx",
-    "splice net.onnx 0 part.onnx -o x.onnx",
-    "functions net.onnx 2 -o nested.onnx",
-    "inline nested.onnx -o x.onnx",
-    "names net.onnx -o x.onnx",
-    "partition net.onnx 2 -o stages",
-    "place net.onnx 0=gpu -o placed.onnx",
-    "placement placed.onnx",
-    "optimize net.onnx -o x.onnx",
-    "quantize net.onnx --rule 0=int8-dynamic -o x.onnx",
-    "prune net.onnx --rule 0=0.5 -o x.onnx",
-    "insert-lora net.onnx 0 -o lora.onnx",
-    "lora-adapter lora.onnx tuned -o x.onnx_adapter",
-    "fuse-lora net.onnx tuned -o x.onnx",
-    "pipeline steps.yaml --model net.onnx -o piped.onnx",
-    "adopt net.onnx other.onnx -o x.onnx",
-    "run onnxruntime net.onnx -o tool.onnx",
-    "carry net.onnx tool.onnx -o x.onnx",
-    "export-plan net.onnx --rule 0=int8 --to nncf -o plan.json",
-    "sensitivity net.onnx --precision fp16",
-    "search net.onnx --choices fp16,fp32 --trials 2",
-    "forensics net.onnx",
-    "fingerprint net.onnx",
-    "view net.onnx --no-graph",
-)
-
-
-def test_docs_json_has_every_key_that_a_command_writes(folder, capsys):
-    text = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+def test_docs_json_has_every_key_that_a_command_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "json.md").read_text()
     keys = {}
     for commands, listed in re.findall(r"^\| (`.*?) \| (`.*?) \|", text, re.M):
         optional = set(re.findall(r"\(`([^`]+)`\)", listed))
         keys.update(
             dict.fromkeys(re.findall(r"`([\w-]+)`", commands), (set(re.findall(r"`([^`]+)`", listed)), optional))
         )
-    assert list(keys) == [command.split()[0] for command in JSON_COMMANDS]
-    assert main(["export", "--entry", f"nets_{folder.name}:net", "-o", "net.onnx", "--quiet"]) == 0
-    shutil.copy("net.onnx", "other.onnx")
-    Path("tuned").mkdir()
-    Path("tuned/adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 2}')
-    factors = {"0.lora_A.weight": torch.ones(2, 8), "0.lora_B.weight": torch.ones(16, 2)}
-    save_file(factors, "tuned/adapter_model.safetensors")
-    Path("steps.yaml").write_text("- optimize\n")
-    for command in JSON_COMMANDS:
-        if command.startswith("search ") and importlib.util.find_spec("optuna") is None:  # an extra
+    words = {
+        **COMMANDS,
+        "export": "--entry tests.all_commands:example -o out.onnx --verify",
+        "lora-adapter": "lora.onnx ADAPTER -o out.onnx_adapter",
+    }
+    assert keys.keys() == words.keys()
+    model, args = example()
+    htp_export.export(model, args, "net.onnx", verbose=False)
+    htp_export.insert_lora("net.onnx", "first", output="lora.onnx")
+    files = {"FILE": "net.onnx", **companions(tmp_path)}
+    for name, (every, optional) in keys.items():
+        if name == "search" and importlib.util.find_spec("optuna") is None:  # an extra
             continue
         capsys.readouterr()
-        name, *rest = command.format(entry=f"nets_{folder.name}:net").split()
-        assert main([name, *rest, "--json"]) == 0, command
-        written = {*json.loads(capsys.readouterr().out)} - {"schema_version"}
-        every, optional = keys[name]
-        assert every - optional <= written <= every, command
+        assert main([*arguments(f"{name} {words[name]}", files), "--json"]) == 0, name
+        written = json.loads(capsys.readouterr().out)
+        assert written.pop("schema_version") == 1
+        assert every - optional <= {*written} <= every, name

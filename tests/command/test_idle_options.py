@@ -90,8 +90,3 @@ def test_negative_ids_of_a_config_mean_none() -> None:
     assert model.config.eos_token_id == -1
     with pytest.raises(InputError, match="num_hidden_layers=12, and -1 is negative"):
         load_model("bert", random_weights=True, overrides=sizes | {"num_hidden_layers": -1})
-
-
-def test_python_refuses_an_estimate_with_runs(made: Path) -> None:
-    with pytest.raises(InputError, match="runs has no effect on an estimate"):
-        htp_export.sensitivity(made, ["int4"], estimate=True, runs=3)

@@ -56,6 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "short.data": b"123",
         "no.npz": b"no zip",
         "bad.json": b"{",
+        "none.json": b"{}",
         "list.json": b"[1, 2]",
         "negative.json": b'{"x": [-1, 2]}',
         "text.json": b'{"x": "a"}',
@@ -66,6 +67,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_bytes(content)
     (folder / "folder.onnx").mkdir()
     (folder / "circle.data").symlink_to("circle.data")
+    np.savez(folder / "none.npz")
     np.savez(folder / "name.npz", foo=np.ones(3))
     np.savez(folder / "shape.npz", x=np.ones((2, 3), np.float32))
     np.savez(folder / "pickled.npz", x=np.array([{}, None], dtype=object))
@@ -133,6 +135,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 NOT_ONNX = "{0}: not an ONNX model"
 MISSING = "gone.data: is missing: weights of missing.onnx lie in this file"
 SHORT = "short.data: is too short: it has 3 bytes, and the weights of short.onnx take 2,048"
+BERT = "export bert --random-weights --set num_hidden_layers=1 --set hidden_size=16 --set num_attention_heads=2"
+TAKE_INPUTS = ("carry net.onnx net.onnx -o o.onnx", "compare net.onnx net.onnx", "profile net.onnx", "cost net.onnx",
+               "tree net.onnx")  # fmt: skip
 OUTSIDE = "lies outside its folder; it will not be read"
 
 WRONG: list[tuple[str | list[str], str]] = [
@@ -142,10 +147,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("tree net.onnx.data", NOT_ONNX.format("net.onnx.data")),
     ("tree nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
     ("tree folder.onnx", "folder.onnx: cannot be read: Is a directory"),
-    (
-        "tree offset_text.onnx",
-        "offset_text.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': invalid literal for int",
-    ),
+    ("tree offset_text.onnx", "offset_text.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': invalid literal"),
     ("tree offset_negative.onnx", "offset_negative.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': External"),
     ("tree modules.onnx", "modules.onnx: htp.modules is not a JSON object of module paths"),
     ("tree newer_modules.onnx", "its tags are of version 9 of the file format, and this htp_export knows version 1"),
@@ -176,6 +178,9 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("run quantize_dynamic short.onnx -o o.onnx", SHORT),
     ("optimize net.onnx -o folder.onnx/o.onnx --share-weights", "cannot share the weights in"),
     # values and sizes
+    *((f"{command} --inputs none.npz", "none.npz: holds no arrays") for command in TAKE_INPUTS),
+    *((f"{command} --inputs none.json", "none.json: holds no shapes") for command in TAKE_INPUTS),
+    ("run quantize_static net.onnx -o o.onnx --set inputs=none.npz", "none.npz: holds no arrays"),
     ("compare net.onnx net.onnx --inputs name.npz", "no input 'foo' in this model, only 'x'"),
     ("compare net.onnx net.onnx --inputs shape.npz", "input 'x': is float [2, 3], and the model wants float [16, 16]"),
     ("compare net.onnx net.onnx --inputs pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
@@ -223,7 +228,10 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("tree net.onnx --depth -1", "'--depth'"),
     ("tree net.onnx --depth x", "'--depth'"),
     ("profile net.onnx --runs 0", "'--runs'"),
+    ("view net.onnx --serve --port 99999", "'--port'"),
     ("partition net.onnx 0 -o stages", "a model has one stage or more, not 0"),
+    ("partition net.onnx -o stages", "Missing argument"),
+    ("partition net.onnx 2 -o stages --balance nowhere.json", "nowhere.json: cannot be read"),
     ("partition net.onnx 99 -o stages", "the model cannot be cut into 99 stages"),
     # outputs
     ("optimize net.onnx -o folder.onnx", "folder.onnx: is a folder; name a file in it"),
@@ -236,6 +244,18 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("view net.onnx --cost modules.json -o p.html", "modules.json: "),
     # what to export
     ("export -o o.onnx", "give one model: a SOURCE or --entry package.module:factory"),
+    ("export bert -o o.onnx", "--random-weights"),
+    ("export bert --entry a:b -o o.onnx", "give one model"),
+    (BERT, "--output"),
+    (f"{BERT} -o o.onnx --set layers", "write key=value"),
+    (f"{BERT} -o o.onnx --set num_layer=2", "no 'num_layer'"),
+    (f"{BERT} -o o.onnx --dtype int8", "int8"),
+    (f"{BERT} -o o.onnx --opset ten", "--opset"),
+    (f"{BERT} -o o.onnx --dynamic length", "no dynamic axis 'length'"),
+    (f"{BERT} -o o.onnx --inputs nowhere.json", "cannot be read"),
+    ("export --entry json:dumps --task fill-mask -o o.onnx", "--task is for a SOURCE"),
+    ("verify net.onnx", "give one model"),
+    ("verify net.onnx bert --tolerance **=1", "write SELECTOR=ABSOLUTE,RELATIVE"),
     ("export --entry nosuch:net -o o.onnx", "No module named 'nosuch'"),
     ("export --entry {module}:nosuch -o o.onnx", "has no function 'nosuch'"),
     ("export --entry {module}:number -o o.onnx", "has no function 'number'"),
@@ -244,14 +264,11 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("export --entry {module} -o o.onnx", "an entry is package.module:factory"),
     ("export {module}:number -o o.onnx", "{module}:number: a factory is named with --entry {module}:number"),
     ("export --entry {module}.py:net -o o.onnx", "an entry names a module, not its file: {module}:net"),
-    ("export bert --random-weights --inputs name.npz -o o.onnx", "name.npz: holds values, and inputs are made here"),
+    (f"{BERT} --inputs name.npz -o o.onnx", "name.npz: holds values, and inputs are made here"),
     ("verify net.onnx bert --random-weights --inputs name.npz", "name.npz: holds values, and inputs are made here"),
     ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is no text"),
     # in another order
-    (
-        "verify bert net.onnx",
-        "bert: cannot be read: No such file or directory; the file comes first: verify net.onnx",
-    ),
+    ("verify bert net.onnx", "bert: cannot be read: No such file or directory; the file comes first: verify net.on"),
     ("extract layer.0 net.onnx -o o.onnx", "; the file comes first: extract net.onnx layer.0"),
     ("partition 2 net.onnx -o stages", "; the file comes first: partition net.onnx 2"),
     ("compare nowhere.onnx layer.0", "nowhere.onnx: cannot be read: No such file or directory\n"),
@@ -279,6 +296,13 @@ def test_a_line_says_what_is_wrong_and_nothing_is_written(
     assert "htp_export_" not in error  # temporary folders
     assert "\x1b" not in error
     assert contents(folder) == before
+
+
+@pytest.mark.parametrize("use", [htp_export.profile, htp_export.compare, htp_export.carry])
+def test_python_refuses_a_mapping_without_inputs(use: Callable[..., object], folder: Path) -> None:
+    files = ["net.onnx"] if use is htp_export.profile else ["net.onnx", "net.onnx"]
+    with pytest.raises(htp_export.InputError, match="no value for input 'x'"):
+        use(*files, inputs={})
 
 
 def test_files_that_may_not_be_read(tmp_path: Path) -> None:
@@ -359,14 +383,9 @@ def test_the_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(monkeyp
     ],
 )
 def test_quantizing_warns_where_products_saturate(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    flags: str | None,
-    options: dict[str, object],
-    warned: bool,
-) -> None:
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    flags: str | None, options: dict[str, object], warned: bool,
+) -> None:  # fmt: skip
     from onnxruntime.quantization import QuantType
 
     from htp_export.capabilities.carry.adapters import quantizers

@@ -20,7 +20,7 @@ EXACT = ("functions", "names", "quantize", "sensitivity", "search", "run", "carr
 """Commands that need exact tags; for the others, torch's scopes are enough."""
 
 
-@pytest.fixture(scope="module", params=["dynamo", "torchscript"])
+@pytest.fixture(scope="module", params=["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp(request.param)
     model, args = example()
@@ -37,12 +37,9 @@ def test_every_command_is_here() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_torch_scopes_are_named_once_and_serve_or_the_error_says_what_to_run(
-    command: str,
-    files: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     status = main(arguments(command, files))
     shown = capsys.readouterr()
@@ -63,12 +60,9 @@ def test_torch_scopes_are_named_once_and_serve_or_the_error_says_what_to_run(
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "quantize FILE --rule first=int8 --dry-run",
-        "sensitivity FILE --precision int8 --select first --estimate",
-        "search FILE --choices 0.5 --trials 2 --select first",
-    ],
-)
+    ["quantize FILE --rule first=int8 --dry-run", "sensitivity FILE --precision int8 --select first --estimate",
+     "search FILE --choices 0.5 --trials 2 --select first"],
+)  # fmt: skip
 def test_what_writes_no_precision_takes_torch_scopes(
     command: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

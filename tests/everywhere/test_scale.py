@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -99,8 +100,7 @@ def test_weights_of_deep_modules_have_short_names_in_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "owners"),
-    [("a", "a.x.z a.x"), ("a-b", "a-b.y"), ("", "ab a.x.z a-b.y a.x"), ("c", "ab a.x.z a-b.y a.x")],
+    ("path", "owners"), [("a", "a.x.z a.x"), ("a-b", "a-b.y"), ("", "ab a.x.z a-b.y a.x"), ("c", "ab a.x.z a-b.y a.x")]
 )
 def test_of_the_owners_of_a_shared_node_those_below_the_called_module_are_its_own(path: str, owners: str) -> None:
     every = ["ab", "a.x.z", "a-b.y", "a.x"]
@@ -216,10 +216,10 @@ def test_the_exponent_is_the_slope_of_the_logarithms() -> None:
 
 
 def test_every_module_of_many_levels_has_its_numbers() -> None:
-    levels = 400
+    levels = 200
     with rare_collections():  # as commands run
         contents = contents_of(htp_export.load(scale.deep(levels))).modules
-    for level in (0, 1, 199, 399):
+    for level in (0, 1, 99, 199):
         here = contents["a" + ".m" * level]
         left = levels - level
         assert (len(here.nodes), len(here.own_nodes)) == (3 * left, 3)
@@ -229,11 +229,31 @@ def test_every_module_of_many_levels_has_its_numbers() -> None:
     assert (contents[""].facts.parameters, contents[""].facts.self_parameters) == (2 * 8 * levels, 0)
 
 
+def test_regions_of_nested_modules_take_memory_for_each_module_and_not_for_each_pair() -> None:
+    levels = 150
+    tagged = htp_export.load(scale.deep(levels))
+    paths = [path for path in tagged if path]
+    for path in paths:
+        assert tagged.hierarchy.parent(path) is not None  # the strings of the paths are there
+    tracemalloc.start()
+    try:
+        sizes = [len(tagged[path].nodes) for path in paths]
+        crossing = {(len(tagged[path].inputs), len(tagged[path].outputs)) for path in paths}
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sizes == [3 * left for left in range(levels, 0, -1)] * 2
+    assert crossing == {(1, 1)}
+    assert peak < 2e6  # 1.2; sets and lists for each pair of modules: many times that
+    for node, work in list(tagged.index.works.items())[::50]:
+        assert work.modules == {*tags.ancestors(work.owners[0])}, node.name
+
+
 def test_the_memory_of_modules_nested_deep_is_known() -> None:
-    levels = 300
+    levels = 150
     found = htp_export.cost(scale.deep(levels), dims={"batch": 1}).modules
     tensor = 16 * 8 * 4
-    for level in (0, 200, 299):
+    for level in (0, 100, 149):
         here = found["a" + ".m" * level]
         assert here.activation_bytes == 3 * (levels - level) * tensor
         assert here.peak_bytes == (levels + 2) * tensor  # a skip of each level, and what a node reads and makes

@@ -41,25 +41,6 @@ def test_reading_leaves_the_weights_in_their_file(external: Path) -> None:
     assert tuple(tensor.shape) == (16, 16)
 
 
-def test_what_cannot_be_read_is_refused_and_named(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match=r"gone\.onnx: cannot be read: No such file"):
-        read_model(tmp_path / "gone.onnx")
-    for name, content in (("text.onnx", b"hello world"), ("empty.onnx", b""), ("bad.json", b"{")):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(FileError, match=f"{name}: not an ONNX model"):
-            read_model(tmp_path / name)
-    with pytest.raises(FileError, match="cannot be read"):
-        read_model(tmp_path)
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_a_copy_in_the_same_folder_has_weights_of_its_own_or_shares_them(external: Path, share: bool) -> None:
-    write_model(read_model(external), external.with_name("copy.onnx"), share_weights=share)
-    own = [] if share else ["copy.onnx.data"]
-    assert listing(external.parent) == ["copy.onnx", *own, "model.onnx", "weights.bin"]
-    np.testing.assert_array_equal(weight_of(read_model(external.with_name("copy.onnx"))).numpy(), expected())
-
-
 def test_a_copy_in_another_folder_brings_its_weights_along(external: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     model = read_model(external)

@@ -24,6 +24,7 @@ from htp_export.files.filesystem import Identity, Lock
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.targets import check_target
 from htp_export.files.text_files import write_text
+from htp_export.files.text_file import write_text
 from tests.files.test_data_files import listing, save, values
 
 EXPORTERS = pytest.mark.parametrize("dynamo", [True, False])
@@ -119,12 +120,6 @@ class TestLinks:
         assert (tmp_path / "link.onnx").is_symlink()
         assert listing(tmp_path / "real") == ["a.onnx"]
         assert onnx.load(tmp_path / "link.onnx").graph.initializer[0].raw_data
-
-    def test_a_page_is_written_where_a_link_leads_to(self, tmp_path: Path) -> None:
-        (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
-        write_text(tmp_path / "link.html", "page")
-        assert (tmp_path / "page.html").read_text() == "page"
-        assert (tmp_path / "link.html").is_symlink()
 
     def test_a_link_to_another_file_system(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """What is in the work folder cannot be renamed there."""
@@ -245,12 +240,6 @@ class TestFolders:
             htp_export.export(Fails(), (torch.zeros(1),), read_only / "a.onnx", dynamo=dynamo, verbose=False)
         with pytest.raises(FileNotFoundError):
             htp_export.export(Fails(), (torch.zeros(1),), read_only / "no" / "a.onnx", dynamo=dynamo, verbose=False)
-
-    def test_folders_that_cannot_be_written_are_told_apart(self, tmp_path: Path, read_only: Path) -> None:
-        with pytest.raises(FileError, match="its folder does not exist"):
-            check_target(tmp_path / "nowhere" / "a.onnx")
-        with pytest.raises(FileError, match="Read-only file system"):
-            check_target(read_only / "a.onnx")
 
 
 class TestOtherSystems:

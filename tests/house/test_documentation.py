@@ -1,7 +1,9 @@
 """What README and docs show runs from top to bottom as it stands, in one folder: tests/documents.py says how."""
 
 import ast
+import itertools
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -110,10 +112,9 @@ def test_the_commands_of_the_readme_are_found():
     assert len(documents.commands(README)) > 20
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_of_a_page_is_one_that_there_is(page):
+def test_every_command_of_a_page_is_one_that_there_is():
     group = typer.main.get_command(program.app)
-    for command in documents.commands(page):
+    for command in itertools.chain.from_iterable(map(documents.commands, PAGES)):
         if not command.text.startswith("htp-export "):
             continue
         _, name, *words = words_of(command.text)
@@ -123,17 +124,15 @@ def test_every_command_of_a_page_is_one_that_there_is(page):
 
 def words_of(command: str) -> list[str]:
     """The words of a command as a shell gives them to a program."""
-    import shlex
-
     words = shlex.split(command, comments=True)
     return words[: words.index(">")] if ">" in words else words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_snippets_of_a_page_are_python(page):
-    for block in documents.blocks(page):
-        if block.language == "python":
-            ast.parse(block.text)
+def test_the_snippets_of_pages_are_python():
+    for page in PAGES:
+        for block in documents.blocks(page):
+            if block.language == "python":
+                ast.parse(block.text, f"{page.name}:{block.line}")
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +164,7 @@ def test_a_page_runs_as_it_stands(page, folder):
     assert not failed, failed
 
 
+@pytest.mark.slow
 def test_the_snippets_of_the_readme_run_from_top_to_bottom(tmp_path):
     snippets = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert len(snippets) >= 5

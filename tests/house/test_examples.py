@@ -27,12 +27,8 @@ def run(name: str, folder: Path) -> str:
 
 
 def test_there_are_four_scripts():
-    assert [*SCRIPTS] == [
-        "find_the_wrong_layer",
-        "quantize_all_but_the_head",
-        "show_the_slowest_blocks",
-        "split_a_decoder",
-    ]
+    found = {"find_the_wrong_layer", "quantize_all_but_the_head", "show_the_slowest_blocks", "split_a_decoder"}
+    assert {*SCRIPTS} == found
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -43,6 +39,7 @@ def test_a_script_is_short_says_how_it_is_run_and_is_linked(name):
     assert f"(examples/{name}.py)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_all_but_the_head_is_quantized(tmp_path):
     printed = run("quantize_all_but_the_head", tmp_path)
     errors = [float(number) for number in re.findall(r"of the scores ([\d.]+)", printed)]
@@ -74,6 +71,7 @@ def test_two_stages_generate_the_tokens_of_pytorch(tmp_path):
     assert (tmp_path / "stages" / "stage1.onnx").exists()
 
 
+@pytest.mark.slow
 def test_the_slowest_blocks_are_printed_and_drawn(tmp_path):
     printed = run("show_the_slowest_blocks", tmp_path).splitlines()
     shares = [(line.split(":")[0].strip(), int(re.findall(r"(\d+)% of the time", line)[0])) for line in printed[1:-1]]

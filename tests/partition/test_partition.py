@@ -17,6 +17,9 @@ from torch import nn
 import htp_export
 from htp_export.errors import InputError, UnknownModuleError, UntaggedModelError
 from tests import handmade
+from tests.exporting import SharedFiles, tiny_bert
+from tests.extract.test_cutting import exported_to, run_file
+from tests.extract.test_splicing import feeds_of
 from tests.handmade import tagged_node, value, weight
 from tests.nets import EXPORTERS, NETS, spread, x
 
@@ -31,38 +34,18 @@ def exact() -> ort.SessionOptions:
     return options
 
 
-def run_whole(file: Path, inputs: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    session = ort.InferenceSession(str(file), exact(), providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, inputs), strict=True))
-
-
 def agree(file: Path, found: htp_export.Partition, inputs: dict[str, Any]) -> bool:
-    whole, chained = run_whole(file, inputs), found.run(inputs, session_options=exact())
-    return list(whole) == list(chained) and all(np.array_equal(whole[name], chained[name]) for name in whole)
-
-
-def numpy_inputs(file: Path, kwargs: Inputs) -> dict[str, Any]:
-    """The inputs that are in the file, whatever the exporter named them."""
-    names = [each.name for each in onnx.load(str(file), load_external_data=False).graph.input]
-    by_name = kwargs if all(name in kwargs for name in names) else dict(zip(names, kwargs.values(), strict=True))
-    return {name: by_name[name].numpy() for name in names}
-
-
-def ids(*shape: int) -> torch.Tensor:
-    return torch.randint(3, 100, shape, generator=torch.Generator().manual_seed(1))
+    chained = found.run(inputs, session_options=exact())
+    names = [output.name for output in onnx.load(file, load_external_data=False).graph.output]
+    return names == list(chained) and all(map(np.array_equal, run_file(file, inputs), chained.values()))
 
 
 def bert() -> tuple[nn.Module, Inputs]:
-    from transformers import BertConfig, BertModel
+    return tiny_bert(4)
 
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
-    mask = torch.ones(1, 8, dtype=torch.long)
-    mask[:, -2:] = 0
-    return BertModel(BertConfig(vocab_size=100, max_position_embeddings=32, **size)), {
-        "input_ids": ids(1, 8),
-        "attention_mask": mask,
-    }
+
+def ids() -> torch.Tensor:
+    return tiny_bert(1)[1]["input_ids"]
 
 
 def gpt2() -> tuple[nn.Module, Inputs]:
@@ -70,7 +53,7 @@ def gpt2() -> tuple[nn.Module, Inputs]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=1000, n_positions=32, n_embd=16, n_layer=4, n_head=2, use_cache=False)
-    return GPT2LMHeadModel(config), {"input_ids": ids(1, 8)}
+    return GPT2LMHeadModel(config), {"input_ids": ids()}
 
 
 def resnet() -> tuple[nn.Module, Inputs]:
@@ -85,7 +68,7 @@ def t5() -> tuple[nn.Module, Inputs]:
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config(vocab_size=100, d_model=16, d_kv=8, d_ff=32, num_layers=4, num_heads=2)
-    return T5EncoderModel(config), {"input_ids": ids(1, 8), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    return T5EncoderModel(config), {"input_ids": ids(), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
 
 
 MODELS = {
@@ -98,12 +81,6 @@ MODELS = {
 }
 
 
-def export_to(file: Path, model: nn.Module, kwargs: Inputs, exporter: str, **options: Any) -> Path:
-    spread(model).eval()
-    htp_export.export(model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options)
-    return file
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The file of a model of the table above, and its inputs; exported once."""
@@ -113,8 +90,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if name not in made:
             torch.manual_seed(0)
             model, kwargs = MODELS[name]()
-            file = export_to(tmp_path_factory.mktemp(name) / "model.onnx", model, kwargs, name.split("-")[1])
-            made[name] = file, numpy_inputs(file, kwargs)
+            file = tmp_path_factory.mktemp(name) / "model.onnx"
+            exported_to(file, spread(model).eval(), kwargs, name.split("-")[1])
+            made[name] = file, feeds_of(file, kwargs)
         return made[name]
 
     return get
@@ -123,7 +101,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # --- stages of real models --------------------------------------------------------------------------------
 
 
-QUICK = {("bert-dynamo", 2), ("gpt2-dynamo", 3), ("resnet-dynamo", 4), ("t5-torchscript", 3)}
+QUICK = {("bert-dynamo", 2), ("gpt2-dynamo", 3), ("resnet-torchscript", 4), ("t5-torchscript", 3)}
 """What every run tries; the others are tried with -m slow."""
 SWEEP = [
     pytest.param(name, count, marks=() if (name, count) in QUICK else pytest.mark.slow)
@@ -203,7 +181,7 @@ def test_dynamic_sizes_stay_dynamic(exporter: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"input_names": list(kwargs), "dynamic_axes": dict.fromkeys(kwargs, dims)}
     if exporter == "dynamo":
         options = {"dynamic_shapes": dict.fromkeys(kwargs, dict.fromkeys(dims, torch.export.Dim.DYNAMIC))}
-    file = export_to(tmp_path / "model.onnx", model, kwargs, exporter, **options)
+    file = exported_to(tmp_path / "model.onnx", model, kwargs, exporter, **options)
     inputs = {name: tensor[:, :5].repeat(2, 1).numpy() for name, tensor in kwargs.items()}
     found = htp_export.partition(file, 3)
     assert agree(file, found, inputs)
@@ -234,7 +212,7 @@ def test_the_first_module_may_be_named_too_and_an_input_goes_only_to_the_stage_t
 
 
 def test_one_stage_is_the_whole(exported: Any) -> None:
-    file, inputs = exported("resnet-dynamo")
+    file, inputs = exported("resnet-torchscript")
     found = htp_export.partition(file, 1)
     assert [stage.modules for stage in found.stages] == [("",)]
     assert found.crossing == ()
@@ -349,10 +327,10 @@ class Skipping(nn.Module):
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_a_skip_connection_crosses_from_the_stage_that_makes_it(exporter: str, tmp_path: Path) -> None:
-    file = export_to(tmp_path / "net.onnx", Skipping(), {"x": x(1, 8)}, exporter)
+    file = exported_to(tmp_path / "net.onnx", spread(Skipping()).eval(), {"x": x(1, 8)}, exporter)
     found = htp_export.partition(file, ["layers.0", "layers.1", "layers.2"])
     assert [(each.made_by, each.read_by) for each in found.crossing] == [(0, (1, 3)), (1, (2,)), (2, (3,))]
-    assert agree(file, found, numpy_inputs(file, {"x": x(1, 8, seed=3)}))
+    assert agree(file, found, feeds_of(file, {"x": x(1, 8, seed=3)}))
 
 
 def test_small_constants_and_sizes_are_repeated_and_large_ones_cross() -> None:
@@ -377,14 +355,14 @@ def test_small_constants_and_sizes_are_repeated_and_large_ones_cross() -> None:
     assert np.array_equal(found.run({"x": feed})["d"], (feed * scale + numbers) * scale + numbers)
 
 
-def test_a_constant_that_sizes_and_others_read_is_made_once(tmp_path: Path) -> None:
+def test_a_constant_that_sizes_and_others_read_is_made_once(shared_files: SharedFiles, tmp_path: Path) -> None:
     """A TorchScript split reads one constant as an index of a shape, and as an axis."""
-    model, kwargs = NETS["an_output_that_nobody_uses"].build()
-    file = export_to(tmp_path / "net.onnx", model, kwargs, "torchscript")
+    name = "an_output_that_nobody_uses"
+    file, kwargs = shared_files.net(name, "torchscript"), NETS[name].build()[1]
     found = htp_export.partition(file, 2, tmp_path / "stages")
     for stage in found.stages:
         onnx.checker.check_model(str(stage.file), full_check=True)
-    assert agree(file, found, numpy_inputs(file, kwargs))
+    assert agree(file, found, feeds_of(file, kwargs))
 
 
 def test_shared_work_is_done_once_in_the_first_stage_that_needs_it_and_the_whole_stays_as_it_is() -> None:

@@ -127,13 +127,6 @@ def test_a_folder_with_something_else_in_it_is_left_alone(folder: Path) -> None:
     assert contents(folder) == before
 
 
-def test_a_file_in_the_folders_place_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "stages").write_text("mine")
-    with pytest.raises(FileError, match="is a file"):
-        htp_export.partition(handmade.encoder(), 2, tmp_path / "stages")
-    assert (tmp_path / "stages").read_text() == "mine"
-
-
 def test_a_failure_leaves_what_was_there_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_stages(partition: htp_export.Partition, new: Path) -> htp_export.Partition:
         raise InputError("the engine cannot run it")
@@ -144,15 +137,6 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(folder: Path, monkeypa
         htp_export.partition(handmade.encoder(), 1, folder, serve="engine")
     assert contents(folder) == before
     assert [each.name for each in folder.parent.iterdir()] == ["stages"]
-
-
-def test_missing_external_weights_leave_nothing_behind(tmp_path: Path) -> None:
-    onnx.save(ir.to_proto(handmade.encoder(64)), tmp_path / "one.onnx")
-    htp_export.load(tmp_path / "one.onnx").save(tmp_path / "net.onnx", "net.data")
-    (tmp_path / "net.data").unlink()
-    with pytest.raises(FileError):
-        htp_export.partition(tmp_path / "net.onnx", 2, tmp_path / "stages")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["net.onnx", "one.onnx"]
 
 
 # --- what is read -----------------------------------------------------------------------------------------
@@ -260,26 +244,6 @@ def test_command_balances_by_a_file_of_numbers(model: str, numbers: Any, tmp_pat
     (tmp_path / "latency.json").write_text(json.dumps(numbers))
     command = ["partition", model, "2", "-o", str(tmp_path / "stages"), "--balance", str(tmp_path / "latency.json")]
     assert main(command) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["7"], "cannot be cut into 7 stages; there are 1 borders: before 'layer.1'"),
-        (["0"], "one stage or more"),
-        (["layer.9"], "no module 'layer.9'"),
-        (["2", "--balance", "nowhere.json"], "nowhere.json: cannot be read"),
-        (["2", "--serve", "nginx"], "nginx"),
-        (["2", "--slack", "-1"], "slack"),
-        ([], "Missing argument"),
-    ],
-)
-def test_command_says_what_is_wrong(
-    model: str, arguments: list[str], message: str, tmp_path: Path, capsys: Any
-) -> None:
-    assert main(["partition", model, *arguments, "-o", str(tmp_path / "stages")]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "stages").exists()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from htp_export.capabilities.place.filling import Item, fill
 from htp_export.capabilities.place.placing import bytes_of
 from htp_export.capabilities.view.measures import measures_of
 from htp_export.command.main import main
-from htp_export.errors import InputError, OnnxRuntimeError, SelectorError, UntaggedModelError
+from htp_export.errors import InputError, OnnxRuntimeError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.parts import PartTensor
@@ -64,7 +64,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-@pytest.fixture(scope="module", params=["dynamo", "torchscript"])
+@pytest.fixture(scope="module", params=["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp(request.param) / "net.onnx"
@@ -182,6 +182,7 @@ def quiet() -> onnxruntime.SessionOptions:
         ({"blocks": 3}, "no device 3"),
         ({}, "no rules"),
         ({"blokcs": "gpu"}, "matches no module"),
+        ({"re:(": "gpu"}, "selector"),
     ],
 )
 def test_rules_that_say_nothing_are_refused(plan: dict[str, Any], problem: str, file: Path, tmp_path: Path) -> None:
@@ -605,11 +606,6 @@ def test_commands(
     assert main(["place", str(file), "-o", "no.onnx", "--budget", "gpu=1"]) == 2
     assert "nothing fits" in capsys.readouterr().err
     assert not (tmp_path / "no.onnx").exists()
-
-
-def test_a_selector_that_cannot_be_read_is_refused(file: Path) -> None:
-    with pytest.raises(SelectorError):
-        htp_export.place(file, {"re:(": "gpu"})
 
 
 class Towers(nn.Module):

@@ -105,19 +105,11 @@ def test_sequences_and_narrow_floats_are_given() -> None:
     assert (y.dtype, y.astype(np.float32).tolist()) == (ml_dtypes.bfloat16, x.tolist())
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu())
-
-
 @pytest.fixture(scope="module")
-def net() -> tuple[Net, tuple[torch.Tensor], Any]:
+def net() -> tuple[torch.nn.Module, tuple[torch.Tensor], Any]:
     torch.manual_seed(0)
-    model, args = Net().eval(), (torch.randn(2, 64),)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).eval()
+    args = (torch.randn(2, 64),)
     return model, args, htp_export.export(model, args, verbose=False)
 
 
@@ -131,7 +123,7 @@ def test_verify_and_compare_run_with_the_options_of_the_user(net: Any, isolated:
         result = htp_export.verify(model, program, args, isolated=isolated, session_options=options)
         assert result.ok
         assert set(result.modules) == set(plain.modules)
-    assert htp_export.compare(program, program, {"x": args[0]}, session_options=options).ok
+    assert htp_export.compare(program, program, {"input": args[0]}, session_options=options).ok
     assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
 
 
@@ -143,7 +135,7 @@ def test_weights_written_for_a_user_of_options_are_gone_with_the_runner(
     model, args, program = net
     runner = Runner(program.model, "net", SessionSettings(options=onnxruntime.SessionOptions()))
     output = program.model.graph.outputs[0].name
-    values = runner.run({"x": args[0].numpy()}, [output])[output]
+    values = runner.run({"input": args[0].numpy()}, [output])[output]
     np.testing.assert_allclose(values, model(*args).detach().numpy(), rtol=1e-4, atol=1e-5)
     assert list(tmp_path.iterdir()) != []
     del runner
