@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from htp_export.exporter.capture.calls import Node, Record
-from htp_export.shapes.facts import constant_tensor
+from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import (
     RESHAPING,
     SIZES_ONLY,
