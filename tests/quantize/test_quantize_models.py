@@ -22,7 +22,7 @@ from htp_export.command.main import main
 from htp_export.runtime.inputs import Inputs
 from tests.decoders import DECODERS
 from tests.nets import spread
-from tests.quantize.test_quantize import assert_others_are_the_same, assert_tagged, outputs
+from tests.quantized import assert_others_are_the_same, assert_tagged, outputs
 
 Feed = dict[str, npt.NDArray[Any]]
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
