@@ -43,9 +43,10 @@ class Encoder(nn.Module):
 class Tied(nn.Module):
     """A table whose weight is that of the last layer too."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 9, width: int = 6) -> None:
         super().__init__()
-        self.table, self.fc, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+        self.table, self.fc = nn.Embedding(count, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, count, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,7 @@ def test_models_in_every_precision(exported: tuple[Path, Feed, str], precision: 
 
 @pytest.mark.parametrize(
     "precision",
-    [pytest.param(each, marks=() if each in ("u8s8", "int4") else pytest.mark.slow) for each in PRECISIONS],
+    [pytest.param(each, marks=() if each == "int4" else pytest.mark.slow) for each in PRECISIONS],
 )
 def test_a_decoder_with_its_cache(decoder: tuple[Path, Feed], precision: str, tmp_path: Path) -> None:
     file, feed = decoder
