@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, str, Callable[[], Made]]] = {
     "bert": ("encoder", "torchscript", lambda: of_type("bert", **SMALL, vocab_size=100)),
     "gpt2": (
         "decoder",
-        "dynamo",
+        "torchscript",
         lambda: of_type("gpt2", n_embd=32, n_layer=3, n_head=2, vocab_size=100, bos_token_id=0, eos_token_id=0),
     ),
     "bart": (
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[str, str, Callable[[], Made]]] = {
             **{f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("layers", "attention_heads")},
         ),
     ),
-    "vit": ("vision transformer", "dynamo", lambda: of_type("vit", **SMALL, image_size=32)),
+    "vit": ("vision transformer", "torchscript", lambda: of_type("vit", **SMALL, image_size=32)),
     "resnet": (
         "CNN",
         "torchscript",
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[str, str, Callable[[], Made]]] = {
     ),
     "wav2vec2": (
         "speech",
-        "dynamo",
+        "torchscript",
         lambda: of_type("wav2vec2", **SMALL, conv_dim=[8] * 7, num_conv_pos_embedding_groups=4),
     ),
     "clip": (
@@ -150,7 +150,8 @@ def files(tmp_path_factory):
         if name not in made:
             _, exporter, build = CASES[name]
             model, inputs = build()
-            made[name] = exported(spread(model).eval(), inputs, exporter, tmp_path_factory.mktemp(name))
+            names = {} if exporter == "dynamo" else {"input_names": [*inputs]}
+            made[name] = exported(spread(model).eval(), inputs, exporter, tmp_path_factory.mktemp(name), **names)
         return made[name]
 
     return file

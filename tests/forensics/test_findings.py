@@ -513,7 +513,11 @@ class _Rotating(nn.Module):
 
 @pytest.mark.parametrize(
     ("make", "shape"),
-    [(_bert_like, (1, 6, 16)), (_convolutional, (1, 3, 8, 8)), (_Rotating, (2, 5, 16))],
+    [
+        pytest.param(_bert_like, (1, 6, 16), marks=pytest.mark.slow),
+        (_convolutional, (1, 3, 8, 8)),
+        (_Rotating, (2, 5, 16)),
+    ],
     ids=["transformer", "convolutions", "gated"],
 )
 def test_what_is_said_to_be_fixed_is_gone_after_optimising_and_the_rest_is_not(make, shape, tmp_path):

@@ -376,8 +376,13 @@ def test_half_precision(tmp_path: Path) -> None:
     assert htp_export.lora_adapter(result.tagged, folder).arrays["0.lora_A.weight"].dtype == np.float16
 
 
-@pytest.mark.parametrize("kind", ["linear", "gpt2"])
-@BOTH
+@pytest.mark.parametrize(
+    ("kind", "exporter"),
+    [
+        *(("linear", "dynamo"), ("gpt2", "torchscript")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("linear", "torchscript"), ("gpt2", "dynamo"))),
+    ],
+)
 def test_outputs_are_those_of_peft(kind: str, exporter: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
