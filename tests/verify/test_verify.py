@@ -95,7 +95,7 @@ NOT_COMPARED = {
     "branches_inside_branches": ("one.inner", "two.block"),
     "passes_numbers": ("counts",),
 }
-QUICK = {"twice", "two_parents", "conv_bn_relu", "structured", "lstm", "in_place", "cond_over_self", "shared_mask"}
+QUICK = {"called_twice", "two_parents", "conv_bn_relu", "dict_of_tuples", "lstm", "in_place", "cond_over_self"}
 
 
 CASES = [
@@ -453,38 +453,6 @@ def test_weights_in_memory_are_shared_with_onnx_runtime(shared_files, monkeypatc
 # --- parameters and their readers -----------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return {"hidden": torch.relu(self.first(x)), "out": self.second(torch.relu(self.first(x)))}
-
-
-class Tied(nn.Module):
-    """The decoder reads the weight of the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.decoder = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
-        self.decoder.weight = self.embedding.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decoder(self.embedding(x))
-
-
-class Equal(nn.Module):
-    """Two norms whose parameters are equal: the TorchScript exporter merges them under one name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(4), nn.LayerNorm(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
 class Borrowing(nn.Module):
     """Reads the weight of a module that never runs."""
 
@@ -497,21 +465,16 @@ class Borrowing(nn.Module):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("model_class", "kwargs"),
-    [
-        (Net, {"x": x(2, 4)}),
-        (Tied, {"x": torch.tensor([[1, 5, 2]])}),
-        (Equal, {"x": x(2, 4)}),
-        (Borrowing, {"x": x(2, 4)}),
-    ],
-)
-def test_parameters_are_read_where_pytorch_reads_them(tmp_path, exporter, model_class, kwargs):
-    model = model_class().eval()
-    result = htp_export.verify(model, file_of(model, kwargs, tmp_path, exporter), (), kwargs)
-    assert result.ok, str(result)
-    assert result.parameters >= 1
-    assert result.misplaced == ()
+def test_parameters_are_read_where_pytorch_reads_them(tmp_path, shared_files, exporter):
+    """Also where two modules share one, or the TorchScript exporter merges equal ones under one name."""
+    files = {name: shared_files.net(name, exporter) for name in ("siblings", "tied_weights", "twin_branches")}
+    cases = [(*NETS[name].build(), file) for name, file in files.items()]
+    model, kwargs = Borrowing().eval(), {"x": x(2, 4)}
+    for each, inputs, file in (*cases, (model, kwargs, file_of(model, kwargs, tmp_path, exporter))):
+        result = htp_export.verify(each, file, (), inputs)
+        assert result.ok, str(result)
+        assert result.parameters >= 1
+        assert result.misplaced == ()
 
 
 def owned_by(path: str, op_type: str, file: Path) -> Path:
@@ -525,7 +488,7 @@ def owned_by(path: str, op_type: str, file: Path) -> Path:
 
 
 def test_a_parameter_read_by_a_node_of_another_module_is_misplaced(tmp_path):
-    model, kwargs = spread(Net()).eval(), {"x": x(2, 4)}
+    model, kwargs = NETS["siblings"].build()
     path = owned_by("second", "Gemm", file_of(model, kwargs, tmp_path))
     result = htp_export.verify(model, path, (), kwargs)
     assert not result.ok
