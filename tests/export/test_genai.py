@@ -18,7 +18,7 @@ import htp_export
 from htp_export.capabilities.huggingface.genai import genai_config
 from htp_export.errors import InputError
 from htp_export.huggingface import example_call, example_calls, load_model
-from tests.decoders import DECODERS, TEXT, Programs, decoder, generated, greedy, greedy_right_padded, prompt
+from tests.decoders import DECODERS, TEXT, Config, Programs, decoder, generated, greedy, greedy_right_padded, prompt
 
 TOKENS = 20
 
@@ -151,13 +151,6 @@ def test_a_decoder_that_counts_padding_in_another_way_is_warned_of(
 
 
 # --- what the file says -----------------------------------------------------------------------------------
-
-
-class Config:
-    """A config as it may come from anywhere."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.__dict__.update(settings)
 
 
 LLAMA = {

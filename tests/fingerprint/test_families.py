@@ -17,20 +17,13 @@ import htp_export
 from htp_export.capabilities.fingerprint.families import FAMILIES
 from htp_export.command.main import main
 from htp_export.errors import FileError
-from tests.exporting import exported
+from tests.exporting import exported, of_type
 from tests.nets import spread
 from tests.written import weight, written
 
 Made = tuple[nn.Module, dict[str, Any]]
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
-
-
-def of_type(name: str, **overrides: Any) -> Made:
-    from htp_export.huggingface import example_inputs, load_model
-
-    model = load_model(name, random_weights=True, overrides=overrides)
-    return model, dict(example_inputs(model))
 
 
 class TimeUnet(nn.Module):
