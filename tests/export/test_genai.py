@@ -40,10 +40,7 @@ def generated_by_genai(folder: Path, ids: Any, tokens: int = TOKENS) -> list[lis
     return made
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in DECODERS],
-)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in DECODERS])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A decoder, and the folder with its file and its configuration."""
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")

@@ -20,7 +20,7 @@ from htp_export.runtime.inputs import Inputs
 from tests.decoders import DECODERS
 from tests.exporting import of_type
 from tests.nets import spread
-from tests.quantized import assert_others_are_the_same, assert_tagged, outputs
+from tests.quantized import IDS, assert_others_are_the_same, assert_tagged, outputs
 
 Feed = dict[str, npt.NDArray[Any]]
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -113,10 +113,8 @@ def test_models_in_every_precision(exported: tuple[Path, Feed, str], precision: 
         assert_holds(file, {chosen: precision}, feed, tmp_path / "quantized.onnx")
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [pytest.param(each, marks=() if each == "int4" else pytest.mark.slow) for each in PRECISIONS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_decoder_with_its_cache(decoder: tuple[Path, Feed], precision: str, tmp_path: Path) -> None:
     file, feed = decoder
     for chosen in (".", "model.layers.*.self_attn", "lm_head"):
@@ -124,12 +122,11 @@ def test_a_decoder_with_its_cache(decoder: tuple[Path, Feed], precision: str, tm
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="elsewhere, int8 is fused, too")
-def test_onnx_runtime_fuses_u8s8_where_it_does_not_fuse_int8(decoder: tuple[Path, Feed], tmp_path: Path) -> None:
+def test_onnx_runtime_fuses_u8s8_where_it_does_not_fuse_int8(net: Path, tmp_path: Path) -> None:
     """It leaves many operators with int8 activations between DequantizeLinear and QuantizeLinear."""
-    file, feed = decoder
     optimised, left = tmp_path / "optimised.onnx", {}
     for precision in ("int8", "u8s8"):
-        htp_export.quantize(file, {"class:Linear": precision}, tmp_path / "quantized.onnx", data=feed)
+        htp_export.quantize(net, {"class:Linear": precision}, tmp_path / "quantized.onnx", data={"ids": IDS})
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath, options.log_severity_level = str(optimised), 3
         onnxruntime.InferenceSession(tmp_path / "quantized.onnx", options, providers=["CPUExecutionProvider"])

@@ -50,11 +50,6 @@ class Stack(nn.Module):
         return {"hidden": twice, "parts": (self.blocks[2](twice), first * 2)}
 
 
-class Sum(nn.Module):
-    def forward(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return y + z
-
-
 def stack() -> tuple[nn.Module, dict[str, Any]]:
     return spread(Stack()).eval(), {"x": x(2, 4)}
 
@@ -190,6 +185,11 @@ def test_alone_two_faults_are_both_found_innermost_first(stack_file):
     assert "also wrong: blocks.2.second" in alone.summary
 
 
+class Sum(nn.Module):
+    def forward(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return y + z
+
+
 class MakesMask(nn.Module):
     """Gives a module a tensor that it computes itself and that no module gives back."""
 
@@ -210,9 +210,9 @@ def test_what_a_module_was_given_wrongly_is_blamed_on_who_made_it(tmp_path):
     assert result.modules["layer"].status == "inherits"
 
 
-def test_a_merged_module_is_named_with_those_it_was_merged_with(tmp_path):
+def test_a_merged_module_is_named_with_those_it_was_merged_with(shared_files):
     model, kwargs = NETS["conv_bn_relu"].build()
-    path = file_of(model, kwargs, tmp_path)
+    path = shared_files.net("conv_bn_relu", "dynamo")
     for isolated in (False, True):
         tagged = htp_export.load(path)
         assert htp_export.verify(model, tagged, (), kwargs, isolated=isolated).modules["0"].status == "fused"
@@ -340,25 +340,16 @@ def test_the_model_is_left_as_it_was(stack_file):
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
 
 
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.fails = nn.Linear(4, 4), False
+def test_the_model_is_left_as_it_was_where_it_fails(stack_file, monkeypatch):
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no more")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            raise ValueError("no more")
-        return self.fc(x)
-
-
-def test_the_model_is_left_as_it_was_where_it_fails(tmp_path):
-    model, kwargs = nn.Sequential(spread(Failing())).eval(), {"input": x(2, 4)}
-    path = file_of(model, kwargs, tmp_path)
+    model, kwargs = stack()
     model.train()
-    model[0].fails = True
+    monkeypatch.setattr(model.blocks[1].act, "forward", fail)
     before = state(model)
-    with pytest.raises(InputError, match="cannot run on these inputs in module '0': ValueError: no more"):
-        htp_export.verify(model, path, (), kwargs)
+    with pytest.raises(InputError, match=r"cannot run on these inputs in module 'blocks\.1\.act': ValueError: no more"):
+        htp_export.verify(model, stack_file, (), kwargs)
     assert state(model) == before
 
 
