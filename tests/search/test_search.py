@@ -28,7 +28,7 @@ from htp_export.capabilities.search.output_errors import OutputErrors
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, SelectorError
 from tests import documents
-from tests.nets import spread
+from tests.nets import spread, x
 from tests.refusing import assert_refused
 
 Array = np.ndarray[Any, Any]
@@ -53,14 +53,10 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
-def randoms(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.fixture(scope="module")
 def data() -> list[dict[str, Array]]:
     keep = (torch.arange(32) > 0).float()
-    return [{"x": (randoms(4, 32, seed=seed) * keep).numpy()} for seed in range(3)]
+    return [{"x": (x(4, 32, seed=seed) * keep).numpy()} for seed in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +69,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.blocks[1][0].weight[:, 0] = 3
     path = tmp_path_factory.mktemp("search") / "net.onnx"
     shapes = {"x": {0: torch.export.Dim("batch")}}
-    htp_export.export(model, (), path, kwargs={"x": randoms(4, 32, seed=9)}, dynamic_shapes=shapes, verbose=False)
+    htp_export.export(model, (), path, kwargs={"x": x(4, 32, seed=9)}, dynamic_shapes=shapes, verbose=False)
     return path
 
 
@@ -265,7 +261,7 @@ class TestSensitivity:
 
     def test_a_module_that_cannot_have_a_precision_is_said(self, tmp_path: Path) -> None:
         model = spread(nn.Sequential(nn.Conv1d(32, 32, 3), nn.ReLU(), nn.Linear(14, 32))).eval()
-        htp_export.export(model, (randoms(2, 32, 16, seed=1),), tmp_path / "c.onnx", verbose=False)
+        htp_export.export(model, (x(2, 32, 16, seed=1),), tmp_path / "c.onnx", verbose=False)
         found = htp_export.sensitivity(tmp_path / "c.onnx", ["int4"], seed=3)
         assert [row.path for row in found.ranking] == ["2"]
         assert found.modules["0"]["int4"].problem
