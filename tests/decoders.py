@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,16 @@ DECODERS: dict[str, dict[str, Any]] = {
     "mixtral": {**TEXT, "num_local_experts": 4},
     "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},  # ALiBi, no positions
 }
+
+
+class Config:
+    """What is asked of a config of transformers."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.__dict__)
 
 
 WIDTHS = {"d_model": 32, "vocab_size": 64}

@@ -74,6 +74,14 @@ def exported_once(
     return copy.deepcopy(model), folder / "model.onnx"
 
 
+def of_type(name: str, **overrides: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model of a type of transformers with random weights, and inputs for it."""
+    from htp_export.huggingface import example_inputs, load_model
+
+    model = load_model(name, random_weights=True, overrides=overrides)
+    return model, dict(example_inputs(model))
+
+
 def metadata(node: onnx.NodeProto | onnx.ModelProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in node.metadata_props}
 

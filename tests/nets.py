@@ -296,9 +296,10 @@ class TwoParents(nn.Module):
     ),
 )
 class TiedWeights(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, words: int = 9, width: int = 4) -> None:
         super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 9, bias=False)
+        self.embed, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

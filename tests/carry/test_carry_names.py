@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import rename
@@ -49,8 +49,7 @@ def renamed(source: ir.Model, names: dict[str, str] | None = None) -> ir.Model:
 
 
 def owners(tagged: ir.Model) -> list[list[str]]:
-    found = (node.metadata_props for node in tagged.graph)
-    return [json.loads(props["htp.owners"]) if "htp.owners" in props else [props["htp.module"]] for props in found]
+    return [list(tags.owners_of(node.metadata_props)) for node in tagged.graph]
 
 
 def test_modules_beside_each_other_are_told_apart_by_the_contents_of_renamed_weights() -> None:

@@ -18,19 +18,9 @@ from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import write_model
 from htp_export.huggingface import example_call
-from tests.decoders import decoder, generated, prompt
+from tests.decoders import Config, decoder, generated, prompt
 
 # --- genai_config.json ------------------------------------------------------------------------------------
-
-
-class Config:
-    """What is asked of a config of transformers."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.__dict__.update(settings)
-
-    def to_json_string(self) -> str:
-        return json.dumps(self.__dict__)
 
 
 class Model:

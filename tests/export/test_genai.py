@@ -18,7 +18,7 @@ import htp_export
 from htp_export.capabilities.huggingface.genai import genai_config
 from htp_export.errors import InputError
 from htp_export.huggingface import example_call, example_calls, load_model
-from tests.decoders import DECODERS, TEXT, Programs, decoder, generated, greedy, greedy_right_padded, prompt
+from tests.decoders import DECODERS, TEXT, Config, Programs, decoder, generated, greedy, greedy_right_padded, prompt
 
 TOKENS = 20
 
@@ -40,10 +40,7 @@ def generated_by_genai(folder: Path, ids: Any, tokens: int = TOKENS) -> list[lis
     return made
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in DECODERS],
-)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in DECODERS])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A decoder, and the folder with its file and its configuration."""
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
@@ -151,13 +148,6 @@ def test_a_decoder_that_counts_padding_in_another_way_is_warned_of(
 
 
 # --- what the file says -----------------------------------------------------------------------------------
-
-
-class Config:
-    """A config as it may come from anywhere."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.__dict__.update(settings)
 
 
 LLAMA = {

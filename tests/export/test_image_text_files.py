@@ -71,6 +71,7 @@ def test_files_have_the_names_of_transformers_js(files: Programs) -> None:
     assert outputs == ["logits", *(f"present.{each}" for each in cache)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("images", [1, 3])
 def test_onnxruntime_generates_what_pytorch_generates(images: int, files: Programs) -> None:
     ids, pixels = prompt(images)
@@ -83,7 +84,7 @@ def test_onnxruntime_generates_what_pytorch_generates(images: int, files: Progra
     assert greedy(files, ids.numpy(), pixels.numpy()) == found[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES[:2], pytest.param(FILES[2], marks=pytest.mark.slow)])
 def test_every_module_of_every_file_agrees_and_every_node_is_tagged(name: str, files: Programs) -> None:
     files.assert_agree(name)
     paths = {path for path, _ in files.model.named_modules()}

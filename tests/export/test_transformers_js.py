@@ -20,7 +20,7 @@ import htp_export
 from htp_export.capabilities.huggingface.transformers_js import DTYPES, write_transformers_js
 from htp_export.errors import FileError, InputError
 from htp_export.huggingface import example_calls
-from tests.decoders import Programs, decoder, encoder_decoder, generated, generated_from, start_of
+from tests.decoders import Config, Programs, decoder, encoder_decoder, generated, generated_from, start_of
 from tests.nets import spread
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "transformers_js.mjs"
@@ -135,18 +135,11 @@ def test_transformers_js_generates_the_tokens_of_a_model_that_sees_images(tmp_pa
 # --- the folder -------------------------------------------------------------------------------------------
 
 
-class Config:
-    """What is asked of a config of transformers."""
-
-    def to_json_string(self) -> str:
-        return json.dumps({"model_type": "tiny", "vocab_size": 8})
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-        self.config, self.generation_config = Config(), Config()
+        self.config = self.generation_config = Config(model_type="tiny", vocab_size=8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.second(self.first(x).relu())

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from htp_export.files.text_file import write_text
 from torch import nn
 
 import htp_export
@@ -22,9 +23,7 @@ from htp_export.errors import FileError
 from htp_export.files import filesystem, replacing
 from htp_export.files.filesystem import Identity, Lock
 from htp_export.files.model_files import read_model, write_model
-from htp_export.files.targets import check_target
 from htp_export.files.text_files import write_text
-from htp_export.files.text_file import write_text
 from tests.files.test_data_files import listing, save, values
 
 EXPORTERS = pytest.mark.parametrize("dynamo", [True, False])

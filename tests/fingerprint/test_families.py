@@ -17,20 +17,13 @@ import htp_export
 from htp_export.capabilities.fingerprint.families import FAMILIES
 from htp_export.command.main import main
 from htp_export.errors import FileError
-from tests.exporting import exported
+from tests.exporting import exported, of_type
 from tests.nets import spread
 from tests.written import weight, written
 
 Made = tuple[nn.Module, dict[str, Any]]
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
-
-
-def of_type(name: str, **overrides: Any) -> Made:
-    from htp_export.huggingface import example_inputs, load_model
-
-    model = load_model(name, random_weights=True, overrides=overrides)
-    return model, dict(example_inputs(model))
 
 
 class TimeUnet(nn.Module):
@@ -96,7 +89,7 @@ CASES: dict[str, tuple[str, str, Callable[[], Made]]] = {
     "bert": ("encoder", "torchscript", lambda: of_type("bert", **SMALL, vocab_size=100)),
     "gpt2": (
         "decoder",
-        "dynamo",
+        "torchscript",
         lambda: of_type("gpt2", n_embd=32, n_layer=3, n_head=2, vocab_size=100, bos_token_id=0, eos_token_id=0),
     ),
     "bart": (
@@ -109,7 +102,7 @@ CASES: dict[str, tuple[str, str, Callable[[], Made]]] = {
             **{f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("layers", "attention_heads")},
         ),
     ),
-    "vit": ("vision transformer", "dynamo", lambda: of_type("vit", **SMALL, image_size=32)),
+    "vit": ("vision transformer", "torchscript", lambda: of_type("vit", **SMALL, image_size=32)),
     "resnet": (
         "CNN",
         "torchscript",
@@ -117,7 +110,7 @@ CASES: dict[str, tuple[str, str, Callable[[], Made]]] = {
     ),
     "wav2vec2": (
         "speech",
-        "dynamo",
+        "torchscript",
         lambda: of_type("wav2vec2", **SMALL, conv_dim=[8] * 7, num_conv_pos_embedding_groups=4),
     ),
     "clip": (
@@ -150,7 +143,8 @@ def files(tmp_path_factory):
         if name not in made:
             _, exporter, build = CASES[name]
             model, inputs = build()
-            made[name] = exported(spread(model).eval(), inputs, exporter, tmp_path_factory.mktemp(name))
+            names = {} if exporter == "dynamo" else {"input_names": [*inputs]}
+            made[name] = exported(spread(model).eval(), inputs, exporter, tmp_path_factory.mktemp(name), **names)
         return made[name]
 
     return file

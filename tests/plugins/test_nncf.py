@@ -17,7 +17,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
 from tests.nets import EXPORTERS, spread
-from tests.quantize.test_quantize import IDS, Net, assert_others_are_the_same, assert_tagged, outputs, written
+from tests.quantized import IDS, Net, assert_others_are_the_same, assert_tagged, outputs, written
 
 INT8 = {"precision": "int8", "engine": "nncf"}
 

@@ -15,7 +15,7 @@ from torch import nn
 import htp_export
 from tests.extract.test_cutting import run_file
 from tests.nets import spread, x
-from tests.prune.test_prune_structured import BOTH, checked, export, keep
+from tests.prune.test_prune_structured import BOTH, TORCHSCRIPT, checked, export, keep
 
 WIDTH, HEADS, SIZE, PLACES = 24, 4, 6, 9
 
@@ -133,7 +133,7 @@ def open_batch(exporter: str) -> dict[str, Any]:
     return {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
 
 
-@BOTH
+@TORCHSCRIPT
 @pytest.mark.parametrize(
     ("attention", "is_open"),
     [

@@ -17,8 +17,10 @@ from htp_export.capabilities.prune.low_rank import factors_of
 from htp_export.capabilities.prune.sparsities import sparsity_of
 from htp_export.command.main import main
 from htp_export.errors import InputError
+from tests.exporting import exported_once
 from tests.extract.test_cutting import exported_to, run_file
 from tests.nets import EXPORTERS, spread
+from tests.prune.test_prune import Tied, words
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
@@ -58,14 +60,25 @@ class Smaller(nn.Module):
         return self.second(self.first(x))
 
 
-def words() -> dict[str, torch.Tensor]:
-    return {"words": torch.tensor([[1, 5, 2, 7], [3, 8, 0, 4]])}
+@pytest.fixture
+def exporter() -> str:
+    """That of the tests that are not run with both."""
+    return "dynamo"
 
 
 @pytest.fixture
-def model() -> Mixed:
-    torch.manual_seed(0)
-    return spread(Mixed()).eval()
+def made(exporter: str, tmp_path: Path) -> tuple[Mixed, Path]:
+    return exported_once(Mixed, words, exporter, tmp_path)
+
+
+@pytest.fixture
+def model(made: tuple[Mixed, Path]) -> Mixed:
+    return made[0]
+
+
+@pytest.fixture
+def file(made: tuple[Mixed, Path]) -> Path:
+    return made[1]
 
 
 def outputs(tagged: htp_export.TaggedModel, folder: Path) -> np.ndarray[Any, Any]:
@@ -77,10 +90,7 @@ def outputs(tagged: htp_export.TaggedModel, folder: Path) -> np.ndarray[Any, Any
 
 
 @BOTH
-def test_a_layer_computes_what_two_layers_with_numpys_factors_compute(
-    exporter: str, model: Mixed, tmp_path: Path
-) -> None:
-    file = exported_to(tmp_path / "net.onnx", model, words(), exporter)
+def test_a_layer_computes_what_two_layers_with_numpys_factors_compute(model: Mixed, file: Path, tmp_path: Path) -> None:
     plan = {"twice": "rank:5", "plain": "rank:25%", "head": "rank:50%"}
     result = htp_export.prune(file, plan, tmp_path / "low.onnx")
     tagged = htp_export.load(tmp_path / "low.onnx")
@@ -92,9 +102,7 @@ def test_a_layer_computes_what_two_layers_with_numpys_factors_compute(
     np.testing.assert_allclose(outputs(tagged, tmp_path), expected, rtol=1e-5, atol=1e-6)
 
 
-@BOTH
-def test_the_factors_are_those_of_numpy_bit_for_bit(exporter: str, model: Mixed, tmp_path: Path) -> None:
-    file = exported_to(tmp_path / "net.onnx", model, words(), exporter)
+def test_the_factors_are_those_of_numpy_bit_for_bit(model: Mixed, file: Path, tmp_path: Path) -> None:
     tagged = htp_export.prune(file, {"head": "rank:7"}).tagged
     weight = model.head.weight.detach().numpy().astype(np.float64)
     left, singular, right = np.linalg.svd(weight.T, full_matrices=False)
@@ -111,8 +119,7 @@ def test_the_factors_are_those_of_numpy_bit_for_bit(exporter: str, model: Mixed,
 
 
 @BOTH
-def test_tags_parameters_and_numbers(exporter: str, model: Mixed, tmp_path: Path) -> None:
-    file = exported_to(tmp_path / "net.onnx", model, words(), exporter)
+def test_tags_parameters_and_numbers(model: Mixed, file: Path, tmp_path: Path) -> None:
     before = htp_export.load(file)
     result = htp_export.prune(file, {"twice": "rank:4", "head": "rank:3"})
     after = result.tagged
@@ -144,21 +151,7 @@ def test_tags_parameters_and_numbers(exporter: str, model: Mixed, tmp_path: Path
             )
 
 
-@BOTH
-def test_a_larger_rank_has_a_smaller_error(exporter: str, model: Mixed, tmp_path: Path) -> None:
-    file = exported_to(tmp_path / "net.onnx", model, words(), exporter)
-    before = outputs(htp_export.load(file), tmp_path)
-    errors = []
-    for rank in (3, 6, 12):
-        made = htp_export.prune(file, {"plain": f"rank:{rank}"}).tagged
-        errors.append(float(np.abs(outputs(made, tmp_path) - before).max()))
-    assert errors == sorted(errors, reverse=True)
-    assert errors[0] > 1.5 * errors[-1] > 0
-
-
-@BOTH
-def test_what_cannot_have_a_rank_is_said(exporter: str, model: Mixed, tmp_path: Path) -> None:
-    file = exported_to(tmp_path / "net.onnx", model, words(), exporter)
+def test_what_cannot_have_a_rank_is_said(model: Mixed, file: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"rule 'conv': .* keeps its rank: Conv does not multiply with a matrix"):
         htp_export.prune(file, {"conv": "rank:2"})
     with pytest.raises(InputError, match=r"rule 'table': .* Gather does not multiply with a matrix"):
@@ -171,19 +164,9 @@ def test_what_cannot_have_a_rank_is_said(exporter: str, model: Mixed, tmp_path: 
     assert any("3 weights keep their rank" in note for note in result.notes)
 
 
-@BOTH
-def test_a_tied_table_keeps_its_rank(exporter: str, tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.fc, self.head = nn.Embedding(19, 16), nn.Linear(16, 16), nn.Linear(16, 19, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, words: torch.Tensor) -> torch.Tensor:
-            return self.head(torch.relu(self.fc(self.table(words))))
-
+def test_a_tied_table_keeps_its_rank(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    file = exported_to(tmp_path / "tied.onnx", spread(Tied()).eval(), words(), exporter)
+    file = exported_to(tmp_path / "tied.onnx", spread(Tied(19, 16)).eval(), words(), "dynamo")
     with pytest.raises(InputError, match="keeps its rank"):
         htp_export.prune(file, {"head": "rank:2"})
     assert list(htp_export.prune(file, {".": "rank:2"}).ranks.values()) == [2]
@@ -204,9 +187,7 @@ def test_a_matrix_that_is_added_as_well_keeps_its_rank(tmp_path: Path) -> None:
         htp_export.prune(file, {"fc": "rank:2"})
 
 
-@BOTH
-def test_pruned_channels_and_a_rank_in_one_plan(exporter: str, model: Mixed, tmp_path: Path) -> None:
-    file = exported_to(tmp_path / "net.onnx", model, words(), exporter)
+def test_pruned_channels_and_a_rank_in_one_plan(model: Mixed, file: Path, tmp_path: Path) -> None:
     result = htp_export.prune(file, {"conv": "channels:0.5", "head": "rank:2"})
     assert result.tagged.parameters["head"].shapes == {"weight_a": (2, 12), "weight_b": (30, 2), "bias": (30,)}
     assert outputs(result.tagged, tmp_path).shape == (2, 30)
@@ -247,8 +228,7 @@ def test_products_from_both_sides_and_transposed_ones(
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_rank_twice_has_names_of_its_own(model: Mixed, tmp_path: Path) -> None:
-    file = exported_to(tmp_path / "net.onnx", model, words(), "dynamo")
+def test_a_rank_twice_has_names_of_its_own(file: Path, tmp_path: Path) -> None:
     once = htp_export.prune(file, {"head": "rank:9"}).tagged
     twice = htp_export.prune(once, {"head": "rank:3"}).tagged
     names = [node.name for node in twice.nodes]
@@ -262,8 +242,7 @@ def test_values_that_are_no_rank(value: str) -> None:
         sparsity_of(value)
 
 
-def test_the_command(model: Mixed, tmp_path: Path, capsys: Any) -> None:
-    file = exported_to(tmp_path / "net.onnx", model, words(), "dynamo")
+def test_the_command(file: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["prune", str(file), "--rule", "head=rank:25%", "-o", str(tmp_path / "low.onnx"), "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["ranks"].values()) == [6]
     assert (

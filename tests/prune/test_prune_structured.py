@@ -16,9 +16,13 @@ import htp_export
 from htp_export.errors import InputError
 from tests.extract.test_cutting import exported_to, run_file
 from tests.nets import EXPORTERS, spread, x
+from tests.prune.test_prune import words
 from tests.truth import untagged
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+# Tests that hold what prune does, whoever exported: with the other exporter they are slow.
+DYNAMO = pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
+TORCHSCRIPT = pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])
 
 
 def export(model: nn.Module, kwargs: dict[str, Any], exporter: str, folder: Path, **options: Any) -> Path:
@@ -156,10 +160,6 @@ class Layers(nn.Module):
         return self.head(x)
 
 
-def words() -> dict[str, torch.Tensor]:
-    return {"words": torch.tensor([[1, 5, 2, 7], [3, 8, 0, 4]])}
-
-
 @pytest.fixture(scope="module")
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
@@ -183,7 +183,7 @@ def without_heads(attention: Attention, groups: list[int]) -> None:
     attention.heads, attention.groups = len(groups) * times, len(groups)
 
 
-@BOTH
+@TORCHSCRIPT
 @pytest.mark.parametrize("groups", [pytest.param(4, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("is_open", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_heads_are_cut(is_open: bool, groups: int, exporter: str, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_heads_are_cut(is_open: bool, groups: int, exporter: str, tmp_path: Path
     assert result.modules["layers.1.attention"].sparsity == 0
 
 
-@BOTH
+@DYNAMO
 def test_channels_of_a_hidden_layer_and_of_the_whole_stream(exporter: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = spread(Layers(2)).eval()
@@ -231,7 +231,7 @@ def test_channels_of_a_hidden_layer_and_of_the_whole_stream(exporter: str, tmp_p
     checked(model, words(), tmp_path / "cut.onnx")
 
 
-@BOTH
+@TORCHSCRIPT
 def test_residual_blocks_are_removed(exporter: str, tmp_path: Path) -> None:
     class Skipped(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -355,7 +355,7 @@ def transformer_layer() -> tuple[nn.Module, dict[str, Any], str, str, int]:
     return model, {"src": x(1, 5, 16)}, "self_attn", "self_attn.out_proj", 1
 
 
-@BOTH
+@DYNAMO
 @pytest.mark.parametrize("make", [pytest.param(gpt2, marks=pytest.mark.slow), transformer_layer])
 def test_heads_of_merged_projections_are_cut(make: Any, exporter: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

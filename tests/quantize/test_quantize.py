@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import weakref
@@ -22,105 +23,38 @@ from htp_export.capabilities.quantize.calibration_data import samples_of
 from htp_export.capabilities.quantize.methods.cast import narrowed
 from htp_export.errors import FileError, InputError, SelectorError, ToolError, UntaggedModelError
 from htp_export.format import tags
-from htp_export.format.selectors import select_below
-from tests.nets import EXPORTERS, spread
+from tests.exporting import SharedFiles
+from tests.nets import EXPORTERS, TiedWeights, image, spread
+from tests.quantized import IDS, Net, assert_others_are_the_same, assert_tagged, outputs, slow, written
 
-IDS = np.arange(14, dtype=np.int64).reshape(2, 7)
 PRECISIONS = ["int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16"]
 INSERTED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Mul"}
 
 
-class Net(nn.Module):
-    """A table, products with and without bias, a norm, and a head: three and two dimensions."""
+class Tied(nn.Module):
+    """Two layers that share a weight, which TorchScript passes on through an Identity."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(50, 64)
-        self.first = nn.Linear(64, 48)
-        self.act = nn.ReLU()
-        self.norm = nn.LayerNorm(48)
-        self.second = nn.Linear(48, 40, bias=False)
-        self.head = nn.Linear(40, 5)
+        self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.b.weight = self.a.weight
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.act(self.first(self.table(ids))))
-        return self.head(self.second(x).mean(1))
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def written(model: nn.Module, inputs: tuple[Any, ...], file: Path, exporter: str, names: list[str]) -> Path:
-    options = {} if exporter == "dynamo" else {"input_names": names}
-    htp_export.export(spread(model.eval()), inputs, file, dynamo=exporter == "dynamo", verbose=False, **options)
-    return file
-
-
-@pytest.fixture(scope="module", params=EXPORTERS)
-def net(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("net") / "net.onnx"
-    torch.manual_seed(0)
-    return written(Net(), (torch.from_numpy(IDS),), file, request.param, ["ids"])
-
-
-def node_bytes(model: onnx.ModelProto) -> dict[str, bytes]:
-    """First output → a node with everything that it says."""
-    for node in model.graph.node:
-        metadata = sorted(node.metadata_props, key=lambda entry: entry.key)  # onnx_ir writes them in another order
-        del node.metadata_props[:]
-        node.metadata_props.extend(metadata)
-    return {node.output[0]: node.SerializeToString(deterministic=True) for node in model.graph.node}
-
-
-def outside(file: Path, chosen: str) -> list[str]:
-    """The first outputs of the nodes of which no owner is in the modules of a selector."""
-    tagged = htp_export.load(file)
-    inside = set(select_below(chosen, tagged.hierarchy.classes))
-    return [str(node.outputs[0].name) for node in tagged.nodes if not inside.intersection(tagged.owners_of(node))]
-
-
-def assert_others_are_the_same(before: Path, after: Path, chosen: str) -> None:
-    """The nodes outside of the chosen modules, their order and their weights are the same, bit for bit."""
-    others = outside(before, chosen)
-    old, new = onnx.load(before), onnx.load(after)
-    was, now = node_bytes(old), node_bytes(new)
-    assert [name for name in now if name in set(others)] == [name for name in was if name in set(others)]
-    assert {name: now[name] for name in others} == {name: was[name] for name in others}
-    read = {name for node in old.graph.node if node.output[0] in set(others) for name in node.input}
-    weights = {tensor.name: tensor for tensor in new.graph.initializer}
-    for tensor in old.graph.initializer:
-        if tensor.name in read:
-            assert np.array_equal(onnx.numpy_helper.to_array(tensor), onnx.numpy_helper.to_array(weights[tensor.name]))
-    assert [value.SerializeToString() for value in old.graph.output] == [
-        value.SerializeToString() for value in new.graph.output
-    ]
-
-
-def assert_tagged(before: Path, after: Path, chosen: str) -> None:
-    """Every node has an owner, and what was inserted belongs to the chosen modules."""
-    tagged, original = htp_export.load(after), htp_export.load(before)
-    assert not tagged.untagged
-    inside = set(select_below(chosen, original.hierarchy.classes))
-    known = {(node.op_type, node.outputs[0].name) for node in original.nodes}
-    for node in tagged.nodes:
-        if (node.op_type, node.outputs[0].name) not in known:
-            assert set(tagged.owners_of(node)) <= inside, (node.op_type, node.name, tagged.owners_of(node))
-
-
-def outputs(file: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
-    from onnxruntime import InferenceSession
-
-    return InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, feed)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    "chosen",
-    [".", "first", *(pytest.param(more, marks=pytest.mark.slow) for more in ("second", "head", "class:Linear"))],
+    ("chosen", "exporter"),
+    [
+        *((".", "dynamo"), ("first", "torchscript"), slow(".", "torchscript"), slow("first", "dynamo")),
+        *(slow(more, each) for more in ("second", "head", "class:Linear") for each in EXPORTERS),
+    ],
 )
-def test_exactly_the_chosen_modules_change(net: Path, precision: str, chosen: str, tmp_path: Path) -> None:
-    file = tmp_path / "quantized.onnx"
+def test_exactly_the_chosen_modules_change(
+    nets: dict[str, Path], exporter: str, precision: str, chosen: str, tmp_path: Path
+) -> None:
+    net, file = nets[exporter], tmp_path / "quantized.onnx"
     result = htp_export.quantize(net, {chosen: precision}, file, data={"ids": IDS})
     assert_others_are_the_same(net, file, chosen)
     assert_tagged(net, file, chosen)
@@ -140,15 +74,10 @@ def test_exactly_the_chosen_modules_change(net: Path, precision: str, chosen: st
     )
 
 
-def test_a_plan_of_several_precisions_is_applied_in_turn(net: Path, tmp_path: Path) -> None:
-    file = tmp_path / "mixed.onnx"
-    plan = {
-        ".": "int8",
-        "table": "int4",
-        "second": "int8-dynamic",
-        "norm": "fp32",
-        "head": "fp16",
-    }
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_plan_of_several_precisions_is_applied_in_turn(nets: dict[str, Path], exporter: str, tmp_path: Path) -> None:
+    net, file = nets[exporter], tmp_path / "mixed.onnx"
+    plan = {".": "int8", "table": "int4", "second": "int8-dynamic", "norm": "fp32", "head": "fp16"}
     result = htp_export.quantize(net, plan, file, data=[{"ids": IDS}, {"ids": IDS[::-1]}])
     found = {path: module.precision for path, module in result.modules.items()}
     assert found == {
@@ -168,13 +97,6 @@ def test_a_plan_of_several_precisions_is_applied_in_turn(net: Path, tmp_path: Pa
     }
     [expected], [quantized] = outputs(net, {"ids": IDS}), outputs(file, {"ids": IDS})
     assert np.abs(quantized - expected).max() < 0.5 * np.abs(expected).max()
-
-
-def test_later_rules_keep_modules_as_they_are(net: Path, tmp_path: Path) -> None:
-    file = tmp_path / "quantized.onnx"
-    htp_export.quantize(net, {".": "int4", "head": "fp32"}, file)
-    assert_others_are_the_same(net, file, "**,!head")
-    assert {node.op_type for node in htp_export.load(file)["head"].nodes} == {"Gemm"}
 
 
 @pytest.mark.parametrize("algorithm", ["default", "rtn", "hqq", "gptq", "k-quant"])
@@ -275,17 +197,8 @@ class TestCasts:
         assert [node.attributes["to"].as_int() for node in casts] == [10, 1, 1]
 
     def test_weights_keep_their_names_and_those_that_others_read_stay(self, tmp_path: Path) -> None:
-        class Tied(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-                self.b.weight = self.a.weight
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.b(torch.relu(self.a(x)))
-
         torch.manual_seed(0)
-        file = written(Tied(), (torch.randn(2, 3, 8),), tmp_path / "tied.onnx", "torchscript", ["x"])
+        file = written(Tied(), (torch.randn(2, 3, 32),), tmp_path / "tied.onnx", "torchscript", ["x"])
         before = set(htp_export.load(file).model.graph.initializers)
         both = htp_export.quantize(file, {".": "fp16"}).model.graph.initializers
         assert {name: value.const_value.dtype for name, value in both.items()} == dict.fromkeys(
@@ -295,27 +208,6 @@ class TestCasts:
         one = htp_export.quantize(file, {"a": "fp16"}).model.graph.initializers
         assert {value.const_value.dtype for name, value in one.items() if name in before} == {ir.DataType.FLOAT}
         assert len(one) == len(before) + 1
-
-
-@pytest.mark.parametrize("precision", ["int4", "int8-dynamic", "int8", "fp16"])
-def test_a_weight_behind_an_identity_is_a_weight(precision: str, tmp_path: Path) -> None:
-    class Equal(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-            self.b.weight = self.a.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.b(torch.tanh(self.a(x)))
-
-    x = torch.randn(2, 3, 32)
-    file = written(Equal(), (x,), tmp_path / "equal.onnx", "torchscript", ["x"])
-    for plan in ({".": precision}, {"b": precision}):
-        target = tmp_path / "quantized.onnx"
-        result = htp_export.quantize(file, plan, target, data={"x": x.numpy()})
-        assert "Identity" not in {node.op_type for node in result.model.graph} or precision == "fp16"
-        assert htp_export.quantize(file, plan, dry_run=True).modules[""].bytes_after == result.modules[""].bytes_after
-        assert 0 < np.abs(outputs(file, {"x": x.numpy()})[0] - outputs(target, {"x": x.numpy()})[0]).max() < 0.5
 
     def test_numbers_stay_finite_and_no_number_becomes_zero(self) -> None:
         array = np.array([-3.4028235e38, 7e4, 1e-12, -1e-30, 0.0, np.inf, -np.inf, np.nan, 1.5], np.float32)
@@ -360,6 +252,18 @@ def test_a_weight_behind_an_identity_is_a_weight(precision: str, tmp_path: Path)
         htp_export.quantize(file, {".": "fp16"}, target)
         x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
         assert outputs(target, {"x": x})[0].shape == (6, 4)
+
+
+def test_a_weight_behind_an_identity_is_a_weight(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 32)
+    file = written(Tied(), (x,), tmp_path / "tied.onnx", "torchscript", ["x"])
+    for precision, chosen in itertools.product(("int4", "int8-dynamic", "int8", "fp16"), (".", "b")):
+        plan = {chosen: precision}
+        target = tmp_path / "quantized.onnx"
+        result = htp_export.quantize(file, plan, target, data={"x": x.numpy()})
+        assert "Identity" not in {node.op_type for node in result.model.graph} or precision == "fp16"
+        assert htp_export.quantize(file, plan, dry_run=True).modules[""].bytes_after == result.modules[""].bytes_after
+        assert 0 < np.abs(outputs(file, {"x": x.numpy()})[0] - outputs(target, {"x": x.numpy()})[0]).max() < 0.5
 
 
 class Positions(nn.Module):
@@ -418,18 +322,8 @@ def test_values_that_fill_masks_are_not_divided_into_steps(tmp_path: Path) -> No
 
 
 def test_a_weight_that_other_modules_read_stays_for_them(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(50, 64)
-            self.head = nn.Linear(64, 50, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.head(self.table(ids))
-
     for exporter in EXPORTERS:
-        file = written(Tied(), (torch.from_numpy(IDS),), tmp_path / f"{exporter}.onnx", exporter, ["ids"])
+        file = written(TiedWeights(50, 64), (torch.from_numpy(IDS),), tmp_path / f"{exporter}.onnx", exporter, ["ids"])
         for precision in ("int4", "int8-dynamic", "int8", "fp16"):
             target = tmp_path / "quantized.onnx"
             htp_export.quantize(file, {"head": precision}, target, data={"ids": IDS})
@@ -440,33 +334,22 @@ def test_a_weight_that_other_modules_read_stays_for_them(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("precision", ["int8", "uint8", "int8-dynamic", "fp16"])
-def test_convolutions_with_a_merged_batchnorm_are_those_of_both(precision: str, exporter: str, tmp_path: Path) -> None:
-    class Convolutions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm, self.act = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
-            self.last = nn.Conv2d(8, 4, 3, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.act(self.norm(self.conv(x))))
-
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 10, 10)
-    file = written(Convolutions(), (x,), tmp_path / "conv.onnx", exporter, ["x"])
-    target = tmp_path / "quantized.onnx"
-    result = htp_export.quantize(file, {"conv": precision}, target, data={"x": x.numpy()})
+def test_convolutions_with_a_merged_batchnorm_are_those_of_both(
+    precision: str, exporter: str, shared_files: SharedFiles, tmp_path: Path
+) -> None:
+    file, target = shared_files.net("conv_bn_relu", exporter), tmp_path / "quantized.onnx"
+    feed = {onnx.load(file).graph.input[0].name: image()["input"].numpy()}
+    result = htp_export.quantize(file, {"0": precision}, target, data=feed)
     assert result.operators == {precision: {"Conv": 1}}
-    assert_others_are_the_same(file, target, "conv,norm")
-    assert_tagged(file, target, "conv,norm")
-    [expected], [found] = outputs(file, {"x": x.numpy()}), outputs(target, {"x": x.numpy()})
+    assert_others_are_the_same(file, target, "0,1")
+    assert_tagged(file, target, "0,1")
+    [expected], [found] = outputs(file, feed), outputs(target, feed)
     assert 0 < np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
-    assert htp_export.quantize(file, {"conv": precision}, dry_run=True).modules["conv"].bytes_after == (
-        result.modules["conv"].bytes_after
-    )
+    predicted = htp_export.quantize(file, {"0": precision}, dry_run=True)
+    assert predicted.modules["0"].bytes_after == result.modules["0"].bytes_after
 
 
-@pytest.mark.parametrize("precision", ["int4", "int8-weights", "fp16"])
-def test_nodes_in_branches_change_too(precision: str, tmp_path: Path) -> None:
+def test_nodes_in_branches_change_too(tmp_path: Path) -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -479,17 +362,18 @@ def test_nodes_in_branches_change_too(precision: str, tmp_path: Path) -> None:
     x = torch.randn(3, 4, 32)
     file = written(Branches(), (x,), tmp_path / "branches.onnx", "dynamo", ["x"])
     target = tmp_path / "quantized.onnx"
-    htp_export.quantize(file, {"a": precision}, target)
-    tagged = htp_export.load(target)
-    assert not tagged.untagged
-    kinds = {path: {node.op_type for node in tagged[path].nodes} for path in ("a", "b")}
-    assert kinds["a"] & {"MatMulNBits", "Cast"}
-    assert not kinds["b"] & {"MatMulNBits", "Cast"}
-    for sign in (1, -1):
-        feed = {"x": sign * np.abs(x.numpy())}
-        error = np.abs(outputs(file, feed)[0] - outputs(target, feed)[0]).max()
-        assert (error > 0) == (sign > 0)
-        assert error < 0.5
+    for precision in ("int4", "int8-weights", "fp16"):
+        htp_export.quantize(file, {"a": precision}, target)
+        tagged = htp_export.load(target)
+        assert not tagged.untagged
+        kinds = {path: {node.op_type for node in tagged[path].nodes} for path in ("a", "b")}
+        assert kinds["a"] & {"MatMulNBits", "Cast"}
+        assert not kinds["b"] & {"MatMulNBits", "Cast"}
+        for sign in (1, -1):
+            feed = {"x": sign * np.abs(x.numpy())}
+            error = np.abs(outputs(file, feed)[0] - outputs(target, feed)[0]).max()
+            assert (error > 0) == (sign > 0)
+            assert error < 0.5
 
 
 def test_functions_are_inlined_first(net: Path, tmp_path: Path) -> None:
@@ -606,7 +490,7 @@ class TestRefused:
         quantizer = "onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer"
         monkeypatch.setattr(f"{quantizer}._process_subgraph", fail)
         with pytest.raises(
-            ToolError, match=r"onnxruntime.quantization failed on .*net.onnx: RuntimeError: out of order"
+            ToolError, match=r"onnxruntime.quantization failed on .*dynamo.onnx: RuntimeError: out of order"
         ):
             htp_export.quantize(net, {"first": "int4"}, tmp_path / "quantized.onnx")
         assert not list(tmp_path.iterdir())
@@ -623,13 +507,6 @@ def test_a_dry_run_has_no_model_and_prints_what_is_predicted(net: Path) -> None:
     assert result.to_dict()["modules"]["first"]["bytes_after"] == result.modules["first"].bytes_after
     with pytest.raises(InputError, match="a dry run makes no model"):
         _ = result.model
-
-
-def test_a_result_prints_as_a_table(net: Path) -> None:
-    text = str(htp_export.quantize(net, {"first": "int4"}))
-    lines = {line.split()[0]: line.split() for line in text.splitlines() if line}
-    assert lines["first"][1:5] == ["Linear", "int4", "2", "1"]
-    assert lines["norm"][1:5] == ["LayerNorm", "fp32", "1", "0"]
 
 
 def test_threads_quantize_one_model_at_once(net: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import htp_export
 from tests.nets import EXPORTERS, spread
-from tests.quantize.test_quantize import IDS, Net, assert_others_are_the_same, outputs, slow, written
+from tests.quantized import IDS, Net, assert_others_are_the_same, outputs, slow, written
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import htp_export
 from htp_export.capabilities.search.fronts import Choice, MeasuredPlan, refined_plans
 from htp_export.errors import InputError
-from tests.nets import spread
+from tests.nets import spread, x
 
 MODULES = {
     path: [Choice("fp32", 0, 0.0), Choice("int8", -6, error / 10), Choice("int4", -8, error)]
@@ -50,7 +49,7 @@ def test_there_are_no_more_than_asked_for_and_none_if_nothing_is_better() -> Non
 @pytest.fixture(scope="module")
 def program() -> Any:
     net = spread(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval())
-    return htp_export.export(net, (torch.randn(4, 64, generator=torch.Generator().manual_seed(0)),), verbose=False)
+    return htp_export.export(net, (x(4, 64),), verbose=False)
 
 
 def test_a_search_measures_them_before_optuna_chooses(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +64,7 @@ def test_a_search_measures_them_before_optuna_chooses(program: Any, monkeypatch:
         return found
 
     monkeypatch.setattr(search_work, "refined_plans", noted)
-    data = {"input": torch.randn(4, 64).numpy()}
+    data = {"input": x(4, 64).numpy()}
     found = htp_export.search(program, ["int8-weights", "int4", "fp16", "fp32"], data=data, trials=16, first=2)
     assert 12 <= len([trial for trial in found.trials if trial.number is not None]) <= 16
     measured = [dict(trial.plan) for trial in found.trials]
@@ -85,6 +84,6 @@ def test_plans_that_fail_do_not_keep_a_search_from_ending(program: Any, monkeypa
         return measure(self, plan, *given, **named)
 
     monkeypatch.setattr(Measurer, "measure", failing)
-    data = {"input": torch.randn(4, 64).numpy()}
+    data = {"input": x(4, 64).numpy()}
     found = htp_export.search(program, ["int4", "fp32"], data=data, trials=8, first=2)
     assert found.failed > 0

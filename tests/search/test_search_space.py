@@ -27,6 +27,7 @@ from htp_export.errors import InputError
 from htp_export.files.slots import slots
 from htp_export.format.provenance_notes import read_provenance
 from htp_export.weights.products import weights_of
+from tests.nets import x
 
 Array = np.ndarray[Any, Any]
 
@@ -56,10 +57,6 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def randoms(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
@@ -68,13 +65,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.blocks[1].down.weight *= 0.05
     path = tmp_path_factory.mktemp("space") / "net.onnx"
     shapes = {"x": {0: torch.export.Dim("batch")}}
-    htp_export.export(model, (), path, kwargs={"x": randoms(4, 32, seed=9)}, dynamic_shapes=shapes, verbose=False)
+    htp_export.export(model, (), path, kwargs={"x": x(4, 32, seed=9)}, dynamic_shapes=shapes, verbose=False)
     return path
 
 
 @pytest.fixture(scope="module")
 def data() -> list[dict[str, Array]]:
-    return [{"x": randoms(4, 32, seed=seed).numpy()} for seed in range(2)]
+    return [{"x": x(4, 32, seed=seed).numpy()} for seed in range(2)]
 
 
 SPACE = {
@@ -302,7 +299,7 @@ def test_modules_with_the_same_channels_have_one_share(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), Residual(), Residual(), nn.Linear(32, 8)).eval()
-    program = htp_export.export(model, (randoms(2, 16, seed=1),), verbose=False)
+    program = htp_export.export(model, (x(2, 16, seed=1),), verbose=False)
     problem = "modules '1.down' and '2.down' have the same channels, and may lose different shares of them"
     with pytest.raises(InputError, match=problem):
         htp_export.search(program, {"1.down": ["channels:0.5"], "2.down": ["channels:0.25", "fp32"]})

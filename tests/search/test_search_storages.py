@@ -151,6 +151,7 @@ def start(word: str, file: Path, storage: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_study_and_take_up_what_a_killed_one_had(storage: str, file: Path) -> None:
     with start("hangs", file, storage) as hanging:
         assert hanging.stdout is not None

@@ -16,7 +16,7 @@ import htp_export
 from htp_export.errors import InputError, UntaggedModelError
 from tests import faults
 from tests.exporting import exported
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.nets import EXPORTERS, spread, x
 
 
 class Wide(nn.Module):
@@ -161,12 +161,8 @@ def test_a_module_that_was_fused_away_is_compared_at_the_one_around_it(tmp_path)
         assert module.reason == "model b has none of its tensors; compared at 0"
 
 
-def test_merged_modules_of_both_files_are_compared_around(tmp_path):
-    model, kwargs = NETS["conv_bn_relu"].build()
-    for exporter in EXPORTERS:
-        (tmp_path / exporter).mkdir()
-        exported(model, kwargs, exporter, tmp_path / exporter)
-    result = htp_export.compare(*(tmp_path / exporter / "model.onnx" for exporter in EXPORTERS))
+def test_merged_modules_of_both_files_are_compared_around(shared_files):
+    result = htp_export.compare(*(shared_files.net("conv_bn_relu", exporter) for exporter in EXPORTERS))
     assert result.ok
     assert result.modules["0"].compared_at == ""
 

@@ -50,11 +50,6 @@ class Stack(nn.Module):
         return {"hidden": twice, "parts": (self.blocks[2](twice), first * 2)}
 
 
-class Sum(nn.Module):
-    def forward(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return y + z
-
-
 def stack() -> tuple[nn.Module, dict[str, Any]]:
     return spread(Stack()).eval(), {"x": x(2, 4)}
 
@@ -95,7 +90,7 @@ NOT_COMPARED = {
     "branches_inside_branches": ("one.inner", "two.block"),
     "passes_numbers": ("counts",),
 }
-QUICK = {"twice", "two_parents", "conv_bn_relu", "structured", "lstm", "in_place", "cond_over_self", "shared_mask"}
+QUICK = {"called_twice", "two_parents", "conv_bn_relu", "dict_of_tuples", "lstm", "in_place", "cond_over_self"}
 
 
 CASES = [
@@ -190,6 +185,11 @@ def test_alone_two_faults_are_both_found_innermost_first(stack_file):
     assert "also wrong: blocks.2.second" in alone.summary
 
 
+class Sum(nn.Module):
+    def forward(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return y + z
+
+
 class MakesMask(nn.Module):
     """Gives a module a tensor that it computes itself and that no module gives back."""
 
@@ -210,9 +210,9 @@ def test_what_a_module_was_given_wrongly_is_blamed_on_who_made_it(tmp_path):
     assert result.modules["layer"].status == "inherits"
 
 
-def test_a_merged_module_is_named_with_those_it_was_merged_with(tmp_path):
+def test_a_merged_module_is_named_with_those_it_was_merged_with(shared_files):
     model, kwargs = NETS["conv_bn_relu"].build()
-    path = file_of(model, kwargs, tmp_path)
+    path = shared_files.net("conv_bn_relu", "dynamo")
     for isolated in (False, True):
         tagged = htp_export.load(path)
         assert htp_export.verify(model, tagged, (), kwargs, isolated=isolated).modules["0"].status == "fused"
@@ -340,25 +340,16 @@ def test_the_model_is_left_as_it_was(stack_file):
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
 
 
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.fails = nn.Linear(4, 4), False
+def test_the_model_is_left_as_it_was_where_it_fails(stack_file, monkeypatch):
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no more")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            raise ValueError("no more")
-        return self.fc(x)
-
-
-def test_the_model_is_left_as_it_was_where_it_fails(tmp_path):
-    model, kwargs = nn.Sequential(spread(Failing())).eval(), {"input": x(2, 4)}
-    path = file_of(model, kwargs, tmp_path)
+    model, kwargs = stack()
     model.train()
-    model[0].fails = True
+    monkeypatch.setattr(model.blocks[1].act, "forward", fail)
     before = state(model)
-    with pytest.raises(InputError, match="cannot run on these inputs in module '0': ValueError: no more"):
-        htp_export.verify(model, path, (), kwargs)
+    with pytest.raises(InputError, match=r"cannot run on these inputs in module 'blocks\.1\.act': ValueError: no more"):
+        htp_export.verify(model, stack_file, (), kwargs)
     assert state(model) == before
 
 
@@ -453,38 +444,6 @@ def test_weights_in_memory_are_shared_with_onnx_runtime(shared_files, monkeypatc
 # --- parameters and their readers -----------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return {"hidden": torch.relu(self.first(x)), "out": self.second(torch.relu(self.first(x)))}
-
-
-class Tied(nn.Module):
-    """The decoder reads the weight of the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.decoder = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
-        self.decoder.weight = self.embedding.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decoder(self.embedding(x))
-
-
-class Equal(nn.Module):
-    """Two norms whose parameters are equal: the TorchScript exporter merges them under one name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(4), nn.LayerNorm(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
 class Borrowing(nn.Module):
     """Reads the weight of a module that never runs."""
 
@@ -497,21 +456,16 @@ class Borrowing(nn.Module):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("model_class", "kwargs"),
-    [
-        (Net, {"x": x(2, 4)}),
-        (Tied, {"x": torch.tensor([[1, 5, 2]])}),
-        (Equal, {"x": x(2, 4)}),
-        (Borrowing, {"x": x(2, 4)}),
-    ],
-)
-def test_parameters_are_read_where_pytorch_reads_them(tmp_path, exporter, model_class, kwargs):
-    model = model_class().eval()
-    result = htp_export.verify(model, file_of(model, kwargs, tmp_path, exporter), (), kwargs)
-    assert result.ok, str(result)
-    assert result.parameters >= 1
-    assert result.misplaced == ()
+def test_parameters_are_read_where_pytorch_reads_them(tmp_path, shared_files, exporter):
+    """Also where two modules share one, or the TorchScript exporter merges equal ones under one name."""
+    files = {name: shared_files.net(name, exporter) for name in ("siblings", "tied_weights", "twin_branches")}
+    cases = [(*NETS[name].build(), file) for name, file in files.items()]
+    model, kwargs = Borrowing().eval(), {"x": x(2, 4)}
+    for each, inputs, file in (*cases, (model, kwargs, file_of(model, kwargs, tmp_path, exporter))):
+        result = htp_export.verify(each, file, (), inputs)
+        assert result.ok, str(result)
+        assert result.parameters >= 1
+        assert result.misplaced == ()
 
 
 def owned_by(path: str, op_type: str, file: Path) -> Path:
@@ -525,7 +479,7 @@ def owned_by(path: str, op_type: str, file: Path) -> Path:
 
 
 def test_a_parameter_read_by_a_node_of_another_module_is_misplaced(tmp_path):
-    model, kwargs = spread(Net()).eval(), {"x": x(2, 4)}
+    model, kwargs = NETS["siblings"].build()
     path = owned_by("second", "Gemm", file_of(model, kwargs, tmp_path))
     result = htp_export.verify(model, path, (), kwargs)
     assert not result.ok

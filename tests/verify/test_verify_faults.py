@@ -6,53 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import htp_export
-from htp_export.huggingface import example_inputs
 from tests import faults
-from tests.exporting import exported
+from tests.exporting import exported, of_type
 from tests.faults import Plant
 from tests.nets import EXPORTERS
 
-SEED = 0
-
-
-def bert() -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import BertConfig, BertModel
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    return built(BertModel, BertConfig(**sizes, vocab_size=100))
-
-
-def gpt2() -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100}
-    return built(GPT2LMHeadModel, GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0))
-
-
-def resnet() -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
-    config = ResNetConfig(**sizes)
-    config.image_size = 32
-    return built(ResNetForImageClassification, config)
-
-
-def built(model_class: Any, config: Any) -> tuple[nn.Module, dict[str, Any]]:
-    from htp_export.capabilities.huggingface.models import spread_parameters
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = model_class(config).eval()
-    spread_parameters(model, torch.Generator().manual_seed(SEED), scale=0.05)
-    return model, dict(example_inputs(model))
-
-
-MODELS = {"bert": bert, "gpt2": gpt2, "resnet": resnet}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "bert": {**SMALL, "vocab_size": 100},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+}
 
 # Where a convolution was merged with its normalization, it is the normalization that has a result in the file.
 PLANTED: dict[str, list[tuple[Plant, str]]] = {
@@ -67,19 +33,18 @@ PLANTED: dict[str, list[tuple[Plant, str]]] = {
         (faults.matrix_transposed, "pooler.dense"),
     ],
     "gpt2": [
-        (faults.weight_changed, "transformer.h.1.mlp.c_fc"),
-        (faults.matrix_transposed, "transformer.h.0.attn.c_proj"),
-        (faults.bias_dropped, "transformer.h.1.attn.c_attn"),
-        (faults.nan_planted, "transformer.h.0.ln_2"),
-        (faults.epsilon_changed, "transformer.h.1.ln_1"),
-        (faults.residual_swapped, "transformer.h.1"),
+        (faults.weight_changed, "h.1.mlp.c_fc"),
+        (faults.matrix_transposed, "h.0.attn.c_proj"),
+        (faults.bias_dropped, "h.1.attn.c_attn"),
+        (faults.nan_planted, "h.0.ln_2"),
+        (faults.epsilon_changed, "h.1.ln_1"),
+        (faults.residual_swapped, "h.1"),
     ],
     "resnet": [
-        (faults.weight_changed, "resnet.embedder.embedder.normalization"),
-        (faults.weight_changed, "resnet.encoder.stages.1.layers.0.layer.0.normalization"),
-        (faults.bias_dropped, "classifier.1"),
-        (faults.nan_planted, "resnet.encoder.stages.1.layers.0.shortcut.normalization"),
-        (faults.residual_swapped, "resnet.encoder.stages.1.layers.0"),
+        (faults.weight_changed, "embedder.embedder.normalization"),
+        (faults.weight_changed, "encoder.stages.1.layers.0.layer.0.normalization"),
+        (faults.nan_planted, "encoder.stages.1.layers.0.shortcut.normalization"),
+        (faults.residual_swapped, "encoder.stages.1.layers.0"),
     ],
 }
 CASES = [
@@ -100,7 +65,7 @@ CASES = [
 def test_each_fault_is_found_in_its_module_and_nowhere_else(
     name: str, exporter: str, isolated: bool, tmp_path: Path
 ) -> None:
-    model, kwargs = MODELS[name]()
+    model, kwargs = of_type(name, **MODELS[name])
     exported(model, kwargs, exporter, tmp_path)
     path = tmp_path / "model.onnx"
     right = htp_export.verify(model, path, (), kwargs, isolated=isolated)

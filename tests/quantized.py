@@ -1,0 +1,95 @@
+"""A small net for tests of quantization, and what holds of every quantized file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.format.selectors import select_below
+from tests.nets import spread
+
+IDS = np.arange(14, dtype=np.int64).reshape(2, 7)
+
+
+class Net(nn.Module):
+    """A table, products with and without bias, a norm, and a head: three and two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 64)
+        self.first = nn.Linear(64, 48)
+        self.act = nn.ReLU()
+        self.norm = nn.LayerNorm(48)
+        self.second = nn.Linear(48, 40, bias=False)
+        self.head = nn.Linear(40, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.act(self.first(self.table(ids))))
+        return self.head(self.second(x).mean(1))
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def written(model: nn.Module, inputs: tuple[Any, ...], file: Path, exporter: str, names: list[str]) -> Path:
+    options = {} if exporter == "dynamo" else {"input_names": names}
+    htp_export.export(spread(model.eval()), inputs, file, dynamo=exporter == "dynamo", verbose=False, **options)
+    return file
+
+
+def node_bytes(model: onnx.ModelProto) -> dict[str, bytes]:
+    """First output → a node with everything that it says."""
+    for node in model.graph.node:
+        metadata = sorted(node.metadata_props, key=lambda entry: entry.key)  # onnx_ir writes them in another order
+        del node.metadata_props[:]
+        node.metadata_props.extend(metadata)
+    return {node.output[0]: node.SerializeToString(deterministic=True) for node in model.graph.node}
+
+
+def outside(file: Path, chosen: str) -> list[str]:
+    """The first outputs of the nodes of which no owner is in the modules of a selector."""
+    tagged = htp_export.load(file)
+    inside = set(select_below(chosen, tagged.hierarchy.classes))
+    return [str(node.outputs[0].name) for node in tagged.nodes if not inside.intersection(tagged.owners_of(node))]
+
+
+def assert_others_are_the_same(before: Path, after: Path, chosen: str) -> None:
+    """The nodes outside of the chosen modules, their order and their weights are the same, bit for bit."""
+    others = outside(before, chosen)
+    old, new = onnx.load(before), onnx.load(after)
+    was, now = node_bytes(old), node_bytes(new)
+    assert [name for name in now if name in set(others)] == [name for name in was if name in set(others)]
+    assert {name: now[name] for name in others} == {name: was[name] for name in others}
+    read = {name for node in old.graph.node if node.output[0] in set(others) for name in node.input}
+    weights = {tensor.name: tensor for tensor in new.graph.initializer}
+    for tensor in old.graph.initializer:
+        if tensor.name in read:
+            assert np.array_equal(onnx.numpy_helper.to_array(tensor), onnx.numpy_helper.to_array(weights[tensor.name]))
+    assert [value.SerializeToString() for value in old.graph.output] == [
+        value.SerializeToString() for value in new.graph.output
+    ]
+
+
+def assert_tagged(before: Path, after: Path, chosen: str) -> None:
+    """Every node has an owner, and what was inserted belongs to the chosen modules."""
+    tagged, original = htp_export.load(after), htp_export.load(before)
+    assert not tagged.untagged
+    inside = set(select_below(chosen, original.hierarchy.classes))
+    known = {(node.op_type, node.outputs[0].name) for node in original.nodes}
+    for node in tagged.nodes:
+        if (node.op_type, node.outputs[0].name) not in known:
+            assert set(tagged.owners_of(node)) <= inside, (node.op_type, node.name, tagged.owners_of(node))
+
+
+def outputs(file: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+    from onnxruntime import InferenceSession
+
+    return InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, feed)
