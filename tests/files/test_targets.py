@@ -14,7 +14,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from htp_export.files.text_file import write_text
 from torch import nn
 
 import htp_export
