@@ -39,7 +39,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Operations that every run kills: the others write as `extract` does, and are killed with -m slow.
-QUICK = ("save_named", "extract")
+QUICK = ("save_named",)
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,8 @@ WINDOWS: dict[str, dict[str, Any]] = {  # all shorter than the texts; every sixt
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "mistral" else pytest.mark.slow) for name in WINDOWS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WINDOWS)
 def test_texts_of_different_length_get_the_tokens_of_each_alone_with_sliding_windows(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     task = "text-generation-with-past"

@@ -65,6 +65,7 @@ def test_a_program_made_elsewhere_has_neither_signatures_nor_parameters(tmp_path
     assert not {"htp.signatures", "htp.parameters"} & keys
 
 
+@pytest.mark.slow
 def test_every_export_of_one_program_says_the_same_also_once_the_model_is_gone(
     shared_files: SharedFiles, tmp_path: Path
 ) -> None:

@@ -113,7 +113,7 @@ def contaminated(file: onnx.ModelProto) -> set[str]:
 @pytest.mark.parametrize(
     ("make", "fusions"),
     [
-        (llama, "cpu"),
+        pytest.param(llama, "cpu", marks=pytest.mark.slow),
         pytest.param(llama, "cuda", marks=pytest.mark.slow),
         pytest.param(llama, "webgpu", marks=pytest.mark.slow),
         pytest.param(llama, "dml", marks=pytest.mark.slow),

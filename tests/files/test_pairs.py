@@ -271,7 +271,7 @@ class TestFailures:
         place = {
             "sync": (filesystem, "sync_file"),
             "write": (htp_export.files.data_files, "write_values"),
-            "journal": (replacing, "_write_json"),
+            "journal": (replacing, "_plain"),
         }[where]
         monkeypatch.setattr("fcntl.ioctl", lambda *_: (_ for _ in ()).throw(OSError(95, "not here")))
         monkeypatch.setattr(*place, full)

@@ -50,6 +50,7 @@ def test_all_but_the_head_is_quantized(tmp_path):
     assert {path.name for path in tmp_path.glob("*.onnx")} == {"float.onnx", "int8.onnx", "int8_but_head.onnx"}
 
 
+@pytest.mark.slow
 def test_the_wrong_layers_are_found_and_repaired(tmp_path):
     printed = run("find_the_wrong_layer", tmp_path).splitlines()
     assert printed[0].startswith("exported: 26 of 26 modules agree")

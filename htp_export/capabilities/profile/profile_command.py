@@ -68,7 +68,10 @@ def profile_command(
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the latency of every module, in ONNX Runtime or another engine."""
+    """Measure the latency of every module.
+
+    In ONNX Runtime, or in another engine.
+    """
     from htp_export.capabilities.profile.drawing import render_profile
     from htp_export.capabilities.profile.latency import profile
 
