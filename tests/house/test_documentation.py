@@ -119,9 +119,8 @@ def test_every_command_of_a_page_is_one_that_there_is():
             continue
         _, name, *words = words_of(command.text)
         assert name in group.commands, command
-        group.get_command(None, name).make_context(
-            name, words
-        )  # raises where an option is unknown or an argument is missing
+        # Raises where an option is unknown or an argument is missing.
+        group.get_command(None, name).make_context(name, words)
 
 
 def words_of(command: str) -> list[str]:
