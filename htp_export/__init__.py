@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from htp_export.attention.decomposing import decomposed_attention
     from htp_export.capabilities.attention_report.attention_reporting import attention_report
-    from htp_export.capabilities.carry.adopting import Adopted, AdoptedModule, adopt
-    from htp_export.capabilities.carry.carrying import Carried, carry, embed_map
+    from htp_export.capabilities.carry.carrying import Carried, CarriedModule, carry, embed_map
     from htp_export.capabilities.cost.costing import cost
     from htp_export.capabilities.cost.result import Cost
     from htp_export.capabilities.cost.work import Work
@@ -74,10 +73,9 @@ if TYPE_CHECKING:
     from htp_export.results.compressed import CompressedModule
 
 __all__ = [
-    "Adopted",
-    "AdoptedModule",
     "Block",
     "Carried",
+    "CarriedModule",
     "Comparison",
     "CompressedModule",
     "Contamination",
@@ -128,7 +126,6 @@ __all__ = [
     "Verification",
     "View",
     "Work",
-    "adopt",
     "attention_report",
     "carry",
     "compare",
@@ -173,10 +170,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Adopted": "capabilities.carry.adopting",
-    "AdoptedModule": "capabilities.carry.adopting",
     "Block": "capabilities.fingerprint.blocks",
     "Carried": "capabilities.carry.carrying",
+    "CarriedModule": "capabilities.carry.carrying",
     "Comparison": "capabilities.verify.results",
     "CompressedModule": "results.compressed",
     "Contamination": "exporter.repair_report",
@@ -227,7 +223,6 @@ _HOMES = {
     "Verification": "capabilities.verify.results",
     "View": "capabilities.view.viewing",
     "Work": "capabilities.cost.work",
-    "adopt": "capabilities.carry.adopting",
     "attention_report": "capabilities.attention_report.attention_reporting",
     "carry": "capabilities.carry.carrying",
     "compare": "capabilities.verify.file_comparing",

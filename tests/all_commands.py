@@ -37,7 +37,6 @@ COMMANDS: dict[str, str] = {
     "fuse-lora": "FILE ADAPTER -o out.onnx",
     "run": "onnxoptimizer FILE -o out.onnx",
     "carry": "FILE FILE -o out.onnx",
-    "adopt": "FILE FILE -o out.onnx",
     "forensics": "FILE",
     "fingerprint": "FILE",
     "pipeline": "STEPS -m FILE -o out.onnx",

@@ -9,7 +9,7 @@ _COMMANDS = {
     "htp_export.export(...) in place of torch.onnx.export(...)": "htp-export export",
     "htp_export.export(...)": "htp-export export",
     "htp_export.carry(before, after)": "htp-export carry BEFORE AFTER -o OUT",
-    "htp_export.adopt(model, file)": "htp-export adopt MODEL FILE -o OUT",
+    "htp_export.carry(model, file)": "htp-export carry MODEL FILE -o OUT",
     "carry(before, after, ...)": "htp-export carry BEFORE AFTER",
     "carry(before, after)": "htp-export carry BEFORE AFTER",
     "htp_export.embed_map(before)": "--embed-map of export and run",

@@ -26,5 +26,4 @@ class Reason(StrEnum):
     VALUES = "values"
     REGION = "region"
     INSERTED = "inserted"
-    # from `adopt`
     UNKNOWN = "unknown"

@@ -327,7 +327,7 @@ class TaggedModel:
 
     def _refuse(self, problem: str) -> NoReturn:
         advice = "export it with htp_export.export(...) in place of torch.onnx.export(...), or tag it with"
-        said = f"{problem}; {advice} htp_export.adopt(model, file)"
+        said = f"{problem}; {advice} htp_export.carry(model, file)"
         if tags.MODULES in self.model.metadata_props:
             said = "its nodes have lost their module tags; htp_export.carry(before, after) brings them back"
         raise UntaggedModelError(f"model {self.model.graph.name!r}: {said}")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import collections.abc
 import inspect
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from htp_export.errors import InputError
 
-__all__ = ["check_type", "parameter_type"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["check_type", "is_module", "parameter_type"]
 
 
 def parameter_type(function: Callable[..., Any], name: str) -> Any:
@@ -66,3 +70,9 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin in (collections.abc.Sequence, collections.abc.Iterable):
         return isinstance(value, list | tuple) and all(_fits(each, inner[0]) for each in value)
     return True
+
+
+def is_module(value: object) -> TypeGuard[nn.Module]:
+    """Whether a value is an ``nn.Module``; torch is not imported for that."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)

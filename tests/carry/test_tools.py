@@ -19,6 +19,7 @@ from htp_export import tools
 from htp_export.capabilities.carry.adapting import adapter, library
 from htp_export.errors import HtpExportError, InputError, ToolError
 from htp_export.files.model_files import write_model
+from htp_export.format.tags import owners_of as owned_of
 from tests.exporting import exported, exported_net
 from tests.nets import NETS
 from tests.truth import inexact, owners_of, untagged
@@ -87,6 +88,30 @@ def test_modules_are_exact_after_a_tool(name, options, attention, tmp_path):
     result = getattr(tools, name)(path, tmp_path / "out.onnx", **options)
     assert inexact(model, kwargs, tmp_path / "out.onnx") == []
     assert result.nodes == result.kept + sum(result.recovered.values())
+
+
+QUANTIZERS = [
+    pytest.param("float16", {"keep_io_types": True}, id="float16"),
+    pytest.param("quantize_dynamic", {}, id="quantize_dynamic"),
+    pytest.param("quantize_static", {}, id="quantize_static"),
+    pytest.param("matmul_nbits", {"block_size": 32}, id="matmul_nbits"),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), [*FLOAT_TOOLS, *QUANTIZERS])
+def test_names_show_that_a_file_is_what_a_tool_made_of_the_original(name, options, attention):
+    """The adapter knows that it is; `carry` has to see it, and then finds the same without a run."""
+    if name == "quantize_static":
+        [given] = htp_export.load(attention[2]).model.graph.inputs
+        options = {"inputs": [{given.name: attention[1]["x"].numpy()}]}
+    made = getattr(tools, name)(attention[2], **options).model
+    plain = made.clone()
+    for node in plain.graph.all_nodes():
+        node.metadata_props.clear()
+    carried = htp_export.carry(attention[2], plain)
+    assert carried.unknown == []
+    found, true = ([owned_of(node.metadata_props) for node in each.graph.all_nodes()] for each in (carried.model, made))
+    assert found == true
 
 
 @pytest.fixture(scope="module", params=[slow("dynamo"), "torchscript"])

@@ -32,7 +32,7 @@ COMMANDS = [
     "optimize FILE -o o.onnx --attribution", "optimize --list", "partition FILE 2 -o stages", "names FILE -o o.onnx",
     "functions FILE ** -o o.onnx", "extract FILE {name}0 -o o.onnx", "export --entry {code}:net -o o.onnx --verify",
     "view FILE -o o.html", "pipeline steps.yaml -m FILE -o o.onnx", "inline FILE -o o.onnx", "search --help",
-    "adopt FILE OTHER -o o.onnx", "carry FILE OTHER -o o.onnx", "export-plan FILE int8 --to ort -o o.json",
+    "carry FILE OTHER -o o.onnx", "export-plan FILE int8 --to ort -o o.json",
     "insert-lora FILE ** -o o.onnx", "run onnxruntime FILE -o o.onnx",
 ]  # fmt: skip
 WRONG = ["tree 模.onnx", "extract FILE 模 -o o.onnx", "cost FILE --select 模", "export --entry 模:net -o o.onnx", "模"]

@@ -39,8 +39,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{ENTRY} --quiet --json", f"{BERT} --set num_hidden_layers=-3", f"{BERT} --set hidden_dropout_prob=-1",
         "export . --revision main -o o.onnx",
         "tree --entry CODE:net --attention eager", "tree FILE --seed 3", "view FILE --revision main -o o.html",
-        "cost FILE --trust-remote-code", "adopt FILE FILE -o o.onnx --task fill-mask",
-        "adopt FILE FILE -o o.onnx --random-weights", "adopt FILE FILE -o o.onnx --attention eager",
+        "cost FILE --trust-remote-code", "carry FILE FILE -o o.onnx --task fill-mask",
+        "carry FILE FILE -o o.onnx --random-weights", "carry FILE FILE -o o.onnx --attention eager",
         # given twice, or empty
         "optimize FILE -o a.onnx -o o.onnx", "profile FILE --runs 2 --runs 3", "view FILE --graph --no-graph -o o.html",
         f"{BERT} --set hidden_size=8 --set hidden_size=16", "run onnxruntime FILE -o o.onnx --set a=1 --set a=2",

@@ -20,7 +20,6 @@ ENTRY = "import torch\n\ndef net():\n    return torch.nn.Linear(4, 4), torch.one
 
 # Each command that writes, without -o; FILE is an ONNX file with its weights beside it.
 MODELS = {
-    "adopt": "FILE FILE --inputs shapes.json",
     "carry": "FILE FILE --inputs shapes.json",
     "export": "--entry {net}:net",
     "extract": "FILE 0",

@@ -16,7 +16,7 @@ from htp_export.command.main import main
 from htp_export.errors import UntaggedModelError
 from tests.all_commands import COMMANDS, WITHOUT_FILE, arguments, companions, example
 
-EXACT = ("functions", "names", "quantize", "sensitivity", "search", "run", "carry", "adopt")
+EXACT = ("functions", "names", "quantize", "sensitivity", "search", "run", "carry")
 """Commands that need exact tags; for the others, torch's scopes are enough."""
 
 
@@ -51,7 +51,7 @@ def test_torch_scopes_are_named_once_and_serve_or_the_error_says_what_to_run(
         error = " ".join(shown.err.splitlines()[-1].split())
         assert "error: model 'main_graph': the scopes that torch wrote are not exact enough for this; " in error
         assert "htp-export export" in error
-        assert "htp-export adopt MODEL FILE -o OUT" in error
+        assert "htp-export carry MODEL FILE -o OUT" in error
         assert not list(tmp_path.iterdir())
     else:
         assert status == 0
@@ -76,6 +76,6 @@ def test_python_warns_once_of_a_model_and_raises(files: dict[str, str], caplog: 
     htp_export.load(tagged.clone().model)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "torch's own scopes" not in str(htp_export.cost(tagged))
-    with pytest.raises(UntaggedModelError, match=r"htp_export\.export\(\.\.\.\) .* htp_export\.adopt\(model, file\)"):
+    with pytest.raises(UntaggedModelError, match=r"htp_export\.export\(\.\.\.\) .* htp_export\.carry\(model, file\)"):
         htp_export.contamination(tagged)
     assert len(caplog.records) == 1

@@ -77,7 +77,7 @@ def test_data_that_raise_are_told_with_their_line(folder: Path) -> None:
         *((f"{command} --seed {seed}", "--seed") for seed in ("-1", "5000000000") for command in (
             "compare FILE FILE", "quantize FILE int8 -o o.onnx", "prune FILE --rule 0=0.5 --method random -o o.onnx",
             "sensitivity FILE", "search FILE --choices int4", "tree --entry CODE:net", "verify FILE --entry CODE:net",
-            "export --entry CODE:net -o o.onnx", "adopt FILE FILE -o o.onnx")),
+            "export --entry CODE:net -o o.onnx", "carry FILE FILE -o o.onnx")),
         ("run onnxruntime FILE -o o.onnx --set providers=3", "onnxruntime: providers is 3, and takes Sequence[str]"),
         ("run onnxoptimizer FILE -o o.onnx --set passes=3", "onnxoptimizer: passes is 3, and takes Sequence[str]"),
         ("run onnxruntime FILE -o o.onnx --set lvl=3", "onnxruntime: got an unexpected keyword argument 'lvl'"),

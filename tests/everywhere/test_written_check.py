@@ -73,7 +73,6 @@ WRITERS: dict[str, Callable[[dict[str, Path], Path], Any]] = {
     "optimize": lambda given, out: htp_export.optimize(given["net"], out),
     "carry": lambda given, out: htp_export.carry(given["net"], given["plain"], out),
     "embed_map": lambda given, out: htp_export.embed_map(given["net"], out),
-    "adopt": lambda given, out: htp_export.adopt(given["net"], given["plain"], out),
     "names": lambda given, out: htp_export.names(given["net"], output=out),
     "place": lambda given, out: htp_export.place(given["net"], {"body": "cpu"}, out),
     "insert_lora": lambda given, out: htp_export.insert_lora(given["net"], "head", 2, output=out),

@@ -225,7 +225,6 @@ def test_public_functions_stand_in_the_capability_of_their_name():
 
 
 IN_ANOTHER_FOLDER = {
-    "adopt": "carry",
     "compare": "verify",
     "embed_map": "carry",
     "frozen_fake_quantize": "quantize",

@@ -15,13 +15,13 @@ from htp_export.results.result import Result
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = [
-    "Adopted", "AdoptedModule", "Block", "Carried", "Comparison", "CompressedModule", "Contamination", "Cost",
+    "Block", "Carried", "CarriedModule", "Comparison", "CompressedModule", "Contamination", "Cost",
     "Crossing", "DeviceUse", "Extraction", "Finding", "Fingerprint", "Forensics", "FusedLora", "Hierarchy",
     "HtpExportError", "Inlined", "InputError", "InsertedLora", "Inspected", "LoraAdapter", "LoraLayer", "Misplaced",
     "ModelDifference", "ModelMap", "ModuleDifference", "ModuleInfo", "ModuleLatency", "Named", "Nested", "Optimized",
     "Partition", "PipelineRun", "Placed", "PlacedModule", "Placement", "PlanFile", "Precision", "Profile", "Pruned",
     "PrunedModule", "Quantized", "QuantizedModule", "Region", "Search", "Sensitivity", "Splice", "Stage",
-    "StepReport", "TaggedModel", "Verification", "View", "Work", "adopt", "attention_report", "carry", "compare",
+    "StepReport", "TaggedModel", "Verification", "View", "Work", "attention_report", "carry", "compare",
     "contamination", "cost", "decomposed_attention", "diff", "embed_map", "export", "export_plan", "extract",
     "fingerprint", "forensics", "frozen_fake_quantize", "functions", "fuse_lora", "inline", "insert_lora", "inspect",
     "load", "load_partition", "lora_adapter", "map", "module_filter", "names", "optimize", "partition", "pipeline",
@@ -81,7 +81,6 @@ def test_the_onnx_model_is_the_parameter_model_of_every_public_function():
         for name, function in public_functions().items()
     }
     others = {
-        "adopt": ["model", "foreign"],
         "carry": ["before", "after"],
         "compare": ["a", "b"],
         "diff": ["a", "b"],

@@ -1,4 +1,4 @@
-"""``carry`` and ``adopt``: module tags for what other tools made, and adapters that run these tools."""
+"""``carry``: module tags for what other tools made or exported, and adapters that run these tools."""
 
 LEAST_KNOWN = 0.1
 """The share of nodes with known owners below which a file is refused: of unrelated models, about none are known.

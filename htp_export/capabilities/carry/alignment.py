@@ -3,13 +3,13 @@
 Evidence, the strongest first: equal computations of equal tensors (`Numbering`), weights being equal by name or by
 contents; names of tensors; names of nodes, or of their outputs. Then backwards from the outputs: a node that remains
 reads what it read before. If that contradicts a name, another tensor took over the name, as in optimisers that fold
-BatchNorm into a Conv. Last, and only if both models were run: equal values.
+BatchNorm into a Conv.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,13 +60,10 @@ class Alignment(Counterparts):
             node: value for node, value in self.evidence.idle.items() if moves(before.nodes[node].op, views=True)
         }
         super().__init__(before, after, layouts)
-        self._settled, self._denied = set[int](), set[int]()
+        self._settled = set[int]()
         self._node_names = {node.name: index for index, node in enumerate(before.nodes) if node.name}
         self._sources()
         self._look()
-        if self.evidence.values and self._by_values():
-            self._settled = {value for value, number in enumerate(self.counterpart) if number != NOTHING}
-            self._look()  # what is known now may tell more
 
     def _look(self) -> None:
         """Forwards and backwards once, for all tensors that are not settled."""
@@ -100,32 +97,6 @@ class Alignment(Counterparts):
                     if self.counterpart[index] == NOTHING and self.after.values[index].kind != "initializer":
                         self.match(index, self.numbers.number[original], self.alike(index, original))
 
-    def _by_values(self) -> bool:
-        """Match tensors with equal values, even if names or structure contradict; return whether that added matches."""
-        equal = {value: like.originals for value, like in self.evidence.values.items() if like.same_shape}
-        matched = set[int]()
-        for value, candidates in equal.items():
-            numbers = list(dict.fromkeys(self.numbers.number[candidate] for candidate in candidates))
-            if self.numbers.current(self.counterpart[value]) in numbers:
-                self.exact[value] = self.exact[value] or len(numbers) == 1
-            elif self.after.values[value].kind == "node":
-                self.match(value, numbers[0], len(numbers) == 1, Reason.VALUES)
-                matched.add(numbers[0])
-                if len(numbers) > 1:
-                    self.also[value] = tuple(c for c in candidates if self.numbers.number[c] != numbers[0])
-        self._deny(matched - {self.counterpart[value] for value in self.also}, equal.keys())
-        return bool(matched)
-
-    def _deny(self, matched: Set[int], equal: Set[int]) -> None:
-        """If a tensor matches an original by value, drop the match of another tensor with its name and other values."""
-        fixed = {*self.after.inputs, *self.after.outputs}
-        for value, number in enumerate(self.counterpart):
-            if number not in matched or value in equal or value in fixed or not self.exact[value]:
-                continue
-            if self.after.live[value] and self.after.values[value].kind == "node":
-                self.counterpart[value], self.exact[value], self.named[value] = NOTHING, False, ""
-                self._denied.add(value)
-
     # --- forwards ---
 
     def _forward(self, node: SummaryNode) -> None:
@@ -145,9 +116,7 @@ class Alignment(Counterparts):
         for place, value in enumerate(node.outputs):
             if value == NOTHING or value in self._settled:
                 continue
-            candidate = NOTHING
-            if value not in self._denied:
-                candidate = self._by_name(value, node)
+            candidate = self._by_name(value, node)
             if same is not None and place < len(same.outputs) and same.outputs[place] != NOTHING:
                 alike = candidate != NOTHING and self.alike(value, candidate)
                 exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)  # else in its inputs' layout

@@ -2,37 +2,109 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export.command.file_options import FeedDimsOption, FeedOption, JsonOption, OutputOption, ShareOption
+from htp_export.capabilities.carry import LEAST_KNOWN
+from htp_export.command.file_options import FeedDimsOption, JsonOption, OutputOption, ShareOption
+from htp_export.command.model_options import LookOptions
 from htp_export.command.outputs import report
 from htp_export.command.sizes import read_sizes
-from htp_export.command.terminal import Steps
+from htp_export.command.sources import SourceCall
+from htp_export.command.terminal import CheckFailed, Steps
+from htp_export.errors import InputError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 EXAMPLE = "bert.onnx bert-elsewhere.onnx -o bert-tagged.onnx"
 PLACE = 160
 
 
+@dataclasses.dataclass(frozen=True)
+class BeforeOptions(LookOptions):
+    """The original: a tagged file, or the model."""
+
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="before", help="The tagged ONNX file; or a model: hub id, local folder, model type, --entry."
+        ),
+    ] = None
+
+
 def carry_command(
-    before: Annotated[Path, "The tagged file that the tool was given."],
+    model: BeforeOptions,
     output: OutputOption,
-    after: Annotated[Path | None, typer.Argument(help="What the tool made of it.")] = None,
-    inputs: FeedOption = None,
+    after: Annotated[Path | None, typer.Argument(help="What a tool made of it, or someone else exported.")] = None,
     dims: FeedDimsOption = None,
+    require: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Fail, and write nothing, if a smaller share of the nodes has known owners."),
+    ] = LEAST_KNOWN,
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Put tags on what another tool made of a tagged file.
+    """Put tags on what a tool made of a tagged file, or what someone else exported from a model.
 
-    With --inputs or --dims, both files are run once, and tensors are found by their values too.
     A single file is enough where its map was embedded: --embed-map of export and run.
+    Exit status 1 where fewer nodes have known owners than --require asks for; then nothing is written.
     """
     from htp_export.capabilities.carry.carrying import carry
+    from htp_export.files.model_files import write_model
 
-    sizes = read_sizes(inputs, dims)
-    with Steps(quiet=as_json).step("carrying tags"):
-        result = carry(before, after, output, inputs=sizes.arrays(before), share_weights=share_weights)
-    report(result, as_json, output=output, file=str(output))
+    if model.entry is not None and after is None and model.source is not None:
+        after = Path(model.source)  # with --entry, it is the only model that is named by position
+        model = dataclasses.replace(model, source=None)
+    steps = Steps(quiet=as_json)
+    before: Any = Path(str(model.source))
+    if model.is_file:
+        model.check_file()
+        data = read_sizes(model.inputs, dims).arrays(before, model.seed)
+    elif after is None:
+        raise InputError("name two models: the original, and the file to put tags on")
+    else:
+        with steps.step(f"exporting {model.name}"):
+            before, data = _exported(model, after, dims)
+    with steps.step("carrying tags"):
+        result = carry(before, after, data=data, seed=model.seed, require=0)
+        enough = result.share_known >= require
+        if enough:
+            write_model(result.model, output, share_weights=share_weights)
+    report(result, as_json, output=output if enough else None, file=str(output) if enough else None)
+    if not enough:
+        known = f"{result.share_known:.1%} of the nodes have known owners, less than --require {require}"
+        raise CheckFailed(f"{known}: {output} was not written")
+
+
+def _exported(model: LookOptions, after: Path, dims: list[str] | None) -> tuple[Any, Mapping[str, Any]]:
+    """A fresh export of the model, and the inputs with which it was exported."""
+    from htp_export.capabilities.carry.feeds import inputs_of_call
+    from htp_export.exporter.exporting import export
+    from htp_export.model.tagged import model_of
+
+    if dims:
+        raise InputError("--dims is for a tagged file; of a model, give shapes with --inputs")
+    foreign = model_of(after)  # a file that cannot be read is refused before anything is exported
+    calls = model.calls_by_task(two_files=False)
+    call = _most_alike(calls, foreign) if calls else model.call()
+    if call.example is None:
+        program: Any = export(call.model, call.args, kwargs=call.kwargs or None, verbose=False)
+        names = [str(value.name) for value in program.model.graph.inputs]
+        by_name = set(names) <= set(call.inputs)
+        inputs = {name: call.inputs[name] for name in names} if by_name else None
+        return program, inputs_of_call(names, call.args, call.kwargs) if inputs is None else inputs
+    with call.example.exporting():
+        program = export(call.model, verbose=False, **call.example.options)
+    call.example.name_dimensions(program.model.graph)
+    return program, call.named_inputs
+
+
+def _most_alike(calls: Mapping[str, SourceCall], foreign: ir.Model) -> SourceCall:
+    """The file of a task whose inputs have the most names in common with those of a file."""
+    names = {value.name for value in foreign.graph.inputs}
+    return max(calls.values(), key=lambda call: len(names & {*call.named_inputs}))

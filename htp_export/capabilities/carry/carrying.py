@@ -1,37 +1,55 @@
-"""`carry`: module tags for the result of any other tool."""
+"""`carry`: module tags for any model of the same network."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.alignment import Alignment, AlignmentEvidence
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, summarize
-from htp_export.capabilities.carry.inlined_names import restore_names
-from htp_export.capabilities.carry.maps import map_to_text, text_to_map
-from htp_export.capabilities.carry.ownership import owners_after
-from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
-from htp_export.capabilities.carry.tagging import Origin, lasting_metadata, tag
-from htp_export.editing.flattening import InlinedCall, dissolve, dissolved, read_flat
-from htp_export.editing.function_records import DOMAIN
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.capabilities.carry import LEAST_KNOWN
+from htp_export.capabilities.carry.ladder import Found, find_owners
+from htp_export.capabilities.carry.origins import Origin, exported, from_map, from_model, map_of, module_functions
+from htp_export.capabilities.carry.tagging import tag
+from htp_export.editing.flattening import dissolve
+from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
-from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.signatures import signatures_from_json
+from htp_export.format.reasons import Reason
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of
+from htp_export.model.tagged import HoldsModel, ModelSource, load, model_of, name_of
+from htp_export.process.argument_types import is_module
 from htp_export.process.garbage_collection import no_collection
 
-__all__ = ["Carried", "carry", "carry_in_place", "embed_map", "tagged_model"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Carried", "CarriedModule", "carry", "carry_in_place", "embed_map", "tagged_model"]
+
+
+@dataclass(frozen=True)
+class CarriedModule:
+    """A module in the model after.
+
+    Attributes:
+        path: Its path.
+        class_name: Its class.
+        nodes: Number of nodes in its region.
+        unknown: Number of these of which it is not known which module in this one computes them.
+        fate: Its fate; see ``docs/format.md``.
+    """
+
+    path: str = field(repr=False)
+    class_name: str
+    nodes: int
+    unknown: int
+    fate: str
 
 
 @dataclass(frozen=True)
@@ -39,117 +57,156 @@ class Carried(HoldsModel):
     """The result of `carry`.
 
     Attributes:
-        model: The model after the tool, with tags on every node.
+        model: The model after, with tags on every node.
         nodes: Number of nodes, including those in subgraphs and functions.
         kept: Number of nodes whose tags the tool kept and which are correct.
         recovered: ``htp.reason`` → number of other nodes whose owners were found by this evidence; see
             ``docs/format.md``.
+        unknown: Names of the nodes whose owners are not known; of those without a name, their first output.
+        modules: Module path → its nodes, for modules that have some.
         fates: Module path → new fate, for modules whose fate changed: ``fused`` if a tensor at the boundary is gone,
-            ``constant`` if the tool folded the module.
+            ``constant`` if the module was folded.
         contamination: ``(module, tensor, leaves)`` for tensors at boundaries that are no inputs or outputs of the
             module in PyTorch.
+        not_compared: Why values were not compared although nodes are unknown; empty if they were.
     """
 
     model: ir.Model = field(repr=False)
     nodes: int
     kept: int
     recovered: Mapping[str, int]
+    unknown: Sequence[str]
+    modules: Mapping[str, CarriedModule]
     fates: Mapping[str, str]
     contamination: Sequence[tuple[str, str, bool]]
+    not_compared: str = ""
+
+    @property
+    def share_known(self) -> float:
+        """The share of nodes whose owners are known; 1 for a file without nodes."""
+        return 1 - len(self.unknown) / self.nodes if self.nodes else 1.0
 
     @property
     def summary(self) -> str:
         """The result in one line."""
-        return f"{self.nodes} nodes, all with owners; {self.kept} kept their tags"
+        known = f"{len(self.unknown)} with unknown owners" if self.unknown else "all with owners"
+        return f"{self.nodes} nodes, {known}" + (f"; {self.kept} kept their tags" if self.kept else "")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know besides the numbers, a line each."""
+        return (f"values were not compared: {self.not_compared}",) if self.not_compared else ()
 
     def __str__(self) -> str:
-        lines = [f"{self.nodes:7} nodes, all with owners", f"{self.kept:7} kept their tags"]
+        lines = [f"{self.nodes:7} nodes" + ("" if self.unknown else ", all with owners")]
+        lines += [f"{self.kept:7} kept their tags"] if self.kept else []
         lines += [f"{count:7} by {reason}" for reason, count in self.recovered.items()]
+        lines += [f"{len(self.unknown):7} unknown"] if self.unknown else []
         lines += [f"{count:7} modules now {fate}" for fate, count in Counter(self.fates.values()).items()]
         if self.contamination:
             lines.append(f"{len(self.contamination):7} boundary tensors that are none in PyTorch")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 @names_model_faults("before", "after")
 def carry(
-    before: ModelSource | None,
+    before: nn.Module | ModelSource | None,
     after: ModelSource | None = None,
     output: str | os.PathLike[str] | None = None,
     *,
-    inputs: Mapping[str, Any] | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    require: float = LEAST_KNOWN,
+    data: Mapping[str, Any] | None = None,
+    seed: int = 0,
     share_weights: bool = False,
 ) -> Carried:
-    """Restore module tags after another tool has processed a tagged model.
+    """Put module tags on a model that another tool made of a tagged one, or exported from the same network.
 
     A node that computes the same as an original node gets its owners; a node that does the work of several gets all of
     their owners; an inserted node (quantizers, casts, layouts) gets those of the nodes that it serves. A module that
     lost a tensor at its boundary becomes ``fused``, with the modules with which it was merged.
 
-    No weights are read, and nothing is run, unless ``inputs`` are given: then both models run once in ONNX Runtime
-    without its optimisations, and tensors with equal values are matched if names and structure do not decide. This
-    helps with tools that rename tensors.
+    Evidence is taken in this order, until the owners of all nodes are known:
 
-    Thread-safe, also for calls on the same model.
+    1. Names and structure, if the names show that ``after`` was made of ``before``. Nothing is run, and no weights are
+       read but those that the tool renamed.
+    2. Weights: equal, or cast, transposed, joined, cut, scaled or quantized.
+    3. Values: both models run in ONNX Runtime, without its optimisations.
+
+    A node whose owners are not proved has the reason ``unknown``, and as its module the innermost one that is certain.
+    See ``docs/carry.md``.
+
+    Thread-safe, also for calls on the same model; exports of modules run one after the other.
 
     Args:
-        before: The tagged model before the tool: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or
-            ``ir.Model``. If it is not available, call ``carry(after)``: the map that `embed_map` wrote before the tool
-            ran is used.
-        after: The model after the tool. Models in memory are not changed.
+        before: The original. A tagged model, as `load` takes it; a model with the map that `embed_map` wrote before a
+            tool ran; or an ``nn.Module``, which is exported with ``args`` and ``kwargs``. Call ``carry(after)`` if
+            there is only ``after``, and it has a map.
+        after: The model to tag. A model in memory is not changed.
         output: The file to write; its weights stay external if they are.
-        inputs: Input name of ``before`` → array. Inputs that are constant or zero give little evidence.
+        args: Example positional inputs of an ``nn.Module``.
+        kwargs: Example keyword inputs of an ``nn.Module``.
+        require: The share of nodes whose owners have to be known, from 0 to 1: with fewer, the models are not the same,
+            or too different.
+        data: For a tagged model: input name → array, on which both models run if values are needed; None for random
+            inputs. Inputs that are constant or zero give little evidence.
+        seed: Of random inputs.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
             no copy. If that file changes, ``output`` cannot be read any more.
 
     Returns:
-        The model after the tool with tags, and the evidence for them.
+        The model with tags, the evidence for them, and the nodes whose owners are not known.
 
     Raises:
-        UntaggedModelError: ``before`` has no tags of htp_export; or there is no ``before``, and ``after`` has no map.
-        InputError: ``after`` has inputs or outputs that ``before`` does not have; or there are ``inputs``, and
-            ``before`` is missing or a model does not run on them.
+        UntaggedModelError: ``before`` has neither tags of htp_export nor a map; or there is no ``before``, and
+            ``after`` has no map.
+        InputError: The data are not the inputs of the original, or it cannot run on them; or fewer owners are known
+            than ``require`` asks for.
         FileError: A file cannot be read or written.
+        Exception: Errors of the export of an ``nn.Module``.
 
     Examples:
         >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
-        >>> stripped = program.model.clone()
-        >>> for node in stripped.graph:
-        ...     node.metadata_props.clear()
-        >>> print(carry(program, stripped))
+        >>> net, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).eval(), torch.randn(2, 8)
+        >>> program = htp_export.export(net, (x,), verbose=False)
+        >>> plain = torch.onnx.export(net, (x,), dynamo=True, verbose=False)
+        >>> print(carry(program, plain))
               2 nodes, all with owners
-              0 kept their tags
               2 by tensor
+        >>> carry(net, plain, args=(x,)).unknown
+        []
     """
+    check_target(output)
     if after is None:
         before, after = None, before
-    if after is None:
-        raise InputError("no model to carry tags to")
+    if after is None or is_module(after):
+        raise InputError("name the model to carry tags to: carry(before, after)")
     with no_collection(kept=True):
         model = model_of(after)
         if not isinstance(after, str | os.PathLike | onnx.ModelProto):  # those were read into a model of our own
             model = model.clone()
-        return carry_in_place(before, model, output, inputs, share_weights=share_weights)
-
-
-def carry_in_place(
-    before: ModelSource | None,
-    after: ir.Model,
-    output: str | os.PathLike[str] | None = None,
-    inputs: Mapping[str, Any] | None = None,
-    *,
-    share_weights: bool = False,
-) -> Carried:
-    """`carry` onto a model that may be changed."""
-    if before is None and inputs is not None:
-        raise InputError("to find tensors by their values, the model before has to run too: carry(before, after, ...)")
-    check_target(output)
-    result = _carried(_from_map(after) if before is None else _from_model(before, after), after, inputs)
+        if is_module(before):
+            if data is not None:
+                raise InputError("data are for a tagged model; for an nn.Module, give args and kwargs")
+            before, data = exported(before, args, kwargs)
+        elif args or kwargs:
+            raise InputError("args and kwargs are example inputs of an nn.Module; for a tagged model, give data")
+        result = _carried(_origin(before, model, data), model, data, seed)
+    if result.share_known < require:
+        raise InputError(
+            f"{result.share_known:.1%} of the nodes of {name_of(after, 'the second model')} have known owners, less "
+            f"than require={require}: it seems to be no file of this model, or one with other weights; nothing was "
+            "written"
+        )
     if output is not None:
-        write_model(after, output, share_weights=share_weights)
+        write_model(model, output, share_weights=share_weights)
     return result
+
+
+def carry_in_place(before: ModelSource, after: ir.Model) -> Carried:
+    """`carry` onto a model that was certainly made of the first, and may be changed."""
+    return _carried(_origin(before, after), after, sure=True)
 
 
 @names_model_faults("model")
@@ -184,7 +241,7 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
     """
     check_target(output)
     mapped = tagged_model(model)
-    mapped.metadata_props[tags.MAP] = _map_of(mapped)
+    mapped.metadata_props[tags.MAP] = map_of(mapped)
     if output is not None:
         write_model(mapped, output)
     return mapped
@@ -196,102 +253,60 @@ def tagged_model(source: ModelSource) -> ir.Model:
     Raises:
         UntaggedModelError: It has no tags of htp_export, or lost some.
     """
-    model = _tagged(source).model
-    return model if isinstance(source, str | os.PathLike) else model.clone()
-
-
-def _tagged(source: ModelSource) -> TaggedModel:
     tagged = load(source)
     tagged.require_exact_tags()
-    return tagged
+    return tagged.model if isinstance(source, str | os.PathLike) else tagged.model.clone()
 
 
-def _tagged_summary(model: ir.Model) -> GraphSummary:
-    """The summary of a model all of whose nodes have tags."""
-    summary, _ = summarize(model, model.functions.values())
-    lost = sum(not node.owners for node in summary.nodes)
-    if lost:
-        raise UntaggedModelError(
-            f"{lost} nodes of model {model.graph.name!r} have no tags; carry them from the model as it was exported"
-        )
-    return summary
+def _origin(before: Any, after: ir.Model, data: object = None) -> Origin:
+    """What is known of the original, by its tags or its map; by the map of the other model if there is none."""
+    if before is None:
+        if data is not None:
+            raise InputError("to find tensors by their values, the model before has to run too: carry(before, after)")
+        return from_map(after)
+    tagged = load(before)
+    props, nodes = tagged.model.metadata_props, tagged.nodes
+    if tags.MAP in props and not any(tags.owners_of(node.metadata_props) for node in nodes):
+        return from_map(tagged.model)
+    tagged.require_exact_tags()
+    return from_model(tagged, after)
 
 
-def _map_of(model: ir.Model) -> str:
-    """The map of a tagged model: of its flat graph, as a tool may inline the functions that were made of modules."""
-    return map_to_text(_tagged_summary(read_flat(model, others=False).model))
-
-
-def _from_model(source: ModelSource, after: ir.Model) -> Origin:
-    """From the model before; if the tool inlined functions that were made of modules, from its flat graph.
-
-    A node of such a function stands for one in each call. What a tool makes of it in one of them is that call's.
-    """
-    tagged = _tagged(source)
-    if _module_functions(tagged.model) != _module_functions(after):
-        inlined: list[InlinedCall] = []
-        tagged = dissolved(tagged, inlined)
-        restore_names(after, inlined)
-    props = tagged.model.metadata_props
-    summary, lasting = _tagged_summary(tagged.model), lasting_metadata(props)
-    calls = _calls(lasting, tagged.hierarchy)
-    return Origin(summary, tagged.hierarchy, tagged.signatures, calls, lasting, tagged.model, tags.MAP in props)
-
-
-def _from_map(model: ir.Model) -> Origin:
-    """From the map in the model after the tool."""
-    props = model.metadata_props
-    if tags.MAP not in props or tags.MODULES not in props:
-        raise UntaggedModelError(
-            f"model {model.graph.name!r} does not say what it was made of; name the model before it too, "
-            "carry(before, after), or use htp_export.embed_map(before) ahead of the tool"
-        )
-    try:
-        signatures = signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
-        hierarchy, summary = Hierarchy.from_json(props[tags.MODULES]), text_to_map(props[tags.MAP])
-    except ValueError as error:
-        raise InputError(f"model {model.graph.name!r}: {error}") from error
-    lasting = lasting_metadata(props)
-    return Origin(summary, hierarchy, signatures, _calls(lasting, hierarchy), lasting, has_map=True)
-
-
-def _calls(lasting: Mapping[str, str], hierarchy: Hierarchy) -> CallTree:
-    try:
-        return CallTree.from_json(lasting.get(tags.CALLERS), hierarchy)
-    except ValueError as error:
-        raise InputError(f"the first model: {error}") from error
-
-
-def _module_functions(model: ir.Model) -> set[ir.OperatorIdentifier]:
-    return {key for key in model.functions if key[0] == DOMAIN}
-
-
-def _carried(origin: Origin, model: ir.Model, inputs: Mapping[str, Any] | None) -> Carried:
-    functions = _module_functions(model)
-    if functions and (origin.model is None or functions != _module_functions(origin.model)):
+def _carried(
+    origin: Origin, model: ir.Model, data: Mapping[str, Any] | None = None, seed: int = 0, sure: bool = False
+) -> Carried:
+    functions = module_functions(model)
+    if functions and (origin.model is None or functions != module_functions(origin.model)):
         dissolve(model, origin.hierarchy, origin.calls)
-    after, nodes = summarize(model, model.functions.values())
-    evidence = AlignmentEvidence()
-    if origin.model is not None:
-        from htp_export.capabilities.carry.evidence import evidence_of_tool  # it loads numpy, and ONNX Runtime
-
-        evidence = evidence_of_tool((origin.model, origin.summary), (model, after), inputs)
-    alignment = Alignment(origin.summary, after, evidence)
-    for value in (*after.inputs, *after.outputs):
-        if alignment.counterpart[value] == NOTHING:
-            raise InputError(
-                f"the second model was not made of the first, which has no {after.values[value].name!r} of that shape"
-            )
-    owners = owners_after(origin.summary, after, replaced_nodes(alignment), origin.calls)
-    owned = [entry if entry.paths else replace(entry, paths=("",)) for entry in owners]
-    hierarchy, contamination = tag(model, nodes, owned, alignment, origin)
+    found = find_owners(origin, model, data, seed, sure)
+    hierarchy, contamination = tag(model, found.nodes, found.owned, found.alignment, origin)
     if origin.has_map:
-        model.metadata_props[tags.MAP] = _map_of(model)
+        model.metadata_props[tags.MAP] = map_of(model)
+    unknown = found.unknown
+    recovered = Counter(str(entry.reason) for entry in found.owned if not entry.kept)
+    del recovered[Reason.UNKNOWN]
     return Carried(
         model=model,
-        nodes=len(nodes),
-        kept=sum(entry.kept for entry in owned),
-        recovered=dict(Counter(str(entry.reason) for entry in owned if not entry.kept).most_common()),
+        nodes=len(found.nodes),
+        kept=sum(entry.kept for entry in found.owned),
+        recovered=dict(recovered.most_common()),
+        unknown=[node.name or str(node.outputs[0].name if node.outputs else "") for node in unknown],
+        modules=_modules(found, hierarchy),
         fates={path: info.fate for path, info in hierarchy.items() if info.fate != origin.hierarchy[path].fate},
         contamination=contamination,
+        not_compared=found.not_compared,
     )
+
+
+def _modules(found: Found, hierarchy: Hierarchy) -> dict[str, CarriedModule]:
+    nodes, unknown = Counter[str](), Counter[str]()
+    for entry in found.owned:
+        above = dict.fromkeys(path for owner in entry.paths for path in tags.ancestors(owner))
+        nodes.update(above.keys())
+        if entry.reason == Reason.UNKNOWN:
+            unknown.update(above.keys())
+    return {
+        path: CarriedModule(path, info.class_name, nodes[path], unknown[path], info.fate)
+        for path, info in hierarchy.items()
+        if nodes[path]
+    }

@@ -1,12 +1,13 @@
 """Evidence of which tensors of two models are the same: contents of weights, and values when both models run.
 
-Names and structure are no part of it: `Alignment` sees these itself. For `carry`, weights that a tool renamed and
-tensors with equal values are enough. For `adopt`, weights are recognised in other formats, layouts and parts, and
-values within the error of the outputs.
+Names and structure are no part of it: `Alignment` sees these itself. Where names hold, weights that a tool renamed and
+tensors with equal values are enough. Otherwise, weights are recognised in other formats, layouts and parts, and values
+within the error of the outputs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -19,10 +20,9 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.carry.alignment import AlignmentEvidence
-from htp_export.capabilities.carry.feeds import feed_original, feed_other, pair_names, simpler_feeds
+from htp_export.capabilities.carry.feeds import feed_original, feed_other, simpler_feeds
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary
 from htp_export.capabilities.carry.likenesses import (
-    EXACT,
     Likeness,
     Originals,
     is_distinctive,
@@ -31,15 +31,16 @@ from htp_export.capabilities.carry.likenesses import (
     turned,
 )
 from htp_export.capabilities.carry.stored_weights import WeightNumbers, weight_numbers
+from htp_export.capabilities.carry.unnamed_alignment import input_pairs
 from htp_export.errors import FileError, InputError
 from htp_export.model.content_hash import array_hash
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
-from htp_export.runtime.inputs import Inputs, infer_bound
+from htp_export.runtime.inputs import infer_bound
 from htp_export.runtime.runner import Runner, portions
 from htp_export.runtime.sessions import SessionSettings
 from htp_export.shapes.operator_kinds import base_op
 
-__all__ = ["evidence_of_foreign", "evidence_of_tool", "rounded_weight"]
+__all__ = ["renamed_weights", "rounded_weight", "weights_then_values"]
 
 Model: TypeAlias = tuple[ir.Model, GraphSummary]
 _Use: TypeAlias = tuple[Likeness, Callable[[], Array]]
@@ -47,72 +48,46 @@ _Use: TypeAlias = tuple[Likeness, Callable[[], Array]]
 _ROUNDED = 1e-6
 """Relative error of a weight beyond which the original runs with the weight of the other file."""
 
-_EQUAL = 1e-2
-"""Relative error up to which values are equal for `carry`: that of half precision."""
 
+def weights_then_values(
+    before: Model, after: Model, data: Mapping[str, Any] | None, seed: int = 0
+) -> Iterator[tuple[AlignmentEvidence, str]]:
+    """What is known of tensors by weights, and then by values too, or why these were not compared.
 
-def evidence_of_tool(before: Model, after: Model, inputs: Mapping[str, Any] | None = None) -> AlignmentEvidence:
-    """What contents of weights and, with ``inputs`` of the original, values say of what a tool made of it.
-
-    Raises:
-        InputError: If the inputs are not those of the models, or ONNX Runtime cannot run one of them.
-    """
-    evidence = AlignmentEvidence(weights=_renamed_weights(before, after))
-    if inputs is not None:
-        feed = Inputs.of(before[0]).feed(inputs).arrays
-        others = Inputs.of(after[0]).feed_again(feed).arrays
-        compared = _compared(before, after, (feed, others), ("the model before", "the model after"), _EQUAL)
-        evidence.values = {value: like for value, like in compared.values.items() if like.same_shape}
-    return evidence
-
-
-def evidence_of_foreign(
-    before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: int = 0
-) -> tuple[AlignmentEvidence, str]:
-    """What is known of the tensors of another file, and why values were not compared, if they were not.
-
-    ``inputs``: Input name of the original → array; None for random ones.
+    ``data``: Input name of the original → array; None for random ones.
 
     Raises:
-        InputError: If ``inputs`` are given, and are not those of the original.
+        InputError: If ``data`` are given, and are not those of the original.
     """
-    evidence, problems = AlignmentEvidence(inputs=_inputs(before, after)), list[str]()
-    evidence.weights, found = _weights(before, after)
+    feed, problems = dict[str, Array](), list[str]()
     try:
-        feed = feed_original(before[0], inputs, seed)
+        feed = feed_original(before[0], data, seed)
     except InputError as error:
-        if inputs is not None:
+        if data is not None:
             raise
-        return evidence, str(error)
-    originals = dict.fromkeys((_with_weights_of(before, found), before[0]))
+        problems.append(str(error))
+    evidence = AlignmentEvidence(inputs=input_pairs(before[1], after[1]))
+    evidence.weights, found = _weights(before, after)
+    yield evidence, ""
+    originals = dict.fromkeys((_with_weights_of(before, found), before[0])) if not problems else ()
     other = _exact(after[0])
     for original, tried in itertools.product(originals, simpler_feeds(before[0], feed)):
         try:
             feeds = tried, feed_other(other, tried)
             names = "the original model", "the other model"
             compared = _compared((original, before[1]), (other, after[1]), feeds, names)
-        except InputError as error:
+        except (FileError, InputError) as error:
             problems.append(str(error))
         else:
-            return replace(compared, inputs=evidence.inputs, weights=evidence.weights), ""
-    return evidence, problems[0]
-
-
-def _inputs(before: Model, after: Model) -> dict[int, int]:
-    ours, theirs = (_ranks(summary) for _, summary in (after, before))
-    pairs = {after[1].find(mine): before[1].find(other) for mine, other in pair_names(ours, theirs).items()}
-    return {mine: other for mine, other in pairs.items() if NOTHING not in (mine, other)}
-
-
-def _ranks(summary: GraphSummary) -> dict[str, int | None]:
-    values = [summary.values[index] for index in summary.inputs if summary.values[index].kind == "input"]
-    return {value.name: None if value.shape is None else len(value.shape) for value in values}
+            yield replace(compared, inputs=evidence.inputs, weights=evidence.weights), ""
+            return
+    yield evidence, problems[0]
 
 
 # --- weights ---
 
 
-def _renamed_weights(before: Model, after: Model) -> dict[int, Likeness]:
+def renamed_weights(before: Model, after: Model) -> dict[int, Likeness]:
     """Weight after a tool → original weight with the same contents, where neither model has one of the other's name.
 
     Small constants are compared by their contents already. Weights are read only where both models have some of the
@@ -159,10 +134,13 @@ def _weights(before: Model, after: Model) -> tuple[dict[int, Likeness], list[tup
         places = _places(before[1], weight)
         if NOTHING not in places:
             stored[places[-1]] = places  # an original is known by the last of its values: its numbers, not its levels
-            known.add(places[-1], weight.load(), weight.load)
+            with contextlib.suppress(FileError, OSError):  # its data file is gone
+                known.add(places[-1], weight.load(), weight.load)
     found, weights = list[tuple[WeightNumbers, Likeness]](), dict[int, Likeness]()
     for weight in weight_numbers(after[0].graph):
-        like = known.find(weight.load())
+        like = None
+        with contextlib.suppress(FileError, OSError):
+            like = known.find(weight.load())
         if like is None:
             continue
         found.append((weight, like))
@@ -227,18 +205,15 @@ def _compared(
     after: Model,
     feeds: tuple[Mapping[str, Array], Mapping[str, Array]],
     names: tuple[str, str],
-    limit: float | None = None,
 ) -> AlignmentEvidence:
     """Run both models, and find the tensors of one among those of the other, within the error of the outputs.
 
-    If that error is larger than a ``limit``, tensors have to be equal.
-
     Raises:
-        InputError: If ONNX Runtime cannot run one of them; or, without a ``limit``, no output is recognised.
+        InputError: If ONNX Runtime cannot run one of them, or no output is recognised.
     """
     evidence, summary = AlignmentEvidence(), before[1]
     with ArrayStore.opened(PORTION_BYTES) as store:
-        known, compared = Originals(parts=limit is None), set[int]()
+        known, compared = Originals(), set[int]()
         results, idle = list[Array](), dict[int, int]()
         for index, array in _tensors_of_run(*before, feeds[0], names[0]):
             held = store.keep(array)
@@ -251,9 +226,7 @@ def _compared(
         outputs = [str(value.name) for value in after[0].graph.outputs]
         theirs = Runner(after[0], names[1], SessionSettings()).run(feeds[1], outputs)
         known.tolerance = largest_error([(array, results) for array in theirs.values()], known.find)
-        if limit is not None:
-            known.tolerance = known.tolerance if known.tolerance <= limit else EXACT
-        elif math.isinf(known.tolerance):
+        if math.isinf(known.tolerance):
             raise InputError("its outputs have the numbers of no tensor of the original model")
         values, unequal = dict[int, Likeness](), set[int]()
         for index, array in _tensors_of_run(*after, feeds[1], names[1]):

@@ -160,13 +160,12 @@ class _Original:
 class Originals:
     """The tensors of an original model that can be recognised by their numbers, up to a relative error.
 
-    ``weights``: Whether they are weights: which may be scaled, and whose parts may be transposed. ``parts``: Whether
-    tensors are recognised that join originals, or are cut out of one.
+    ``weights``: Whether they are weights: which may be scaled, and whose parts may be transposed.
     """
 
-    def __init__(self, tolerance: float = _LARGEST, *, weights: bool = False, parts: bool = True) -> None:
+    def __init__(self, tolerance: float = _LARGEST, *, weights: bool = False) -> None:
         self.tolerance = tolerance
-        self._weights, self._parts = weights, parts
+        self._weights = weights
         self._by_hash: dict[Hashable, list[_Original]] = {}
         self._by_size: dict[tuple[bool, int], list[_Original]] = {}
         self._by_rank: dict[int, list[_Original]] = {}
@@ -213,7 +212,7 @@ class Originals:
         if best <= self.tolerance or (near and not self._weights):
             return self._nearest(array, near, best)
         scaled = self._scaled(array) if self._weights else None
-        return scaled or (self._joined(array) or self._cut_out(array) if self._parts else None)
+        return scaled or self._joined(array) or self._cut_out(array)
 
     def _near(self, array: Array, limit: float) -> Iterator[tuple[float, _Original, bool]]:
         """Originals near an array in any layout: their errors, and whether the layout is the same."""

@@ -5,17 +5,17 @@ A tensor at the boundary of a module is known if it was one before, in an exact 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 
 import onnx_ir as ir
 
 from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary
+from htp_export.capabilities.carry.origins import Origin
 from htp_export.capabilities.carry.ownership import Owned
 from htp_export.format import tags
-from htp_export.format.call_tree import CallTree, NodeCalls
+from htp_export.format.call_tree import NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
@@ -23,40 +23,9 @@ from htp_export.format.signatures import Signature
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.fates import FateEvidence, Outcome, find_fates
 
-__all__ = ["Origin", "lasting_metadata", "tag"]
+__all__ = ["tag"]
 
 _IR_VERSION = 10  # the first with metadata on nodes
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What is known of the original model.
-
-    Attributes:
-        summary: Its nodes and their owners.
-        hierarchy: Its modules.
-        signatures: Their inputs and outputs in PyTorch.
-        calls: Their calls.
-        lasting: Metadata that stays true whatever a tool does; see `lasting_metadata`.
-        model: The model; None if only its map is known.
-        has_map: Whether its metadata has a map.
-    """
-
-    summary: GraphSummary
-    hierarchy: Hierarchy
-    signatures: Mapping[str, Sequence[Signature]]
-    calls: CallTree
-    lasting: Mapping[str, str]
-    model: ir.Model | None = None
-    has_map: bool = False
-
-
-def lasting_metadata(props: Mapping[str, str]) -> dict[str, str]:
-    """Metadata of a model that stays true whatever a tool does to it.
-
-    The parameters of PyTorch's modules, which call ran in which, and the steps that made the model before.
-    """
-    return {key: props[key] for key in (tags.PARAMETERS, tags.CALLERS, tags.PROVENANCE) if key in props}
 
 
 def tag(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from htp_export.files.targets import Kind, check_target
 from htp_export.files.text_files import read_json, write_text
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.process.argument_types import is_module
 from htp_export.results.columns import si
 from htp_export.results.drawn_levels import drawn_parents
 from htp_export.results.result import Result
@@ -155,7 +155,7 @@ def view(
     from htp_export.capabilities.inspect.inspected import Inspected
 
     arguments = list(positional)
-    if _is_module(model):
+    if is_module(model):
         args = arguments.pop(0) if arguments else args
     if arguments:
         output = arguments.pop(0)
@@ -165,7 +165,7 @@ def view(
     if path is not None:
         check_target(path, Kind.PAGE, [result for result in results if isinstance(result, str | os.PathLike)])
     measures, searches = read_results(results)
-    if _is_module(model):
+    if is_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
 
         model = inspect(model, () if args is None else args, kwargs=kwargs)
@@ -322,8 +322,3 @@ def page_of(graphs: Sequence[ShownGraph], interactive: bool = True, searches: Se
     data["fronts"] = [front_data(search) for search in searches]
     data["graphs"] = [{"title": graph.title or graph.inventory.name, "note": graph.note} for graph in graphs]
     return document(graphs[0].inventory.name, first, packed_parts, data), missing
-
-
-def _is_module(model: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(model, torch.nn.Module)

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""How many nodes of files that others exported get their true owners from `adopt`: the tables of docs/adopt.md.
+"""How many nodes of files that others exported get their true owners from `carry`: the tables of docs/carry.md.
 
-    python tools/adopt_accuracy.py torch            # torch.onnx.export's files, and what tools make of them
-    python tools/adopt_accuracy.py transformers     # files of transformers.exporters, without fusions and with them
-    python tools/adopt_accuracy.py genai            # files of ONNX Runtime GenAI's builder; needs onnxruntime-genai
-    python tools/adopt_accuracy.py torch --only BERT-base --show 20
+    python tools/carry_accuracy.py torch            # torch.onnx.export's files, and what tools make of them
+    python tools/carry_accuracy.py transformers     # files of transformers.exporters, without fusions and with them
+    python tools/carry_accuracy.py genai            # files of ONNX Runtime GenAI's builder; needs onnxruntime-genai
+    python tools/carry_accuracy.py torch --only BERT-base --show 20
 
-``torch``: files of both exporters are adopted from an export by dynamo: the very same file, and one whose graph has
-other operators, names and constants. The truth are the tags that htp_export writes when it exports the same file, and
-`carry` after a tool. The tags are removed; with ``--no-names`` the names of nodes and tensors, too. ``genai``:
-the truth is written down below, by the names that the builder gives; `adopt` runs with and without these names.
+``torch``: tags are carried from an export by dynamo onto files of both exporters: the very same file, and one whose
+graph has other operators, names and constants. The truth are the tags that htp_export writes when it exports the same
+file, and those after a tool. The tags are removed; with ``--no-names`` the names of nodes and tensors, too. ``genai``:
+the truth is written down below, by the names that the builder gives; `carry` runs with and without these names.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Score:
 
     Attributes:
         exact: Nodes whose owners are the true ones.
-        unknown: Nodes that `adopt` calls unknown.
+        unknown: Nodes that `carry` calls unknown.
         too_many: Nodes that have the true owners, and others.
         disjoint: Nodes that have none of the true owners.
         fewer: Nodes that have some of the true owners.
@@ -77,10 +77,10 @@ class Score:
     seen: list[str] = field(default_factory=list)
 
 
-def score(adopted: htp_export.Adopted, truth: Truth) -> Score:
+def score(carried: htp_export.Carried, truth: Truth) -> Score:
     """Hold the tags against the truth."""
     result = Score()
-    for node in adopted.model.graph.all_nodes():
+    for node in carried.model.graph.all_nodes():
         said, expected = frozenset(tags.owners_of(node.metadata_props)), truth(node)
         reason = node.metadata_props[tags.REASON]
         if expected is not None and node.op_type != "Constant" and said in expected and reason != "unknown":
@@ -183,11 +183,11 @@ def _torch_score(tagged: htp_export.TaggedModel, original: Path, inputs: dict[st
         node.metadata_props.clear()
     foreign.metadata_props.clear()
     arguments = dict(zip((v.name for v in htp_export.load(original).model.graph.inputs), inputs.values(), strict=True))
-    adopted = htp_export.adopt(original, foreign, inputs=arguments, require=0)
-    for note in adopted.notes:
+    carried = htp_export.carry(original, foreign, data=arguments, require=0)
+    for note in carried.notes:
         print(note, file=sys.stderr)
-    expected = dict(zip(adopted.model.graph.all_nodes(), truths, strict=True))
-    return score(adopted, expected.__getitem__)
+    expected = dict(zip(carried.model.graph.all_nodes(), truths, strict=True))
+    return score(carried, expected.__getitem__)
 
 
 # --- files of transformers.exporters ---
@@ -338,11 +338,11 @@ def _genai_score(file: Path, original: Path, inputs: Any, joined: dict[str, tupl
     truths = [genai_truth(node.name or "", 2, joined) for node in foreign.graph.all_nodes()]
     if not names:
         anonymous(foreign)
-    adopted = htp_export.adopt(original, foreign, inputs=inputs, require=0)
-    for note in adopted.notes:
+    carried = htp_export.carry(original, foreign, data=inputs, require=0)
+    for note in carried.notes:
         print(note, file=sys.stderr)
-    expected = dict(zip(adopted.model.graph.all_nodes(), truths, strict=True))
-    return score(adopted, expected.__getitem__)
+    expected = dict(zip(carried.model.graph.all_nodes(), truths, strict=True))
+    return score(carried, expected.__getitem__)
 
 
 ROWS = {"torch": torch_rows, "transformers": transformers_rows, "genai": genai_rows}

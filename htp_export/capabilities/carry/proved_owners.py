@@ -1,8 +1,7 @@
-"""The owners of the nodes of a file that others exported.
+"""The owners of the nodes of a model that was not made of the original.
 
-The engine of `carry` says which original nodes a node replaces. What it then chooses by operators alone, or shares out
-among modules, is not known here, as the file was not made from the original: names decide, if they are proved, and
-otherwise nothing does.
+`replaced_nodes` says which original nodes a node replaces. What it chooses by operators alone, or shares out among
+modules, is not known here: scopes in names decide, if they are proved, and otherwise nothing does.
 """
 
 from __future__ import annotations
@@ -13,27 +12,27 @@ from dataclasses import replace
 from functools import cached_property
 
 from htp_export.capabilities.carry.counterparts import FLOATS, LEVELS
-from htp_export.capabilities.carry.foreign_alignment import ForeignAlignment
 from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
 from htp_export.capabilities.carry.name_scopes import NameScopes, Scope
 from htp_export.capabilities.carry.ownership import Owned, owned_by, owners_after
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
+from htp_export.capabilities.carry.unnamed_alignment import UnnamedAlignment
 from htp_export.format.call_tree import CallTree
 from htp_export.format.reasons import Reason
 from htp_export.format.tags import common_ancestor, is_under
 from htp_export.shapes.operator_kinds import IN_PLACE, LAYOUT, SIZES_ONLY, base_op, moves, resembles
 
-__all__ = ["foreign_owners"]
+__all__ = ["proved_owners"]
 
 
-def foreign_owners(
-    alignment: ForeignAlignment, scopes: Sequence[Scope | None], tree: CallTree, holders: Mapping[int, str]
+def proved_owners(
+    alignment: UnnamedAlignment, scopes: Sequence[Scope | None], tree: CallTree, holders: Mapping[int, str]
 ) -> list[Owned]:
     """The owners of every node; those that are not known have the reason ``unknown``.
 
     ``scopes``: Those in the names of the nodes. ``holders``: Original weight → the module that holds it as a parameter.
     """
-    return _Foreign(alignment, scopes, tree, holders).owners()
+    return _Proved(alignment, scopes, tree, holders).owners()
 
 
 def _unknown(paths: Iterable[str]) -> Owned:
@@ -46,9 +45,9 @@ def _is_near(module: str, paths: Sequence[str]) -> bool:
     return any(is_under(path, module) or is_under(module, path) for path in paths)
 
 
-class _Foreign:
+class _Proved:
     def __init__(
-        self, alignment: ForeignAlignment, scopes: Sequence[Scope | None], tree: CallTree, holders: Mapping[int, str]
+        self, alignment: UnnamedAlignment, scopes: Sequence[Scope | None], tree: CallTree, holders: Mapping[int, str]
     ) -> None:
         self._known, self._scopes, self._tree, self._holders = alignment, scopes, tree, holders
         self._before, self._after, self._numbers = alignment.before, alignment.after, alignment.numbers
@@ -83,7 +82,7 @@ class _Foreign:
             is_joined = not self._known.parts.keys().isdisjoint(self._after.nodes[index].inputs)
             if found[index].reason == Reason.INSERTED and not is_joined:
                 found[index] = self._of_inserted(found, index, names)
-        return [entry if entry.paths else Owned(("",), Reason.UNKNOWN) for entry in found]
+        return found
 
     # --- facts of nodes ---
 

@@ -1,22 +1,30 @@
-"""Counterparts of the tensors of a file that others exported: names say nothing, weights and values do."""
+"""Counterparts of tensors where names prove nothing: weights and values do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from htp_export.capabilities.carry.alignment import Alignment
+from htp_export.capabilities.carry.alignment import Alignment, AlignmentEvidence
+from htp_export.capabilities.carry.feeds import pair_names
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
 from htp_export.capabilities.carry.likenesses import Likeness
 from htp_export.format.reasons import Reason
 from htp_export.shapes.operator_kinds import moves, resembles
 
-__all__ = ["ForeignAlignment", "without_names"]
+__all__ = ["UnnamedAlignment", "input_pairs", "without_names"]
 
 
-class ForeignAlignment(Alignment):
-    """The counterparts of the tensors of a file that was not made from the original; its summary is `without_names`."""
+class UnnamedAlignment(Alignment):
+    """The counterparts of the tensors of a model that was not made of the original; its summary is `without_names`."""
 
     by_consumers = True
+
+    def __init__(self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence) -> None:
+        super().__init__(before, after, evidence)
+        if evidence.values and self._by_values():
+            self._settled = {value for value, number in enumerate(self.counterpart) if number != NOTHING}
+            self._look()  # what is known now may tell more
 
     def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
         """Match a value with a number, unless their numbers were compared and differ."""
@@ -42,14 +50,17 @@ class ForeignAlignment(Alignment):
             super()._forward(node)
 
     def _by_values(self) -> bool:
-        added = super()._by_values()
+        """Match tensors with equal values, even if structure contradicts; return whether that added matches."""
+        before = list(self.counterpart), dict(self.parts)
         for value, like in self.evidence.values.items():
-            if not like.same_shape and self.after.values[value].kind == "node":
-                current = self.numbers.current(self.counterpart[value])
-                if like.joined or current not in {self.numbers.number[original] for original in like.originals}:
-                    self._take(value, like, Reason.VALUES)
-                    added = True
-        return added
+            numbers = {self.numbers.number[original] for original in like.originals}
+            known = self.numbers.current(self.counterpart[value]) in numbers
+            if known and like.same_shape:
+                self.exact[value] = self.exact[value] or len(numbers) == 1
+            elif self.after.values[value].kind == "node" and (like.joined or not known):
+                self._take(value, like, Reason.VALUES)
+                self.exact[value] = like.same_shape and len(numbers) == 1
+        return before != (self.counterpart, self.parts)
 
     def _by_weights(self, node: SummaryNode, value: int) -> None:
         """Match the output of a node that reads one weight, or several joined ones, with the products of these."""
@@ -122,11 +133,27 @@ class ForeignAlignment(Alignment):
         return set()
 
 
-def without_names(summary: GraphSummary) -> list[str]:
-    """Remove the names of tensors and nodes from a summary, as equal names prove nothing; return those of tensors."""
-    names = [value.name for value in summary.values]
-    for value in summary.values:
-        value.name = ""
-    for node in summary.nodes:
-        node.name = ""
-    return names
+def without_names(summary: GraphSummary) -> GraphSummary:
+    """A summary without the names and tags of a model that was not made of the original."""
+    for index in range(len(summary.values)):
+        summary.shape(index)  # inferred by names
+    return GraphSummary(
+        [replace(node, name="", owners=(), call="", reason="") for node in summary.nodes],
+        [replace(value, name="") for value in summary.values],
+        summary.inputs,
+        summary.outputs,
+    )
+
+
+def input_pairs(before: GraphSummary, after: GraphSummary) -> dict[int, int]:
+    """Input of a model → the original input that it stands for, by the words in their names."""
+    ranks = [
+        {
+            value.name: None if value.shape is None else len(value.shape)
+            for value in (each.values[index] for index in each.inputs)
+            if value.kind == "input"
+        }
+        for each in (after, before)
+    ]
+    pairs = {after.find(mine): before.find(other) for mine, other in pair_names(*ranks).items()}
+    return {mine: other for mine, other in pairs.items() if NOTHING not in (mine, other)}

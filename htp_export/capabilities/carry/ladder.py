@@ -1,0 +1,162 @@
+"""The ladder of evidence for the owners of nodes: names and structure, then weights, then values.
+
+Each step reads more than the one before: the graphs alone, their weights, and what both compute. It ends where the
+owners of all nodes are known.
+
+1. **Names and structure**, if the names prove something: the second model was made of the first. Then a node that kept
+   no trace still is between others that did, and all are known.
+2. **Weights**, by their numbers. Names prove nothing from here on: what is not known otherwise stays unknown.
+3. **Values** of tensors, when both models run on the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.capabilities.carry.alignment import Alignment, AlignmentEvidence
+from htp_export.capabilities.carry.graph_summary import NOTHING, summarize
+from htp_export.capabilities.carry.name_scopes import scope_of
+from htp_export.capabilities.carry.origins import Origin
+from htp_export.capabilities.carry.ownership import Owned, owners_after
+from htp_export.capabilities.carry.proved_owners import proved_owners
+from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
+from htp_export.capabilities.carry.unnamed_alignment import UnnamedAlignment, input_pairs, without_names
+from htp_export.format.reasons import Reason
+from htp_export.format.tags import below
+from htp_export.runtime.inputs import Inputs
+
+__all__ = ["Found", "find_owners", "names_hold"]
+
+_KEPT = 0.5
+"""The share of tensors under their names beyond which names prove something: tools keep 0.7, other exporters none."""
+
+_CONTRADICTED = 0.05
+"""The share of names that structure contradicts: 0.03 after tools, and 0.1 where an exporter counts its names anew."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The owners of the nodes of a model.
+
+    Attributes:
+        nodes: Its nodes.
+        owned: The owners of each.
+        alignment: The counterparts of its tensors.
+        not_compared: Why values were not compared, although this might have helped.
+    """
+
+    nodes: Sequence[ir.Node]
+    owned: Sequence[Owned]
+    alignment: Alignment
+    not_compared: str = ""
+
+    @property
+    def unknown(self) -> list[ir.Node]:
+        """The nodes whose owners are not known."""
+        return [node for node, owned in zip(self.nodes, self.owned, strict=True) if owned.reason == Reason.UNKNOWN]
+
+
+def find_owners(
+    origin: Origin, model: ir.Model, data: Mapping[str, Any] | None = None, seed: int = 0, sure: bool = False
+) -> Found:
+    """Go up the ladder.
+
+    Args:
+        origin: The original model.
+        model: The model whose nodes are asked about.
+        data: Input name of the original → array, for values; None for random inputs.
+        seed: Of random inputs.
+        sure: Whether the model was certainly made of the original; otherwise its names have to show that.
+
+    Raises:
+        InputError: If the data are not the inputs of the original.
+    """
+    if data is not None and origin.model is not None:
+        data = Inputs.of(origin.model).feed(data).arrays
+    return _by_names(origin, model, sure) or _without_names(origin, model, data, seed)
+
+
+def _by_names(origin: Origin, model: ir.Model, sure: bool) -> Found | None:
+    """The owners by names and structure, and by renamed weights; None if names prove nothing."""
+    before = origin.summary
+    after, nodes = summarize(model, model.functions.values())
+    alignment = Alignment(before, after)
+    if not sure and not names_hold(alignment):
+        return None
+    if origin.model is not None:
+        from htp_export.capabilities.carry.evidence import renamed_weights  # it loads numpy, and ONNX Runtime
+
+        weights = renamed_weights((origin.model, before), (model, after))
+        alignment = Alignment(before, after, AlignmentEvidence(weights=weights)) if weights else alignment
+    owned = owners_after(before, after, replaced_nodes(alignment), origin.calls)
+    return Found(nodes, _with_root(owned), alignment)
+
+
+def _without_names(origin: Origin, model: ir.Model, data: Mapping[str, Any] | None, seed: int) -> Found:
+    """The owners by structure and weights, or else by values too; what these do not prove is unknown."""
+    before = origin.summary
+    after, nodes = summarize(model, model.functions.values())
+    scopes = [scope_of(node.name or "", *(str(value.name) for value in node.outputs[:1])) for node in nodes]
+    held = ((path, below(path, name)) for path, of in origin.parameters.items() for name in of.shapes)
+    holders = {before.find(name): path for path, name in held}
+    holders.pop(NOTHING, None)
+
+    def rungs() -> Iterator[tuple[AlignmentEvidence, str]]:
+        if origin.model is None:
+            yield AlignmentEvidence(inputs=input_pairs(before, after)), "of the original, only its map is known"
+        else:
+            from htp_export.capabilities.carry.evidence import weights_then_values
+
+            yield from weights_then_values((origin.model, before), (model, after), data, seed)
+
+    unnamed = without_names(after)
+    for evidence, not_compared in rungs():
+        alignment = UnnamedAlignment(before, unnamed, evidence)
+        owned = proved_owners(alignment, scopes, origin.calls, holders)
+        found = Found(nodes, _with_root(owned), alignment, not_compared)
+        if not found.unknown:
+            break
+    for value, named in zip(unnamed.values, after.values, strict=True):
+        value.name = named.name  # what was found is told by names
+    return found
+
+
+def names_hold(alignment: Alignment) -> bool:
+    """Whether names prove that the second model was made of the first.
+
+    Most tensors have a name of the original, and of those that structure alone identifies, nearly all have their own.
+    Exporters name by type and number, so equal names may stand for other tensors.
+    """
+    before, after, numbers = alignment.before, alignment.after, alignment.numbers
+    if any(alignment.counterpart[value] == NOTHING for value in (*after.inputs, *after.outputs)):
+        return False
+    kept = agree = contradicted = 0
+    for node in after.nodes:
+        reads = [value if value == NOTHING else alignment.counterpart[value] for value in node.inputs]
+        complete = all((number == NOTHING) == (v == NOTHING) for number, v in zip(reads, node.inputs, strict=True))
+        same = numbers.made_by(node, reads) if complete else None
+        for place, value in enumerate(node.outputs):
+            if value == NOTHING or value in after.outputs or not node.inputs:
+                continue
+            named = before.find(after.values[value].name, node.scope)
+            if named == NOTHING:
+                kept += alignment.named[value] == Reason.NODE
+            elif same is None or place >= len(same.outputs) or same.outputs[place] == NOTHING:
+                kept += alignment.alike(value, named)  # two products that became one have the name of one of them
+            elif numbers.number[named] == numbers.number[same.outputs[place]]:
+                agree += 1
+            else:
+                contradicted += 1
+    fewer = min(
+        sum(len({*node.makes} - {*each.outputs}) for node in each.nodes if node.inputs) for each in (before, after)
+    )
+    return kept + agree >= _KEPT * fewer and contradicted <= _CONTRADICTED * (agree + contradicted)
+
+
+def _with_root(owned: Sequence[Owned]) -> list[Owned]:
+    """Nodes without neighbours that have owners are of the root, as far as is known."""
+    return [entry if entry.paths else Owned(("",), Reason.UNKNOWN) for entry in owned]
