@@ -302,7 +302,7 @@ def test_a_line_says_what_is_wrong_and_nothing_is_written(
 def test_python_refuses_a_mapping_without_inputs(use: Callable[..., object], folder: Path) -> None:
     files = ["net.onnx"] if use is htp_export.profile else ["net.onnx", "net.onnx"]
     with pytest.raises(htp_export.InputError, match="no value for input 'x'"):
-        use(*files, inputs={})
+        use(*files, **{"data" if use is htp_export.carry else "inputs": {}})
 
 
 def test_files_that_may_not_be_read(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def carry_command(
         model = dataclasses.replace(model, source=None)
     steps = Steps(quiet=as_json)
     before: Any = Path(str(model.source))
-    if model.is_file:
+    if model.is_file or before.is_file():
         model.check_file()
         data = read_sizes(model.inputs, dims).arrays(before, model.seed)
     elif after is None:
