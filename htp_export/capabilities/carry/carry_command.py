@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 EXAMPLE = "bert.onnx bert-elsewhere.onnx -o bert-tagged.onnx"
-PLACE = 160
+PLACE = ("Optimise", 3)
 
 
 @dataclasses.dataclass(frozen=True)
