@@ -23,7 +23,6 @@ __all__ = [
     "SIZES_ONLY",
     "VIEW",
     "base_op",
-    "ends_in",
     "is_standard",
     "moves",
     "operator_of",
@@ -167,16 +166,6 @@ def _parts(op: str) -> tuple[str, ...]:
         quantized = len(known) == 1 and all(part in _QUANTIZED for part in parts if part not in known)
         return (name, *known) if quantized and len(parts) > 1 else (name,)
     return tuple(inner for part in parts for inner in (_parts(part) if part in standard else (part,)))
-
-
-def ends_in(op: str, last: str) -> bool:
-    """Whether the last thing that an operator computes is what another one computes, by their names.
-
-    Examples:
-        >>> ends_in("com.microsoft::FusedConv", "Conv"), ends_in("MatMul", "Mul"), ends_in("QLinearConv", "Conv")
-        (True, False, True)
-    """
-    return base_op(last) in (base_op(op), _parts(op)[-1])
 
 
 def resembles(op: str, counterpart: str) -> bool:

@@ -17,7 +17,7 @@ from htp_export.capabilities.carry.backwards import go_backwards
 from htp_export.capabilities.carry.counterparts import LOOK_BACK, Counterparts, repeats
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
 from htp_export.format.reasons import Reason
-from htp_export.shapes.operator_kinds import base_op, ends_in, moves, resembles
+from htp_export.shapes.operator_kinds import base_op, moves, resembles
 
 if TYPE_CHECKING:
     from htp_export.capabilities.carry.likenesses import Likeness
@@ -177,19 +177,7 @@ class Alignment(Counterparts):
         return False
 
     def _by_weights(self, node: SummaryNode, value: int) -> None:
-        """Match the output of a node that has all weights and a variant of the operator of a single original one."""
-        read = {self.counterpart[v] for v in node.inputs if v != NOTHING and self.after.values[v].kind == "initializer"}
-        outputs = dict[int, int]()  # number → value
-        for weight in read - {NOTHING}:
-            members = self.numbers.members[weight]
-            readers = {reader for member in members for reader in self.before.readers[member]}
-            for old in [self.before.nodes[reader] for reader in readers] if len(readers) <= _FEW else ():
-                inputs = [v for v in old.inputs if v != NOTHING and self.before.values[v].kind == "initializer"]
-                if ends_in(node.op, old.op) and not old.scope and {self.numbers.number[v] for v in inputs} <= read:
-                    outputs[self.numbers.number[old.outputs[0]]] = old.outputs[0]
-        if len(outputs) == 1:
-            [(number, output)] = outputs.items()
-            self.match(value, number, "nchwc" not in node.op and self.alike(value, output), Reason.INITIALIZER)
+        """Match the output of a node by its weights; where names hold, these say no more."""
 
     def _followed(self, node: SummaryNode, value: int, reads: set[int]) -> int:
         """A later tensor, if the node reads more than this one depends on, or names an operator that it absorbed."""
