@@ -102,7 +102,7 @@ def profile_command(
             timing=timing,
         )
     over = result.over(budgets)
-    facts = {"over_budget": over} if budgets else {}
+    facts: dict[str, Any] = {"over_budget": over} if budgets else {}
     report(result, as_json, lambda: render_profile(result, sort=sort, depth=depth, fold=fold), **facts)
     if over:
         rows = {path or "(root)": (result.modules[path].total_ms, limit) for path, limit in over.items()}
