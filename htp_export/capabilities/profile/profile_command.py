@@ -27,7 +27,7 @@ from htp_export.errors import InputError
 from htp_export.process.bounds import MOST_RUNS, check_whole, most_threads
 
 EXAMPLE = "bert.onnx --runs 50"
-PLACE = 50
+PLACE = ("Check and measure", 3)
 IDLE = (
     Idle(("sort", "depth", "fold"), lambda given: given["as_json"], JSON_HAS_ALL),
     Idle(
