@@ -331,6 +331,12 @@ def refuse_all() -> None:
     raise OSError(errno.ENOTSUP, "Operation not supported")
 
 
+def test_a_temporary_folder_is_gone_afterwards() -> None:
+    with filesystem.temporary_folder() as folder:
+        (folder / "file").touch()
+    assert not folder.exists()
+
+
 class TestLocks:
     def test_a_lock_is_free_when_its_process_has_let_it_go(self, tmp_path: Path) -> None:
         held = Lock.new(tmp_path / "lock")
