@@ -122,7 +122,7 @@ class Info(Result):
         writer = f"; {self.producer}{f', exporter {self.exporter}' if self.exporter else ''}" if self.producer else ""
         files = [] if self.file_bytes is None else [f"file {si(self.file_bytes, 'B')}"]
         files += [f"{name} {'missing' if size is None else si(size, 'B')}" for name, size in self.data_files.items()]
-        functions = f"; {self.functions} functions" if self.functions else ""
+        functions = f"; {self.functions} function{'s' * (self.functions > 1)}" if self.functions else ""
         width = max(map(len, self.next), default=0)
         return (
             *(f"  {fact}" for fact in self.evidence),
