@@ -1,6 +1,6 @@
 """The README as the first page of the site that MkDocs builds from docs/, and a page with the help of every command.
 
-    pip install . ".[docs]" && mkdocs build --strict
+    pip install ".[docs]" && mkdocs build --strict
 
 MkDocs calls `on_files` once and `on_page_markdown` for every page (mkdocs.yml, "hooks"). The help is that of the
 ``htp-export`` on the path, which may be installed in another environment. Links out of docs/ work on a forge and in a
@@ -36,10 +36,11 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 def help_of(*words: str) -> str:
     """Return the help of the program, or of a command."""
-    program = shutil.which("htp-export")
-    command = [program] if program else [sys.executable, "-m", "htp_export"]
+    program = shutil.which("htp-export", path=os.pathsep.join((os.environ["PATH"], str(Path(sys.executable).parent))))
+    if program is None:
+        raise FileNotFoundError("the page of commands is made by htp-export, which is not on the path: pip install .")
     environment = {**os.environ, "COLUMNS": WIDTH}
-    done = subprocess.run([*command, *words, "--help"], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([program, *words, "--help"], env=environment, capture_output=True, text=True, check=True)
     return done.stdout
 
 
