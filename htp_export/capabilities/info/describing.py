@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
 
