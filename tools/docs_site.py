@@ -1,6 +1,6 @@
 """What the site that MkDocs builds from docs/ has beside its pages: the README, the help of the commands, the gallery.
 
-    pip install . ".[docs]" && mkdocs build --strict
+    pip install ".[docs]" && mkdocs build --strict
     pip install ".[docs,view]" && HTP_GALLERY=yes mkdocs build --strict    # minutes: four models are exported
 
 MkDocs calls the functions `on_...` (mkdocs.yml, "hooks"). The help and the gallery are made by the ``htp-export`` on the
@@ -45,10 +45,11 @@ def help_of(*words: str) -> str:
 
 def run(words: Sequence[str], folder: str | None = None) -> str:
     """Run htp-export in a folder, and return what it prints."""
-    program = shutil.which("htp-export")
-    command = [program] if program else [sys.executable, "-m", "htp_export"]
+    program = shutil.which("htp-export", path=os.pathsep.join((os.environ["PATH"], str(Path(sys.executable).parent))))
+    if program is None:
+        raise FileNotFoundError("the help and the gallery are made by htp-export, which is not on the path: pip install .")
     environment = {**os.environ, "COLUMNS": WIDTH}
-    done = subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([program, *words], cwd=folder, env=environment, capture_output=True, text=True, check=True)
     return done.stdout
 
 

@@ -142,7 +142,8 @@ def test_the_help_and_the_guides_of_the_readme_have_the_same_commands_in_the_sam
 
 def test_old_names_are_gone_and_new_ones_are_there():
     text = (ROOT / "docs" / "changes.md").read_text(encoding="utf-8")
-    commands, functions = (re.findall(r"^\| (.*?) \| (.*?) \|$", part, re.MULTILINE)[1:] for part in tables(text))
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)  # commands, functions, and options
+    commands, functions = (re.findall(r"^\| ?(.*?) \| (.*?) \|$", table, re.MULTILINE)[1:] for table in tables[:2])
     known = {*command_names(), *(name.split()[0] for name in command_names())}
     for old, new in commands:
         assert not known & words_in(old)
@@ -151,11 +152,6 @@ def test_old_names_are_gone_and_new_ones_are_there():
         assert not set(htp_export.__all__) & words_in(old)
         for name in words_in(new):
             assert operator.attrgetter(name)(htp_export)
-
-
-def tables(text):
-    """The tables of a page, as text."""
-    return re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
 
 
 def words_in(cell):
@@ -237,7 +233,10 @@ def test_the_examples_of_selectors_select_what_the_page_says():
         assert [path or "." for path in select(selector, classes)] == modules, selector
 
 
-@pytest.mark.parametrize("page", ["concepts", "selectors", "tutorial"])
+LONGER = [pytest.param(page, marks=pytest.mark.slow) for page in ("coming_from", "concepts", "questions", "selectors")]
+
+
+@pytest.mark.parametrize("page", ["tutorial", *LONGER])
 def test_a_page_to_begin_with_runs_in_a_folder_of_its_own(page, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     failed = run(ROOT / "docs" / f"{page}.md", tmp_path)
