@@ -3,9 +3,9 @@
     pip install ".[docs]" && mkdocs build --strict
     pip install ".[docs,view]" && HTP_GALLERY=yes mkdocs build --strict    # minutes: four models are exported
 
-MkDocs calls the functions `on_...` (mkdocs.yml, "hooks"). The help and the gallery are made by the ``htp-export`` on the
-path, which may be installed in another environment. Links out of docs/ work on a forge and in a clone. In the site they
-lead to the project's repository, or lose their address where mkdocs.yml names no repository.
+MkDocs calls the functions `on_...` (mkdocs.yml, "hooks"). The help and the gallery are made by the ``htp-export`` on
+the path, which may be installed in another environment. Links out of docs/ work on a forge and in a clone. In the
+site they lead to the project's repository, or lose their address where mkdocs.yml names no repository.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(words: Sequence[str], folder: str | None = None) -> str:
     """Run htp-export in a folder, and return what it prints."""
     program = shutil.which("htp-export", path=os.pathsep.join((os.environ["PATH"], str(Path(sys.executable).parent))))
     if program is None:
-        raise FileNotFoundError("the help and the gallery are made by htp-export, which is not on the path: pip install .")
+        raise FileNotFoundError("htp-export, which makes the help and the gallery, is not on the path: pip install .")
     environment = {**os.environ, "COLUMNS": WIDTH}
     done = subprocess.run([program, *words], cwd=folder, env=environment, capture_output=True, text=True, check=True)
     return done.stdout
