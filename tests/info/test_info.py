@@ -144,6 +144,19 @@ def test_values_that_are_no_tensors_and_sizes_that_have_no_name_are_said() -> No
     assert (found.family, found.producer, found.weights) == ("unknown", "", {})
 
 
+def test_a_cache_by_layer_is_two_lines_and_sizes_made_of_others_are_not_asked_for() -> None:
+    tensor, shape = onnx.TensorProto.FLOAT, ["batch", "past", 4]
+    values = [onnx.helper.make_tensor_value_info(f"past.{k}.{what}", tensor, shape) for k in range(9) for what in "kv"]
+    mask = onnx.helper.make_tensor_value_info("mask", tensor, ["batch", "past + sequence"])
+    found = htp_export.info(onnx.helper.make_model(onnx.helper.make_graph([], "g", [*values, mask], []), ir_version=10))
+    rows = [line.split("  ")[1].strip() for line in str(found).splitlines() if line.startswith("input  ")]
+    assert rows == ["past.0.k … past.8.k × 9", "past.0.v … past.8.v × 9", "mask"]  # noqa: RUF001 - "times"
+    assert "batch × (past + sequence)" in str(found)  # noqa: RUF001
+    assert "htp-export cost FILE --dims batch=1,past=1" in found.next
+    assert len(found.inputs) == 19
+    assert "... and 13 more" in str(found)
+
+
 def test_the_command_prints_what_the_function_returns(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

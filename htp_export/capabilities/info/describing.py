@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from htp_export.results.tag_facts import TagFacts
 __all__ = ["Info", "ModelValue", "info"]
 
 _TORCHS = "pkg.torch.onnx."  # what keys begin with that torch's dynamo exporter gives to nodes
+_MOST_EVIDENCE = 6  # lines that are shown
+_WIDEST = 60  # characters of a command, before what it is for
 _MANY_BYTES = 10_000_000  # of float32 weights; fewer need no other precision
 
 
@@ -47,7 +50,18 @@ class ModelValue(PlainData):
 
 
 def _sizes(shape: tuple[int | str | None, ...]) -> str:
-    return " × ".join(str(size if size is not None else "?") for size in shape) or "scalar"  # noqa: RUF001 - "times"
+    shown = ("?" if size is None else f"({size})" if " " in str(size) else str(size) for size in shape)
+    return " × ".join(shown) or "scalar"  # noqa: RUF001 - "times"
+
+
+def _folded(values: Iterable[ModelValue]) -> Iterator[ModelValue]:
+    """Values that differ in the numbers of their names alone as one, such as those of a cache by layer."""
+    alike: dict[tuple[object, ...], list[ModelValue]] = {}
+    for value in values:
+        alike.setdefault((value.role, re.sub(r"\d+", "0", value.name), value.type, value.shape), []).append(value)
+    for first, *others in alike.values():
+        name = f"{first.name} … {others[-1].name} × {len(others) + 1}" if others else first.name  # noqa: RUF001 - "times"
+        yield replace(first, name=name)
 
 
 _COLUMNS = [
@@ -112,8 +126,8 @@ class Info(Result):
         return f"{self.family or 'unknown'}: {count}, {si(self.elements)} weights{f' ({sizes})' * bool(sizes)}"
 
     def table(self) -> Table:
-        """The inputs and outputs."""
-        return _COLUMNS, (*self.inputs, *self.outputs)
+        """The inputs and outputs, those alike in one line."""
+        return _COLUMNS, _folded((*self.inputs, *self.outputs))
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -123,9 +137,10 @@ class Info(Result):
         files = [] if self.file_bytes is None else [f"file {si(self.file_bytes, 'B')}"]
         files += [f"{name} {'missing' if size is None else si(size, 'B')}" for name, size in self.data_files.items()]
         functions = f"; {self.functions} function{'s' * (self.functions > 1)}" if self.functions else ""
-        width = max(map(len, self.next), default=0)
+        width = min(max(map(len, self.next), default=0), _WIDEST)
+        more = [f"... and {len(self.evidence) - _MOST_EVIDENCE} more"] if len(self.evidence) > _MOST_EVIDENCE else []
         return (
-            *(f"  {fact}" for fact in self.evidence),
+            *(f"  {fact}" for fact in (*self.evidence[:_MOST_EVIDENCE], *more)),
             f"opset {opsets}; IR version {self.ir_version}{writer}{functions}",
             *([", ".join(files)] if files else ()),
             *super().lines,
@@ -236,9 +251,9 @@ def _next_steps(
         steps[f"htp-export tree {file}"] = "its module tree"
     if tagged.model.functions:
         steps[f"htp-export functions {file} --undo -o flat.onnx"] = "its functions as a flat graph"
-    named = dict.fromkeys(size for value in inputs for size in value.shape or () if isinstance(size, str))
-    if named:
-        dims = shlex.quote(",".join(f"{name}=1" for name in named))
+    sizes_of = (size for value in inputs for size in value.shape or () if isinstance(size, str))
+    if named := dict.fromkeys(size for size in sizes_of if size.isidentifier()):  # others are made of these
+        dims = ",".join(f"{name}=1" for name in named)
         steps[f"htp-export cost {file} --dims {dims}"] = "its work, for sizes that the file leaves open"
     integers = any(name.lstrip("u").startswith("int") for name in sizes if name != "int64") or "float16" in sizes
     if integers and whole:
