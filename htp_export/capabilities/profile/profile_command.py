@@ -65,7 +65,9 @@ def profile_command(
     ] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option(metavar="SELECTOR=LIMIT", help="The most that each of these modules may take: 5ms, or 20%."),
+        typer.Option(
+            metavar="SELECTOR=LIMIT", help="The most that each of these modules may take: 5ms, or 20%. May be repeated."
+        ),
     ] = None,
     sort: Annotated[Literal["tree", "total", "self"], "Order of the lines."] = "tree",
     depth: DepthOption = None,
@@ -102,7 +104,7 @@ def profile_command(
             timing=timing,
         )
     over = result.over(budgets)
-    facts = {"over_budget": over} if budgets else {}
+    facts: dict[str, Any] = {"over_budget": over} if budgets else {}
     report(result, as_json, lambda: render_profile(result, sort=sort, depth=depth, fold=fold), **facts)
     if over:
         rows = {path or "(root)": (result.modules[path].total_ms, limit) for path, limit in over.items()}
