@@ -107,6 +107,7 @@ class Profile(ModuleTable):
     """
 
     columns = PROFILE_COLUMNS
+    measure = "total_ms"
     details = ("by_op",)
     derived = ("notes",)
     optional = ("memory",)
@@ -153,14 +154,6 @@ class Profile(ModuleTable):
             engine=engine,
             timing=measured.timing,
         )
-
-    def by_path(self, field: str = "total_ms") -> dict[str, float]:
-        """Module path → one number, to lay over a drawing of the model.
-
-        Args:
-            field: Which: ``total_ms``, ``self_ms``, ``share`` or any other number of ``ModuleLatency``.
-        """
-        return {path: float(getattr(module, field)) for path, module in self.modules.items()}
 
     def module_data(self, row: ModuleLatency) -> dict[str, Any]:
         """What JSON has of a module; memory where it was measured."""
