@@ -69,7 +69,7 @@ def test_the_message_says_what_fits_and_what_was_given() -> None:
         lambda: htp_export.verify("a.onnx", net): "model and onnx are swapped; the order is verify(model, onnx)",
         lambda: htp_export.verify(
             net, "a.onnx", torch.ones(9, 99)
-        ): "takes a list, and what was given is of type Tensor",
+        ): "a list, and what was given is of type Tensor",
         lambda: htp_export.map("a.onnx", [3]): "a list of strings, and [3] is of type list",
         lambda: htp_export.view("a.onnx", 3): "view: output takes a string or a path, and 3 is of type int",
     }
