@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.carry.carrying import Carried
     from htp_export.capabilities.cost.result import Cost
     from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference
-    from htp_export.capabilities.export_plan.plan_exporting import PlanFile
     from htp_export.capabilities.extract.extraction import Extraction
     from htp_export.capabilities.extract.splicing import Splice
     from htp_export.capabilities.fingerprint.blocks import Block
@@ -32,6 +31,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.place.placed import DeviceUse, Misplaced, Placed, PlacedModule, Placement
     from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
     from htp_export.capabilities.prune.pruned import Pruned, PrunedModule
+    from htp_export.capabilities.quantize.plan_exporting import PlanFile
     from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
     from htp_export.capabilities.rename.naming import Named
     from htp_export.capabilities.search.search_results import Search, Trial

@@ -35,12 +35,13 @@ def drawn_html(result: object) -> str | None:
         drawing = importlib.import_module(f"{capability}.drawing")
     except ModuleNotFoundError:
         return None
-    if not hasattr(drawing, "drawn"):
+    table = drawing.drawn(result) if hasattr(drawing, "drawn") else None
+    if table is None:
         return None
     from rich.console import Console
 
     console = Console(width=_WIDTH, record=True, file=io.StringIO(), highlight=False, force_jupyter=False)
-    console.print(drawing.drawn(result))
+    console.print(table)
     text = console.export_html(code_format=_PAGE, inline_styles=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 

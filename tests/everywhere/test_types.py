@@ -15,6 +15,7 @@ from htp_export.capabilities.carry import adapters
 
 FUNCTIONS = {name: getattr(htp_export, name) for name in htp_export.__all__ if name != "export"}  # torch's own errors
 FUNCTIONS = {name: each for name, each in FUNCTIONS.items() if inspect.isfunction(each)}
+FUNCTIONS |= {f"lora.{name}": getattr(htp_export.lora, name) for name in htp_export.lora.__all__}
 FUNCTIONS |= {f"tools.{name}": getattr(htp_export.tools, name) for name in adapters.__all__}
 
 CHECKED = ("ModelSource", "Module", "Mapping", "Sequence", "str", "PathLike", "Space", "tuple")
@@ -67,10 +68,8 @@ def test_the_message_says_what_fits_and_what_was_given() -> None:
         lambda: htp_export.load(None): f"load: model {onnx_model}",
         lambda: htp_export.load(net): ", and Linear(in_features=2, out_features=2, bias=True) is of type Linear",
         lambda: htp_export.verify("a.onnx", net): "model and onnx are swapped; the order is verify(model, onnx)",
-        lambda: htp_export.verify(
-            net, "a.onnx", torch.ones(9, 99)
-        ): "a list, and what was given is of type Tensor",
-        lambda: htp_export.map("a.onnx", [3]): "a list of strings, and [3] is of type list",
+        lambda: htp_export.verify(net, "a.onnx", torch.ones(9, 99)): "a list, and what was given is of type Tensor",
+        lambda: htp_export.nodes("a.onnx", [3]): "a list of strings, and [3] is of type list",
         lambda: htp_export.view("a.onnx", 3): "view: output takes a string or a path, and 3 is of type int",
     }
     for call, words in said.items():

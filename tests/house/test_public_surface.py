@@ -19,9 +19,9 @@ PUBLIC = [
     "Hierarchy", "HtpExportError", "InputError", "ModuleInfo", "Precision", "Region", "TaggedModel", "Work",
     "adopt", "attention_report", "carry", "compare", "contamination", "cost", "decomposed_attention", "diff",
     "embed_map", "export", "export_plan", "extract", "fingerprint", "forensics", "frozen_fake_quantize",
-    "functions", "fuse_lora", "inline", "insert_lora", "inspect", "load", "load_partition", "lora_adapter", "map",
-    "module_filter", "names", "optimize", "partition", "pipeline", "place", "placement", "profile", "prune",
-    "quantize", "search", "sensitivity", "splice", "tagging", "verify", "view",
+    "functions", "inline", "inspect", "load", "load_partition", "module_filter", "nodes", "optimize", "partition",
+    "pipeline", "place", "placement", "profile", "prune", "quantize", "rename", "search", "sensitivity", "splice",
+    "tagging", "verify", "view",
 ]  # fmt: skip
 
 
@@ -55,6 +55,7 @@ def subclasses(base):
 
 def public_functions():
     functions = {name: getattr(htp_export, name) for name in PUBLIC if inspect.isfunction(getattr(htp_export, name))}
+    functions |= {f"lora.{name}": getattr(htp_export.lora, name) for name in htp_export.lora.__all__}
     return functions | {f"tools.{name}": getattr(htp_export.tools, name) for name in adapters.__all__}
 
 

@@ -47,8 +47,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         for command in COMMANDS:
             typed = arguments(command, files)
             main([*typed, "--json"] if command == "pipeline" else typed)
-        main(arguments("insert-lora FILE first -o lora.onnx", files))
-        main(arguments("lora-adapter lora.onnx ADAPTER -o lora.onnx_adapter", files))
+        main(["lora", "insert", files["FILE"], "first", "-o", "lora.onnx"])
+        main(["lora", "adapter", "lora.onnx", files["ADAPTER"], "-o", "lora.onnx_adapter"])
         htp_export.attention_report(torch.nn.MultiheadAttention(4, 2).eval(), tuple(torch.randn(3, 2, 2, 4)))
         htp_export.inspect(model, args)
         program = htp_export.export(model, args, verbose=False)
