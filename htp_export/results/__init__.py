@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.place.placed import DeviceUse, Misplaced, Placed, PlacedModule, Placement
     from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
     from htp_export.capabilities.prune.pruned import Pruned, PrunedModule
+    from htp_export.capabilities.quantize.checking import Check
     from htp_export.capabilities.quantize.plan_exporting import PlanFile
     from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
     from htp_export.capabilities.rename.naming import Named
@@ -42,11 +43,11 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.results.compressed import CompressedModule
 
 __all__ = [
-    "Adopted", "AdoptedModule", "AttentionReport", "Block", "Carried", "Change", "Comparison", "CompressedModule",
-    "Contamination", "Cost", "Crossing", "DeviceUse", "Extraction", "Finding", "Fingerprint", "Forensics",
-    "FusedLora", "Inlined", "InsertedLora", "Inspected", "LoraAdapter", "LoraLayer", "Misplaced", "ModelDifference",
-    "ModelMap", "ModuleDifference", "ModuleLatency", "ModuleResult", "ModuleSensitivity", "Named",
-    "Nested", "Optimized", "Partition", "PassReport", "PipelineRun", "Placed", "PlacedModule", "Placement",
+    "Adopted", "AdoptedModule", "AttentionReport", "Block", "Carried", "Change", "Check", "Comparison",
+    "CompressedModule", "Contamination", "Cost", "Crossing", "DeviceUse", "Extraction", "Finding", "Fingerprint",
+    "Forensics", "FusedLora", "Inlined", "InsertedLora", "Inspected", "LoraAdapter", "LoraLayer", "Misplaced",
+    "ModelDifference", "ModelMap", "ModuleDifference", "ModuleLatency", "ModuleResult", "ModuleSensitivity",
+    "Named", "Nested", "Optimized", "Partition", "PassReport", "PipelineRun", "Placed", "PlacedModule", "Placement",
     "PlanFile", "Profile", "Pruned", "PrunedModule", "Quantized", "QuantizedModule", "Search", "Sensitivity",
     "Splice", "Stage", "StepReport", "Trial", "Verification", "View",
 ]  # fmt: skip
