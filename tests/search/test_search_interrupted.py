@@ -55,7 +55,7 @@ def test_the_front_so_far_is_written_and_the_same_command_goes_on(file: Path, tm
     front = json.loads((folder / "front.json").read_text(encoding="utf-8"))
     measured = len(front["trials"])
     assert f"{measured} of 700 trials are measured; their front is in " in err
-    assert 3 <= measured < 700
+    assert 2 <= measured < 700  # a trial is not finished when its measurement is kept
     assert len(list(folder.glob("plan*.json"))) == len(front["pareto"]) > 0
     assert main([*words, "--trials", str(measured + 1)]) == 0
     after = json.loads((folder / "front.json").read_text(encoding="utf-8"))

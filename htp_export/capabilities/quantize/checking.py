@@ -87,11 +87,20 @@ def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, size
     found = [result.modules[result.worst] for result in results if result.worst is not None]
     known = [(math.inf if math.isnan(row.max_abs) else row.max_abs, row) for row in found if row.max_abs is not None]
     worst = max(known, key=lambda each: each[0])[1] if known else None
-    error = (None, None, None) if worst is None else (worst.path, worst.max_abs, worst.cosine)
     with temporary_folder() as folder:
         name = original.hierarchy.root.simple_class or "model"
         runnable = [RunnableModel.of(each.model, name, folder) for each in (original, changed)]
         sessions = [Session(each, SessionSettings()) for each in runnable]
         given = [feeds[0], dict(Inputs.of(changed.model).feed_again(feeds[0]).arrays)]
         before, after = median_times(sessions, given, _TIMED)
-    return Check(*error, len(feeds), *sizes, before, after, _TIMED)
+    return Check(
+        worst=None if worst is None else worst.path,
+        max_abs=None if worst is None else worst.max_abs,
+        cosine=None if worst is None else worst.cosine,
+        compared=len(feeds),
+        bytes_before=sizes[0],
+        bytes_after=sizes[1],
+        ms_before=before,
+        ms_after=after,
+        runs=_TIMED,
+    )
