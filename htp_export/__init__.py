@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.forensics.investigation import forensics
     from htp_export.capabilities.functions.inlining import inline
     from htp_export.capabilities.functions.nesting import functions
+    from htp_export.capabilities.info.describing import info
     from htp_export.capabilities.inspect.inspecting import inspect
     from htp_export.capabilities.nodes.mapping import nodes
     from htp_export.capabilities.optimize.optimizing import optimize
@@ -59,9 +60,9 @@ __all__ = [
     "Hierarchy", "HtpExportError", "InputError", "ModuleInfo", "Precision", "Region", "TaggedModel", "Work",
     "adopt", "attention_report", "carry", "compare", "contamination", "cost", "decomposed_attention", "diff",
     "embed_map", "export", "export_plan", "extract", "fingerprint", "forensics", "frozen_fake_quantize",
-    "functions", "inline", "inspect", "load", "load_partition", "module_filter", "nodes", "optimize", "partition",
-    "pipeline", "place", "placement", "profile", "prune", "quantize", "rename", "search", "sensitivity", "splice",
-    "tagging", "verify", "view",
+    "functions", "info", "inline", "inspect", "load", "load_partition", "module_filter", "nodes", "optimize",
+    "partition", "pipeline", "place", "placement", "profile", "prune", "quantize", "rename", "search",
+    "sensitivity", "splice", "tagging", "verify", "view",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

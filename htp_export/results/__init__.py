@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.forensics.finding import Finding, Forensics
     from htp_export.capabilities.functions.inlining import Inlined
     from htp_export.capabilities.functions.nesting import Nested
+    from htp_export.capabilities.info.describing import Info
     from htp_export.capabilities.inspect.inspected import Inspected
     from htp_export.capabilities.lora.lora_files import FusedLora, LoraAdapter
     from htp_export.capabilities.lora.lora_inputs import InsertedLora, LoraLayer
@@ -45,11 +46,11 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
 __all__ = [
     "Adopted", "AdoptedModule", "AttentionReport", "Block", "Carried", "Change", "Check", "Comparison",
     "CompressedModule", "Contamination", "Cost", "Crossing", "DeviceUse", "Extraction", "Finding", "Fingerprint",
-    "Forensics", "FusedLora", "Inlined", "InsertedLora", "Inspected", "LoraAdapter", "LoraLayer", "Misplaced",
-    "ModelDifference", "ModelMap", "ModuleDifference", "ModuleLatency", "ModuleResult", "ModuleSensitivity",
-    "Named", "Nested", "Optimized", "Partition", "PassReport", "PipelineRun", "Placed", "PlacedModule", "Placement",
-    "PlanFile", "Profile", "Pruned", "PrunedModule", "Quantized", "QuantizedModule", "Search", "Sensitivity",
-    "Splice", "Stage", "StepReport", "Trial", "Verification", "View",
+    "Forensics", "FusedLora", "Info", "Inlined", "InsertedLora", "Inspected", "LoraAdapter", "LoraLayer",
+    "Misplaced", "ModelDifference", "ModelMap", "ModuleDifference", "ModuleLatency", "ModuleResult",
+    "ModuleSensitivity", "Named", "Nested", "Optimized", "Partition", "PassReport", "PipelineRun", "Placed",
+    "PlacedModule", "Placement", "PlanFile", "Profile", "Pruned", "PrunedModule", "Quantized", "QuantizedModule",
+    "Search", "Sensitivity", "Splice", "Stage", "StepReport", "Trial", "Verification", "View",
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """What the package offers: fixed names, each documented, and an import that costs little."""
 
+import builtins
 import dataclasses
 import inspect
 import re
@@ -19,9 +20,9 @@ PUBLIC = [
     "Hierarchy", "HtpExportError", "InputError", "ModuleInfo", "Precision", "Region", "TaggedModel", "Work",
     "adopt", "attention_report", "carry", "compare", "contamination", "cost", "decomposed_attention", "diff",
     "embed_map", "export", "export_plan", "extract", "fingerprint", "forensics", "frozen_fake_quantize",
-    "functions", "inline", "inspect", "load", "load_partition", "module_filter", "nodes", "optimize", "partition",
-    "pipeline", "place", "placement", "profile", "prune", "quantize", "rename", "search", "sensitivity", "splice",
-    "tagging", "verify", "view",
+    "functions", "info", "inline", "inspect", "load", "load_partition", "module_filter", "nodes", "optimize",
+    "partition", "pipeline", "place", "placement", "profile", "prune", "quantize", "rename", "search",
+    "sensitivity", "splice", "tagging", "verify", "view",
 ]  # fmt: skip
 
 
@@ -30,6 +31,10 @@ def test_public_names_are_these():
 
 
 RESULTS = {name: getattr(results, name) for name in results.__all__}
+
+
+def test_all_public_names_can_be_imported_at_once_and_shadow_no_builtin():
+    assert not set(htp_export.__all__) & set(dir(builtins))
 
 
 def test_public_names_are_there_and_documented():
