@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from htp_export.capabilities.quantize.calibration_data import Samples
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.tagged import TaggedModel
-from htp_export.results.columns import percent, si
 from htp_export.results.result import PlainData
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
@@ -30,6 +29,7 @@ class Check(PlainData):
         max_abs: That difference.
         cosine: The cosine of its output with the original one.
         compared: How many runs of the data were compared.
+        random: Whether these are random inputs, with which errors say little.
         bytes_before: Size of all weights of the original.
         bytes_after: The same of the result.
         ms_before: Median time of a run of the original.
@@ -43,6 +43,7 @@ class Check(PlainData):
     max_abs: float | None
     cosine: float | None
     compared: int
+    random: bool
     bytes_before: int
     bytes_after: int
     ms_before: float
@@ -56,17 +57,15 @@ class Check(PlainData):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The same in words, a line each."""
-        data = f"{self.compared} run{'s' * (self.compared != 1)} of the data"
+        """Error and time in words, a line each; the bytes are in the summary of the result."""
+        data = f"{self.compared} run{'s' * (self.compared != 1)} of {'random inputs' if self.random else 'the data'}"
         if self.worst is None or self.max_abs is None:
             error = f"no module could be compared on {data}"
         else:
             cosine = "" if self.cosine is None else f", cosine {self.cosine:.4f}"
             error = f"worst module on {data}: {self.worst or '(root)'}, max difference {self.max_abs:.2g}{cosine}"
-        share = f" ({percent(self.bytes_after / self.bytes_before)})" if self.bytes_before else ""
         return (
             error,
-            f"weights {si(self.bytes_before, 'B')} before, {si(self.bytes_after, 'B')} after{share}",
             f"{self.ms_before:.3f} ms a run before, {self.ms_after:.3f} ms after ({self.speedup:.2f} times as fast): "
             f"medians of {self.runs} runs each, in turn, on this machine",
         )
@@ -99,6 +98,7 @@ def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, size
         max_abs=None if worst is None else worst.max_abs,
         cosine=None if worst is None else worst.cosine,
         compared=len(feeds),
+        random=samples.random,
         bytes_before=sizes[0],
         bytes_after=sizes[1],
         ms_before=before,
