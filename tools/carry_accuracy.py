@@ -77,7 +77,7 @@ class Score:
     seen: list[str] = field(default_factory=list)
 
 
-def score(carried: htp_export.Carried, truth: Truth) -> Score:
+def score(carried: htp_export.results.Carried, truth: Truth) -> Score:
     """Hold the tags against the truth."""
     result = Score()
     for node in carried.model.graph.all_nodes():

@@ -358,7 +358,7 @@ def rewritten(*nodes: tuple[str, list[str], str]) -> ir.Model:
     return model([made["x"]], built, [], [])
 
 
-def proved(result: htp_export.Carried) -> dict[str, list[str]]:
+def proved(result: htp_export.results.Carried) -> dict[str, list[str]]:
     """First output → owners, of the nodes whose owners are known."""
     known = {name for name, reason in reasons(result.model).items() if reason != "unknown"}
     return {name: paths for name, paths in owners(result.model).items() if name in known}

@@ -27,7 +27,7 @@ def trained_size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_tree(inspected: htp_export.Inspected, model: nn.Module) -> None:
+def check_tree(inspected: htp_export.results.Inspected, model: nn.Module) -> None:
     """Every module is in the tree, parameters add up, and every node has owners."""
     tagged = inspected.tagged
     assert set(dict(model.named_modules())) <= set(tagged.paths)
@@ -98,13 +98,13 @@ def test_every_layer_with_multiply_adds_counts_as_in_the_onnx_file():
 
 
 @pytest.fixture(scope="module")
-def orthogonal() -> tuple[nn.Module, htp_export.Inspected]:
+def orthogonal() -> tuple[nn.Module, htp_export.results.Inspected]:
     model = spread(traceless.WithOrthogonal())
     return model, htp_export.inspect(model, torch.randn(4, 4))
 
 
 @pytest.fixture(scope="module")
-def detector() -> tuple[nn.Module, htp_export.Inspected]:
+def detector() -> tuple[nn.Module, htp_export.results.Inspected]:
     model = spread(traceless.Detector())
     return model, htp_export.inspect(model, torch.randn(1, 3, 16, 16))
 

@@ -85,7 +85,7 @@ class Net(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, htp_export.Cost, Any]:
+def net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, htp_export.results.Cost, Any]:
     folder = tmp_path_factory.mktemp("flow")
     torch.manual_seed(0)
     htp_export.export(Net().eval(), (torch.randn(2, 6, 8),), folder / "net.onnx", verbose=False)

@@ -24,7 +24,7 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, load, model_of, name_of
-from htp_export.process.argument_types import is_module
+from htp_export.process.argument_types import is_torch_module
 from htp_export.process.garbage_collection import no_collection
 
 if TYPE_CHECKING:
@@ -180,13 +180,13 @@ def carry(
     check_target(output)
     if after is None:
         before, after = None, before
-    if after is None or is_module(after):
+    if after is None or is_torch_module(after):
         raise InputError("name the model to carry tags to: carry(before, after)")
     with no_collection(kept=True):
         model = model_of(after)
         if not isinstance(after, str | os.PathLike | onnx.ModelProto):  # those were read into a model of our own
             model = model.clone()
-        if is_module(before):
+        if is_torch_module(before):
             if data is not None:
                 raise InputError("data are for a tagged model; for an nn.Module, give args and kwargs")
             before, data = exported(before, args, kwargs)

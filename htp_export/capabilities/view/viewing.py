@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from htp_export.capabilities.view.inventory import Inventory, take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of
@@ -21,7 +21,7 @@ from htp_export.files.targets import Kind, check_target
 from htp_export.files.text_files import read_json, write_text
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
-from htp_export.process.argument_types import is_module
+from htp_export.process.argument_types import check_fits, checks_arguments, is_torch_module
 from htp_export.results.columns import si
 from htp_export.results.drawn_levels import drawn_parents
 from htp_export.results.result import Result
@@ -108,8 +108,9 @@ def view(
 ) -> View: ...
 
 
+@checks_arguments
 def view(
-    model: Any,
+    model: ModelSource | nn.Module,
     *positional: Any,
     args: Any = None,
     output: str | os.PathLike[str] | None = None,
@@ -155,22 +156,25 @@ def view(
     from htp_export.capabilities.inspect.inspected import Inspected
 
     arguments = list(positional)
-    if is_module(model):
+    if is_torch_module(model):
         args = arguments.pop(0) if arguments else args
     if arguments:
         output = arguments.pop(0)
     if arguments:
         raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
+    check_fits(view, "output", output)
     path = None if output is None else Path(output)
     if path is not None:
         check_target(path, Kind.PAGE, [result for result in results if isinstance(result, str | os.PathLike)])
     measures, searches = read_results(results)
-    if is_module(model):
+    if is_torch_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
 
-        model = inspect(model, () if args is None else args, kwargs=kwargs)
+        model = inspect(cast(Any, model), () if args is None else args, kwargs=kwargs)
     inspected = model if isinstance(model, Inspected) else None
-    shown = _graph_of(model, weights) if inspected is None else _graph_of_inspected(inspected, weights)
+    shown = (
+        _graph_of(cast(ModelSource, model), weights) if inspected is None else _graph_of_inspected(inspected, weights)
+    )
     further = [] if inspected is None else _graphs_between_breaks(inspected)
     whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
     page, missing = page_of([each_graph.with_results(measures) for each_graph in (whole, *further)], graph, searches)
