@@ -15,6 +15,7 @@ _COMMANDS = {
     "htp_export.embed_map(before)": "--embed-map of export and run",
     "inputs=[{name: array}, ...]": "--set inputs=FILE.npz",
     "passes=[...]": "--passes",
+    "view(..., explorer=True)": "--explorer",
     "but dims has": "but --dims has",
 }
 """Python → command, the longer of two that begin alike first."""

@@ -265,7 +265,7 @@ def test_the_extra_allows_the_versions_that_pages_were_tested_with():
 
 
 def test_a_file_of_functions_is_drawn_flat():
-    shown = htp_export.view(handmade.with_function(), graph=False)
+    shown = htp_export.view(handmade.with_function(), explorer=False)
     assert shown.nodes == 3
     assert '"MatMul"' in shown.html
 
@@ -298,7 +298,7 @@ class Bad(torch.nn.Module):
 
 def test_a_model_that_exports_in_parts_shows_them_and_what_failed(without_dynamo, capsys):
     net = Half().eval()
-    shown = htp_export.view(net, torch.ones(2, 4), graph=False, weights=True)
+    shown = htp_export.view(net, torch.ones(2, 4), explorer=False, weights=True)
     assert "def forward" not in capsys.readouterr().err  # torch's graph of what failed
     assert set(shown.failures) == {"", "bad"}
     assert shown.failures[""] == "because of bad"
@@ -314,7 +314,7 @@ def page_data_of(page: str, name: str = "data"):
 
 
 def test_the_parts_of_a_model_have_their_costs_and_what_is_above_them_has_the_sum(without_dynamo):
-    shown = htp_export.view(Half().eval(), torch.ones(2, 4), graph=False)
+    shown = htp_export.view(Half().eval(), torch.ones(2, 4), explorer=False)
     data = page_data_of(shown.html)
     flops = next(measure for measure in data["measures"] if measure["key"] == "flops")
     by_path = dict(zip((module["path"] for module in data["modules"]), flops["total"], strict=True))
@@ -333,7 +333,7 @@ def test_the_parts_of_a_model_have_their_costs_and_what_is_above_them_has_the_su
 def test_a_page_has_the_costs_of_its_nodes_and_the_parameters_that_they_read():
     model = handmade.encoder()
     costs = htp_export.cost(model)
-    data = page_data_of(htp_export.view(model, graph=False).html)
+    data = page_data_of(htp_export.view(model, explorer=False).html)
     measures = {measure["key"]: measure for measure in data["measures"]}
     assert list(measures) == ["flops", "other_flops", "activation_bytes"]
     for key, measure in measures.items():
@@ -348,7 +348,7 @@ def test_a_page_has_the_costs_of_its_nodes_and_the_parameters_that_they_read():
 
 def test_numbers_that_the_user_gives_replace_those_that_view_computes():
     given = {"modules": {"": {"flops": 7.0, "total_ms": 1.0}}}
-    data = page_data_of(htp_export.view(handmade.encoder(), graph=False, results=[given]).html)
+    data = page_data_of(htp_export.view(handmade.encoder(), explorer=False, results=[given]).html)
     keys = [measure["key"] for measure in data["measures"]]
     assert sorted(keys) == ["activation_bytes", "flops", "other_flops", "total_ms"]
     assert data["measures"][keys.index("flops")]["total"][0] == 7
@@ -360,7 +360,7 @@ def test_work_of_an_operator_without_a_formula_is_not_written_as_zero():
     node.domain, node.op_type = "some.domain", "Unheard"
     model = handmade.model([x], [node], [], [ModuleInfo("", "net.Net", 1, "computed")])
     model.graph.opset_imports["some.domain"] = 1
-    data = page_data_of(htp_export.view(model, graph=False).html)
+    data = page_data_of(htp_export.view(model, explorer=False).html)
     measures = {measure["key"]: measure for measure in data["measures"]}
     assert (measures["flops"]["nodes"], measures["flops"]["said"]) == ([None], [])
     assert measures["activation_bytes"]["said"] is True
@@ -369,7 +369,7 @@ def test_work_of_an_operator_without_a_formula_is_not_written_as_zero():
 def test_a_page_says_which_sizes_its_costs_are_for():
     x = ir.val("x", ir.DataType.FLOAT, ["batch", 4])
     model = handmade.model([x], [handmade.tagged_node("Neg", [x], "", "y")], [], [])
-    shown = htp_export.view(model, graph=False)
+    shown = htp_export.view(model, explorer=False)
     [graph] = page_data_of(shown.html, "graphs")
     assert graph["note"] == "FLOPs and activations: size 'batch' is 1."
 
@@ -377,13 +377,13 @@ def test_a_page_says_which_sizes_its_costs_are_for():
 def test_a_model_whose_costs_cannot_be_computed_is_drawn_without_them():
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
     model = handmade.model([x], [handmade.tagged_node("Neg", [x], "", "y")], [], [])
-    shown = htp_export.view(model, graph=False)
+    shown = htp_export.view(model, explorer=False)
     assert page_data_of(shown.html)["measures"] == []
     assert page_data_of(shown.html, "graphs")[0]["note"].startswith("FLOPs and activations are not known: ")
 
 
 def test_parts_that_are_alike_stand_each_at_their_own_place(without_dynamo):
-    shown = htp_export.view(torch.nn.Sequential(Half(), Half()).eval(), torch.ones(2, 4), graph=False)
+    shown = htp_export.view(torch.nn.Sequential(Half(), Half()).eval(), torch.ones(2, 4), explorer=False)
     assert {path for path, why in shown.failures.items() if not why.startswith("because")} == {"0.bad", "1.bad"}
     data = page_data_of(shown.html)
     nodes = [(node["owners"], node["op"], node["name"].split("/")[0]) for node in data["nodes"]]
@@ -392,7 +392,7 @@ def test_parts_that_are_alike_stand_each_at_their_own_place(without_dynamo):
 
 
 def test_a_view_shows_itself_in_a_notebook():
-    shown = htp_export.view(handmade.encoder(), graph=False)
+    shown = htp_export.view(handmade.encoder(), explorer=False)
     frame = shown._repr_html_()
     assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert '"' not in re.match(r'<iframe srcdoc="(.*?)" style', frame, re.DOTALL)[1]
@@ -415,7 +415,7 @@ def test_the_command_writes_pages_overlays_and_sidecars(tmp_path, capsys):
     file, time = tmp_path / "net.onnx", tmp_path / "time.json"
     load(handmade.encoder()).save(file)
     time.write_text(json.dumps(TIME), encoding="utf-8")
-    assert main(["view", str(file), "--no-graph", "--profile", str(time)]) == 0
+    assert main(["view", str(file), "--no-explorer", "--profile", str(time)]) == 0
     assert "6 modules, 7 nodes" in capsys.readouterr().out
     assert '"total_ms"' in (tmp_path / "net.html").read_text(encoding="utf-8")
     assert main(["view", str(file), "--overlay", "latency", "--profile", str(time)]) == 0
@@ -436,7 +436,7 @@ def test_bad_input_ends_with_status_2_and_leaves_files_as_they_were(tmp_path, ca
     assert "--profile" in capsys.readouterr().err
     assert page.read_text(encoding="utf-8") == "kept"
     with pytest.raises(FileError):
-        htp_export.view(file, tmp_path / "no" / "folder.html", graph=False)
+        htp_export.view(file, tmp_path / "no" / "folder.html", explorer=False)
 
 
 def test_the_page_of_a_difference_says_what_changed_and_what_is_known(tmp_path):

@@ -100,9 +100,9 @@ def test_the_page_opens_without_an_error_or_a_request(page, net):
     start(page, net)
     assert shown(page)[:3] == ["(root)", "layer.0", "fc"]
     assert page.run("document.getElementById('repeats').offsetParent") is None
-    for tab in ("map", "graph", "modules"):
+    for tab in ("map", "graph", "explorer", "modules"):
         page.run(f"document.getElementById('tab-{tab}').click()")
-    page.wait("document.getElementById('graph').dataset.ready")
+    page.wait("document.getElementById('explorer').dataset.ready")
     assert page.said == []
     assert page.asked == []
 
@@ -189,7 +189,7 @@ class Tied(torch.nn.Module):
 
 
 def test_a_tied_weight_has_its_area_once_and_is_marked(page, tmp_path):
-    htp_export.view(Tied().eval(), (torch.arange(6).reshape(1, 6),), tmp_path / "tied.html", graph=False)
+    htp_export.view(Tied().eval(), (torch.arange(6).reshape(1, 6),), tmp_path / "tied.html", explorer=False)
     start(page, tmp_path / "tied.html")
     page.run("htp.tab('map')")
     page.run("document.getElementById('map-size').value = 'parameters'")
@@ -209,9 +209,9 @@ def test_a_tied_weight_has_its_area_once_and_is_marked(page, tmp_path):
 
 def test_the_graph_unfolds_to_a_module_with_its_attributes_and_its_time(page, net):
     start(page, net)
-    page.run("htp.graph.show(htp.byPath.get('layer.1.fc')).then(() => 0)")
-    page.wait("document.getElementById('graph').dataset.ready")
-    text = "document.querySelector('#graph iframe').contentDocument.body.innerText"
+    page.run("htp.explorer.show(htp.byPath.get('layer.1.fc')).then(() => 0)")
+    page.wait("document.getElementById('explorer').dataset.ready")
+    text = "document.querySelector('#explorer iframe').contentDocument.body.innerText"
     page.wait(f"{text}.includes('LAYER ATTRIBUTES') && {text}.includes('Aggregated stats')")
     said = page.run(text)
     assert "layer.1.fc" in said
@@ -222,13 +222,13 @@ def test_the_graph_unfolds_to_a_module_with_its_attributes_and_its_time(page, ne
 
 def test_what_is_chosen_in_the_graph_is_chosen_in_the_page(page, net):
     start(page, net)
-    page.run("htp.graph.show(htp.nodes.find((node) => node.op === 'Relu')).then(() => 0)")
-    page.wait("document.getElementById('graph').dataset.ready")
+    page.run("htp.explorer.show(htp.nodes.find((node) => node.op === 'Relu')).then(() => 0)")
+    page.wait("document.getElementById('explorer').dataset.ready")
     message = "{ cmd: 'model-explorer-node-selected', nodeId: 'layer.1/act___group___' }"
-    page.run(f"document.querySelector('#graph iframe').contentWindow.parent.postMessage({message}, '*'), 0")
+    page.run(f"document.querySelector('#explorer iframe').contentWindow.parent.postMessage({message}, '*'), 0")
     page.run("new Promise((then) => setTimeout(then, 200))")
     assert page.run("htp.selected.op") == "Relu"  # it was not the frame that sent it
-    sender = "document.querySelector('#graph iframe').contentWindow"
+    sender = "document.querySelector('#explorer iframe').contentWindow"
     event = f"new MessageEvent('message', {{ data: {message}, source: {sender} }})"
     page.run(f"window.dispatchEvent({event})")
     page.wait("htp.selected.path === 'layer.1.act'")
@@ -256,10 +256,10 @@ def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
     for item in ("htp.byPath.get(htp.modules[1].path)", "htp.nodes[0]", "htp.nodes[1]", "htp.root"):
         page.run(f"htp.select({item})")
     assert HOSTILE in "\n".join(shown(page))
-    for tab in ("map", "flow", "graph"):
+    for tab in ("map", "graph", "explorer"):
         page.run(f"htp.tab('{tab}')")
-    page.wait("document.getElementById('graph').dataset.ready")
-    frame = "document.querySelector('#graph iframe').contentDocument"
+    page.wait("document.getElementById('explorer').dataset.ready")
+    frame = "document.querySelector('#explorer iframe').contentDocument"
     page.wait(f"{frame}.body.innerText.includes('GRAPH INFO')")
     assert page.run("document.title") == CLOSING
     assert page.run("document.querySelectorAll('img').length") == 0
@@ -404,7 +404,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     profile = {"modules": {path: {"total_ms": time} for path, time in STACK_TIMES.items()}}
     errors = {"modules": {f"layer.{k}": {"max_abs": 10.0**k} for k in range(4)}}
-    htp_export.view(Stack().eval(), torch.randn(2, 8), file, results=[profile, errors], graph=False)
+    htp_export.view(Stack().eval(), torch.randn(2, 8), file, results=[profile, errors], explorer=False)
     return file
 
 

@@ -45,7 +45,7 @@ def constants(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "kernels": [{"name": "node_flat", "ms": 2.0}],
     }
     file = tmp_path_factory.mktemp("constants") / "constants.html"
-    htp_export.view(handmade.model([x], [reshape, last], [shape], modules), file, results=[measured], graph=False)
+    htp_export.view(handmade.model([x], [reshape, last], [shape], modules), file, results=[measured], explorer=False)
     return file
 
 
@@ -128,9 +128,9 @@ def test_counts_of_nodes_and_modules_agree_between_the_panes(page, encoder):
     modules = page.run("htp.table.state.rows.length")
     nodes = page.run("htp.root.nodes")
     assert f"{nodes} nodes · {modules} modules" in facts
-    go(page, encoder, "#tab=graph")
-    page.wait("document.getElementById('graph').dataset.ready")
-    text = "document.querySelector('#graph iframe').contentDocument.body.innerText"
+    go(page, encoder, "#tab=explorer")
+    page.wait("document.getElementById('explorer').dataset.ready")
+    text = "document.querySelector('#explorer iframe').contentDocument.body.innerText"
     page.wait(f"{text}.includes('op node count')")
     said = page.run(text).replace("\n", " ").replace("\t", " ")
     assert f"{nodes}, and 3 inputs and outputs" in said
@@ -227,7 +227,7 @@ def test_the_facts_are_readable_in_full(page, tmp_path, width):
     node = handmade.tagged_node("Sum", inputs, "", "total")
     model = handmade.model(inputs, [node], [], [ModuleInfo("", "net.Net", 1, "computed")])
     model.graph.name = "a_name_" * 20
-    htp_export.view(model, tmp_path / "many.html", graph=False)
+    htp_export.view(model, tmp_path / "many.html", explorer=False)
     page.size(width, 800)
     start(page, tmp_path / "many.html")
     for each in ("name", "facts", "ends"):
@@ -254,18 +254,18 @@ def test_on_a_phone_the_numbers_stand_beside_the_names(page, encoder):
 
 def test_on_a_phone_the_graph_has_the_whole_width(page, encoder):
     page.size(390, 844)
-    go(page, encoder, "#tab=graph&module=layers.2")
-    page.wait("document.getElementById('graph').dataset.ready")
-    frame = "document.querySelector('#graph iframe').contentDocument"
+    go(page, encoder, "#tab=explorer&module=layers.2")
+    page.wait("document.getElementById('explorer').dataset.ready")
+    frame = "document.querySelector('#explorer iframe').contentDocument"
     page.wait(f"{frame}.querySelector('webgl-renderer canvas')?.clientWidth > 380")
     assert page.run(f"{frame}.querySelector('info-panel')?.offsetParent") is None
     assert "layers.2" in detail(page)
 
 
 def test_arrows_go_through_the_graph(page, encoder):
-    go(page, encoder, "#tab=graph&module=layers.2")
-    page.wait("document.getElementById('graph').dataset.ready")
-    frame = "document.querySelector('#graph iframe')"
+    go(page, encoder, "#tab=explorer&module=layers.2")
+    page.wait("document.getElementById('explorer').dataset.ready")
+    frame = "document.querySelector('#explorer iframe')"
     text = f"{frame}.contentDocument.body.innerText"
     page.wait(f"{text}.includes('LAYER ATTRIBUTES')")
     key = f"(key) => {frame}.contentDocument.body.dispatchEvent(new KeyboardEvent('keydown', {{ key, bubbles: true }}))"
@@ -275,28 +275,28 @@ def test_arrows_go_through_the_graph(page, encoder):
     page.run(f"({key})('ArrowUp'), ({key})('ArrowRight')")
     assert page.run("htp.selected.path") == "layers.3"
     page.wait(f"{text}.includes('layers.3') && {text}.includes('encoder.Layer')")
-    assert at(page) == "#tab=graph&module=layers.3"
+    assert at(page) == "#tab=explorer&module=layers.3"
     assert page.said == []
 
 
 @pytest.mark.slow
 def test_opening_all_of_a_large_graph_is_asked_about_and_levels_open_step_by_step(page, tmp_path):
     htp_export.view(chain(4000), tmp_path / "large.html")
-    go(page, tmp_path / "large.html", "#tab=graph")
-    page.wait("document.getElementById('graph').dataset.ready")
-    frame = "document.querySelector('#graph iframe').contentDocument"
+    go(page, tmp_path / "large.html", "#tab=explorer")
+    page.wait("document.getElementById('explorer').dataset.ready")
+    frame = "document.querySelector('#explorer iframe').contentDocument"
     page.wait(f"{frame}.querySelector('.expand-all')")
     page.run(f"{frame}.querySelector('.expand-all').click()")
-    assert "4,000 nodes" in page.run("document.querySelector('#graph .ask').innerText")
-    page.run("document.querySelector('#graph .ask button').click()")
-    assert page.run("document.querySelector('#graph .ask')") is None
-    levels = "[...document.querySelectorAll('#graph-bar button')]"
+    assert "4,000 nodes" in page.run("document.querySelector('#explorer .ask').innerText")
+    page.run("document.querySelector('#explorer .ask button').click()")
+    assert page.run("document.querySelector('#explorer .ask')") is None
+    levels = "[...document.querySelectorAll('#explorer-bar button')]"
     assert page.run(f"{levels}.map((level) => level.textContent)") == ["0", "1", "2", "3", "4, all"]
     assert page.run(f"{levels}.map((level) => level.className)") == ["", "", "", "", "many"]
     page.run(f"{levels}[4].click()")
-    assert "This lays out" in page.run("document.querySelector('#graph .ask').innerText")
-    page.run(f"document.querySelector('#graph .ask button').click(), {levels}[1].click()")
-    page.wait("document.getElementById('graph').dataset.ready")
+    assert "This lays out" in page.run("document.querySelector('#explorer .ask').innerText")
+    page.run(f"document.querySelector('#explorer .ask button').click(), {levels}[1].click()")
+    page.wait("document.getElementById('explorer').dataset.ready")
     assert page.said == []
 
 
@@ -306,7 +306,7 @@ def test_names_stay_text_in_addresses_searches_and_statistics(page, tmp_path):
     weight = ir.Value(name=hostile + "w", const_value=ir.tensor(np.ones((4, 4), np.float32), name=hostile + "w"))
     nodes = [handmade.tagged_node("MatMul", [x, weight], hostile, hostile + "y")]
     modules = [ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo(hostile, hostile, 1, "computed")]
-    htp_export.view(handmade.model([x], nodes, [weight], modules), tmp_path / "hostile.html", graph=False, weights=True)
+    htp_export.view(handmade.model([x], nodes, [weight], modules), tmp_path / "hostile.html", explorer=False, weights=True)
     start(page, tmp_path / "hostile.html")
     title = page.run("document.title")
     page.run(f"htp.select(htp.byPath.get({json.dumps(hostile)}))")

@@ -27,10 +27,7 @@ def stored(page: Page, pane: str, width: int, theme: str):
     return page.pixels((screens.STORED / screens.file_name(pane, width, theme)).read_bytes())
 
 
-@pytest.mark.parametrize(
-    ("pane", "width", "theme"),
-    [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == "graph" else []) for each in screens.SCREENS],
-)
+@pytest.mark.parametrize(("pane", "width", "theme"), screens.SCREENS)
 def test_the_page_looks_as_it_did(page, encoder, tmp_path, pane, width, theme):
     screens.take(page, encoder, pane, width, theme, tmp_path / "taken.png")
     assert page.said == []

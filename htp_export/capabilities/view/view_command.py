@@ -17,6 +17,7 @@ from htp_export.command.interrupts import accept_interrupt
 from htp_export.command.model_options import FILE_IDLE, LookOptions, names_file
 from htp_export.command.outputs import Kind, Writes, check_output, show_written, written_page
 from htp_export.command.terminal import Steps, print_json, show
+from htp_export.drawing.command_words import in_commands
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ PLACE = 30
 IDLE = (
     Idle(("port",), lambda given: not given["serve"], "it is for --serve"),
     Idle(("output",), lambda given: given["serve"], "--serve writes no file"),
-    Idle(("graph", "weights"), lambda given: given["netron"] or given["overlay"], "it is for the page"),
+    Idle(("explorer", "weights"), lambda given: given["netron"] or given["overlay"], "it is for the page"),
     FILE_IDLE,
     Idle(("inputs",), names_file, FILE_IDLE.why),
 )
@@ -55,7 +56,12 @@ def view_command(
     result: Annotated[
         list[Path] | None, "What another command wrote with `--json`: `quantize`, `prune`, `sensitivity`; repeatable."
     ] = None,
-    graph: Annotated[bool, typer.Option("--graph/--no-graph", help="Put the interactive graph into the page.")] = True,
+    explorer: Annotated[
+        bool | None,
+        typer.Option(
+            "--explorer/--no-explorer", help="Put Model Explorer into the page.", show_default="up to 20,000 nodes"
+        ),
+    ] = None,
     weights: Annotated[bool, "Read the weights: show mean, spread, range and zeros of each."] = False,
     overlay: Annotated[_Overlay | None, "Write one overlay for Model Explorer (node data JSON), not a page."] = None,
     netron: Annotated[bool, "Write Netron's sidecar, to be dropped onto the open model, not a page."] = False,
@@ -66,7 +72,7 @@ def view_command(
     """Draw a model as one offline page.
 
     Of an ONNX file, or of a PyTorch model, which need not export to ONNX. It shows the module tree, a map of it and the
-    interactive graph, and loads nothing from elsewhere.
+    graph, and loads nothing from elsewhere.
     """
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
@@ -77,7 +83,7 @@ def view_command(
 
         looked = model.look(quiet=as_json)
         with Steps(quiet=as_json).step(f"drawing {looked.name}"):
-            shown = view(looked.model, page, results=results, graph=graph, weights=weights)
+            shown = view(looked.model, page, results=results, explorer=explorer, weights=weights)
         return shown, {**looked.facts, "modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing}
 
     if serve:
@@ -115,7 +121,7 @@ def _report(
 def _show_counts(shown: View) -> None:
     show(f"{shown.modules:,} modules, {shown.nodes:,} nodes")
     if shown.missing:
-        show(f"without the graph: {shown.missing}")
+        show(f"without Model Explorer: {in_commands(shown.missing)}")
 
 
 def _write_sidecar(target: Path, file: Path, overlay: _Overlay | None, results: list[Path]) -> None:

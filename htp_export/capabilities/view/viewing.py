@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["ShownGraph", "View", "inventory_of", "page_of", "read_results", "shown_graph", "view"]
 
 _COSTS = ("flops", "other_flops", "activation_bytes")  # the measures that every graph of a page has, if it has costs
+_MOST_NODES = 20_000  # with Model Explorer; a page of 100,000 would have 40 MB
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
 
 Numbers = object
@@ -50,7 +51,7 @@ class View(Result):
         path: The file that was written; None if there is none.
         nodes: Number of nodes in the page.
         modules: Number of modules in the page, without containers that never ran.
-        missing: Why the interactive graph is missing; ``""`` if it is there.
+        missing: Why Model Explorer is not in the page; ``""`` if it is.
         failures: Module path → error, for modules of a PyTorch model that could not be exported.
         way: Which way the graph of a PyTorch model was got, as of `inspect`; ``""`` for an ONNX model.
         stopped: Where each better way ended.
@@ -79,7 +80,7 @@ class View(Result):
     @property
     def lines(self) -> tuple[str, ...]:
         """Why parts are missing, a line each."""
-        missing = [f"without the graph: {self.missing}"] if self.missing else []
+        missing = [f"without Model Explorer: {self.missing}"] if self.missing else []
         failed = (f"{path or '(root)'}: {why}" for path, why in self.failures.items())
         return (*missing, *map(str, self.stopped), *failed)
 
@@ -90,7 +91,7 @@ def view(
     output: str | os.PathLike[str] | None = None,
     *,
     results: Sequence[Numbers] = (),
-    graph: bool = True,
+    explorer: bool | None = None,
     weights: bool = False,
 ) -> View: ...
 
@@ -103,7 +104,7 @@ def view(
     *,
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Numbers] = (),
-    graph: bool = True,
+    explorer: bool | None = None,
     weights: bool = False,
 ) -> View: ...
 
@@ -115,10 +116,10 @@ def view(
     output: str | os.PathLike[str] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Numbers] = (),
-    graph: bool = True,
+    explorer: bool | None = None,
     weights: bool = False,
 ) -> View:
-    """Write or show a model as one offline HTML page: module tree, map, and interactive graph.
+    """Write or show a model as one offline HTML page: module tree, map, graph, and Model Explorer.
 
     ``view("model.onnx", "model.html")`` writes the page; ``view(model, args)`` shows a PyTorch model, by the best way
     that `inspect` finds, and the page says why it is no better one.
@@ -135,7 +136,8 @@ def view(
         results: Numbers by module for columns, sizes and colours, and precisions for colours: results of ``profile``,
             ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or ``sensitivity``, or files that their commands
             wrote with ``--json``. Of a result of ``search``, its front and its plans are drawn.
-        graph: Include Model Explorer's graph. It needs the extra ``view``; without it the page says so.
+        explorer: Include Model Explorer, which needs the extra ``view``; by default up to 20,000 nodes. A page without it
+            says why.
         weights: Read every weight, and show mean, standard deviation, range and share of zeros.
 
     Returns:
@@ -148,7 +150,7 @@ def view(
     Examples:
         >>> import torch
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> shown = view(net, torch.randn(2, 4), graph=False)
+        >>> shown = view(net, torch.randn(2, 4), explorer=False)
         >>> shown.modules, shown.nodes, shown.html.startswith("<!doctype html>")
         (3, 2, True)
     """
@@ -173,7 +175,7 @@ def view(
     shown = _graph_of(model, weights) if inspected is None else _graph_of_inspected(inspected, weights)
     further = [] if inspected is None else _graphs_between_breaks(inspected)
     whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
-    page, missing = page_of([each_graph.with_results(measures) for each_graph in (whole, *further)], graph, searches)
+    page, missing = page_of([each_graph.with_results(measures) for each_graph in (whole, *further)], explorer, searches)
     if path is not None:
         write_text(path, page)
     drawn = shown.inventory.modules
@@ -301,19 +303,23 @@ def shown_graph(tagged: TaggedModel, name: str = "", statistics: bool = False) -
     return ShownGraph(inventory, measures, note=note)
 
 
-def page_of(graphs: Sequence[ShownGraph], interactive: bool = True, searches: Sequence[Search] = ()) -> tuple[str, str]:
-    """A page of one or more graphs, the first of which is shown at first; and why it has no interactive graph.
+def page_of(
+    graphs: Sequence[ShownGraph], explorer: bool | None = None, searches: Sequence[Search] = ()
+) -> tuple[str, str]:
+    """A page of one or more graphs, the first of which is shown at first; and why Model Explorer is not in it.
 
-    It has a choice between their titles if there are several, Model Explorer's drawing of each if it is interactive,
-    and the fronts of the searches.
+    It has a choice between their titles if there are several, Model Explorer's drawing of each unless it is left out,
+    as it is by default from 20,000 nodes on, and the fronts of the searches.
     """
     packed_parts: dict[str, str] = {}
-    missing = "" if interactive else "it was left out"
-    if interactive:
+    nodes = sum(len(graph.inventory.nodes) for graph in graphs)
+    missing = "" if explorer or (explorer is None and nodes <= _MOST_NODES) else _left_out(explorer, nodes)
+    if not missing:
         try:
-            packed_parts["graph-application"] = packed(application(asset("frame.js")))
+            packed_parts["explorer-application"] = packed(application(asset("frame.js")))
             packed_parts |= {
-                f"graph-drawing-{k}": packed(drawing(graph.inventory, graph.measures)) for k, graph in enumerate(graphs)
+                f"explorer-drawing-{k}": packed(drawing(graph.inventory, graph.measures))
+                for k, graph in enumerate(graphs)
             }
         except MissingApplicationError as error:
             missing = str(error)
@@ -322,6 +328,12 @@ def page_of(graphs: Sequence[ShownGraph], interactive: bool = True, searches: Se
     data["fronts"] = [front_data(search) for search in searches]
     data["graphs"] = [{"title": graph.title or graph.inventory.name, "note": graph.note} for graph in graphs]
     return document(graphs[0].inventory.name, first, packed_parts, data), missing
+
+
+def _left_out(explorer: bool | None, nodes: int) -> str:
+    if explorer is False:
+        return "it was left out"
+    return f"of {nodes:,} nodes, it would make the page large and slow; view(..., explorer=True) puts it in"
 
 
 def _is_module(model: object) -> bool:

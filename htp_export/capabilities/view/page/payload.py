@@ -24,11 +24,11 @@ __all__ = ["front_data", "page_data", "tags_data"]
 _DIGITS = ("mean", "std", "least", "most")  # statistics that are written with four digits; the others are counts
 
 
-def page_data(inventory: Inventory, measures: Sequence[Measure] = (), missing_graph: str = "") -> dict[str, Any]:
+def page_data(inventory: Inventory, measures: Sequence[Measure] = (), missing_explorer: str = "") -> dict[str, Any]:
     """The data of one graph of a page, in which measures are columns besides those that every page has.
 
     Modules that hold others and never ran themselves are left out: their names stand before those of what they hold.
-    ``missing_graph`` says why there is no interactive graph in the page; it is empty where there is one.
+    ``missing_explorer`` says why Model Explorer is not in the page; it is empty where there is one.
     """
     above = drawn_parents(inventory.modules)
     place = {path: position for position, path in enumerate(above)}
@@ -55,7 +55,7 @@ def page_data(inventory: Inventory, measures: Sequence[Measure] = (), missing_gr
         },
         "repeats": [[place[path] for path in run] for run in _repeats(above, inventory, measures)],
         "measures": [_measure(measure, list(above), inventory) for measure in measures],
-        "missing_graph": in_both(missing_graph),
+        "missing_explorer": in_both(missing_explorer),
     }
 
 

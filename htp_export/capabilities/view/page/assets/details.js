@@ -67,10 +67,10 @@
     return htp.make("dl", {}, ...found.flatMap(([text, count, words]) => pair(`${count.toLocaleString("en")} ${text}`, explained(words)[0])));
   }
 
-  function inGraph(item) {
-    if (!htp.graph?.available || (item.kind === "module" && !item.nodes)) return null;
-    const button = htp.make("button", { textContent: "Show in the graph" });
-    button.onclick = () => htp.graph.show(item);
+  function inExplorer(item) {
+    if (!htp.explorer?.available || (item.kind === "module" && !item.nodes)) return null;
+    const button = htp.make("button", { textContent: "Show in Model Explorer" });
+    button.onclick = () => htp.explorer.show(item);
     return button;
   }
 
@@ -110,7 +110,7 @@
       dotted("p", "kind", module.class || "class not known"),
       module.failure ? htp.make("pre", { className: "failure", textContent: module.failure }) : null,
       htp.make("div", { className: "tiles" }, ...tiles.map(([column, value]) => tile(htp.withUnit(value, column), column.title, htp.exact(value, column.unit)))),
-      htp.make("p", {}, inGraph(module)),
+      htp.make("p", {}, inExplorer(module)),
       htp.make("dl", {},
         ...pair("fate", `${module.fate}: ${htp.FATES[module.fate]?.meaning ?? ""}`),
         ...(module.with.length ? pair("merged with", htp.make("span", {}, ...module.with.flatMap((path) => [modulePath(path), " "]))) : []),
@@ -144,7 +144,7 @@
       htp.make("h2", { textContent: node.op }),
       htp.make("p", { className: "kind path", textContent: node.name }),
       measures.length ? htp.make("div", { className: "tiles" }, ...measures.map((column) => nodeTile(node, column))) : null,
-      htp.make("p", {}, inGraph(node)),
+      htp.make("p", {}, inExplorer(node)),
       htp.make("dl", {},
         ...pair(node.owners.length > 1 ? "owners" : "owner", node.owners.length ? htp.make("span", {}, ...node.owners.map((path) => htp.make("div", {}, modulePath(path)))) : "none"),
         ...(node.reason ? pair("known by", `${node.reason}: ${htp.REASONS[node.reason]?.[0] ?? ""}`) : []),

@@ -15,7 +15,7 @@
   choice.onchange = () => {
     const state = new URLSearchParams(location.hash.slice(1));
     for (const key of ["node", "modules", "search"]) state.delete(key);
-    state.set("graph", choice.value);
+    state.set("part", choice.value);
     location.hash = state;
   };
   byId("note").textContent = htp.graphs[htp.shown].note;
@@ -38,12 +38,12 @@
   const KEYS = {
     modules: "↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches",
     map: "← → beside · ↓ into a module · ↑ out of it · Enter or a double click makes it the whole map · Escape comes back · / searches",
-    flow: "↑ ↓ through modules and nodes · → opens a module · ← closes it · m merges trivial nodes or shows them · Tab to the table and the overview · / searches",
+    graph: "↑ ↓ through modules and nodes · → opens a module · ← closes it · m merges trivial nodes or shows them · Tab to the table and the overview · / searches",
     front: "A click on a point, or Enter on a line, shows its plan",
-    graph: "Tab or click into the graph, then ← → beside · ↓ into a module · ↑ out of it · space fits the graph into the window",
+    explorer: "Tab or click into the graph, then ← → beside · ↓ into a module · ↑ out of it · space fits the graph into the window",
   };
 
-  const TABS = ["modules", "map", "flow", ...(htp.front.available ? ["front"] : []), "graph"];
+  const TABS = ["modules", "map", "graph", ...(htp.front.available ? ["front"] : []), "explorer"];
   const phone = matchMedia("(max-width: 700px)");
   let tab = "modules";
   htp.tab = function (name) {
@@ -53,11 +53,11 @@
       byId(`tab-${each}`).setAttribute("aria-selected", each === name);
       byId(`pane-${each}`).hidden = each !== name;
     }
-    byId("detail").hidden = name === "front" || (name === "graph" && !phone.matches); // these have panels of their own, the graph where there is room for it
-    if (name === "graph") htp.graph.open();
+    byId("detail").hidden = name === "front" || (name === "explorer" && !phone.matches); // these have panels of their own, Model Explorer where there is room for it
+    if (name === "explorer") htp.explorer.open();
     if (name === "modules") htp.table.open();
     if (name === "map") htp.map.draw();
-    if (name === "flow") htp.flow.open();
+    if (name === "graph") htp.graph.open();
     remember();
   };
   phone.addEventListener("change", () => htp.tab(tab));
@@ -66,8 +66,8 @@
   const theme = (name) => {
     document.documentElement.dataset.theme = name;
     htp.map.draw();
-    htp.flow.restyle();
     htp.graph.restyle();
+    htp.explorer.restyle();
   };
   theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   byId("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
@@ -98,7 +98,7 @@
     if (!begun) return;
     const state = new URLSearchParams();
     const item = htp.selected;
-    if (htp.shown) state.set("graph", htp.shown);
+    if (htp.shown) state.set("part", htp.shown);
     if (tab !== "modules") state.set("tab", tab);
     if (item?.kind === "node") state.set("node", nameOf.get(item));
     else if (item?.kind === "fold") state.set("modules", item.path);

@@ -6,7 +6,7 @@ const htp = (window.htp = {}); // a property, so that the frame of the graph see
 // A page has one graph or several; the address says which one is shown, so that the others need not be read.
 htp.graphs = JSON.parse(document.getElementById("graphs").textContent);
 htp.asked = () => {
-  const asked = new URLSearchParams(location.hash.slice(1)).get("graph");
+  const asked = new URLSearchParams(location.hash.slice(1)).get("part");
   return Object.hasOwn(htp.graphs, asked) ? Number(asked) : 0;
 };
 htp.shown = htp.asked();
