@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["SCRIPTS", "asset", "document"]
 
 SCRIPTS = (
-    *("sizes.js", "reasons.js", "model.js", "colours.js", "table.js", "details.js", "map.js"),
+    *("sizes.js", "reasons.js", "model.js", "colours.js", "search.js", "table.js", "details.js", "map.js"),
     *("layers.js", "follow.js", "graph.js", "front.js", "explorer.js", "main.js"),
 )
 """The scripts of the page of a model, in the order in which they run."""

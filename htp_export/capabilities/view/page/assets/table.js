@@ -72,32 +72,26 @@
     draw(true);
   }
 
-  // Search: words that must all be in the path, class or operator; class:, op:, fate: and reason: look there alone.
+  // What the search field means, with what is above it and, to be unfolded, what is below.
   function parse(text) {
-    const terms = text.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
-      const [, field, value] = word.match(/^(class|op|fate|reason):(.*)$/) || [null, "", word];
-      return { field, value };
-    });
-    if (!terms.length) return null;
-    const says = {
-      module: { "": (m) => `${m.path}\n${m.class}`, class: (m) => m.class, op: () => "", fate: (m) => m.fate, reason: () => "" },
-      node: { "": (n) => `${n.name}\n${n.op}`, class: () => "", op: (n) => n.op, fate: () => "", reason: (n) => n.reason },
-    };
-    const matches = (item) => terms.every(({ field, value }) => says[item.kind][field](item).toLowerCase().includes(value));
-    const query = { hits: new Set(), seen: new Set(), open: new Set(), words: terms.map((term) => term.value) };
+    let found;
+    try {
+      found = htp.search(text);
+    } catch (error) {
+      found = { hits: new Set(), words: [], problem: error.message };
+    }
+    if (!found) return null;
+    const query = { ...found, seen: new Set([htp.root]), open: new Set() };
     function look(item) {
       let inside = false;
       for (const child of item.kind === "module" ? [...item.children, ...item.own] : []) inside = look(child) || inside;
-      const hit = matches(item);
-      if (hit) query.hits.add(item);
       if (inside) query.open.add(item);
-      if (hit || inside) query.seen.add(item);
-      return hit || inside;
+      if (inside || query.hits.has(item)) query.seen.add(item);
+      return query.seen.has(item);
     }
     look(htp.root);
-    // What lies below a hit can be unfolded, too.
-    for (const hit of [...query.hits]) if (hit.kind === "module") walk(hit, (item) => query.seen.add(item));
-    query.seen.add(htp.root);
+    for (const hit of query.hits) if (hit.kind === "module") walk(hit, (item) => query.seen.add(item));
+    for (const node of OTHER.own) if (query.hits.has(node)) [node, OTHER].forEach((item) => query.seen.add(item) && query.open.add(OTHER));
     return query;
   }
 
@@ -360,6 +354,7 @@
     const hits = state.query?.hits.size ?? 0;
     document.getElementById("hits").textContent = state.query ? `${hits.toLocaleString("en")} found` : "";
     document.getElementById("sought").textContent = search.value.trim();
+    document.getElementById("problem").textContent = state.query?.problem ? `It cannot be read: ${state.query.problem}. ` : "";
     table.scrollTop = 0;
     arrange();
   }
