@@ -435,7 +435,7 @@ def test_cards_are_coloured_by_any_measure_in_both_themes(page, net):
         assert len(set(colours)) == 3
         grounds[theme] = colours
         shown = page.run(f"[...({face})('layer.1').querySelectorAll('.numbers span')].map((it) => it.textContent)")
-        assert shown[0] == "6.00 ms"
+        assert shown[0] == "6.00 ms 67 %"
     assert not set(grounds["light"]) & set(grounds["dark"])
     page.theme("light")
     assert page.said == []

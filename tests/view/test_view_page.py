@@ -98,7 +98,7 @@ def start(page: Page, file: Path) -> None:
 
 def test_the_page_opens_without_an_error_or_a_request(page, net):
     start(page, net)
-    assert shown(page)[:3] == ["(root)", "layer.0", "fc"]
+    assert shown(page)[:3] == ["(root)", "layer.1", "fc"]
     assert page.run("document.getElementById('repeats').offsetParent") is None
     for tab in ("map", "graph", "explorer", "modules"):
         page.run(f"document.getElementById('tab-{tab}').click()")
@@ -110,9 +110,9 @@ def test_the_page_opens_without_an_error_or_a_request(page, net):
 def test_columns_hold_what_the_results_say(page, net):
     start(page, net)
     heads = page.run("[...document.querySelectorAll('#head > div')].map((cell) => cell.textContent)")
-    assert heads == ["module", "class", "time ms", "max abs error", "FLOPs", "nodes", "parameters", "fate"]
-    assert cells(page, "layer.1") == ["5.00", "NaN", "256", "3", "72"]
-    assert cells(page, "layer.0.fc") == ["2.50", "", "256", "1", "72"]
+    assert heads == ["module", "class", "time ms, % ↓", "max abs error", "FLOPs", "nodes", "parameters", "fate"]
+    assert cells(page, "layer.1") == ["5.00 50 %", "NaN", "256", "3", "72"]
+    assert cells(page, "layer.0.fc") == ["2.50 25 %", "", "256", "1", "72"]
     detail = page.run("document.getElementById('detail').innerText")
     assert "torch.nn.modules.linear.Linear" in detail
     assert "float32[2, 8]" in detail
@@ -127,10 +127,10 @@ def test_search_finds_modules_and_nodes_with_what_is_above_them_or_says_that_the
     )
     assert shown(page) == ["(root)", "layer.1", "fc"]
     page.run("search.value = 'op:relu', search.dispatchEvent(new Event('input'))")
-    found = ["(root)", "layer.0", "act", "Relu", "layer.1", "act", "Relu"]
+    found = ["(root)", "layer.1", "act", "Relu", "layer.0", "act", "Relu"]
     assert [name.split(" ")[0] for name in shown(page)] == found
     page.run("search.value = 'fate:identity', search.dispatchEvent(new Event('input'))")
-    assert shown(page) == ["(root)", "layer.0", "drop", "layer.1", "drop"]
+    assert shown(page) == ["(root)", "layer.1", "drop", "layer.0", "drop"]
     page.run("search.value = '<b>nowhere', search.dispatchEvent(new Event('input'))")
     assert shown(page) == []
     assert "Nothing matches “<b>nowhere”" in page.run("document.getElementById('nothing').innerText")
@@ -142,23 +142,40 @@ def test_search_finds_modules_and_nodes_with_what_is_above_them_or_says_that_the
 def test_the_keyboard_walks_through_the_tree(page, net):
     start(page, net)
     page.run("document.getElementById('fold').click(), document.getElementById('table').focus()")
-    assert shown(page) == ["(root)", "layer.0", "layer.1", "head"]
+    assert shown(page) == ["(root)", "layer.1", "layer.0", "head"]
     page.press("ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight")
-    assert [name.split(" ")[0] for name in shown(page)][:4] == ["(root)", "layer.0", "fc", "Gemm"]
+    assert [name.split(" ")[0] for name in shown(page)][:4] == ["(root)", "layer.1", "fc", "Gemm"]
     page.press("ArrowLeft", "ArrowLeft", "ArrowLeft")
-    assert page.run("htp.selected.path") == "layer.0"
-    assert shown(page) == ["(root)", "layer.0", "layer.1", "head"]
+    assert page.run("htp.selected.path") == "layer.1"
+    assert shown(page) == ["(root)", "layer.1", "layer.0", "head"]
     page.press("/")
     assert page.run("document.activeElement.id") == "search"
+
+
+def test_times_are_sorted_at_first_and_have_shares_and_colours(page, net):
+    start(page, net)
+    page.run("document.getElementById('fold').click()")
+    time = "[...document.querySelectorAll('#head > div')][2]"
+    assert page.run(f"{time}.getAttribute('aria-sort')") == "descending"
+    shares = "[...document.querySelectorAll('#rows .share')].map((share) => share.textContent)"
+    assert page.run(shares) == ["100 %", "50 %", "40 %", "10 %"]
+    fills = "[...document.querySelectorAll('#rows .row')].map((row) => row.querySelector('.fill').style.background)"
+    assert len(set(page.run(fills))) == 4
+    page.run(f"{time}.click(), {time}.click()")  # the other way, and then as in the model
+    assert shown(page) == ["(root)", "layer.0", "layer.1", "head"]
+    page.run("htp.tab('graph')")
+    assert page.run("document.getElementById('graph-colour').value") == "total_ms"
+    assert page.said == []
 
 
 def test_a_column_sorts_siblings_and_the_list_sorts_everything(page, net):
     start(page, net)
     page.run("document.getElementById('fold').click(), document.querySelectorAll('#head > div')[2].click()")
-    assert shown(page) == ["(root)", "layer.1", "layer.0", "head"]
+    assert shown(page) == ["(root)", "head", "layer.0", "layer.1"]
     page.run("document.getElementById('flat').click()")
+    assert page.run("document.querySelectorAll('#head > div')[2].getAttribute('aria-sort')") == "ascending"
+    page.run("for (let k = 0; k < 2; k++) document.querySelectorAll('#head > div')[2].click()")
     assert shown(page)[:4] == ["(root)", "layer.1", "layer.0", "layer.1.fc"]
-    assert page.run("document.querySelectorAll('#head > div')[2].getAttribute('aria-sort')") == "descending"
 
 
 def test_areas_of_the_map_are_as_large_as_what_they_measure(page, net):

@@ -75,7 +75,7 @@ def test_nodes_have_their_time_and_say_which_is_an_equal_part(page, constants):
     start(page, constants)
     page.run("document.getElementById('unfold').click(), htp.select(htp.nodes[1]), htp.select(htp.nodes[0])")
     cells = "[...document.querySelectorAll('.row.node')].map((row) => row.querySelector('.number').innerText)"
-    assert page.run(cells) == ["2.00", "≈ 1.00"]
+    assert page.run(cells) == ["2.00 67 %", "≈ 1.00 33 %"]
     assert "2.00 ms" in detail(page)
 
 
@@ -83,7 +83,7 @@ def test_nodes_have_flops_and_are_sorted_by_them(page, encoder):
     start(page, encoder)
     page.run("htp.select(htp.nodes.find((node) => node.name === 'node_layers.0.scores'))")
     cells = "[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"
-    assert page.run(cells) == ["0.283", "16.4k", "", ""]
+    assert page.run(cells) == ["0.283 0.8 %", "16.4k", "", ""]
     page.run("document.querySelectorAll('#head > div')[2].click()")
     own = [name for name in shown(page) if name.startswith(("MatMul node_layers.0.", "Add node_layers.0.m"))]
     assert own == ["MatMul node_layers.0.context", "MatMul node_layers.0.scores", "Add node_layers.0.masked"]
@@ -111,7 +111,7 @@ def test_statistics_of_weights_are_shown_where_they_were_read(page, encoder, con
 def test_a_tied_weight_is_marked_once_and_says_with_what(page, encoder):
     start(page, encoder)
     page.run("document.getElementById('repeats').click(), document.getElementById('unfold').click()")
-    page.run("document.getElementById('flat').click(), document.getElementById('search').value = 'head'")
+    page.run("document.getElementById('flat').click(), document.getElementById('search').value = 'head.**'")
     page.run("document.getElementById('search').dispatchEvent(new Event('input'))")
     tied = "[...document.querySelectorAll('.row')].filter((row) => row.innerText.includes('tied'))"
     assert page.run(f"{tied}.map((row) => row.querySelector('.name').innerText.trim())") == ["head.decoder"]
@@ -230,6 +230,8 @@ def test_the_facts_are_readable_in_full(page, tmp_path, width):
     htp_export.view(model, tmp_path / "many.html", explorer=False)
     page.size(width, 800)
     start(page, tmp_path / "many.html")
+    assert page.run("document.getElementById('ends').offsetParent") is None
+    page.run("document.getElementById('about').open = true")
     for each in ("name", "facts", "ends"):
         box = f"document.getElementById('{each}')"
         assert page.run(

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from htp_export.capabilities.inspect.inspected import Inspected, Stop
     from htp_export.capabilities.search.search_results import Search
 
-__all__ = ["ShownGraph", "View", "inventory_of", "page_of", "read_results", "shown_graph", "view"]
+__all__ = ["ShownGraph", "View", "inventory_of", "measured", "measured_kinds", "page_of", "read_results", "shown_graph", "view"]
 
 _COSTS = ("flops", "other_flops", "activation_bytes")  # the measures that every graph of a page has, if it has costs
+_MEASURED = ("time", "cost")
 _MOST_NODES = 20_000  # with Model Explorer; a page of 100,000 would have 40 MB
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
 
@@ -91,6 +92,7 @@ def view(
     output: str | os.PathLike[str] | None = None,
     *,
     results: Sequence[Numbers] = (),
+    measure: str | Sequence[str] = (),
     explorer: bool | None = None,
     weights: bool = False,
 ) -> View: ...
@@ -104,6 +106,7 @@ def view(
     *,
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Numbers] = (),
+    measure: str | Sequence[str] = (),
     explorer: bool | None = None,
     weights: bool = False,
 ) -> View: ...
@@ -116,6 +119,7 @@ def view(
     output: str | os.PathLike[str] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Numbers] = (),
+    measure: str | Sequence[str] = (),
     explorer: bool | None = None,
     weights: bool = False,
 ) -> View:
@@ -136,6 +140,7 @@ def view(
         results: Numbers by module for columns, sizes and colours, and precisions for colours: results of ``profile``,
             ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or ``sensitivity``, or files that their commands
             wrote with ``--json``. Of a result of ``search``, its front and its plans are drawn.
+        measure: What to measure for the page: ``"time"``, as ``profile`` does, and ``"cost"``.
         explorer: Include Model Explorer, which needs the extra ``view``; by default up to 20,000 nodes. A page without it
             says why.
         weights: Read every weight, and show mean, standard deviation, range and share of zeros.
@@ -144,7 +149,8 @@ def view(
         The page; a notebook displays it.
 
     Raises:
-        InputError: The model, a result, or a weight that is to be shown cannot be read.
+        InputError: The model, a result, or a weight that is to be shown cannot be read; or what is to be measured cannot
+            be: a model without tags, or one that does not export, has no times.
         FileError: The page cannot be written, or has the name of a model; existing files are unchanged.
 
     Examples:
@@ -166,12 +172,18 @@ def view(
     path = None if output is None else Path(output)
     if path is not None:
         check_target(path, Kind.PAGE, [result for result in results if isinstance(result, str | os.PathLike)])
+    kinds = measured_kinds(measure)
     measures, searches = read_results(results)
     if _is_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
 
         model = inspect(model, () if args is None else args, kwargs=kwargs)
     inspected = model if isinstance(model, Inspected) else None
+    if inspected is not None and inspected.way != "onnx" and "time" in kinds:
+        raise InputError(f"times are those of an ONNX model, and this is the {inspected.summary}")
+    if kinds:
+        source = model if inspected is None else inspected.tagged
+        measures, searches = read_results([*results, *measured(source, kinds)])
     shown = _graph_of(model, weights) if inspected is None else _graph_of_inspected(inspected, weights)
     further = [] if inspected is None else _graphs_between_breaks(inspected)
     whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
@@ -215,11 +227,39 @@ def inventory_of(model: ModelSource) -> Inventory:
 
 @names_model_faults("model")
 def _graph_of(model: ModelSource, statistics: bool) -> ShownGraph:
-    return shown_graph(read_flat(model), _name_of(model), statistics)
+    shown = shown_graph(read_flat(model), _name_of(model), statistics)
+    return replace(shown, file=os.fspath(model)) if isinstance(model, str | os.PathLike) else shown
 
 
 def _name_of(model: ModelSource) -> str:
     return Path(model).name if isinstance(model, str | os.PathLike) else ""
+
+
+def measured_kinds(measure: str | Sequence[str]) -> list[str]:
+    """What is to be measured, each once, of names or of a text with commas.
+
+    Raises:
+        InputError: If nothing measures one of them.
+    """
+    names = measure.split(",") if isinstance(measure, str) else measure
+    kinds = list(dict.fromkeys(str(name).strip() for name in names))
+    unknown = [kind for kind in kinds if kind not in _MEASURED]
+    if unknown:
+        raise InputError(f"nothing measures {unknown[0]!r}; there are {', '.join(_MEASURED)}")
+    return kinds
+
+
+def measured(model: ModelSource, kinds: Sequence[str]) -> list[Numbers]:
+    """The results of ``profile`` and ``cost`` of a model.
+
+    Raises:
+        UntaggedModelError: The model has no module tags.
+        InputError: It cannot be run.
+    """
+    from htp_export.capabilities.cost.costing import cost
+    from htp_export.capabilities.profile.latency import profile
+
+    return [profile(model) if kind == "time" else cost(model) for kind in kinds]
 
 
 def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
@@ -269,12 +309,14 @@ class ShownGraph:
         measures: Its own numbers by module and node; results that the user gives come before them.
         title: Its name in the choice; the name of the inventory if it is empty.
         note: How it was got, as a sentence; it is shown with the graph.
+        file: The file, as the user named it.
     """
 
     inventory: Inventory
     measures: Sequence[Measure] = ()
     title: str = ""
     note: str = ""
+    file: str = ""
 
     def with_results(self, results: Sequence[Measure]) -> ShownGraph:
         """The same graph with numbers that the user gave, which replace those of the same key."""
@@ -323,7 +365,7 @@ def page_of(
             }
         except MissingApplicationError as error:
             missing = str(error)
-    first, *further = (page_data(graph.inventory, graph.measures, missing) for graph in graphs)
+    first, *further = (page_data(graph.inventory, graph.measures, missing, graph.file) for graph in graphs)
     data: dict[str, Any] = {f"data-{k}": graph for k, graph in enumerate(further, 1)}
     data["fronts"] = [front_data(search) for search in searches]
     data["graphs"] = [{"title": graph.title or graph.inventory.name, "note": graph.note} for graph in graphs]

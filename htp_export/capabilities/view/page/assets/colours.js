@@ -29,17 +29,21 @@
   function assigned(names, common = () => false) {
     const places = new Map();
     for (const name of names) if (common(name)) places.set(htp.simple(name), hashed(htp.simple(name)));
-    const taken = new Set(places.values());
+    const kept = new Set(places.values());
+    const taken = new Set(kept);
     for (const name of names.map(htp.simple)) {
       let place = places.get(name) ?? hashed(name);
-      while (!places.has(name) && taken.has(place) && taken.size < PALETTE.length) place = (place + 1) % PALETTE.length;
+      const used = [taken, kept].find((each) => each.size < PALETTE.length); // of more names than colours, some share one
+      while (!places.has(name) && used?.has(place)) place = (place + 1) % PALETTE.length;
       places.set(name, place);
       taken.add(place);
     }
     return (name) => PALETTE[places.get(htp.simple(name))]?.[theme()];
   }
-  const classes = htp.modules.filter((module) => module.nodes || module.parameters).map((module) => module.class);
-  const byClass = assigned([...new Set(classes)].sort(), (name) => name.startsWith("torch."));
+  // Classes of which there are several modules come first.
+  const classes = htp.modules.filter((module) => module.above && (module.nodes || module.parameters)).map((module) => module.class).sort();
+  const several = classes.filter((name, k) => name === classes[k + 1]);
+  const byClass = assigned([...new Set([...several, ...classes])], (name) => name.startsWith("torch."));
   const ofClass = (module) => byClass(module.class) ?? empty();
   // Of words, such as precisions, too.
   for (const column of htp.columns) if (column.named) column.colour = assigned(column.kinds.sort());

@@ -37,9 +37,10 @@
   const membersOf = (item) => state.groups.get(item) ?? [item];
 
   // The value of a card: of merged nodes, their sum, or the largest of what does not add up.
-  function valueOf(item, { of, ofNode, additive }) {
+  function valueOf(item, each) {
+    const { ofNode, additive } = each;
     if (item.kind === "end") return null;
-    if (item.kind === "module") return of(item);
+    if (item.kind !== "node") return htp.value(item, each);
     const values = membersOf(item).map((node) => ofNode?.(node) ?? null).filter((value) => value !== null);
     if (!values.length) return null;
     return additive ? values.reduce((sum, value) => sum + value, 0) : values.some(Number.isNaN) ? NaN : Math.max(...values);
@@ -48,10 +49,11 @@
   function text(item, each, bare = false) {
     const value = valueOf(item, each);
     if (each.named && item.kind !== "end") return htp.word(item, each);
-    return value === null ? "" : `${isSaid(item, each) ? "" : "≈ "}${bare ? htp.compact(value, each.unit) : htp.withUnit(value, each)}`;
+    return value === null ? "" : `${isSaid(item, each) ? "" : "≈ "}${bare ? htp.compact(value, each.unit) : htp.withUnit(value, each)}${bare ? "" : ` ${htp.share(value, each)}`.trimEnd()}`;
   }
   const labelOf = (item) => (item.kind === "node" ? item.name : item.label);
-  const folds = (item) => item.kind === "module" && state.found.get(item).items.size > 0;
+  const titleOf = (item) => (item.kind === "fold" ? `${item.path} … ${item.members.at(-1).path}` : item.path ?? item.name ?? "");
+  const folds = (item) => item.kind === "fold" || (item.kind === "module" && state.found.get(item).items.size > 0);
   const outputOf = (item) => (item.kind === "end" ? item.type : item.kind === "node" ? item.outputs[0]?.[1] ?? "" : "");
   // What stands for an item in the drawing: itself, the node that it is merged into, or the closed module around it.
   function boxFor(item) {
@@ -66,7 +68,7 @@
 
   function arrange() {
     if (!state.found) regroup();
-    state.drawn = laidOut(state.found, state.open);
+    state.drawn = laidOut(state.found, state.open, state.apart);
     state.order = state.drawn.boxes;
     state.order.forEach((box, k) => (box.row = k));
     // How far down the rows up to each one reach: rows and heights grow together.
@@ -87,7 +89,7 @@
     const shown = column(colour.value);
     if (shown?.named) return item.kind === "end" ? "" : htp.colours.ofWord(shown, item);
     if (shown) return htp.colours.ofValue(shown, valueOf(item, shown), state.most);
-    return item.kind === "module" ? htp.colours.ofClass(item) : "";
+    return item.kind === "module" || item.kind === "fold" ? htp.colours.ofClass(item) : "";
   }
 
   // --- the graph
@@ -102,15 +104,15 @@
       folds(item) ? htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: "▶" }) : null,
       item.kind === "node" ? htp.make("span", { className: "chip", textContent: item.op }) : null,
       htp.make("span", { className: "label path", textContent: label }),
-      item.kind === "module" ? htp.make("span", { className: "kind", textContent: htp.simple(item.class) }) : null,
-      groupButton(item));
+      item.class ? htp.make("span", { className: "kind", textContent: `${htp.simple(item.class)}${open && item.kind === "fold" ? `, inside: ${item.members[0].label}` : ""}` }) : null,
+      apartButton(item));
     const said = item.kind === "end" ? [htp.make("span", { textContent: item.type })] : numbers.map(([each, value]) => {
       const number = htp.make("span", { textContent: value, title: `${each.title} ${htp.exact(valueOf(item, each), each.unit)}` });
       number.dataset.key = each.key;
       return number;
     });
-    const element = htp.make("div", { className: `card ${item.kind}${open ? " open" : ""}${box === selectedBox() ? " selected" : ""}`, title: item.path ?? item.name ?? "" },
-      htp.make("div", { className: "face", style: { background: open ? "" : fill(item) } }, head, htp.make("div", { className: "numbers" }, ...said)));
+    const element = htp.make("div", { className: `card ${item.kind}${open ? " open" : ""}${box === selectedBox() ? " selected" : ""}`, title: titleOf(item) },
+      htp.make("div", { className: `face${!open && fill(item) ? " filled" : ""}`, style: { background: open ? "" : fill(item) } }, head, htp.make("div", { className: "numbers" }, ...said)));
     Object.assign(element.style, { left: `${box.left}px`, top: `${box.top}px`, width: `${box.width}px`, height: `${box.height}px` });
     if (item.kind === "end") return element;
     element.onclick = (event) => {
@@ -125,14 +127,22 @@
     return element;
   }
 
-  function groupButton(item) {
+  // What is drawn as one with others: how many, and the way to see each.
+  function apartButton(item) {
+    const fold = foldOf(item);
+    if (fold) return timesButton(fold, `× ${fold.members.length}`, state.apart.has(fold) ? "Draw alike modules once (x)" : "Show each of them (x)");
     const group = item.kind === "node" && state.whole.get(item);
     if (!group) return null;
     const apart = state.apart.has(item);
     const others = new Map();
     for (const { op } of group.slice(1)) others.set(op, (others.get(op) ?? 0) + 1);
     const said = [...others].map(([op, count]) => (count > 1 ? `${op} × ${count}` : op)).join(", ");
-    const button = htp.make("button", { className: "times", textContent: `${apart ? "−" : "+"}${group.length - 1}`, tabIndex: -1, title: `${apart ? "Merge" : "Show"} ${said} (m)` });
+    return timesButton(item, `${apart ? "−" : "+"}${group.length - 1}`, `${apart ? "Merge" : "Show"} ${said} (m)`);
+  }
+  // The fold that an item is, or the one that it is the first of, while that is taken apart.
+  const foldOf = (item) => (item.kind === "fold" ? item : item.run?.fold.members[0] === item && state.apart.has(item.run.fold) ? item.run.fold : null);
+  function timesButton(item, textContent, title) {
+    const button = htp.make("button", { className: "times", textContent, tabIndex: -1, title, "aria-pressed": state.apart.has(item) });
     button.onclick = (event) => {
       event.stopPropagation();
       takeApart(item);
@@ -226,7 +236,7 @@
         htp.make("span", { className: "guide", style: { width: `${box.depth * 12}px` } }),
         htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: folds(item) ? "▶" : "" }),
         item.kind === "node" ? htp.make("span", { className: "chip", textContent: item.op }) : null,
-        htp.make("span", { className: "label path", textContent: labelOf(item) }), groupButton(item)),
+        htp.make("span", { className: "label path", textContent: labelOf(item) }), apartButton(item)),
       ...columns.map((each) => htp.make("div", { className: "number", role: "gridcell", textContent: text(item, each, each.unit === "ms"), title: htp.exact(valueOf(item, each), each.unit) })),
       htp.make("div", { className: "class", role: "gridcell", textContent: outputOf(item), title: outputOf(item) }),
     ];
@@ -279,7 +289,7 @@
   }
   function say(box) {
     const numbers = facts.map((each) => [each.title, text(box.item, each)]).filter(([, value]) => value).map((pair) => pair.join(" "));
-    byId("graph-said").textContent = [box.item.kind === "node" ? `${box.item.op} ${box.item.name}` : box.item.path || "the whole model", ...numbers].join(", ");
+    byId("graph-said").textContent = [box.item.kind === "node" ? `${box.item.op} ${box.item.name}` : titleOf(box.item) || "the whole model", ...numbers].join(", ");
   }
   // An item keeps its height on the screen while what is above it changes.
   function kept(item, change) {
@@ -294,16 +304,25 @@
   function toggle(item, open = !state.open.has(item)) {
     kept(item, () => (open ? state.open.add(item) : state.open.delete(item)));
   }
-  function takeApart(head) {
-    kept(head, () => {
-      if (!state.apart.delete(head)) state.apart.add(head);
-      regroup();
+  // A node and those that are merged into it, or modules that are drawn as one.
+  function takeApart(item, apart = !state.apart.has(item)) {
+    const shown = item.kind === "fold" && htp.selected && (apart ? htp.selected === item : item.members.includes(htp.selected));
+    kept(item.members?.[0] ?? item, () => {
+      state.apart[apart ? "add" : "delete"](item);
+      if (item.kind === "node") regroup();
+      else state.found.get(item.members[0].above).drawn = null;
     });
+    if (shown) choose(boxFor(item.members[0]));
   }
   const above = (item) => (item.kind === "node" ? htp.layers.home.get(item) : item.above);
-  function reveal(item) {
+  function reveal(item, alone = true) {
     if (!state.drawn) return;
-    for (let at = above(item); at; at = at.above) state.open.add(at);
+    for (let at = alone && item.kind === "module" ? item : above(item); at; at = at.above) {
+      if (at !== item) state.open.add(at).add(at.run?.fold ?? at);
+      if (!at.run || !alone) continue;
+      state.apart.add(at.run.fold);
+      state.found.get(at.above).drawn = null;
+    }
     arrange();
     const box = boxFor(item);
     if (box) reach(box);
@@ -330,6 +349,10 @@
       ArrowLeft: () => (box?.lines && box.around ? toggle(box.item, false) : choose(box?.around)),
       Enter: () => box && folds(box.item) && toggle(box.item),
       " ": () => box && folds(box.item) && toggle(box.item),
+      x: () => {
+        const fold = box && (box.item.kind === "fold" ? box.item : box.item.run?.fold);
+        if (fold) takeApart(fold);
+      },
       m: () => {
         const node = htp.selected?.kind === "node" ? state.base?.[htp.selected.id] : null;
         if (node && state.whole.has(node)) takeApart(node);
@@ -344,38 +367,46 @@
 
   merge.disabled = !trivial.includes(true);
   merge.parentElement.title += merge.disabled ? "; there are none" : "";
-  merge.onchange = () => kept(selectedBox()?.item, () => (state.apart.clear(), regroup()));
-  listed.checked = matchMedia("(min-width: 1000px)").matches;
+  merge.onchange = () => kept(selectedBox()?.item, () => ((state.apart = new Set([...state.apart].filter((item) => item.kind === "fold"))), regroup()));
+  listed.checked = false;
   listed.onchange = () => {
     table.hidden = !listed.checked;
     draw();
   };
   table.hidden = !listed.checked;
   colour.append(...htp.colours.options());
+  if (htp.time) colour.value = htp.time.key;
   colour.onchange = arrange;
   byId("graph-fold").onclick = () => kept(null, () => (state.open = new Set([htp.root])));
-  byId("graph-unfold").onclick = () => kept(null, () => (state.open = new Set(htp.modules)));
+  byId("graph-unfold").onclick = () => kept(null, () => (state.open = new Set([...htp.modules, ...htp.modules.map((module) => module.run?.fold)])));
   drawHead();
 
+  // At first, what holds alike modules is open, and these are drawn once each; without any, as much as fits on a screen.
   function first() {
     regroup();
+    const holding = new Set(htp.modules.filter((module) => module.run).flatMap(({ above }) => {
+      const way = [];
+      for (let at = above; at; at = at.above) way.push(at);
+      return way;
+    }));
     let level = [htp.root];
     let count = 1;
     while (level.length) {
-      const inside = level.flatMap((module) => [...state.found.get(module).items]);
+      const inside = level.flatMap((module) => [...state.found.get(module).items]).filter((item) => !item.run || item.run.fold.members[0] === item);
       count += inside.length;
       if (count > AT_FIRST && level[0] !== htp.root) break;
       level.forEach((module) => state.open.add(module));
-      level = inside.filter((item) => item.kind === "module");
+      level = inside.filter((item) => item.kind === "module" && !item.run && (!holding.size || holding.has(item)));
     }
     arrange();
-    const item = htp.selected?.kind === "fold" ? htp.selected.members[0] : htp.selected;
-    if (item && item !== htp.root && item.kind !== "loose") reveal(item);
+    graph.scrollLeft = (canvas.offsetWidth + 24 - graph.clientWidth) / 2;
+    show(htp.selected);
   }
-  htp.listeners.push((item, by) => {
-    if (by === "graph" || !state.drawn || !item || item.kind === "loose") return;
-    reveal(item.kind === "fold" ? item.members[0] : item);
-  });
+  function show(item) {
+    if (!item || item === htp.root || item.kind === "loose") return;
+    reveal(item.kind === "fold" ? item.members[0] : item, item.kind !== "fold");
+  }
+  htp.listeners.push((item, by) => by !== "graph" && state.drawn && show(item));
   new ResizeObserver(() => state.drawn && graph.clientHeight && (drawOverview(), draw())).observe(graph);
   htp.graph = {
     state,

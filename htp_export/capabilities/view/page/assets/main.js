@@ -22,23 +22,24 @@
   byId("note").hidden = !byId("note").textContent;
   const inside = data.count - htp.modules.length;
   const facts = [htp.simple(htp.root.class), count(htp.nodes.length, "node"), count(htp.modules.length, "module"),
-    `${htp.compact(htp.root.parameters)} parameters`, htp.compact(htp.root.bytes, "B"), ...data.facts].filter(Boolean);
+    `${htp.compact(htp.root.parameters)} parameters`, htp.compact(htp.root.bytes, "B"), htp.time && `${htp.withUnit(htp.time.of(htp.root), htp.time)} a run`, data.tags.headline].filter(Boolean);
   byId("facts").append(...facts.flatMap((fact, k) => [k ? " · " : "", htp.make("span", { textContent: fact })]));
   if (inside) byId("facts").children[facts.indexOf(count(htp.modules.length, "module"))].title = `and ${count(inside, "container")}, whose names stand before those of the modules in them`;
+  byId("origin").textContent = data.facts.join(" · ");
   const end = (word) => ([name, type]) => htp.make("span", {}, `${word} `, htp.make("span", { className: "path", textContent: name }), ` ${type}`);
   const ends = [...data.inputs.map(end("in")), ...data.outputs.map(end("out"))];
   const more = ends.splice(ends.length > ENDS ? ENDS - 1 : ENDS);
   byId("ends").append(...ends);
   if (more.length) byId("ends").append(htp.make("details", {}, htp.make("summary", { textContent: `and ${more.length} more inputs and outputs` }), ...more));
 
-  byId("trust").append(
-    tagsLine(htp.make, "", data.tags),
+  byId("trust").append(tagsLine(htp.make, "", data.tags));
+  byId("advice").append(
     ...data.advice.map((text) => htp.make("div", { className: "advice", textContent: text })),
     ...data.failures.map((text) => htp.make("div", { className: "advice failure", textContent: text })));
   const KEYS = {
-    modules: "↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches",
+    modules: "A click on a head sorts · ↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches",
     map: "← → beside · ↓ into a module · ↑ out of it · Enter or a double click makes it the whole map · Escape comes back · / searches",
-    graph: "↑ ↓ through modules and nodes · → opens a module · ← closes it · m merges trivial nodes or shows them · Tab to the table and the overview · / searches",
+    graph: "↑ ↓ through modules and nodes · → opens a module · ← closes it · x shows each of several that are drawn as one · m merges trivial nodes or shows them · Tab to the table and the overview · / searches",
     front: "A click on a point, or Enter on a line, shows its plan",
     explorer: "Tab or click into the graph, then ← → beside · ↓ into a module · ↑ out of it · space fits the graph into the window",
   };
@@ -53,7 +54,7 @@
       byId(`tab-${each}`).setAttribute("aria-selected", each === name);
       byId(`pane-${each}`).hidden = each !== name;
     }
-    byId("detail").hidden = name === "front" || (name === "explorer" && !phone.matches); // these have panels of their own, Model Explorer where there is room for it
+    byId("side").hidden = name === "front" || (name === "explorer" && !phone.matches); // these have panels of their own, Model Explorer where there is room for it
     if (name === "explorer") htp.explorer.open();
     if (name === "modules") htp.table.open();
     if (name === "map") htp.map.draw();
@@ -61,6 +62,14 @@
     remember();
   };
   phone.addEventListener("change", () => htp.tab(tab));
+  // What is selected is described beside the panes; on a phone, in a line that opens.
+  function fold(folded) {
+    byId("side").classList.toggle("folded", folded);
+    byId("side-fold").setAttribute("aria-expanded", !folded);
+  }
+  byId("side-fold").onclick = () => fold(!byId("side").classList.contains("folded"));
+  fold(phone.matches);
+  htp.listeners.push((item) => (byId("side-fold").firstChild.textContent = item ? htp.title(item) : ""));
   TABS.forEach((name) => (byId(`tab-${name}`).onclick = () => htp.tab(name)));
 
   const theme = (name) => {

@@ -146,6 +146,14 @@ htp.word = function (item, column) {
   return said.size === 1 ? [...said][0] : [...said].filter(Boolean).join(", ");
 };
 
+// Times have shares of the whole.
+htp.time = htp.columns.find((column) => column.unit === "ms" && column.main && column.of(htp.root) > 0);
+htp.part = (value, column) => (column === htp.time && Number.isFinite(value) ? value / column.of(htp.root) : null);
+htp.share = function (value, column) {
+  const percent = 100 * htp.part(value, column);
+  return percent ? `${percent < 0.1 ? "<0.1" : percent < 9.95 ? percent.toFixed(1) : percent.toFixed(0)} %` : "";
+};
+
 // What tells alike modules apart: of their paths, the part that differs, with the name before a number.
 htp.labels = function (members) {
   const paths = members.map((member) => member.path.split("."));

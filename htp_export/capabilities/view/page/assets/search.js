@@ -75,7 +75,7 @@
   const all = [...known].map((path) => ({ path, class: "" }));
   htp.selector = function (modules) {
     const paths = modules.map((module) => module.path);
-    if (!paths.every((path) => /^[\w-][\w.-]*$|^$/.test(path))) return `re:${paths.map((path) => literal(path).replace(/\s/g, (space) => `\\u${space.charCodeAt(0).toString(16).padStart(4, "0")}`)).join("|")}`;
+    if (!paths.every((path) => /^\w[\w.-]*$|^$/.test(path))) return `re:${paths.map((path) => literal(path).replace(/[\p{C}\p{Z}]/gu, (sign) => `\\u${sign.charCodeAt(0).toString(16).padStart(4, "0")}`)).join("|")}`;
     const parts = paths.map((path) => path.split("."));
     const glob = parts[0].map((part, k) => (parts.every((each) => each[k] === part) ? part : "*")).join(".");
     const isExact = paths.length > 1 && htp.search(glob, all, []).hits.size === paths.length && parts.every((each) => each.length === parts[0].length);

@@ -6,11 +6,11 @@
   const head = document.getElementById("head");
   const body = document.getElementById("rows");
   const search = document.getElementById("search");
-  const state = { open: new Set(), apart: new Set(), repeats: htp.data.repeats.length > 0, sort: null, descending: true, flat: false, query: null, hits: 0, rows: [] };
+  const state = { open: new Set(), apart: new Set(), repeats: htp.data.repeats.length > 0, sort: htp.time ?? null, descending: true, flat: false, query: null, hits: 0, rows: [] };
   // Where there is little room, classes are said of what is selected alone; names stay in sight while numbers are scrolled.
   const room = () => (table.clientWidth >= 720 ? "wide" : table.clientWidth >= 480 ? "narrow" : "phone");
   const WIDE = Math.min(240, Math.max(110, 22 + 7.4 * Math.max(...htp.modules.map((module) => htp.simple(module.class).length))));
-  const WIDTHS = { wide: { name: 264, class: WIDE, number: 100, fate: 110 }, narrow: { name: 196, class: 0, number: 92, fate: 98 }, phone: { name: 168, class: 0, number: 86, fate: 92 } };
+  const WIDTHS = { wide: { name: 264, class: WIDE, number: 106, fate: 110 }, narrow: { name: 196, class: 0, number: 92, fate: 98 }, phone: { name: 160, class: 0, number: 86, fate: 92 } };
   let drawnFor = room();
   const hasClass = () => drawnFor === "wide";
   const nothing = document.getElementById("nothing");
@@ -133,17 +133,18 @@
       { title: "fate", text: (m) => m.fate },
     ];
     const wide = WIDTHS[drawnFor];
-    const inner = `${wide.class ? `minmax(${wide.class}px, 1fr) ` : ""}${columns().map(() => `${wide.number}px `).join("")}`;
+    const widths = columns().map((column) => wide.number + (column === htp.time ? 50 : 0));
+    const inner = `${wide.class ? `minmax(${wide.class}px, 1fr) ` : ""}${widths.map((width) => `${width}px `).join("")}`;
     const layout = `minmax(${wide.name}px, 2.6fr) ${inner}${wide.fate}px`;
     document.documentElement.style.setProperty("--layout", layout);
     // Every row is a grid of its own: all have the same width, whatever stands in them.
-    document.documentElement.style.setProperty("--least", `${wide.name + wide.class + columns().length * wide.number + wide.fate}px`);
+    document.documentElement.style.setProperty("--least", `${wide.name + wide.class + widths.reduce((sum, width) => sum + width, 0) + wide.fate}px`);
     head.setAttribute("aria-rowindex", 1);
     head.replaceChildren(...cells.map((cell, at) => {
       const sorted = state.sort?.title === cell.title;
       const arrow = sorted ? (state.descending ? " ↓" : " ↑") : "";
-      const unit = cell.unit && cell.unit !== "B" ? ` ${cell.unit}` : "";
-      const element = htp.make("div", { role: "columnheader", "aria-colindex": at + 1, className: cell.of ? "number" : at ? "" : "name", textContent: cell.title + unit + arrow });
+      const unit = `${cell.unit && cell.unit !== "B" ? ` ${cell.unit}` : ""}${cell === htp.time ? ", %" : ""}`;
+      const element = htp.make("div", { role: "columnheader", "aria-colindex": at + 1, className: cell.of ? "number" : at ? "" : "name", textContent: cell.title + unit + arrow, title: "A click sorts, a second one the other way, a third one as in the model" });
       element.setAttribute("aria-sort", sorted ? (state.descending ? "descending" : "ascending") : "none");
       element.onclick = () => sortBy(cell);
       return element;
@@ -165,7 +166,7 @@
       ? [htp.make("span", { className: "chip" }, ...marked(item.op)), htp.make("span", { className: "label path" }, ...marked(item.name))]
       : [htp.make("span", { className: "label path" }, ...marked(state.flat ? item.path || "(root)" : item.label))];
     const name = htp.make("div", { className: "name", role: "gridcell", title: item.kind === "fold" ? item.label : item.path || item.name || "" },
-      htp.make("span", { className: "guide", style: { width: `${depth * 16}px` } }),
+      htp.make("span", { className: "guide", style: { width: `${depth * (drawnFor === "phone" ? 10 : 16)}px` } }),
       htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: folds ? "▶" : "" }),
       ...label, item.kind === "fold" && item.sets.length > 1 ? times(item) : null);
     const cells = [name];
@@ -225,9 +226,10 @@
     const bad = /^differs/.test(words) || Number.isNaN(value);
     if (column.most && Number.isFinite(value) && value !== 0) {
       const width = `${Math.max(1.5, 88 * Math.min(1, Math.abs(value) / column.most))}%`;
-      cell.append(htp.make("i", { className: `fill${bad ? " bad" : ""}`, style: { width } }));
+      cell.append(htp.make("i", { className: `fill${bad ? " bad" : ""}`, style: { width, background: column === htp.time ? htp.colours.heated(Math.sqrt(htp.part(value, column))) : "" } }));
     }
     cell.append(htp.make("span", { className: value === 0 ? "empty" : "", textContent: (parted ? "≈ " : "") + htp.compact(value, column.unit) }));
+    if (column === htp.time) cell.append(" ", htp.make("span", { className: "share", textContent: htp.share(value, column) }));
     return cell;
   }
 
