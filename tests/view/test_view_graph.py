@@ -482,3 +482,104 @@ def test_many_nodes_beside_each_other_stand_in_several_lines(page, tmp_path):
     assert max(map(tops.count, tops)) == 8
     assert len(set(tops)) == 13
     assert page.said == []
+
+
+class Blocks(torch.nn.Module):
+    """Alike blocks between two layers; with ``around``, sums of the model itself stand between the blocks."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.around = around
+        self.first = torch.nn.Linear(8, 8)
+        self.h = torch.nn.ModuleList([Heads() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.h:
+            x = x + block(x) if self.around else block(x)
+        return x
+
+
+def labels(page: Page) -> list[str]:
+    return list(page.run("htp.graph.state.order.map(({ item }) => item.label ?? item.op)"))
+
+
+def paths_drawn(page: Page) -> int:
+    return int(page.run("document.querySelectorAll('#graph-canvas .edges:not(.over) > path').length"))
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("blocks") / "blocks.html"
+    times = {"modules": {"": {"total_ms": 16.0}, **{f"h.{k}": {"total_ms": k + 1.0} for k in range(4)}}}
+    htp_export.view(Blocks(around=False).eval(), torch.randn(2, 6, 8), file, results=[times], explorer=False)
+    return file
+
+
+FOLD = "h.0 … h.3"
+
+
+def test_the_graph_opens_with_alike_modules_drawn_once(page, blocks):
+    open_graph(page, blocks)
+    assert labels(page) == ["(root)", "in x", "first", FOLD, *labels(page)[4:]]
+    assert len(labels(page)) == 5
+    assert paths_drawn(page) == 3
+    card = "document.querySelector('#graph-canvas .card.fold')"
+    assert page.run(f"{card}.querySelector('.times').textContent") == "× 4"  # noqa: RUF001 - "times"
+    numbers = f"[...{card}.querySelectorAll('.numbers span')].map((it) => it.textContent)"
+    assert page.run(numbers)[:2] == ["2.50 ms 16 %", "288 par"]  # the mean of 1, 2, 3 and 4 ms
+    assert page.run("document.querySelector('#graph-rows .row.fold .label').textContent") == FOLD
+    click(page, f"{card}.querySelector('.label')")
+    assert page.run("htp.selected.kind") == "fold"
+    assert "4 modules that are alike" in page.run("document.getElementById('detail').innerText")
+    assert page.said == []
+
+
+def test_what_stands_in_alike_modules_is_drawn_once_or_in_each(page, blocks):
+    open_graph(page, blocks)
+    page.run("document.getElementById('graph-drawing').focus()")
+    page.press("Home", "ArrowDown", "ArrowDown", "ArrowRight")
+    assert page.run("htp.selected.kind") == "fold"
+    inside = labels(page)[4:]
+    assert {"query", "key", "value", "out"} <= set(inside)
+    page.press("ArrowDown")
+    assert page.run("(htp.selected.path ?? htp.selected.owners[0]).startsWith('h.0')")
+    page.press("ArrowLeft", "x")  # to the fold; each of them
+    assert page.run("htp.selected.path") == "h.0"
+    assert [label for label in labels(page) if label.startswith("h.")] == ["h.0", "h.1", "h.2", "h.3"]
+    page.press("x")
+    assert FOLD in labels(page)
+    assert "h.1" not in labels(page)
+    assert page.run("htp.selected.kind") == "fold"
+    page.run("htp.select(htp.byPath.get('h.2.key'))")  # elsewhere in the page
+    assert page.run("document.querySelector('#graph-canvas .card.selected').title") == "h.2.key"
+    assert page.said == []
+
+
+def test_alike_modules_with_others_between_them_are_drawn_each(page, tmp_path):
+    htp_export.view(Blocks(around=True).eval(), torch.randn(2, 6, 8), tmp_path / "around.html", explorer=False)
+    open_graph(page, tmp_path / "around.html")
+    assert [label for label in labels(page) if label.startswith("h.")] == ["h.0", "h.1", "h.2", "h.3"]
+    assert page.run("document.querySelectorAll('#graph-canvas .back').length") == 0
+    assert page.said == []
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_drawing_has_the_width_and_columns_do_not_collide(page, net, width):
+    file, _, _ = net
+    open_graph(page, file, (width, 850), table=False)
+    drawing = box(page, "document.getElementById('graph-drawing')")
+    assert drawing[2] > 0.68 * width
+    assert drawing[3] > 500
+    if width > 1000:
+        click(page, "document.getElementById('side-fold')")
+        assert box(page, "document.getElementById('graph-drawing')")[2] > 0.9 * width
+        click(page, "document.getElementById('side-fold')")
+        press_switch(page, "graph-list")
+    for head in ("#graph-head", "#head"):
+        page.run(f"htp.tab('{'modules' if head == '#head' else 'graph'}')")
+        collide = (
+            f"[...document.querySelectorAll('{head} > div')].filter((cell) => getComputedStyle(cell).overflow !== 'hidden')"
+        )
+        assert page.run(f"{collide}.length") == 0
+    assert page.said == []

@@ -84,7 +84,7 @@ def test_nodes_have_flops_and_are_sorted_by_them(page, encoder):
     page.run("htp.select(htp.nodes.find((node) => node.name === 'node_layers.0.scores'))")
     cells = "[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"
     assert page.run(cells) == ["0.283 0.8 %", "16.4k", "", ""]
-    page.run("document.querySelectorAll('#head > div')[2].click()")
+    page.run("document.querySelectorAll('#head > div')[3].click()")
     own = [name for name in shown(page) if name.startswith(("MatMul node_layers.0.", "Add node_layers.0.m"))]
     assert own == ["MatMul node_layers.0.context", "MatMul node_layers.0.scores", "Add node_layers.0.masked"]
 
@@ -230,7 +230,7 @@ def test_the_facts_are_readable_in_full(page, tmp_path, width):
     htp_export.view(model, tmp_path / "many.html", explorer=False)
     page.size(width, 800)
     start(page, tmp_path / "many.html")
-    assert page.run("document.getElementById('ends').offsetParent") is None
+    assert page.run("document.getElementById('ends').checkVisibility()") is False
     page.run("document.getElementById('about').open = true")
     for each in ("name", "facts", "ends"):
         box = f"document.getElementById('{each}')"

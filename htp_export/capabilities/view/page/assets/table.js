@@ -2,6 +2,7 @@
 // The tree as a table. Only the rows in sight are in the page, so that its length does not matter.
 (function () {
   const ROW = 28;
+  const MOST_COPIED = 200; // modules in a selector that a search makes
   const table = document.getElementById("table");
   const head = document.getElementById("head");
   const body = document.getElementById("rows");
@@ -354,7 +355,9 @@
   function look() {
     state.query = parse(search.value);
     const hits = state.query?.hits.size ?? 0;
-    document.getElementById("hits").textContent = state.query ? `${hits.toLocaleString("en")} found` : "";
+    const found = [...(state.query?.hits ?? [])].filter((item) => item.kind === "module").slice(0, MOST_COPIED + 1);
+    document.getElementById("hits").replaceChildren(state.query ? `${hits.toLocaleString("en")} found ` : "",
+      ...(found.length && found.length <= MOST_COPIED ? [htp.copier(htp.selector(found), "Copy selector")] : []));
     document.getElementById("sought").textContent = search.value.trim();
     document.getElementById("problem").textContent = state.query?.problem ? `It cannot be read: ${state.query.problem}. ` : "";
     table.scrollTop = 0;
