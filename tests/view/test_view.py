@@ -15,6 +15,7 @@ from model_explorer_onnx.main import ONNXAdapter
 
 import htp_export
 from htp_export.capabilities.inspect import inspecting
+from htp_export.capabilities.view import viewing
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of, spread
 from htp_export.capabilities.view.model_explorer import application
@@ -24,7 +25,7 @@ from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, 
 from htp_export.capabilities.view.netron import netron_attachment
 from htp_export.capabilities.view.page.document import asset
 from htp_export.command.main import main
-from htp_export.errors import FileError, InputError
+from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_to_json
 from htp_export.model.tagged import load
@@ -422,6 +423,60 @@ def test_the_command_writes_pages_overlays_and_sidecars(tmp_path, capsys):
     assert json.loads((tmp_path / "net.latency.json").read_text())["results"]["node_fc0"]["value"] == 2.5
     assert main(["view", str(file), "--netron", "-o", str(tmp_path / "side.json")]) == 0
     assert json.loads((tmp_path / "side.json").read_text())["signature"] == "netron:attachment"
+
+
+def test_the_page_measures_what_it_is_asked_to(tmp_path, capsys):
+    file = tmp_path / "net.onnx"
+    load(handmade.encoder()).save(file)
+    keys = {"time": "total_ms", "cost": "peak_bytes"}
+    for measure in ("time", ("cost",), "time, cost", ["cost", "time", "cost"]):
+        data = page_data_of(htp_export.view(file, measure=measure, explorer=False).html)
+        found = [entry["key"] for entry in data["measures"]]
+        assert {kind for kind, key in keys.items() if key in found} == {kind for kind in keys if kind in measure}
+        assert len(found) == len(set(found))
+        assert bool(data["offer"]) == ("time" not in measure)
+    given = htp_export.view(file, results=[TIME], measure="cost", explorer=False)
+    assert page_data_of(given.html)["measures"][0]["total"][0] == 10.0
+    command = ["view", str(file), "--no-explorer"]
+    assert main([*command, "--measure", "time,cost", "--json"]) == 0
+    assert '"peak_bytes"' in (tmp_path / "net.html").read_text(encoding="utf-8")
+    assert main(["view", str(file), "--overlay", "latency", "--measure", "time"]) == 0
+    assert json.loads((tmp_path / "net.latency.json").read_text())["name"] == "time (ms)"
+    assert main([*command, "--measure", "speed"]) == 2
+    assert "nothing measures 'speed'; there are time, cost" in capsys.readouterr().err
+
+
+def test_a_pytorch_model_is_measured_if_it_exports(without_dynamo):
+    shown = htp_export.view(torch.nn.Linear(3, 2).eval(), torch.ones(1, 3), measure=("time", "cost"), explorer=False)
+    data = page_data_of(shown.html)
+    assert {"total_ms", "peak_bytes"} <= {entry["key"] for entry in data["measures"]}
+    assert data["offer"] == data["file"] == ""  # there is no file to name
+    with pytest.raises(InputError, match="times are those of an ONNX model"):
+        htp_export.view(Half().eval(), torch.ones(2, 4), measure="time", explorer=False)
+
+
+def test_a_file_without_tags_has_no_times_and_none_are_offered(tmp_path):
+    relu = ir.node("Relu", [handmade.value("x")], outputs=[handmade.value("y")])
+    load(handmade.model(list(relu.inputs), [relu], [], [])).save(tmp_path / "bare.onnx")
+    assert page_data_of(htp_export.view(tmp_path / "bare.onnx", explorer=False).html)["offer"] == ""
+    with pytest.raises(UntaggedModelError):
+        htp_export.view(tmp_path / "bare.onnx", measure="time", explorer=False)
+
+
+def test_large_models_have_model_explorer_on_demand(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "net.onnx"
+    load(handmade.encoder()).save(file)
+    assert htp_export.view(file).missing == ""
+    monkeypatch.setattr(viewing, "_MOST_NODES", 6)
+    shown = htp_export.view(file)
+    assert "explorer-drawing-0" not in shown.html
+    assert shown.missing.startswith("of 7 nodes")
+    assert "--explorer (in Python: view(..., explorer=True)) puts it in" in page_data_of(shown.html)["missing_explorer"]
+    assert main(["view", str(file)]) == 0
+    assert "without Model Explorer: of 7 nodes, it would make the page large and slow; --explorer puts it in" in (
+        " ".join(capsys.readouterr().out.split())
+    )
+    assert 'id="explorer-drawing-0"' in htp_export.view(file, explorer=True).html
 
 
 def test_bad_input_ends_with_status_2_and_leaves_files_as_they_were(tmp_path, capsys):
