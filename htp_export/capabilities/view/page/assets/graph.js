@@ -14,7 +14,7 @@
   const { CARD, trivial, consumers, levels, laidOut, inSight } = htp.layers;
   const column = (key) => htp.columns.find((each) => each.key === key);
   const facts = FACTS.map(column).filter(Boolean);
-  const columns = [...facts, ...htp.columns.filter((each) => each.main && !facts.includes(each) && each.key !== "nodes")];
+  const columns = [...new Set([...(htp.time ? [htp.time] : []), ...facts, ...htp.columns.filter((each) => each.main && each.key !== "nodes")])];
   const state = { open: new Set([htp.root]), apart: new Set(), groups: new Map(), found: null, base: null, drawn: null, order: [], deepest: [], most: 0 };
 
   // --- what is drawn: nodes, or a node with those that are merged into it
@@ -213,7 +213,7 @@
     const arrow = svg("marker", { id: "graph-arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0,0L8,4L0,8Z" }));
     // Open modules below, then the edges, then cards, so that edges pass behind these.
     const [opened, closed] = [boxes.filter((box) => box.lines), boxes.filter((box) => !box.lines)];
-    canvas.replaceChildren(...opened.map(card), layer("edges", svg("defs", {}, arrow), ...paths), ...closed.map(card), layer("edges over", ...lit));
+    canvas.replaceChildren(...opened.map(card), layer("edges", svg("defs", {}, arrow), ...paths), layer("edges over", ...lit), ...closed.map(card));
     drawRows();
     drawSight();
   }
@@ -224,8 +224,8 @@
     byId("graph-head").replaceChildren(...["module or node", ...columns.map((each) => each.title + (each.unit && each.unit !== "B" ? ` ${each.unit}` : "")), "output"]
       .map((title, k, { length }) => htp.make("div", { role: "columnheader", "aria-colindex": k + 1, className: !k ? "name" : k < length - 1 ? "number" : "", textContent: title })));
     table.setAttribute("aria-colcount", columns.length + 2);
-    table.style.setProperty("--layout", `minmax(200px, 2fr) ${"82px ".repeat(columns.length)} minmax(120px, 1fr)`);
-    table.style.setProperty("--least", `${320 + 82 * columns.length}px`);
+    table.style.setProperty("--layout", `minmax(200px, 2fr) ${"100px ".repeat(columns.length)} minmax(120px, 1fr)`);
+    table.style.setProperty("--least", `${320 + 100 * columns.length}px`);
   }
 
   function rowOf(box, index) {

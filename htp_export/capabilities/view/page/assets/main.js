@@ -69,7 +69,7 @@
   }
   byId("side-fold").onclick = () => fold(!byId("side").classList.contains("folded"));
   fold(phone.matches);
-  htp.listeners.push((item) => (byId("side-fold").firstChild.textContent = item ? htp.title(item) : ""));
+  htp.listeners.push((item) => (byId("side-fold").firstChild.textContent = item?.kind === "fold" ? item.label : item ? htp.title(item) : ""));
   TABS.forEach((name) => (byId(`tab-${name}`).onclick = () => htp.tab(name)));
 
   const theme = (name) => {

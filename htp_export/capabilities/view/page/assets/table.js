@@ -11,7 +11,7 @@
   // Where there is little room, classes are said of what is selected alone; names stay in sight while numbers are scrolled.
   const room = () => (table.clientWidth >= 720 ? "wide" : table.clientWidth >= 480 ? "narrow" : "phone");
   const WIDE = Math.min(240, Math.max(110, 22 + 7.4 * Math.max(...htp.modules.map((module) => htp.simple(module.class).length))));
-  const WIDTHS = { wide: { name: 264, class: WIDE, number: 106, fate: 110 }, narrow: { name: 196, class: 0, number: 92, fate: 98 }, phone: { name: 160, class: 0, number: 86, fate: 92 } };
+  const WIDTHS = { wide: { name: 264, class: WIDE, number: 106, fate: 110 }, narrow: { name: 196, class: 0, number: 92, fate: 98 }, phone: { name: 166, class: 0, number: 86, fate: 92 } };
   let drawnFor = room();
   const hasClass = () => drawnFor === "wide";
   const nothing = document.getElementById("nothing");
@@ -147,7 +147,15 @@
       const unit = `${cell.unit && cell.unit !== "B" ? ` ${cell.unit}` : ""}${cell === htp.time ? ", %" : ""}`;
       const element = htp.make("div", { role: "columnheader", "aria-colindex": at + 1, className: cell.of ? "number" : at ? "" : "name", textContent: cell.title + unit + arrow, title: "A click sorts, a second one the other way, a third one as in the model" });
       element.setAttribute("aria-sort", sorted ? (state.descending ? "descending" : "ascending") : "none");
+      element.tabIndex = 0;
       element.onclick = () => sortBy(cell);
+      element.onkeydown = (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        event.stopPropagation();
+        sortBy(cell);
+        head.children[at].focus();
+      };
       return element;
     }));
   }
