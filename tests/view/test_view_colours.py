@@ -36,13 +36,24 @@ def oklab(rgb: np.ndarray) -> np.ndarray:
     """Ottosson, "A perceptual color space for image processing", 2020."""
     cones = np.cbrt(
         np.array(
-            [[0.41222147, 0.53633254, 0.05144599], [0.2119035, 0.68069955, 0.10739696], [0.08830246, 0.28171884, 0.62997870]]
+            [
+                [0.41222147, 0.53633254, 0.05144599],
+                [0.2119035, 0.68069955, 0.10739696],
+                [0.08830246, 0.28171884, 0.62997870],
+            ]
         )
         @ np.clip(rgb, 0, 1)
     )
-    return np.array(
-        [[0.21045426, 0.7936178, -0.00407205], [1.9779985, -2.4285922, 0.4505937], [0.0259040, 0.78277177, -0.80867577]]
-    ) @ cones
+    return (
+        np.array(
+            [
+                [0.21045426, 0.7936178, -0.00407205],
+                [1.9779985, -2.4285922, 0.4505937],
+                [0.0259040, 0.78277177, -0.80867577],
+            ]
+        )
+        @ cones
+    )
 
 
 def contrast(one: str, other: str) -> float:
@@ -69,12 +80,31 @@ def test_text_has_enough_contrast_on_everything_that_it_stands_on():
         colours = variables(name)
         assert min(contrast(colours["text"], pair[theme]) for pair in PALETTE) >= 4.5
         plain = itertools.product(("text", "soft", "faint", "accent", "node"), ("ground", "raised"))
-        pills = (("accent", "accent-soft"), ("warn", "warn-soft"), ("bad", "bad-soft"), ("text", "accent-soft"), ("soft", "accent-soft"))
+        pills = (
+            ("accent", "accent-soft"),
+            ("warn", "warn-soft"),
+            ("bad", "bad-soft"),
+            ("text", "accent-soft"),
+            ("soft", "accent-soft"),
+        )
         for text, ground in (*plain, *pills):
             assert contrast(colours[text], colours[ground]) >= 4.5, (name, text, ground)
 
 
-CLASSES = ("Linear", "LayerNorm", "Embedding", "Conv2d", "BatchNorm2d", "ReLU", "GELU", "Conv1d", "SiLU", "Tanh", "Dropout", "Softmax")
+CLASSES = (
+    "Linear",
+    "LayerNorm",
+    "Embedding",
+    "Conv2d",
+    "BatchNorm2d",
+    "ReLU",
+    "GELU",
+    "Conv1d",
+    "SiLU",
+    "Tanh",
+    "Dropout",
+    "Softmax",
+)
 
 
 @needs_chromium
@@ -93,7 +123,9 @@ def test_a_class_has_the_same_colour_in_every_model(page: Page, tmp_path, theme)
     start(page, tmp_path / "other.html")
     second = page.run(of)
     assert len({second[name] for name in CLASSES}) == len(CLASSES)
-    assert {name: first[name] for name in CLASSES if name in first} == {name: second[name] for name in CLASSES if name in first}
+    assert {name: first[name] for name in CLASSES if name in first} == {
+        name: second[name] for name in CLASSES if name in first
+    }
     assert sum(name in first for name in CLASSES) >= 4
     page.theme("light")
     assert page.said == []

@@ -308,7 +308,9 @@ def test_names_stay_text_in_addresses_searches_and_statistics(page, tmp_path):
     weight = ir.Value(name=hostile + "w", const_value=ir.tensor(np.ones((4, 4), np.float32), name=hostile + "w"))
     nodes = [handmade.tagged_node("MatMul", [x, weight], hostile, hostile + "y")]
     modules = [ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo(hostile, hostile, 1, "computed")]
-    htp_export.view(handmade.model([x], nodes, [weight], modules), tmp_path / "hostile.html", explorer=False, weights=True)
+    htp_export.view(
+        handmade.model([x], nodes, [weight], modules), tmp_path / "hostile.html", explorer=False, weights=True
+    )
     start(page, tmp_path / "hostile.html")
     title = page.run("document.title")
     page.run(f"htp.select(htp.byPath.get({json.dumps(hostile)}))")

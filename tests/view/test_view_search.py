@@ -25,11 +25,19 @@ PARTS = {"": "bert.BertLayer", ".self": "bert.SelfAttention", ".self.query": "to
 TREES = {
     "stacks": {"": "bert.Model", "encoder": "bert.Encoder", "decoder": "bert.Decoder", "pooler": "bert.Pooler"}
     | {layer + part: name for layer in LAYERS for part, name in PARTS.items()},
-    "names": {"": "net.Net", "a": "net.A[0]", "a.b-c": "net.B", "a.[x]": "torch.nn.Linear", "a.é": "net.É", "A": "net.a"}
+    "names": {
+        "": "net.Net",
+        "a": "net.A[0]",
+        "a.b-c": "net.B",
+        "a.[x]": "torch.nn.Linear",
+        "a.é": "net.É",
+        "A": "net.a",
+    }
     | {"a.*": "net.Star", "a.b,c": "net.Comma", "a.😀": "net.Smile", "a.^": "net.Caret", "a.re": "net.^"},
     "root": {"": "torch.nn.Linear"},
 }
-SELECTORS = r"""
+SELECTORS = (
+    r"""
 .;**;*;encoder;encoder.*;encoder.**;encoder.layer.?;encoder.layer.??;*.layer.[0-1].self;**.query;**.self.**;a.?;a.[a-c]*
 encoder.layer.[!0];encoder.layer.[!0-9]*;class:Linear;class:Bert*;class:bert.*;class:torch.nn.*;class:*Norm;class:[A-L]*
 class:net.[!A];class:net.[^];class:?*[[]0];a.[[]x];a.[*];a.b[,]c;a.[]x[]*;a.[^];a.[!^]a;a.😀;a.[a-é];class:?;class:??;!.
@@ -37,7 +45,10 @@ encoder.layer.0,pooler;encoder.layer.*,!encoder.layer.0;!pooler;!class:Linear, !
 re:.*\.(query|norm);re:encoder\.layer\.\d+;encoder, re:decoder.*;!re:.*layer.*;! pooler , **;re:a\.b,c;re:(?P<x>a);a.é,a.b-c
 nowhere.*;class:Nothing;re:nothing;!nowhere.*;**,!**;encoder.layer.*.self,class:Pooler;.,pooler;**.layer.1?.**;re:a\.(é|re)
 encoder, re:(decoder|pooler);re:encoder\.layer\.(1|2);[ed]*coder;*coder.l*.?.[!n]*;class:*[!n][!o]r*;a.[!]x]*;**.**.self
-""".replace("\n", ";").strip(";").split(";")
+""".replace("\n", ";")
+    .strip(";")
+    .split(";")
+)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +197,24 @@ def test_the_command_that_measures_is_offered_where_there_are_no_times(page, fil
     assert page.said == []
 
 
-NAMES = ("a b", "$(touch x)", "x'y", '"', "a,b", "[0]", "a*", "!a", "re:x", "-o", "a\nb", "a\x1b[2J", "é", "<b>", "a\\d", "😀")
+NAMES = (
+    "a b",
+    "$(touch x)",
+    "x'y",
+    '"',
+    "a,b",
+    "[0]",
+    "a*",
+    "!a",
+    "re:x",
+    "-o",
+    "a\nb",
+    "a\x1b[2J",
+    "é",
+    "<b>",
+    "a\\d",
+    "😀",
+)
 
 
 def test_selectors_and_commands_of_any_names_are_one_word_of_a_shell(page, tmp_path, monkeypatch):

@@ -32,7 +32,17 @@ if TYPE_CHECKING:
     from htp_export.capabilities.inspect.inspected import Inspected, Stop
     from htp_export.capabilities.search.search_results import Search
 
-__all__ = ["ShownGraph", "View", "inventory_of", "measured", "measured_kinds", "page_of", "read_results", "shown_graph", "view"]
+__all__ = [
+    "ShownGraph",
+    "View",
+    "inventory_of",
+    "measured",
+    "measured_kinds",
+    "page_of",
+    "read_results",
+    "shown_graph",
+    "view",
+]
 
 _COSTS = ("flops", "other_flops", "activation_bytes")  # the measures that every graph of a page has, if it has costs
 _MEASURED = ("time", "cost")
