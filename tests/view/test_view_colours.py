@@ -114,7 +114,10 @@ def test_a_class_has_the_same_colour_in_every_model(page: Page, tmp_path, theme)
     page.size(1400, 850)
     screens.write_page(tmp_path / "encoder.html")
     start(page, tmp_path / "encoder.html")
-    of = "Object.fromEntries(htp.modules.filter((module) => module.nodes).map((module) => [htp.simple(module.class), htp.colours.ofClass(module)]))"
+    of = (
+        "Object.fromEntries(htp.modules.filter((module) => module.nodes)"
+        ".map((module) => [htp.simple(module.class), htp.colours.ofClass(module)]))"
+    )
     first = page.run(of)
     modules = [ModuleInfo("", "other.Net", 1, "computed")]
     modules += [ModuleInfo(f"m{k}", f"torch.nn.{name}", 1, "computed") for k, name in enumerate(CLASSES)]

@@ -578,6 +578,6 @@ def test_the_drawing_has_the_width_and_columns_do_not_collide(page, net, width):
         press_switch(page, "graph-list")
     for head in ("#graph-head", "#head"):
         page.run(f"htp.tab('{'modules' if head == '#head' else 'graph'}')")
-        collide = f"[...document.querySelectorAll('{head} > div')].filter((cell) => getComputedStyle(cell).overflow !== 'hidden')"
-        assert page.run(f"{collide}.length") == 0
+        overflow = "(cell) => getComputedStyle(cell).overflow"
+        assert set(page.run(f"[...document.querySelectorAll('{head} > div')].map({overflow})")) == {"hidden"}
     assert page.said == []

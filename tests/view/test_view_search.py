@@ -42,7 +42,8 @@ SELECTORS = (
 encoder.layer.[!0];encoder.layer.[!0-9]*;class:Linear;class:Bert*;class:bert.*;class:torch.nn.*;class:*Norm;class:[A-L]*
 class:net.[!A];class:net.[^];class:?*[[]0];a.[[]x];a.[*];a.b[,]c;a.[]x[]*;a.[^];a.[!^]a;a.😀;a.[a-é];class:?;class:??;!.
 encoder.layer.0,pooler;encoder.layer.*,!encoder.layer.0;!pooler;!class:Linear, !encoder.**;class:Linear,encoder,!**.2.**
-re:.*\.(query|norm);re:encoder\.layer\.\d+;encoder, re:decoder.*;!re:.*layer.*;! pooler , **;re:a\.b,c;re:(?P<x>a);a.é,a.b-c
+re:.*\.(query|norm);re:encoder\.layer\.\d+;encoder, re:decoder.*;!re:.*layer.*;! pooler , **;re:a\.b,c;re:(?P<x>a)
+a.é,a.b-c
 nowhere.*;class:Nothing;re:nothing;!nowhere.*;**,!**;encoder.layer.*.self,class:Pooler;.,pooler;**.layer.1?.**;re:a\.(é|re)
 encoder, re:(decoder|pooler);re:encoder\.layer\.(1|2);[ed]*coder;*coder.l*.?.[!n]*;class:*[!n][!o]r*;a.[!]x]*;**.**.self
 """.replace("\n", ";")

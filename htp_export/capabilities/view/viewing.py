@@ -151,16 +151,16 @@ def view(
             ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or ``sensitivity``, or files that their commands
             wrote with ``--json``. Of a result of ``search``, its front and its plans are drawn.
         measure: What to measure for the page: ``"time"``, as ``profile`` does, and ``"cost"``.
-        explorer: Include Model Explorer, which needs the extra ``view``; by default up to 20,000 nodes. A page without it
-            says why.
+        explorer: Include Model Explorer, which needs the extra ``view``; by default up to 20,000 nodes. A page
+            without it says why.
         weights: Read every weight, and show mean, standard deviation, range and share of zeros.
 
     Returns:
         The page; a notebook displays it.
 
     Raises:
-        InputError: The model, a result, or a weight that is to be shown cannot be read; or what is to be measured cannot
-            be: a model without tags, or one that does not export, has no times.
+        InputError: The model, a result, or a weight that is to be shown cannot be read; or what is to be measured
+            cannot be: a model without tags, or one that does not export, has no times.
         FileError: The page cannot be written, or has the name of a model; existing files are unchanged.
 
     Examples:

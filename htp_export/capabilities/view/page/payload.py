@@ -31,8 +31,8 @@ def page_data(
     """The data of one graph of a page, in which measures are columns besides those that every page has.
 
     Modules that hold others and never ran themselves are left out: their names stand before those of what they hold.
-    ``missing_explorer`` says why Model Explorer is not in the page; it is empty where it is. ``file``, as the user named
-    it, is for commands to copy.
+    ``missing_explorer`` says why Model Explorer is not in the page; it is empty where it is. ``file`` is the
+    name that the user gave, for commands to copy.
     """
     above = drawn_parents(inventory.modules)
     place = {path: position for position, path in enumerate(above)}
