@@ -112,10 +112,7 @@
   }
   // What measures what the page does not have.
   function offer() {
-    const { offer: line } = htp.data;
-    const box = line && shown(line, "No times are in this page. This measures them:");
-    box?.classList?.add("offer");
-    return box || null;
+    return htp.data.offer ? htp.make("div", { className: "offer" }, shown(htp.data.offer, "No times are in this page. This measures them:")) : null;
   }
 
   function inExplorer(item) {

@@ -384,11 +384,8 @@
   // At first, what holds alike modules is open, and these are drawn once each; without any, as much as fits on a screen.
   function first() {
     regroup();
-    const holding = new Set(htp.modules.filter((module) => module.run).flatMap(({ above }) => {
-      const way = [];
-      for (let at = above; at; at = at.above) way.push(at);
-      return way;
-    }));
+    const holding = new Set();
+    for (const module of htp.modules) for (let at = module.run && module.above; at; at = at.above) holding.add(at);
     let level = [htp.root];
     let count = 1;
     while (level.length) {

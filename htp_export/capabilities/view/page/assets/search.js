@@ -9,7 +9,7 @@
     return text.match(new RegExp(`${BRACKETS}|\\*+|.`, "gsu"))?.map((token) => {
       if (token[0] === "*") return isPath ? "[^.]*" : ".*";
       if (token === "?") return isPath ? "[^.]" : ".";
-      if (token.length === 1 || token.length === 2 && token.codePointAt(0) > 0xffff) return literal(token);
+      if ([...token].length === 1) return literal(token);
       const inside = token.slice(1, -1).replace(/^!/, "").replace(/[\\[\]]/g, "\\$&");
       const not = token[1] === "!" ? "^" : "";
       return `${isPath ? "(?!\\.)" : ""}[${not}${isPath || not ? inside : inside.replace(/^\^/, "\\^")}]`;
