@@ -178,7 +178,7 @@ def test_commands_that_are_copied_run(page, file, tmp_path, monkeypatch, capsys)
             assert command[2] == str(file)
             assert main(command[1:]) == 0, command
             words.add(command[1])
-    assert words == {"extract", "tree", "functions", "quantize"}
+    assert words == {"extract", "tree", "nodes", "functions", "quantize"}
     assert (tmp_path / "layers.0.mlp.onnx").is_file()
     capsys.readouterr()
 

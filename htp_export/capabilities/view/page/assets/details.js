@@ -99,6 +99,7 @@
     return [
       ...(isPlain ? [command("extract", file, path, "-o", `${path.replace(/[^\w.-]/g, "_")}.onnx`)] : []),
       command("tree", file, "--select", selector),
+      command("nodes", file, "--select", selector),
       command("functions", file, selector, "-o", "functions.onnx"),
       command("quantize", file, "--rule", `${selector}=int8`, "-o", "int8.onnx"),
     ];
