@@ -346,6 +346,7 @@ def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
     file = tmp_path / "diff.html"
     file.write_text(comparison_page(rows, "a.onnx", CLOSING, notes=["10 nodes by scope"]), encoding="utf-8")
     start(page, file)
+    assert page.run("document.getElementById('detail').clientWidth") < 400 < page.run("innerWidth")
     assert shown(page) == ["(root)", "bn", "q.in"]
     page.run("document.getElementById('changed').click()")
     assert shown(page) == ["(root)", "fc", "bn", "q.in"]

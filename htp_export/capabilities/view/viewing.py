@@ -383,9 +383,8 @@ def page_of(
 
 
 def _left_out(explorer: bool | None, nodes: int) -> str:
-    if explorer is False:
-        return "it was left out"
-    return f"of {nodes:,} nodes, it would make the page large and slow; view(..., explorer=True) puts it in"
+    why = "it was left out" if explorer is False else f"of {nodes:,} nodes, it would make the page large and slow"
+    return f"{why}; view(..., explorer=True) puts it in"
 
 
 def _is_module(model: object) -> bool:
