@@ -16,7 +16,7 @@
   // blue by 0.05, where 0.02 is just seen; text on each has a contrast of 4.5 and more: tests/view/test_view_colours.py.
   const PALETTE = [
     ["#da7e7f", "#883438"], ["#eeabaa", "#5a2224"], ["#b5963a", "#4e3d06"], ["#c3c56b", "#626313"], ["#a6f594", "#0d3503"],
-    ["#22f4d7", "#046054"], ["#a1cad8", "#56666c"], ["#43a1f9", "#145fa0"], ["#96aef7", "#243377"], ["#e2dffa", "#434154"],
+    ["#4aedd3", "#046054"], ["#a1cad8", "#56666c"], ["#43a1f9", "#145fa0"], ["#96aef7", "#243377"], ["#e2dffa", "#434154"],
     ["#a587d9", "#5c4581"], ["#cf9ac9", "#382036"],
   ];
   const SEED = 8471; // one of those for which the most frequent classes of torch.nn have different colours
