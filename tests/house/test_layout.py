@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rename": {"carry", "functions"},
     "search": {"fingerprint", "prune", "quantize", "verify"},
     "verify": {"huggingface", "optimize"},
-    "view": {"cost", "inspect", "search"},
+    "view": {"cost", "inspect", "profile", "search"},
 }
 
 
