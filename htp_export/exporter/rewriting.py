@@ -36,6 +36,7 @@ def write_tags(
     """
     with seam("matching the nodes of the ONNX graph with what the modules ran"):
         record, nodes = capture.finish(model)
+        capture.write_recipes(model)
     with seam("finding the owners of each node"):
         made = make_tags(record, hierarchy or Hierarchy.from_classes(capture.calls.classes), parameters)
     for node, metadata in zip(nodes, made.nodes, strict=True):
