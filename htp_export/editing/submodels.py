@@ -13,8 +13,8 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.editing.editing import take_place
-from htp_export.model.neighbours import replace_inputs
 from htp_export.format.recipes import step
+from htp_export.model.neighbours import replace_inputs
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.regions import all_values, twins_of
 from htp_export.model.tensor_names import Names, UsedNames, rename

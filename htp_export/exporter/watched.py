@@ -23,8 +23,8 @@ from htp_export.exporter.owners.write import make_tags
 from htp_export.exporter.rewriting import IR_VERSION, Rewriting, write_tags
 from htp_export.files.protobuf_bytes import SerializedModel
 from htp_export.format import tags
-from htp_export.format.recipes import recipe_to_text
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.recipes import recipe_to_text
 from htp_export.process.garbage_collection import hold_collection
 from htp_export.process.restoring import Changes, set_variable
 from htp_export.process.shared_settings import turn_attention_fast_path_off

@@ -6,7 +6,7 @@ after, tell which value of the graph each new initializer stands for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from htp_export.exporter.capture.jit_graph import (
@@ -36,16 +36,16 @@ class JitWeights:
 
     def __init__(self, graph: Any, parameters: Mapping[str, Any], state: Collection[str]) -> None:
         named = {value.unique(): value.debugName() for value in graph.inputs() if value.debugName() in parameters}
-        self._known: dict[int, Recipe] = {
-            number: name if name in state else CONSTANT for number, name in named.items()
-        }
+        self._known: dict[int, Recipe] = {number: name if name in state else CONSTANT for number, name in named.items()}
         self._read: dict[tuple[int, int], int] = {}  # the first output of a node and a place → the constant read there
-        self._norms: dict[int, tuple[int, tuple[Recipe, Recipe]]] = {}  # what a convolution makes → the normalisation
+        self._norms: dict[int, tuple[Recipe, Recipe]] = {}  # what a normalisation makes → the convolution with it
+        self._after: dict[tuple[int, int], tuple[Recipe, Recipe]] = {}  # a node that reads it, and where → the same
         self._contents: dict[int, Any] = {}
         self._convolutions: dict[int, JitStep] = {}
         self._state = state
         for node in nodes_of(graph):
             self._note(node)
+        self._returned = [self._norms.get(value.unique()) for value in graph.outputs()]
 
     def _note(self, node: Any) -> None:
         kind, outputs = node.kind(), numbers_of_outputs(node)
@@ -55,6 +55,9 @@ class JitWeights:
                 self._contents[outputs[0]] = node.t("value")
             return
         inputs = numbers_of_inputs(node)
+        if outputs:
+            read = enumerate(inputs)
+            self._after.update(((outputs[0], at), self._norms[number]) for at, number in read if number in self._norms)
         if not outputs or self._known.keys().isdisjoint(inputs):
             return
         self._read.update(((outputs[0], place), number) for place, number in enumerate(inputs) if number in self._known)
@@ -88,26 +91,30 @@ class JitWeights:
         column = [-1, *[1] * (len(dict(layer.attributes).get("kernel_shape", ())) + 1)]
         epsilon = dict(norm.attributes).get("epsilon", 1e-5)
         made = batchnorm_folded(weight, bias[0] if bias else None, of_norm, epsilon, column)
-        self._norms[layer.outputs[0]] = norm.outputs[0], made
+        self._norms[norm.outputs[0]] = made
 
     def finish(self, graph: Any) -> dict[str, Recipe]:
         """Name of an initializer → how it was made, where that is not the parameter of this name."""
         names = {value.unique(): value.debugName() for value in graph.inputs()}
         nodes = [(numbers_of_outputs(node), numbers_of_inputs(node)) for node in nodes_of(graph)]
-        left = {number for outputs, _ in nodes for number in outputs}
+        joined = {value.unique(): made for value, made in zip(graph.outputs(), self._returned, strict=False) if made}
+        for outputs, inputs in nodes:
+            joined.update((number, made) for at, number in enumerate(inputs) if (made := self._at(outputs, at)))
         found: dict[str, list[Recipe]] = {}
         for outputs, inputs in nodes:
             for place, number in enumerate(inputs if outputs else ()):
-                if number in names and (recipe := self._recipe(outputs[0], place, names[number], left)) is not None:
+                if number in names and (recipe := self._recipe(outputs[0], place, names[number], joined)) is not None:
                     found.setdefault(names[number], []).append(recipe)
         made = {name: merged(recipes) for name, recipes in found.items()}
         return {name: recipe for name, recipe in made.items() if recipe != name}
 
-    def _recipe(self, output: int, place: int, name: str, left: Collection[int]) -> Recipe | None:
+    def _at(self, outputs: Sequence[int], place: int) -> tuple[Recipe, Recipe] | None:
+        return self._after.get((outputs[0], place)) if outputs else None
+
+    def _recipe(self, output: int, place: int, name: str, joined: Mapping[int, tuple[Recipe, Recipe]]) -> Recipe | None:
         """How an initializer was made that a node reads in a place."""
-        norm, recipes = self._norms.get(output, (0, ()))
-        if recipes and norm not in left and place in (1, 2):
-            return recipes[place - 1]
+        if output in joined and output not in self._norms and place in (1, 2):
+            return joined[output][place - 1]
         if (output, place) in self._read:
             return self._known[self._read[output, place]]
         return ["computed", name, "torch's optimizer"] if name in self._state else None
