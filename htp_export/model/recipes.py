@@ -259,7 +259,12 @@ def _cuts(attributes: Mapping[str, Any], constant: Callable[[int], Any]) -> list
 
 
 def batchnorm_folded(
-    weight: Recipe, bias: Recipe | None, norm: Sequence[Recipe], epsilon: float, column: Sequence[int]
+    weight: Recipe,
+    bias: Recipe | None,
+    norm: Sequence[Recipe],
+    epsilon: float,
+    column: Sequence[int],
+    root: str = "sqrt",
 ) -> tuple[Recipe, Recipe]:
     """The weight and the bias of a layer that a batch normalisation after it was folded into.
 
@@ -269,9 +274,10 @@ def batchnorm_folded(
         norm: The scale, bias, mean and variance of the normalisation.
         epsilon: What is added to the variance.
         column: The shape of the factors for the weight.
+        root: The step that takes the root: PyTorch rounds it in another way than IEEE 754 says.
     """
     gamma, beta, mean, variance = norm
-    scale = step("div", gamma, step("sqrt", step("add", variance, float(np.float32(epsilon)))))
+    scale = step("div", gamma, step(root, step("add", variance, float(np.float32(epsilon)))))
     before = step("neg", mean) if bias is None else step("sub", bias, mean)
     return (
         step("mul", weight, step("reshape", scale, list(column))),

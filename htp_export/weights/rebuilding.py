@@ -166,6 +166,12 @@ def narrowed(array: _Array, to: ir.DataType) -> _Array:
     return np.asarray(kept).astype(kind)
 
 
+def _torch_sqrt(array: _Array) -> _Array:
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array)).sqrt().numpy()
+
+
 _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -173,6 +179,7 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "div": np.divide,
     "neg": np.negative,
     "sqrt": np.sqrt,
+    "torch_sqrt": _torch_sqrt,
 }
 
 _STEPS: Mapping[str, Callable[..., Any]] = {

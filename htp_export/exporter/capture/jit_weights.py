@@ -90,7 +90,7 @@ class JitWeights:
         of_norm = [self._known[number] for number in norm.inputs[1:5]]
         column = [-1, *[1] * (len(dict(layer.attributes).get("kernel_shape", ())) + 1)]
         epsilon = dict(norm.attributes).get("epsilon", 1e-5)
-        made = batchnorm_folded(weight, bias[0] if bias else None, of_norm, epsilon, column)
+        made = batchnorm_folded(weight, bias[0] if bias else None, of_norm, epsilon, column, "torch_sqrt")
         self._norms[norm.outputs[0]] = made
 
     def finish(self, graph: Any) -> dict[str, Recipe]:
