@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.editing.editing import take_place
+from htp_export.format import tags
 from htp_export.format.recipes import step
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.recipes import recipe_of, recorded
@@ -187,7 +188,9 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
 def _record(value: ir.Value, sources: Sequence[ir.Value]) -> None:
     """Note of what a tool made a tensor: of the weight whose name begins its name."""
     tensor = value.const_value
-    if tensor is not None and (tensor.dtype.is_floating_point() or tensor.dtype.bitwidth <= _MOST_BITS):
+    if tensor is None or tags.RECIPE in tensor.metadata_props:
+        return
+    if tensor.dtype.is_floating_point() or tensor.dtype.bitwidth <= _MOST_BITS:
         longest = max(sources, key=lambda weight: len(str(weight.name)), default=None)
         of = [] if longest is None else [recipe_of(longest)]
         value.const_value = recorded(tensor, step("computed", *of, "quantized"))

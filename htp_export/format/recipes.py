@@ -25,6 +25,7 @@ _DEEPEST = 40
 """Steps inside one another: 3 or 4 are common; the gates of an LSTM have 8."""
 
 _MOST_OPERANDS = 256
+_LARGEST_BLOCK = 1 << 16
 
 
 def _is_text(setting: Any) -> bool:
@@ -47,6 +48,13 @@ def _is_rows(setting: Any) -> bool:
     return isinstance(setting, list) and len(setting) == 2 and _is_axis(setting[0]) and isinstance(setting[1], list)
 
 
+def _is_blocks(setting: Any) -> bool:
+    if not isinstance(setting, list) or len(setting) != 4 or setting[0] not in ("levels", "scales", "zero_points"):
+        return False
+    _, bits, block, symmetric = setting
+    return bits in (4, 8) and type(block) is int and 16 <= block <= _LARGEST_BLOCK and symmetric in (0, 1)
+
+
 @dataclass(frozen=True)
 class _Form:
     """The operands that a step has, its setting, and whether it maps zeros to zeros, element by element."""
@@ -67,6 +75,7 @@ _FORMS: Mapping[str, _Form] = {
     "slice": _Form(setting=_is_cut, keeps_zeros=True),
     "take": _Form(setting=_is_rows, keeps_zeros=True),
     "concat": _Form(1, _MOST_OPERANDS, _is_axis, keeps_zeros=True),
+    "quantize": _Form(setting=_is_blocks),
     "masked": _Form(),
     "equal": _Form(2, _MOST_OPERANDS),
     **dict.fromkeys(("add", "sub", "mul", "div"), _Form(2, 2)),

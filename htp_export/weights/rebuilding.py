@@ -141,6 +141,24 @@ def _slice(array: _Array, cut: list[int]) -> _Array:
     return array[tuple(where)]
 
 
+def _quantized(array: _Array, blocks: list[Any]) -> _Array:
+    """What ONNX Runtime makes of a matrix when it rounds it block by block, the columns of ``MatMulNBits``."""
+    from onnxruntime.capi import _pybind_state as kernels
+
+    what, bits, block, symmetric = blocks
+    rows, columns = array.shape
+    count, pack = -(-rows // block), 8 // bits
+    padded = np.ascontiguousarray(np.pad(array, ((0, count * block - rows), (0, 0))))
+    made = {
+        "levels": np.zeros((columns, count, -(-block // pack)), np.uint8),
+        "scales": np.zeros((columns, count), array.dtype),
+        "zero_points": np.zeros((columns, -(-count // pack)), np.uint8),
+    }
+    kernel = getattr(kernels, f"quantize_matmul_{bits}bits")
+    kernel(made["levels"], padded, made["scales"], made["zero_points"], block, columns, rows, bool(symmetric))
+    return made[what]
+
+
 def _type(name: str) -> ir.DataType:
     return ir.DataType[name.upper()]
 
@@ -193,5 +211,6 @@ _STEPS: Mapping[str, Callable[..., Any]] = {
     "narrow": lambda array, to: narrowed(array, _type(to)),
     "slice": _slice,
     "concat": _concat,
+    "quantize": _quantized,
     "take": lambda array, rows: np.take(array, np.array(rows[1], np.int64), rows[0]),
 }

@@ -18,6 +18,7 @@ from htp_export.capabilities.carry.maps import map_to_text, text_to_map
 from htp_export.capabilities.carry.ownership import owners_after
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
 from htp_export.capabilities.carry.tagging import Origin, lasting_metadata, tag
+from htp_export.capabilities.carry.weight_recipes import carry_recipes
 from htp_export.editing.flattening import InlinedCall, dissolve, dissolved, read_flat
 from htp_export.editing.function_records import DOMAIN
 from htp_export.errors import InputError, UntaggedModelError
@@ -285,6 +286,7 @@ def _carried(origin: Origin, model: ir.Model, inputs: Mapping[str, Any] | None) 
     owners = owners_after(origin.summary, after, replaced_nodes(alignment), origin.calls)
     owned = [entry if entry.paths else replace(entry, paths=("",)) for entry in owners]
     hierarchy, contamination = tag(model, nodes, owned, alignment, origin)
+    carry_recipes(origin.model, model)
     if origin.has_map:
         model.metadata_props[tags.MAP] = _map_of(model)
     return Carried(
