@@ -36,9 +36,10 @@ def write_tags(
     """
     with seam("matching the nodes of the ONNX graph with what the modules ran"):
         record, nodes = capture.finish(model)
-        capture.write_recipes(model)
     with seam("finding the owners of each node"):
         made = make_tags(record, hierarchy or Hierarchy.from_classes(capture.calls.classes), parameters)
+    with seam("finding how the weights were made"):
+        capture.write_recipes(model)
     for node, metadata in zip(nodes, made.nodes, strict=True):
         tags.tag_node(node.metadata_props, metadata)
     for key in tags.MODEL_KEYS:

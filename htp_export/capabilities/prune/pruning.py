@@ -231,7 +231,7 @@ def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool)
 def _apply(weight: Weight, mask: Mask) -> None:
     """Let a weight and its copies have the numbers that a mask leaves; they are computed when they are written."""
     tensor = weight.tensor
-    recipes = [step("masked", recipe_of(each.value)) for each in (weight, *weight.copies)]
+    recipes = [step("masked", recipe_of(value)) for value in (weight.value, *(copy.value for copy in weight.copies))]
     weight.value.const_value = changed_when_written(tensor, mask, recipes[0])
     for copy, recipe in zip(weight.copies, recipes[1:], strict=True):
         copy.value.const_value = (

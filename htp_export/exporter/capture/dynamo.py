@@ -102,7 +102,8 @@ class DynamoCapture(Guarded):
 
     def translated_program(self, program: Any) -> None:
         """Note the graph of an ``ONNXProgram`` as it was translated."""
-        self.translated(program.model, program.exported_program.state_dict)
+        exported = program.exported_program
+        self.translated(program.model, program.model.graph.initializers if exported is None else exported.state_dict)
 
     def translated(self, model: ir.Model, state: Collection[str]) -> None:
         """Note the ONNX graph as it was translated, before anything changed it."""

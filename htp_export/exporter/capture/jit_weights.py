@@ -105,8 +105,8 @@ class JitWeights:
             for place, number in enumerate(inputs if outputs else ()):
                 if number in names and (recipe := self._recipe(outputs[0], place, names[number], joined)) is not None:
                     found.setdefault(names[number], []).append(recipe)
-        made = {name: merged(recipes) for name, recipes in found.items()}
-        return {name: recipe for name, recipe in made.items() if recipe != name}
+        merged_recipes = {name: merged(recipes) for name, recipes in found.items()}
+        return {name: recipe for name, recipe in merged_recipes.items() if recipe != name}
 
     def _at(self, outputs: Sequence[int], place: int) -> tuple[Recipe, Recipe] | None:
         return self._after.get((outputs[0], place)) if outputs else None

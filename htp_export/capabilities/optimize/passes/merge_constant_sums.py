@@ -37,7 +37,7 @@ class MergeConstantSums(NodePass):
         joint = None if others is None else _sum(others, numbers)
         if joint is None:
             return False
-        recipe = step("add", *(recipe_of(each) for each in (*inner.inputs, *node.inputs) if is_constant(each)))  # type: ignore[union-attr,arg-type]
+        recipe = step("add", *(recipe_of(each) for each in (*inner.inputs, *node.inputs) if is_constant(each)))  # type: ignore[union-attr]
         summand = add_constant(self.graph, joint, f"{node.outputs[0].name}_summand", recipe)
         replace(node, [ir.node("Add", [source, summand])])
         return True
