@@ -43,6 +43,7 @@ from tools.fuzz_mutations import BOMB, mutated
 __all__ = ["COMMANDS", "Fault", "branching", "make_models", "run"]
 
 COMMANDS: dict[str, str] = {
+    "info": "info F",
     "tree": "tree F",
     "tree --json": "tree F --json",
     "tree --csv": "tree F --csv",
@@ -55,7 +56,7 @@ COMMANDS: dict[str, str] = {
     "optimize --level fused": "optimize F -o out.onnx --level fused --attribution",
     "extract": "extract F block.0 -o out.onnx",
     "functions": "functions F class:Block -o out.onnx",
-    "inline": "inline F -o out.onnx",
+    "functions --undo": "functions F --undo -o out.onnx",
     "splice": "splice F block.0 PART -o out.onnx",
     "partition": "partition F 2 -o stages",
     "carry": "carry WHOLE F -o out.onnx",

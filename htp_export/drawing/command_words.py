@@ -13,6 +13,8 @@ _COMMANDS = {
     "carry(before, after, ...)": "htp-export carry BEFORE AFTER",
     "carry(before, after)": "htp-export carry BEFORE AFTER",
     "htp_export.embed_map(before)": "--embed-map of export and run",
+    "lora.insert gives its linear layers": "htp-export lora insert gives its linear layers",
+    "or use lora.insert": "or use htp-export lora insert",
     "inputs=[{name: array}, ...]": "--set inputs=FILE.npz",
     "passes=[...]": "--passes",
     "but dims has": "but --dims has",

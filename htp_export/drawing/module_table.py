@@ -6,16 +6,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
+from htp_export.drawing.command_words import in_commands
 from htp_export.drawing.folding import folded
 from htp_export.results.columns import Column
 from htp_export.results.drawn_levels import Drawn, drawn_parents
 
 if TYPE_CHECKING:  # rich is imported to draw: the names of columns are needed to show help
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["ModuleOf", "TreeTable", "flat_table"]
+__all__ = ["ModuleOf", "TreeTable", "equal_cells", "flat_table", "with_lines"]
 
 _GAP = 3
 _SHORTEST_NAME = 24
@@ -122,3 +123,16 @@ def flat_table(columns: Sequence[Column[R]], rows: Iterable[R], gap: int = _GAP)
     for row in rows:
         table.add_row(*(Text(column.cell(row), style=column.style_of(row)) for column in columns))
     return table
+
+
+def equal_cells(columns: Sequence[Column[M]]) -> Callable[[M], Hashable]:
+    """What rows have in common that show the same in some columns."""
+    return lambda row: tuple(column.cell(row) for column in columns)
+
+
+def with_lines(table: RenderableType, lines: Iterable[str], *more: RenderableType) -> RenderableType:
+    """A table, an empty line, and what is known of the whole, with commands in place of Python."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(table, Text(), *(Text(in_commands(line)) for line in lines), *more)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.format import tags
-from htp_export.format.recipes import Recipe, step
+from htp_export.format.recipes import CONSTANT, Recipe, recipe_to_text, step
 from htp_export.model.content_hash import array_hash
 from htp_export.model.recipes import merged, recipe_of, recorded
 from htp_export.runtime.arrays import Array
@@ -58,7 +58,8 @@ class _Originals:
         """Whether a tensor has a recipe that it did not have before, so that who made it has written it."""
         original = self._named.get(name)
         was = None if original is None or original.const_value is None else original.const_value.metadata_props
-        return tensor.metadata_props.get(tags.RECIPE) not in (None, (was or {}).get(tags.RECIPE))
+        said = tensor.metadata_props.get(tags.RECIPE)
+        return said == recipe_to_text(CONSTANT) or said not in (None, (was or {}).get(tags.RECIPE))
 
     def recipe(self, name: str, tensor: ir.TensorProtocol) -> Recipe:
         """How a tensor of the second file was made."""
@@ -70,7 +71,9 @@ class _Originals:
             if was is not None and was.shape == array.shape:
                 if was.dtype == array.dtype and was.tobytes() == array.tobytes():
                     return recipe_of(original)
-                if was.astype(array.dtype).tobytes() == array.tobytes():
+                with np.errstate(all="ignore"):
+                    is_cast = was.astype(array.dtype).tobytes() == array.tobytes()
+                if is_cast:
                     return step("cast", recipe_of(original), tensor.dtype.name.lower())
         same = self._by_contents.get((array.dtype, array_hash(array)), ())
         turned = () if same or array.ndim != 2 else self._by_contents.get((array.dtype, array_hash(array.T)), ())

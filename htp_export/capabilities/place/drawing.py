@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from htp_export.capabilities.place.placed import Placed, PlacedModule, Placement
-from htp_export.drawing.command_words import in_commands
-from htp_export.drawing.module_table import TreeTable
+from htp_export.drawing.module_table import TreeTable, equal_cells, with_lines
 from htp_export.results.columns import MODULE, csv_text, sorted_by
 
 if TYPE_CHECKING:
@@ -29,18 +28,12 @@ def _render(
     Raises:
         InputError: If there is no such column.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     listed = {module.path for module in result.listed}
     rows = sorted_by([module for module in modules if module.path in listed], result.columns, sort)
 
-    def alike(module: PlacedModule) -> Hashable:
-        return tuple(column.cell(module) for column in result.columns)
-
-    table = TreeTable(rows, result.columns, alike if fold else None, flat=sort is not None)
-    lines = [result.summary, *result.lines]
-    return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
+    alike = equal_cells(result.columns) if fold else None
+    table = TreeTable(rows, result.columns, alike, flat=sort is not None)
+    return with_lines(table, (result.summary, *result.lines))
 
 
 def drawn(result: Placed | Placement) -> RenderableType:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from htp_export.capabilities.quantize.quantized import QUANTIZED_COLUMNS, Quantized, QuantizedModule
-from htp_export.drawing.command_words import in_commands
-from htp_export.drawing.module_table import TreeTable
+from htp_export.drawing.module_table import TreeTable, equal_cells, with_lines
 from htp_export.results.columns import MODULE, Column, csv_text, sorted_by
 
 if TYPE_CHECKING:
@@ -23,17 +22,11 @@ def render_quantized(
 
     With ``sort``, a column, it is a list, the largest first (`InputError` if there is none).
     """
-    from rich.console import Group
-    from rich.text import Text
-
     shown: Sequence[Column[QuantizedModule]] = result.drawn
 
-    def alike(module: QuantizedModule) -> Hashable:
-        return tuple(column.cell(module) for column in shown)
-
-    table = TreeTable(sorted_by(modules, result.columns, sort), shown, alike if fold else None, flat=sort is not None)
-    lines = [result.summary, *result.left_lines, *result.lines]
-    return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
+    alike = equal_cells(shown) if fold else None
+    table = TreeTable(sorted_by(modules, result.columns, sort), shown, alike, flat=sort is not None)
+    return with_lines(table, (result.summary, *result.left_lines, *result.lines))
 
 
 def compression_csv(modules: Sequence[QuantizedModule], sort: str | None = None) -> str:

@@ -12,7 +12,7 @@ from htp_export.command.sizes import read_sizes
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx int8.onnx --dims batch=1,sequence=16"
-PLACE = 70
+PLACE = ("Check and measure", 2)
 IDLE = (Idle(("seed",), lambda given: str(given["inputs"]).endswith(".npz"), "the inputs are those of --inputs"),)
 
 

@@ -1,0 +1,30 @@
+"""``htp-export lora insert``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from htp_export.command.file_options import FileArgument, JsonOption, OutputOption
+from htp_export.command.outputs import report
+from htp_export.command.terminal import Steps
+
+EXAMPLE = 'bert.onnx "**.query,**.value" --rank 8 --alpha 16 -o lora.onnx'
+PLACE = ("Compress", 5)
+
+
+def insert_command(
+    file: FileArgument,
+    select: Annotated[str, "Modules: the linear layers in their regions."],
+    output: OutputOption,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters, for the factor alpha / rank.")] = 8,
+    alpha: Annotated[float | None, "PEFT's lora_alpha; the rank without it."] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give layers inputs for LoRA adapters."""
+    from htp_export.capabilities.lora.lora_inputs import insert
+
+    with Steps(quiet=as_json).step(f"inserting LoRA layers into {file.name}"):
+        result = insert(file, select, rank, alpha, output)
+    report(result, as_json, output=output)

@@ -1,0 +1,97 @@
+"""A plan as tools other than htp_export see it: names of nodes, each with its precision."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx_ir as ir
+
+from htp_export.capabilities.quantize.precisions import Precision
+from htp_export.errors import InputError
+from htp_export.model.tagged import TaggedModel
+from htp_export.weights.products import Product, products_of
+
+__all__ = ["PlannedModel", "TargetFile", "names"]
+
+
+@dataclass(frozen=True)
+class TargetFile:
+    """What a tool reads.
+
+    Attributes:
+        content: Plain data, written as JSON.
+        notes: What the user does with it, and what the tool cannot be told, a line each.
+    """
+
+    content: dict[str, object]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model whose nodes have precisions.
+
+    Attributes:
+        tagged: The model, without functions.
+        precisions: Node → its precision, for the nodes that the plan names.
+        rules: Selector → precision, as the plan has them.
+    """
+
+    tagged: TaggedModel
+    precisions: Mapping[ir.Node, Precision]
+    rules: Mapping[str, Precision]
+
+    @cached_property
+    def nodes(self) -> tuple[ir.Node, ...]:
+        """The nodes of the main graph; tools do not look into the graphs of branches and loops."""
+        return tuple(self.tagged.model.graph)
+
+    def of(self, method: str) -> dict[Precision, list[ir.Node]]:
+        """Precision → its nodes, for the precisions with a method."""
+        found: dict[Precision, list[ir.Node]] = {}
+        for node in self.nodes:
+            precision = self.precisions.get(node)
+            if precision is not None and precision.method == method:
+                found.setdefault(precision, []).append(node)
+        return found
+
+    def others(self, chosen: Iterable[ir.Node]) -> list[ir.Node]:
+        """The nodes with names that are not chosen."""
+        among = set(chosen)
+        return [node for node in self.nodes if node not in among and node.name]
+
+    def weighted(self, nodes: Iterable[ir.Node]) -> list[Product]:
+        """The weights that nodes multiply with or look up."""
+        return list(products_of(self.tagged, nodes))
+
+    def check_methods(self, target: str, *methods: str) -> None:
+        """Refuse a plan with a precision that a tool does not have; the message names the rule (`InputError`)."""
+        for selector, precision in self.rules.items():
+            if precision.method not in methods:
+                known = ", ".join(sorted(methods))
+                raise InputError(f"{target} has no {precision} (rule {selector!r}); it takes the methods {known}")
+
+    def check_names(self) -> None:
+        """Refuse nodes without a name of their own (`InputError`): tools know a node by its name."""
+        counts = Counter(node.name for node in self.nodes)
+        for node in self.nodes:
+            if node in self.precisions and (not node.name or counts[node.name] > 1):
+                owner = next(iter(self.tagged.owners_of(node)), "")
+                problem = "has no name" if not node.name else f"shares the name {node.name!r} with another node"
+                raise InputError(
+                    f"a {node.op_type} of module {owner or '(root)'!r} {problem}; tools know nodes by their names"
+                )
+
+    def subgraph_notes(self) -> tuple[str, ...]:
+        """A line about nodes that the tool cannot be told of: those of branches and loops."""
+        count = len(self.precisions.keys() - set(self.nodes))
+        left_out = f"{count} nodes in branches or loops are left out: the file names nodes of the main graph"
+        return (left_out,) if count else ()
+
+
+def names(nodes: Iterable[ir.Node]) -> list[str]:
+    """The names of nodes."""
+    return [str(node.name) for node in nodes]

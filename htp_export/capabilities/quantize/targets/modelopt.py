@@ -1,0 +1,79 @@
+"""NVIDIA ModelOpt: arguments of ``modelopt.onnx.quantization.quantize``.
+
+It takes names of nodes as regular expressions, which it matches with the *beginning* of a name (``re.match``): names
+are escaped, and end in ``$``. One run has one kind of integers; in the mode ``int4``, single weights may have 8 bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile
+from htp_export.errors import InputError
+
+__all__ = ["plan_file"]
+
+_HIGH = {"float16": "fp16", "bfloat16": "bf16"}
+_EIGHT_BITS = re.compile(r"[/a-zA-Z0-9_.\-]+")
+
+
+def plan_file(planned: PlannedModel) -> TargetFile:
+    """The arguments as JSON."""
+    planned.check_methods("modelopt", "static", "weights", "cast", "keep")
+    static, weights, casts = planned.of("static"), planned.of("weights"), planned.of("cast")
+    if static and weights:
+        raise InputError("modelopt quantizes either activations and weights or weights alone in one run, and not both")
+    for precision in static:
+        if (precision.activation, precision.weight) != ("int8", "int8"):
+            raise InputError(f"modelopt has no {precision}; it quantizes to int8")
+    high = {_HIGH[precision.activation] for precision in casts}
+    if len(high) > 1:
+        raise InputError("modelopt has one high precision in a run; the plan has fp16 and bf16")
+    chosen = [node for nodes in (*static.values(), *weights.values()) for node in nodes]
+    content: dict[str, object] = {
+        "quantize_mode": "int4" if weights else "int8",
+        "nodes_to_quantize": _patterns(chosen),
+        "nodes_to_exclude": _patterns(planned.others(chosen)),
+        "high_precision_dtype": next(iter(high), "fp32"),
+    }
+    if weights:
+        del content["nodes_to_quantize"]  # of no use in this mode
+        content |= _blocks(planned)
+    notes = ["modelopt.onnx.quantization.quantize(MODEL, calibration_data=..., output_path=..., **arguments)"]
+    if high:
+        notes.append(
+            f"{next(iter(high))} is that of the whole model: ModelOpt excludes operators from it, and no nodes"
+        )
+    return TargetFile(content, (*notes, *planned.subgraph_notes()))
+
+
+def _patterns(nodes: Iterable[ir.Node]) -> list[str]:
+    return [f"{re.escape(str(node.name))}$" for node in nodes]
+
+
+def _blocks(planned: PlannedModel) -> dict[str, object]:
+    """What the mode ``int4`` takes: the size of blocks, and the weights with 8 bits."""
+    weights = planned.of("weights")
+    sizes = {precision.block_size for precision in weights}
+    if len(sizes) > 1:
+        raise InputError(f"modelopt has one block size in a run; the plan has {', '.join(map(str, sorted(sizes)))}")
+    names = {
+        bits: [
+            str(use.value.name)
+            for precision, nodes in weights.items()
+            if precision.bits == bits
+            for use in planned.weighted(nodes)
+        ]
+        for bits in (4, 8)
+    }
+    for name in names[8]:
+        if not _EIGHT_BITS.fullmatch(name):
+            raise InputError(f"modelopt cannot read the name of weight {name!r} in layers_8bit")
+        within = next((other for other in names[4] if f".{name}." in f".{other}."), None)
+        if within is not None:
+            raise InputError(f"modelopt's layers_8bit would also take weight {within!r} with {name!r}")
+    eight = {"enable_mixed_quant": True, "layers_8bit": ",".join(names[8])} if names[8] else {}
+    return {"block_size": sizes.pop(), **eight}

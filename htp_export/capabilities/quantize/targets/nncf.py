@@ -1,0 +1,65 @@
+"""NNCF: arguments of ``nncf.quantize`` and ``nncf.compress_weights``.
+
+Both quantize what they can, except for the nodes of an ``nncf.IgnoredScope``, by their names in ONNX.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile, names
+from htp_export.errors import InputError
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.quantize.precisions import Precision
+
+__all__ = ["plan_file"]
+
+
+def plan_file(planned: PlannedModel) -> TargetFile:
+    """The arguments as JSON: each ``ignored_scope`` is made by ``nncf.IgnoredScope(**...)``."""
+    planned.check_methods("nncf", "static", "weights", "keep")
+    static, weights = planned.of("static"), planned.of("weights")
+    for precision in static:
+        if precision.bits != 8 or precision.activation not in ("int8", "uint8"):
+            raise InputError(f"nncf.quantize has no {precision}; it quantizes to 8 bits")
+    content: dict[str, object] = {}
+    if static:
+        chosen = [node for nodes in static.values() for node in nodes]
+        symmetric = all(precision.symmetric for precision in static)
+        content["quantize"] = {
+            "preset": "performance" if symmetric else "mixed",
+            "ignored_scope": _all_but(planned, chosen),
+        }
+    content["compress_weights"] = [
+        {**_mode(precision), "ignored_scope": _all_but(planned, nodes)}
+        for precision, nodes in sorted(weights.items(), key=lambda item: -item[0].bits)
+    ]
+    notes = ["nncf.quantize(model, dataset, preset=nncf.QuantizationPreset(p), ignored_scope=nncf.IgnoredScope(**s))"]
+    if weights:
+        notes.append(
+            "nncf.compress_weights(model, mode=nncf.CompressWeightsMode(m), ...), for each entry in this order"
+        )
+    if any(precision.bits == 4 for precision in weights):
+        notes.append("NNCF does not add the opset import of com.microsoft for int4: onnx refuses what it returns")
+    if len(static) > 1:
+        notes.append("NNCF quantizes all static nodes alike: fields of single rules are not written")
+    return TargetFile(content, (*notes, *planned.subgraph_notes()))
+
+
+def _mode(precision: Precision) -> dict[str, Any]:
+    if precision.bits == 8:
+        return {"mode": f"int8_{'sym' if precision.symmetric else 'asym'}"}
+    mode = f"int4_{'sym' if precision.symmetric else 'asym'}"  # alone in taking what follows
+    return {"mode": mode, "group_size": precision.block_size, "ratio": 1.0, "all_layers": True}
+
+
+def _all_but(planned: PlannedModel, chosen: list[ir.Node]) -> dict[str, object]:
+    """The scope of all nodes that are not chosen.
+
+    Nothing is validated: NNCF has no nodes for constants, and gives other names to those that it compressed before.
+    """
+    ignored = names(node for node in planned.others(chosen) if node.op_type != "Constant")
+    return {"names": ignored, "validate": False}

@@ -1,0 +1,328 @@
+"""export_plan: files as other tools read them, held against how the tools match names, and against those installed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.capabilities.quantize.plan_exporting import targets
+from htp_export.command.main import main
+from htp_export.errors import FileError, InputError, SelectorError
+from tests.extract.test_cutting import exported_to
+from tests.nets import EXPORTERS, spread
+from tests.refusing import assert_refused
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+
+
+class Layers(nn.Module):
+    """More than ten equal layers, so that the name of one node is the beginning of another's; products without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+def example() -> torch.Tensor:
+    return torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("plans")
+    found = {}
+    for exporter in EXPORTERS:
+        torch.manual_seed(0)
+        model = spread(Layers()).eval()
+        named = {"input_names": ["x"]} if exporter == "torchscript" else {}
+        found[exporter] = exported_to(folder / f"{exporter}.onnx", model, {"x": example()}, exporter, **named)
+    return found
+
+
+def owned(file: Path, path: str) -> set[str]:
+    return {str(node.name) for node in htp_export.load(file)[path].nodes}
+
+
+def all_names(file: Path) -> set[str]:
+    return {str(node.name) for node in htp_export.load(file).model.graph}
+
+
+class Reader:
+    """Calibration data as ONNX Runtime reads it."""
+
+    def __init__(self) -> None:
+        self.feeds: Iterator[dict[str, Any]] = iter([{"x": example().numpy()}])
+
+    def get_next(self) -> dict[str, Any] | None:
+        return next(self.feeds, None)
+
+
+def applied(steps: list[dict[str, Any]], file: Path, folder: Path) -> onnx.ModelProto:
+    """What ONNX Runtime makes of the steps, as docs/export_plan.md applies them."""
+    from onnxruntime.quantization import CalibrationMethod, QuantType
+
+    source, target = file, folder / "step.onnx"
+    for number, step in enumerate(steps):
+        module, _, name = step["function"].rpartition(".")
+        function, arguments = getattr(import_module(module), name), dict(step["arguments"])
+        target = folder / f"step{number}.onnx"
+        for key in ("activation_type", "weight_type"):
+            if key in arguments:
+                arguments[key] = QuantType[arguments[key]]
+        if name == "quantize_static":
+            arguments["calibrate_method"] = CalibrationMethod[arguments["calibrate_method"]]
+            function(source, target, Reader(), **arguments)
+        elif name == "quantize_dynamic":
+            function(source, target, **arguments)
+        elif name == "MatMulNBitsQuantizer":
+            arguments["op_types_to_quantize"] = tuple(arguments["op_types_to_quantize"])
+            quantizer = function(onnx.load(source), **arguments)
+            quantizer.process()
+            quantizer.model.save_model_to_file(str(target))
+        else:
+            model = onnx.load(source)
+            model.graph.ClearField("value_info")  # or weights that stay float32 are stored as float16, and cast back
+            converted = function(model, **arguments)
+            converted.graph.ClearField("value_info")  # it has wrong types of what stays float32
+            onnx.save(converted, target)
+        source = target
+    return onnx.load(target)
+
+
+def made_by_dequantizing(model: onnx.ModelProto) -> set[str]:
+    return {name for node in model.graph.node if node.op_type == "DequantizeLinear" for name in node.output}
+
+
+class TestOnnxRuntime:
+    @BOTH
+    def test_static_quantization_takes_exactly_the_planned_products(
+        self, files: dict[str, Path], exporter: str, tmp_path: Path
+    ) -> None:
+        plan = htp_export.export_plan(files[exporter], {"layers.1": "int8", "head": "int8"}, to="ort")
+        made = applied(plan.content["steps"], files[exporter], tmp_path)
+        weighted = [node for node in made.graph.node if node.op_type in ("MatMul", "Gemm")]
+        quantized = {
+            node.name for node in weighted if set(node.input[1:2]) <= made_by_dequantizing(made) and len(node.input) > 1
+        }
+        planned = owned(files[exporter], "layers.1") | owned(files[exporter], "head")
+        assert quantized == {node.name for node in weighted if node.name in planned}
+        assert len(quantized) == 2
+
+    @BOTH
+    def test_blocks_of_weights_are_those_of_the_planned_products(
+        self, files: dict[str, Path], exporter: str, tmp_path: Path
+    ) -> None:
+        rules = {"layers.1": "int4", "layers.11": {"precision": "int8-weights", "block_size": 16}}
+        plan = htp_export.export_plan(files[exporter], rules, to="ort")
+        made = applied(plan.content["steps"], files[exporter], tmp_path)
+        bits = {
+            node.name: {each.name: each.i for each in node.attribute}
+            for node in made.graph.node
+            if node.op_type == "MatMulNBits"
+        }
+        assert sorted((each["bits"], each["block_size"]) for each in bits.values()) == [(4, 32), (8, 16)]
+        planned = owned(files[exporter], "layers.1") | owned(files[exporter], "layers.11")
+        assert {name.removesuffix("_Q4").removesuffix("_Q8") for name in bits} <= planned
+
+    @BOTH
+    def test_dynamic_and_half_precision(self, files: dict[str, Path], exporter: str, tmp_path: Path) -> None:
+        plan = htp_export.export_plan(files[exporter], {"layers.1": "int8-dynamic", "layers.2": "fp16"}, to="ort")
+        assert [step["function"].rpartition(".")[2] for step in plan.content["steps"]] == [
+            "convert_float_to_float16",
+            "quantize_dynamic",
+        ]
+        made = applied(plan.content["steps"], files[exporter], tmp_path)
+        assert sum(node.op_type == "MatMulInteger" for node in made.graph.node) == 1
+        halves = [each for each in made.graph.initializer if each.data_type == onnx.TensorProto.FLOAT16]
+        assert [list(each.dims) for each in halves] == [[32, 32]]
+
+    def test_what_has_no_blocks_is_said(self, tmp_path: Path) -> None:
+        model = spread(nn.Sequential(nn.Conv1d(4, 4, 3))).eval()
+        file = exported_to(tmp_path / "conv.onnx", model, {"input": torch.randn(2, 4, 8)}, "dynamo")
+        notes = htp_export.export_plan(file, {".": "int4"}, to="ort").notes
+        assert "1 nodes keep their weights: ONNX Runtime has no blocks in Conv" in notes
+
+
+class TestNncf:
+    @BOTH
+    def test_all_other_nodes_are_ignored(self, files: dict[str, Path], exporter: str) -> None:
+        content = htp_export.export_plan(files[exporter], {"layers.1": "int8"}, to="nncf").content
+        ignored = set(content["quantize"]["ignored_scope"]["names"])
+        constants = {
+            str(node.name) for node in htp_export.load(files[exporter]).model.graph if node.op_type == "Constant"
+        }
+        assert ignored == all_names(files[exporter]) - owned(files[exporter], "layers.1") - constants
+        assert content["quantize"]["preset"] == "mixed"
+
+    def test_each_precision_of_weights_is_a_run_of_its_own(self, files: dict[str, Path]) -> None:
+        rules = {"layers.1": "int4", "layers.2": {"precision": "int8-weights", "symmetric": True}}
+        runs = htp_export.export_plan(files["dynamo"], rules, to="nncf").content["compress_weights"]
+        assert [(run["mode"], run.get("group_size")) for run in runs] == [("int8_sym", None), ("int4_asym", 32)]
+        assert owned(files["dynamo"], "layers.2") <= set(runs[1]["ignored_scope"]["names"])
+
+    @BOTH
+    def test_nncf_quantizes_exactly_the_planned_products(self, files: dict[str, Path], exporter: str) -> None:
+        nncf = pytest.importorskip("nncf")
+        content = htp_export.export_plan(files[exporter], {"layers.1": "int8", "head": "int8"}, to="nncf").content
+        scope = nncf.IgnoredScope(**content["quantize"]["ignored_scope"])
+        preset = nncf.QuantizationPreset(content["quantize"]["preset"])
+        data = nncf.Dataset([{"x": example().numpy()}])
+        made = nncf.quantize(onnx.load(files[exporter]), data, preset=preset, ignored_scope=scope)
+        read = {node.name for node in made.graph.node if set(node.input) & made_by_dequantizing(made)}
+        products = {node.name for node in made.graph.node if node.op_type in ("MatMul", "Gemm")}
+        assert read == products & (owned(files[exporter], "layers.1") | owned(files[exporter], "head"))
+
+    @BOTH
+    def test_nncf_compresses_exactly_the_planned_weights(self, files: dict[str, Path], exporter: str) -> None:
+        nncf = pytest.importorskip("nncf")
+        rules = {"layers.1": "int4", "layers.2": "int8-weights"}
+        made = onnx.load(files[exporter])
+        for run in htp_export.export_plan(files[exporter], rules, to="nncf").content["compress_weights"]:
+            mode, scope = nncf.CompressWeightsMode(run.pop("mode")), nncf.IgnoredScope(**run.pop("ignored_scope"))
+            made = nncf.compress_weights(made, mode=mode, ignored_scope=scope, **run)
+        bits = {
+            attribute.i
+            for node in made.graph.node
+            for attribute in node.attribute
+            if node.op_type == "MatMulNBits" and attribute.name == "bits"
+        }
+        names = {node.name for node in made.graph.node if node.op_type in ("MatMul", "Gemm")}
+        assert not names & {next(iter(owned(files[exporter], "layers.1")))}
+        stored = {each.name: each.data_type for each in made.graph.initializer}
+        eight = [name for name, kind in stored.items() if kind in (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)]
+        assert (bits, bool(eight)) == ({4}, True)
+
+
+class TestModelOpt:
+    @BOTH
+    def test_patterns_match_exactly_the_planned_nodes(self, files: dict[str, Path], exporter: str) -> None:
+        content = htp_export.export_plan(files[exporter], {"layers.1": "int8"}, to="modelopt").content
+        names = all_names(files[exporter])
+
+        def matched(key: str) -> set[str]:  # as modelopt.onnx.quantization.graph_utils.expand_node_names_from_patterns
+            return {name for pattern in content[key] for name in names if re.match(pattern, name)}
+
+        assert matched("nodes_to_quantize") == owned(files[exporter], "layers.1")
+        assert matched("nodes_to_exclude") == names - owned(files[exporter], "layers.1")
+        assert (content["quantize_mode"], content["high_precision_dtype"]) == ("int8", "fp32")
+
+    def test_modelopt_reads_them(self, files: dict[str, Path], tmp_path: Path) -> None:
+        quantization = pytest.importorskip("modelopt.onnx.quantization")
+        content = htp_export.export_plan(files["dynamo"], {"layers.1": "int8"}, to="modelopt").content
+        target, data = tmp_path / "quantized.onnx", {"x": example().numpy()}
+        quantization.quantize(
+            str(files["dynamo"]), output_path=str(target), calibration_data=data, calibration_eps=["cpu"], **content
+        )
+        made = onnx.load(target)
+        read = {node.name for node in made.graph.node if set(node.input) & made_by_dequantizing(made)}
+        products = {node.name for node in made.graph.node if node.op_type in ("MatMul", "Gemm")}
+        assert read & products == products & owned(files["dynamo"], "layers.1") != set()
+
+    def test_weights_of_eight_bits_are_named_among_those_of_four(self, files: dict[str, Path]) -> None:
+        rules = {"layers.*": "int4", "layers.11": "int8-weights", "head": "fp16"}
+        content = htp_export.export_plan(files["dynamo"], rules, to="modelopt").content
+        weights = [
+            node.inputs[1].name for node in htp_export.load(files["dynamo"])["layers.11"].nodes if len(node.inputs) > 1
+        ]
+        assert content["layers_8bit"] == ",".join(weights)
+        assert content["enable_mixed_quant"]
+        assert content["block_size"] == 32
+        assert content["high_precision_dtype"] == "fp16"
+
+    @pytest.mark.parametrize(
+        ("rules", "problem"),
+        [
+            ({"layers.1": "int8", "layers.2": "int4"}, "not both"),
+            ({"layers.1": "uint8"}, "modelopt has no uint8"),
+            ({"layers.1": "fp16", "layers.2": "bf16"}, "one high precision"),
+            ({"layers.1": "int8-dynamic"}, r"modelopt has no int8-dynamic \(rule 'layers.1'\)"),
+            ({"layers.1": "int4", "layers.2": {"precision": "int4", "block_size": 64}}, "one block size"),
+        ],
+    )
+    def test_what_one_run_cannot_do_is_refused(
+        self, files: dict[str, Path], rules: dict[str, Any], problem: str
+    ) -> None:
+        with pytest.raises(InputError, match=problem):
+            htp_export.export_plan(files["dynamo"], rules, to="modelopt")
+
+
+def test_nodes_without_names_are_refused() -> None:
+    x = ir.val("x", ir.DataType.FLOAT, [2])
+    relu = ir.node("Relu", [x], name="", metadata_props={"htp.module": "act"})
+    model = ir.Model(ir.Graph([x], relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
+    with pytest.raises(InputError, match="a Relu of module 'act' has no name"):
+        htp_export.export_plan(model, {"act": "fp16"}, to="nncf")
+
+
+class TestFiles:
+    @pytest.mark.parametrize("to", ["ort", "nncf", "modelopt"])
+    def test_the_command_writes_what_the_function_returns(
+        self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+    ) -> None:
+        out = tmp_path / "plan.txt"
+        command = ["quantize", str(files["dynamo"]), "--rule", "layers.*=int8", "--plan-for", to, "-o", str(out)]
+        assert main([*command, "--json"]) == 0
+        result = htp_export.export_plan(files["dynamo"], {"layers.*": "int8"}, to=to)
+        assert out.read_text() == result.text
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["nodes"] == dict(result.nodes)
+        assert set(printed) == {"schema_version", *result.to_dict()}
+        assert sorted(targets()) == ["modelopt", "nncf", "ort"]
+
+    def test_rules_of_a_file_come_before_those_that_are_typed(
+        self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "plan.yaml").write_text("'layers.*': int8\nhead: int4\n")
+        command = ["quantize", str(files["dynamo"]), str(tmp_path / "plan.yaml"), "--rule", "head=fp32"]
+        assert main([*command, "--plan-for", "ort", "-o", str(tmp_path / "plan.json")]) == 0
+        out = capsys.readouterr().out
+        assert "fp32" in out.splitlines()[0]
+        assert "wrote" in out
+        [step] = json.loads((tmp_path / "plan.json").read_text())["steps"]
+        planned = set(step["arguments"]["nodes_to_quantize"])
+        assert len(planned) == 12
+        assert planned.isdisjoint(owned(files["dynamo"], "head"))
+
+    @pytest.mark.parametrize(
+        ("rules", "to", "out", "problem"),
+        [
+            (["head=int8"], "tvm", "p.json", "plans are written for modelopt, nncf, ort, not for 'tvm'"),
+            (["nothing=int8"], "ort", "p.json", "matches no module"),
+            (["head=int9"], "ort", "p.json", "there is no precision 'int9'"),
+            (["head=int8"], "ort", "model.onnx", "is the name of a model"),
+            (["head=int8"], "ort", "p.onnx", "is the name of a model"),
+            (["head=int8"], "ort", "none/p.json", "its folder does not exist"),
+            ([], "ort", "p.json", "give a plan, a preset (int8, w4, fp16), or --rule SELECTOR=PRECISION"),
+        ],
+    )
+    def test_bad_input_ends_with_status_2_and_files_stay(
+        self, files: dict[str, Path], tmp_path: Path, capsys: Any, rules: list[str], to: str, out: str, problem: str
+    ) -> None:
+        model = tmp_path / "model.onnx"
+        model.write_bytes(files["dynamo"].read_bytes())
+        given = [word for rule in rules for word in ("--rule", rule)]
+        command = ["quantize", str(model), *given, "--plan-for", to, "-o", str(tmp_path / out)]
+        assert_refused(command, problem, tmp_path, capsys)
+
+    def test_errors_in_python(self, files: dict[str, Path], tmp_path: Path) -> None:
+        with pytest.raises(FileError, match="is the name of a model"):
+            htp_export.export_plan(files["dynamo"], "int8", tmp_path / "p.onnx", to="ort")
+        with pytest.raises(SelectorError):
+            htp_export.export_plan(files["dynamo"], {"nothing": "int8"}, to="ort")

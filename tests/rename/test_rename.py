@@ -1,0 +1,337 @@
+"""`rename`: names of nodes and tensors that are made of tags and of the graph alone, and carry the module tree."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.command.main import main
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.model.path_names import path_prefix
+from htp_export.model.regions import all_nodes, all_values, subgraphs
+from htp_export.model.tensor_names import rename
+from tests import nets
+from tests.exporter.test_exactness import bert, gpt2, resnet
+from tests.exporting import SharedFiles, exported
+from tests.functions.test_functions import arrays, equal, run
+from tests.nets import spread
+
+BOTH = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+
+
+def vit() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4
+    )
+    return ViTModel(config), {"pixel_values": torch.randn(1, 3, 8, 8)}
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "bert": bert, "gpt2": gpt2, "resnet": resnet, "vit": vit,
+}  # fmt: skip
+MORE_NETS = [
+    "called_from_outside", "calls_itself", "child_of_two_parents", "cond", "conv_bn_relu", "gru", "loop_of_three",
+    "mask_made_in_every_layer", "modules_in_branches", "odd_keys", "siblings", "tied_weights",
+]  # fmt: skip
+
+
+def slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@functools.cache
+def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model, kwargs = MODELS[name]()
+    return spread(model).eval(), kwargs
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The tagged file of one of the models, exported once."""
+
+    @functools.cache
+    def written(name: str, exporter: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"{name}-{exporter}")
+        exported(*made(name), exporter, folder)
+        return folder / "model.onnx"
+
+    return written
+
+
+def is_parameter(name: str, tagged: htp_export.TaggedModel) -> bool:
+    """Whether a tensor has the name of a parameter, or of something else that a module holds."""
+    held = {tags.below(path, each) for path, module in (tagged.parameters or {}).items() for each in module.shapes}
+    return name in held or (name.rpartition(".")[0] in tagged and "." in name)
+
+
+def scrambled(model: Any, seed: int) -> ir.Model:
+    """The same model with other names, and with independent nodes and initializers in another order."""
+    chosen, copy = random.Random(seed), htp_export.load(model).model.clone()
+    tagged = htp_export.load(copy)
+    interface = {*copy.graph.inputs, *copy.graph.outputs}
+    free = [value for value in all_values(copy.graph) if value.name and value not in interface]
+    free = [value for value in free if not is_parameter(str(value.name), tagged)]
+    for number, value in enumerate(chosen.sample(free, len(free))):
+        rename(value, f"{chosen.choice('az/:.')}{number}")
+    for number, node in enumerate(chosen.sample(tagged.nodes, len(tagged.nodes))):
+        node.name = f"{chosen.choice('az/:.')}{number}"
+    for graph in (copy.graph, *copy.graph.subgraphs()):
+        shuffle(graph, chosen)
+    return copy
+
+
+def shuffle(graph: ir.Graph, chosen: random.Random) -> None:
+    """Put the nodes of a graph in another order in which they can run, and its initializers in any."""
+    waiting, placed = list(graph), list[ir.Node]()
+    while waiting:
+        ready = [node for node in waiting if not (producers(node, graph) - {*placed})]
+        placed.append(chosen.choice(ready))
+        waiting.remove(placed[-1])
+    graph.remove(placed)
+    graph.extend(placed)
+    initializers = list(graph.initializers.values())
+    graph.initializers.clear()
+    for value in chosen.sample(initializers, len(initializers)):
+        graph.initializers.add(value)
+
+
+def producers(node: ir.Node, graph: ir.Graph) -> set[ir.Node]:
+    read = [*node.inputs, *(value for body in subgraphs(node) for inner in body.all_nodes() for value in inner.inputs)]
+    makers = (value.producer() for value in read if value is not None)
+    return {maker for maker in makers if maker is not None and maker.graph is graph and maker is not node}
+
+
+def wiring(model: ir.Model) -> list[Any]:
+    """Names of nodes, and what they read and make, in no order."""
+    return sorted(
+        (str(node.name), node.op_type, [v and v.name for v in node.inputs], [v.name for v in node.outputs])
+        for node in all_nodes(model)
+    )
+
+
+def node_names(model: ir.Model) -> list[str]:
+    return [str(node.name) for node in all_nodes(model)]
+
+
+def facts(model: Any) -> list[Any]:
+    """Operators, tags and owners of every node."""
+    tagged = htp_export.load(model)
+    return [(node.op_type, dict(node.metadata_props), tagged.owners_of(node)) for node in tagged.nodes]
+
+
+def check_names(file: Any) -> ir.Model:
+    """Everything that holds of the names of any model."""
+    before, named = htp_export.load(file), htp_export.rename(file)
+    names, values = node_names(named.model), [v.name for v in dict.fromkeys(all_values(named.model.graph)) if v.name]
+    assert len(set(names)) == len(names)
+    assert len(set(values)) == len(values)
+    assert facts(named.model) == facts(file)
+    for path in [path for path, module in before.hierarchy.items() if module.calls]:
+        prefix = path_prefix(path, before.hierarchy.called)
+        inside = [all(tags.is_under(owner, path) for owner in before.owners_of(node)) for node in before.nodes]
+        assert [name.startswith(prefix) for name in names] == inside
+    assert wiring(htp_export.rename(scrambled(file, 1)).model) == wiring(named.model)
+    again = htp_export.rename(named.model)
+    assert (again.nodes, again.tensors) == ({}, {})
+    assert wiring(again.model) == wiring(named.model)
+    for old, new in zip(before.model.graph.inputs, named.model.graph.inputs, strict=True):
+        assert old.name == new.name
+    assert [value.name for value in before.model.graph.outputs] == [value.name for value in named.model.graph.outputs]
+    signed = [call for calls in named.tagged.signatures.values() for call in calls]
+    assert {name for call in signed for name in call.taken | call.given} <= set(values)
+    return named.model
+
+
+# --- what holds of every model ---
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["called_twice", "names_that_end_alike", "uneven_calls", *slow(MORE_NETS)])
+def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(
+    name: str, exporter: str, shared_files: SharedFiles
+) -> None:
+    if exporter in nets.NETS[name].skip:
+        pytest.skip("torch cannot export it so")
+    file = shared_files.read(name, exporter)
+    named = check_names(file)
+    _, kwargs = nets.NETS[name].build()
+    before, feeds = htp_export.load(file).model, arrays(kwargs)[: len(named.graph.inputs)]
+    assert equal(run(before, feeds), run(named, feeds))
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["bert", *slow(["gpt2", "resnet", "vit"])])
+def test_models_of_transformers_have_these_names_too_and_every_command_takes_them(
+    name: str, exporter: str, model_file: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    file, (model, kwargs) = model_file(name, exporter), made(name)
+    check_names(file)
+    named = tmp_path / "named.onnx"
+    htp_export.rename(file, named)
+    feeds = dict(zip([value.name for value in htp_export.load(file).model.graph.inputs], arrays(kwargs), strict=True))
+    assert equal(run(onnx.load(file), feeds.values()), run(onnx.load(named), feeds.values()))
+    assert htp_export.verify(model, named, kwargs=kwargs).ok
+    compared = htp_export.compare(file, named, feeds)
+    assert compared.ok
+    assert {module.max_abs for module in compared.modules.values()} <= {0.0, None}
+    assert htp_export.diff(file, named).same
+    assert htp_export.contamination(named).to_dict().keys() == htp_export.contamination(file).to_dict().keys()
+    profiled = htp_export.profile(named, feeds, runs=1, warmup=0)
+    assert profiled.modules[""].total_ms > 0
+    old, new = htp_export.load(file), htp_export.load(named)
+    assert {path: len(old[path].nodes) for path in old} == {path: len(new[path].nodes) for path in new}
+    assert old.parameters == new.parameters
+    assert list(old.signatures) == list(new.signatures)
+
+
+# --- on the way of the export ---
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.act(self.fc(x))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return spread(nn.Sequential(Block(), Block(), nn.Linear(4, 2))).eval()
+
+
+X = torch.randn(2, 4)
+BLOCKS = ["/0/fc/Gemm", "/0/act/Relu", "/0/Add", "/1/fc/Gemm", "/1/act/Relu", "/1/Add", "/2/Gemm"]
+
+
+@BOTH
+def test_an_export_names_what_it_writes(exporter: str, tmp_path: Path) -> None:
+    model, kwargs = nets.NETS["names_that_end_alike"].build()  # TorchScript shortens their paths
+    files = [tmp_path / "torch.onnx", tmp_path / "named.onnx"]
+    for file, options in zip(files, ({}, {"names": "path"}), strict=True):
+        htp_export.export(model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options)
+    torchs, named = (htp_export.load(file).model for file in files)
+    assert wiring(named) == wiring(htp_export.rename(files[0]).model) != wiring(torchs)
+    assert facts(files[1]) == facts(files[0])
+    assert sorted(file.name for file in tmp_path.iterdir() if "data" not in file.name) == ["named.onnx", "torch.onnx"]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "canonicalize_output_graph_node_order"),
+    reason="torch knows one way to name FX nodes",
+)
+@pytest.mark.parametrize("name", ["resnet", *slow(["bert"])])
+def test_names_stay_when_torch_calls_its_fx_nodes_otherwise(name: str) -> None:
+    model, kwargs = made(name)
+    outputs = {"output_names": ["first", "second"], "kwargs": kwargs, "verbose": False}
+    models = []
+    for canonical in (False, True):
+        with torch._dynamo.config.patch(canonicalize_output_graph_node_order=canonical):
+            models.append([htp_export.export(model, **outputs, **options).model for options in ({}, {"names": "path"})])
+    (torchs, named), (torchs_now, named_now) = models
+    assert node_names(torchs) != node_names(torchs_now)
+    assert wiring(named) == wiring(named_now)
+
+
+def test_an_exported_program_is_named_and_runs_and_saves() -> None:
+    program = htp_export.export(net(), (X,), names="path", verbose=False)
+    assert program is not None
+    assert node_names(program.model) == BLOCKS
+    assert torch.equal(program(X)[0], htp_export.export(net(), (X,), verbose=False)(X)[0])  # type: ignore[misc]
+
+
+def test_a_stream_gets_the_named_model() -> None:
+    stream = io.BytesIO()
+    htp_export.export(net(), (X,), stream, names="path", dynamo=False, verbose=False)
+    assert [node.name for node in onnx.load_model_from_string(stream.getvalue()).graph.node] == BLOCKS
+
+
+@BOTH
+def test_functions_are_made_of_the_named_graph(exporter: str, tmp_path: Path) -> None:
+    file = tmp_path / "nested.onnx"
+    options: dict[str, Any] = {"dynamo": exporter == "dynamo", "verbose": False}
+    htp_export.export(net(), (X,), file, names="path", export_modules_as_functions={Block}, **options)
+    assert list(htp_export.load(file).model.functions) == [("htp", "Block", "")]
+    assert node_names(htp_export.inline(file).model) == BLOCKS
+
+
+def test_names_survive_the_end_of_tagging() -> None:
+    with htp_export.tagging():
+        program = htp_export.export(net(), (X,), names="path", verbose=False)
+        assert program is not None
+        program.model.graph[0].metadata_props["more"] = "x"
+    assert node_names(program.model) == BLOCKS
+    assert htp_export.load(program).untagged == []
+
+
+@BOTH
+def test_a_model_without_nodes_is_exported_and_named(exporter: str, tmp_path: Path) -> None:
+    file, dynamo = tmp_path / "x.onnx", exporter == "dynamo"
+    htp_export.export(nn.Identity().eval(), (X,), file, names="path", dynamo=dynamo, verbose=False)
+    assert node_names(htp_export.rename(file).model) in ([], ["/Identity"])
+
+
+def test_an_unknown_style_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    class Never(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("it ran")
+
+    with pytest.raises(InputError, match="no style of names 'paths'; there is 'path'"):
+        htp_export.export(Never(), (X,), tmp_path / "x.onnx", names="paths", verbose=False)
+    with pytest.raises(InputError, match="'paths'"):
+        htp_export.rename(tmp_path / "missing.onnx", style="paths")
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    htp_export.export(net(), (X,), "torch.onnx", verbose=False, external_data=False)
+    assert main(["rename", "torch.onnx", "-o", "named.onnx"]) == 0
+    shown = capsys.readouterr().out
+    assert "node_linear    /0/fc/Gemm" in shown
+    assert "renamed 7 of 7 nodes" in shown
+    assert main(["rename", "torch.onnx", "-o", "named.onnx", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["nodes"] == dict(htp_export.rename("torch.onnx").nodes)
+    assert (result["style"], result["nodes_total"], len(result["nodes"])) == ("path", 7, 7)
+    assert result["tensors"]["linear"] == "/0/fc/Gemm_output_0"
+    assert main(["rename", "torch.onnx", "-o", "torch.onnx", "--in-place"]) == 0
+    assert node_names(htp_export.load("torch.onnx").model) == BLOCKS
+    capsys.readouterr()
+    assert main(["rename", "torch.onnx", "-o", "x.onnx", "--style", "short"]) == 2
+    assert "no style of names 'short'" in " ".join(capsys.readouterr().err.split())
+    assert not Path("x.onnx").exists()
+
+
+def test_the_command_export_names_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "net.onnx")
+    entry = ["export", "--entry", "examples.net:make", "-o", file, "--quiet"]
+    assert main([*entry, "--names", "path"]) == 0
+    names = node_names(htp_export.load(file).model)
+    assert names == node_names(htp_export.rename(file).model)
+    assert all(name.startswith("/") for name in names)
+    assert main([*entry, "--names", "short"]) == 2
+    assert "no style of names 'short'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_result_can_be_printed() -> None:
+    result = htp_export.rename(htp_export.export(net(), (X,), verbose=False))
+    first, *_, last = str(result).splitlines()
+    assert first.split() == ["node", "before", "node", "after"]
+    assert last == result.summary == "renamed 7 of 7 nodes and 6 of 14 tensors (style 'path')"
