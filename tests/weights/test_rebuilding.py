@@ -197,6 +197,8 @@ def test_convolutions_are_folded_and_carried_by_name_only_if_their_contents_are_
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("name", NETS)
 def test_the_weights_of_all_descendants(name: str, dynamo: bool, descendant: str, tmp_path: Path) -> None:
+    if (name, dynamo, descendant) == ("llama", True, "fused"):
+        pytest.xfail("onnxscript writes SimplifiedLayerNormalization in the domain of ONNX")
     made = check(exported(name, tmp_path, dynamo=dynamo), descendant)
     covered, missing = (_bytes_of(values) for values in (made.tensors, made.unknown))
     assert covered > missing
@@ -210,7 +212,7 @@ def _bytes_of(values: Iterable[ir.Value]) -> int:
 def test_renamed_weights_and_those_of_a_part_are_known_by_their_parameters(tmp_path: Path) -> None:
     of = exported("residual", tmp_path, dynamo=True)
     for make in (
-        lambda out: htp_export.names(of.file, output=out),
+        lambda out: htp_export.rename(of.file, output=out),
         lambda out: htp_export.extract(of.file, "block", out),
     ):
         make(out := tmp_path / "other.onnx")
