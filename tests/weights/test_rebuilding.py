@@ -243,6 +243,15 @@ def test_what_was_not_made_of_parameters_alone_is_said(tmp_path: Path) -> None:
     assert not is_exact(recipe_of(next(iter(unknown))))
 
 
+def test_zeros_that_a_tool_made_are_not_taken_for_the_zeros_of_another_parameter(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 8)).eval()
+    nn.init.zeros_(net[3].bias)
+    of = Exported(net, x(1, 3, 1, 1), tmp_path / "net.onnx")
+    htp_export.export(net, (of.sample,), of.file, dynamo=False, do_constant_folding=False, verbose=False)
+    made = check(of, "onnxruntime basic")
+    assert [*made.unknown.values()] == ["another tool", "another tool"]
+
+
 BAD = {
     '["run","0.weight"]': "there is no step 'run'",
     '["transpose","0.weight"]': "step 'transpose' has other operands or settings",

@@ -13,6 +13,7 @@ from htp_export.format.recipes import CONSTANT, Recipe, recipe_to_text, step
 from htp_export.model.content_hash import array_hash
 from htp_export.model.recipes import merged, recipe_of, recorded
 from htp_export.runtime.arrays import Array
+from htp_export.shapes.operator_kinds import is_standard
 
 __all__ = ["carry_recipes"]
 
@@ -47,58 +48,55 @@ class _Originals:
 
     def __init__(self, model: ir.Model | None) -> None:
         graphs = () if model is None else (model.graph, *model.graph.subgraphs())
+        values = (value for graph in graphs for value in graph.initializers.values())
+        constants = (node.outputs[0] for graph in graphs for node in graph if is_standard(node, "Constant"))
+        stored = ((value, ir.convenience.get_const_tensor(value)) for value in (*values, *constants))
         self._named = {
-            str(value.name): value
-            for graph in graphs
-            for value in graph.initializers.values()
-            if value.const_value is not None and _is_weight(value.const_value)
+            str(value.name): (tensor, recipe_of(value))
+            for value, tensor in stored
+            if tensor is not None and _is_weight(tensor)
         }
 
     def is_said_anew(self, name: str, tensor: ir.TensorProtocol) -> bool:
         """Whether a tensor has a recipe that it did not have before, so that who made it has written it."""
         original = self._named.get(name)
-        was = None if original is None or original.const_value is None else original.const_value.metadata_props
+        was = {} if original is None else original[0].metadata_props
         said = tensor.metadata_props.get(tags.RECIPE)
-        return said == recipe_to_text(CONSTANT) or said not in (None, (was or {}).get(tags.RECIPE))
+        return said == recipe_to_text(CONSTANT) or said not in (None, was.get(tags.RECIPE))
 
     def recipe(self, name: str, tensor: ir.TensorProtocol) -> Recipe:
         """How a tensor of the second file was made."""
         array, original = _array(tensor), self._named.get(name)
         if array is None:
             return ["computed", _BY_A_TOOL]
-        if original is not None and original.const_value is not None:
-            was = _array(original.const_value)
+        if original is not None:
+            was = _array(original[0])
             if was is not None and was.shape == array.shape:
                 if was.dtype == array.dtype and was.tobytes() == array.tobytes():
-                    return recipe_of(original)
+                    return original[1]
                 with np.errstate(all="ignore"):
                     is_cast = was.astype(array.dtype).tobytes() == array.tobytes()
                 if is_cast:
-                    return step("cast", recipe_of(original), tensor.dtype.name.lower())
+                    return step("cast", original[1], tensor.dtype.name.lower())
+        if array.size > 1 and (array == array.flat[0]).all():  # zeros and ones of one origin are those of any other
+            return step("computed", *(() if original is None else (original[1],)), _BY_A_TOOL)
         same = self._by_contents.get((array.dtype, array_hash(array)), ())
         turned = () if same or array.ndim != 2 else self._by_contents.get((array.dtype, array_hash(array.T)), ())
         if same:
-            return merged(self._moved(value, array) for value in same)
-        if turned and all(self._shape(value) == array.shape[::-1] for value in turned):
-            return merged(step("transpose", recipe_of(value), [1, 0]) for value in turned)
-        return step("computed", *(() if original is None else (recipe_of(original),)), _BY_A_TOOL)
-
-    def _moved(self, value: ir.Value, array: Array) -> Recipe:
-        recipe = recipe_of(value)
-        return recipe if self._shape(value) == array.shape else step("reshape", recipe, list(array.shape))
-
-    @staticmethod
-    def _shape(value: ir.Value) -> tuple[int, ...]:
-        assert value.const_value is not None
-        return tuple(value.const_value.shape.numpy())
+            shape = list(array.shape)
+            return merged(recipe if sizes == array.shape else step("reshape", recipe, shape) for sizes, recipe in same)
+        if turned and all(sizes == array.shape[::-1] for sizes, _ in turned):
+            return merged(step("transpose", recipe, [1, 0]) for _, recipe in turned)
+        return step("computed", *(() if original is None else (original[1],)), _BY_A_TOOL)
 
     @cached_property
-    def _by_contents(self) -> dict[tuple[object, bytes], list[ir.Value]]:
-        found: dict[tuple[object, bytes], list[ir.Value]] = {}
-        for value in self._named.values():
-            array = None if value.const_value is None else _array(value.const_value)
+    def _by_contents(self) -> dict[tuple[object, bytes], list[tuple[tuple[int, ...], Recipe]]]:
+        """Type and contents of a weight → its shape, and how it was made."""
+        found: dict[tuple[object, bytes], list[tuple[tuple[int, ...], Recipe]]] = {}
+        for tensor, recipe in self._named.values():
+            array = _array(tensor)
             if array is not None:
-                found.setdefault((array.dtype, array_hash(array)), []).append(value)
+                found.setdefault((array.dtype, array_hash(array)), []).append((array.shape, recipe))
         return found
 
 

@@ -96,7 +96,15 @@ class JitWeights:
     def finish(self, graph: Any) -> dict[str, Recipe]:
         """Name of an initializer → how it was made, where that is not the parameter of this name."""
         names = {value.unique(): value.debugName() for value in graph.inputs()}
-        nodes = [(numbers_of_outputs(node), numbers_of_inputs(node)) for node in nodes_of(graph)]
+        nodes, same = list[tuple[tuple[int, ...], tuple[int, ...]]](), dict[int, int]()
+        for node in nodes_of(graph):
+            outputs, inputs = numbers_of_outputs(node), numbers_of_inputs(node)
+            if (
+                node.kind() == f"{_ONNX}Identity" and inputs[0] in names
+            ):  # for one that is gone
+                same[outputs[0]] = inputs[0]
+            else:
+                nodes.append((outputs, tuple(same.get(number, number) for number in inputs)))
         joined = {value.unique(): made for value, made in zip(graph.outputs(), self._returned, strict=False) if made}
         for outputs, inputs in nodes:
             joined.update((number, made) for at, number in enumerate(inputs) if (made := self._at(outputs, at)))
