@@ -14,6 +14,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_from_text, recipe_to_text, step
+from htp_export.model.module_facts import stored_tensor
 from htp_export.shapes.operator_kinds import RESHAPING, SIZES_ONLY, is_standard, subgraphs
 from htp_export.shapes.symbolic import Symbolic
 
@@ -153,7 +154,7 @@ class _Positions:
         return Symbolic(self._graph)
 
     def __call__(self, value: ir.Value | None) -> Any:
-        tensor = None if value is None else ir.convenience.get_const_tensor(value)
+        tensor = None if value is None else stored_tensor(value)
         if tensor is None:
             return self._inferred.array(value)
         return None if tensor.size > _SMALL else tensor.numpy()

@@ -11,6 +11,7 @@ from htp_export.errors import FileError
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_to_text, step
 from htp_export.model.content_hash import array_hash
+from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import merged, recipe_of, recorded
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import is_standard
@@ -50,7 +51,7 @@ class _Originals:
         graphs = () if model is None else (model.graph, *model.graph.subgraphs())
         values = (value for graph in graphs for value in graph.initializers.values())
         constants = (node.outputs[0] for graph in graphs for node in graph if is_standard(node, "Constant"))
-        stored = ((value, ir.convenience.get_const_tensor(value)) for value in (*values, *constants))
+        stored = ((value, stored_tensor(value)) for value in (*values, *constants))
         self._named = {
             str(value.name): (tensor, recipe_of(value))
             for value, tensor in stored

@@ -99,9 +99,7 @@ class JitWeights:
         nodes, same = list[tuple[tuple[int, ...], tuple[int, ...]]](), dict[int, int]()
         for node in nodes_of(graph):
             outputs, inputs = numbers_of_outputs(node), numbers_of_inputs(node)
-            if (
-                node.kind() == f"{_ONNX}Identity" and inputs[0] in names
-            ):  # for one that is gone
+            if node.kind() == f"{_ONNX}Identity" and inputs[0] in names:  # for one that is gone
                 same[outputs[0]] = inputs[0]
             else:
                 nodes.append((outputs, tuple(same.get(number, number) for number in inputs)))
