@@ -17,6 +17,7 @@ _COMMANDS = {
     "or use lora.insert": "or use htp-export lora insert",
     "inputs=[{name: array}, ...]": "--set inputs=FILE.npz",
     "passes=[...]": "--passes",
+    "view(..., explorer=True)": "--explorer",
     "but dims has": "but --dims has",
 }
 """Python → command, the longer of two that begin alike first."""

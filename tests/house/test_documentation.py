@@ -13,6 +13,7 @@ import pytest
 import typer
 
 import htp_export
+from htp_export import results
 from htp_export.command import main as program
 from htp_export.command.commands import GROUPS, CommandGroup, command_groups, command_names
 from htp_export.format.selectors import select
@@ -214,6 +215,8 @@ def test_the_snippets_of_the_readme_run_from_top_to_bottom(tmp_path):
 def test_every_public_name_stands_on_a_page_of_the_api():
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
     named = re.findall(r"^::: htp_export\.((?:lora\.)?\w+)$", "\n".join(pages), re.MULTILINE)
+    of_results = re.findall(r"^::: htp_export\.results\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    assert sorted(of_results) == results.__all__
     errors = {name for name in htp_export.__all__ if name.endswith("Error")}  # on one page, with their tree
     assert sorted(named) == sorted(
         {*htp_export.__all__, *(f"lora.{name}" for name in htp_export.lora.__all__), "errors"} - errors

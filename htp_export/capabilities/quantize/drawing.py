@@ -12,6 +12,8 @@ from htp_export.results.columns import MODULE, Column, csv_text, sorted_by
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from htp_export.capabilities.quantize.plan_exporting import PlanFile
+
 __all__ = ["compression_csv", "drawn", "render_quantized"]
 
 
@@ -34,6 +36,6 @@ def compression_csv(modules: Sequence[QuantizedModule], sort: str | None = None)
     return csv_text([MODULE, *QUANTIZED_COLUMNS], sorted_by(modules, QUANTIZED_COLUMNS, sort))
 
 
-def drawn(result: Quantized) -> RenderableType:
-    """The result as a notebook shows it."""
-    return render_quantized(result, list(result.modules.values()))
+def drawn(result: Quantized | PlanFile) -> RenderableType | None:
+    """The result as a notebook shows it; None for a plan, which is text."""
+    return render_quantized(result, list(result.modules.values())) if isinstance(result, Quantized) else None

@@ -36,7 +36,7 @@ EXAMPLE = "bert.onnx plan.yaml -o mixed.onnx --data inputs.npz"
 PLACE = ("Compress", 1)
 IDLE = (
     Idle(
-        ("data", "entry", "metric", "validation", "dims", "seed", "share_weights", "in_place"),
+        ("data", "entry", "metric", "validation", "dims", "seed", "check", "share_weights", "in_place"),
         lambda given: given["dry_run"] or given["plan_for"],
         "--dry-run and --plan-for run nothing",
     ),
@@ -63,6 +63,7 @@ def quantize_command(
     dims: FeedDimsOption = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
+    check: Annotated[bool, "Run both models on the data: the worst module, and the time of both."] = False,
     plan_for: Annotated[
         str | None, "Run nothing; write the plan as another tool reads it, to -o: ort, nncf, modelopt."
     ] = None,
@@ -98,6 +99,7 @@ def quantize_command(
             dims=parse_dims(dims or []),
             seed=seed,
             dry_run=dry_run,
+            check=check,
             share_weights=share_weights,
         )
     rows = [

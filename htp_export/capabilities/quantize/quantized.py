@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.checking import Check
 from htp_export.errors import InputError
 from htp_export.model.tagged import HoldsModel
 from htp_export.results.columns import CLASS_NAME, Column, percent, si
@@ -56,12 +57,13 @@ class Quantized(ModuleTable, HoldsModel):
         dry: Whether nothing was run: then the bytes are predicted, and there is no model.
         metric_before: The user's metric of the model as it was; None without rules with ``max_drop``.
         metric_after: The same of the result.
+        check: What both models are on the data, with ``check``; None without.
         given: The model; None in a dry run.
     """
 
     columns = QUANTIZED_COLUMNS
     derived = ("tags",)
-    optional = ("metric_before", "metric_after", "tags")
+    optional = ("metric_before", "metric_after", "check", "tags")
 
     modules: Mapping[str, QuantizedModule]
     operators: Mapping[str, Mapping[str, int]]
@@ -70,6 +72,7 @@ class Quantized(ModuleTable, HoldsModel):
     dry: bool = field(default=False, repr=False)
     metric_before: float | None = None
     metric_after: float | None = None
+    check: Check | None = None
     given: ir.Model | None = field(default=None, repr=False, kw_only=True)
 
     @property
@@ -94,6 +97,11 @@ class Quantized(ModuleTable, HoldsModel):
         share = "" if root.ratio is None else f" ({percent(root.ratio)})"
         sizes = f"weights {si(root.bytes_before, 'B')} before, {si(root.bytes_after, 'B')} after{share}"
         return f"{predicted}{sizes}; {changed or 'nothing changed'}"
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What was checked, what is to be known, and the tags, a line each."""
+        return (*(self.check.lines if self.check else ()), *super().lines)
 
     @property
     def left_lines(self) -> list[str]:

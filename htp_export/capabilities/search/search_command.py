@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from htp_export.command.idle_options import Idle
 from htp_export.command.outputs import Writes, show_next, show_written, written_folder
 from htp_export.command.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
 from htp_export.command.sizes import parse_dims
-from htp_export.command.terminal import Steps, print_json, show, split_names
+from htp_export.command.terminal import Steps, notice_line, print_json, show, split_names
 from htp_export.process.bounds import MOST_RUNS
 
 EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
@@ -75,24 +76,28 @@ def search_command(
         raise typer.BadParameter("give a file of selector → what modules may become, or --choices")
     if output is not None:
         check_plans(output)
-    with Steps(quiet=as_json).step(f"searching plans for {file.name}"):
-        result = search(
-            file,
-            names or [] if space is None else read_plan(space),
-            split_names(objective) or ("error", "size"),
-            read_data(data, entry, seed),
-            select=select or None,
-            depth=depth,
-            trials=trials,
-            sampler=sampler,
-            seed=seed,
-            storage=storage,
-            study=study,
-            metric=read_metric(metric),
-            runs=runs,
-            dims=parse_dims(dims or []),
-            grace=grace,
-        )
+    try:
+        with Steps(quiet=as_json).step(f"searching plans for {file.name}"):
+            result = search(
+                file,
+                names or [] if space is None else read_plan(space),
+                split_names(objective) or ("error", "size"),
+                read_data(data, entry, seed),
+                select=select or None,
+                depth=depth,
+                trials=trials,
+                sampler=sampler,
+                seed=seed,
+                storage=storage,
+                study=study,
+                metric=read_metric(metric),
+                runs=runs,
+                dims=parse_dims(dims or []),
+                grace=grace,
+            )
+    except KeyboardInterrupt as stopped:
+        _show_stopped(stopped, output, data or (), storage, trials)
+        raise
     if output is not None:
         write_plans(result, output, data or ())
     if as_json:
@@ -108,3 +113,22 @@ def search_command(
             show_next("htp-export", "pipeline", plan, "-m", file, "-o", "smaller.onnx")
         else:
             show_next("htp-export", "quantize", file, plan, "-o", "quantized.onnx")
+
+
+def _show_stopped(
+    stopped: KeyboardInterrupt, output: Path | None, data: Sequence[Path], storage: str | None, trials: int
+) -> None:
+    """Write the front so far, and say how to go on."""
+    from htp_export.capabilities.search.front_files import write_plans
+    from htp_export.capabilities.search.search_results import SearchInterrupted
+
+    measured = stopped.result.trials if isinstance(stopped, SearchInterrupted) else ()
+    written = ""
+    if output is not None and isinstance(stopped, SearchInterrupted) and measured:
+        write_plans(stopped.result, output, data)
+        written = f"; their front is in {output}"
+    notice_line(f"{len(measured)} of {trials} trials are measured{written}")
+    if storage is None:
+        notice_line("nothing is kept to go on from; with --storage study.journal, the same command goes on")
+    else:
+        notice_line(f"the same command goes on from there: all that was measured is in {storage}")
