@@ -24,6 +24,9 @@ def bare(file: onnx.ModelProto) -> onnx.ModelProto:
         kept = [entry for entry in node.metadata_props if entry.key not in OURS]
         del node.metadata_props[:]
         node.metadata_props.extend(kept)
+    for tensor in plain.graph.initializer:
+        assert all(entry.key == "htp.recipe" for entry in tensor.metadata_props)
+        del tensor.metadata_props[:]
     kept = [entry for entry in plain.metadata_props if not entry.key.startswith("htp.")]
     del plain.metadata_props[:]
     plain.metadata_props.extend(kept)

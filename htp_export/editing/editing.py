@@ -10,7 +10,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.neighbours import only_consumer
+from htp_export.model.recipes import recorded
 from htp_export.model.regions import subgraphs
 from htp_export.shapes.operator_kinds import is_standard
 
@@ -45,13 +47,15 @@ def is_boundary(value: ir.Value) -> bool:
     return BOUNDARY in value.meta
 
 
-def add_constant(graph: ir.Graph, array: Array, name: str) -> ir.Value:
-    """A new initializer; the name is made unique."""
-    return add_initializer(graph, ir.tensor(array), name)
+def add_constant(graph: ir.Graph, array: Array, name: str, recipe: Recipe = CONSTANT) -> ir.Value:
+    """A new initializer; the name is made unique. ``recipe``: how it was made of parameters, if it was."""
+    return add_initializer(graph, ir.tensor(array), name, recipe)
 
 
-def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str, recipe: Recipe) -> ir.Value:
     """The same of a tensor."""
+    if tensor.dtype.is_floating_point():
+        tensor = recorded(tensor, recipe)
     shape = ir.Shape(tensor.shape.numpy())
     value = ir.Value(name=_unique(graph, name), shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)

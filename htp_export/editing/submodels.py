@@ -13,7 +13,10 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.editing.editing import take_place
+from htp_export.format import tags
+from htp_export.format.recipes import step
 from htp_export.model.neighbours import replace_inputs
+from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.regions import all_values, twins_of
 from htp_export.model.tensor_names import Names, UsedNames, rename
 from htp_export.shapes.operator_kinds import subgraphs
@@ -21,6 +24,7 @@ from htp_export.shapes.symbolic import Symbolic
 
 __all__ = ["Submodel", "constant_of", "cut_out", "in_copy", "put_back", "remove_unused"]
 
+_MOST_BITS = 8  # of the elements of a quantized tensor
 _UNNAMED = "htp_export/"
 
 
@@ -148,6 +152,7 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
             values[value] = original
         else:
             rename(value, names.tensors.unused(name))
+            _record(value, [weight for known, weight in part.weights.items() if name.startswith(known)])
             whole.graph.register_initializer(value)
     made.graph.outputs.clear()
     made.graph.remove(new_nodes)
@@ -179,6 +184,17 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
     for node in new_nodes:  # some algorithms of ONNX Runtime do not say that they use its operators
         whole.graph.opset_imports.setdefault(node.domain, 1)
     return new_nodes
+
+
+def _record(value: ir.Value, sources: Sequence[ir.Value]) -> None:
+    """Note of what a tool made a tensor: of the weight whose name begins its name."""
+    tensor = value.const_value
+    if tensor is None or tags.RECIPE in tensor.metadata_props:
+        return
+    if tensor.dtype.is_floating_point() or tensor.dtype.bitwidth <= _MOST_BITS:
+        longest = max(sources, key=lambda weight: len(str(weight.name)), default=None)
+        of = [] if longest is None else [recipe_of(longest)]
+        value.const_value = recorded(tensor, step("computed", *of, "quantized"))
 
 
 def remove_unused(values: Iterable[ir.Value], among: Container[ir.Node] | None = None) -> None:

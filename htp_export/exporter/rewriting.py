@@ -38,6 +38,8 @@ def write_tags(
         record, nodes = capture.finish(model)
     with seam("finding the owners of each node"):
         made = make_tags(record, hierarchy or Hierarchy.from_classes(capture.calls.classes), parameters)
+    with seam("finding how the weights were made"):
+        capture.write_recipes(model)
     for node, metadata in zip(nodes, made.nodes, strict=True):
         tags.tag_node(node.metadata_props, metadata)
     for key in tags.MODEL_KEYS:

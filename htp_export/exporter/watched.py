@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import onnx_ir as ir
 import torch
 
 from htp_export.errors import CaptureError, described
@@ -21,7 +22,9 @@ from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from htp_export.exporter.owners.write import make_tags
 from htp_export.exporter.rewriting import IR_VERSION, Rewriting, write_tags
 from htp_export.files.protobuf_bytes import SerializedModel
+from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.recipes import recipe_to_text
 from htp_export.process.garbage_collection import hold_collection
 from htp_export.process.restoring import Changes, set_variable
 from htp_export.process.shared_settings import turn_attention_fast_path_off
@@ -141,6 +144,10 @@ class TorchScript:
         for node, metadata in zip(nodes, made.nodes, strict=True):
             for key, value in metadata.items():
                 node.metadata_props.add(key=key, value=value)
+        for tensor in file.proto.graph.initializer:
+            if tensor.name in self.capture.recipes and ir.DataType(tensor.data_type).is_floating_point():
+                recipe = recipe_to_text(self.capture.recipes[tensor.name])
+                tensor.metadata_props.add(key=tags.RECIPE, value=recipe)
         for key, value in made.model.items():
             file.proto.metadata_props.add(key=key, value=value)
         file.proto.graph.name = made.graph_name or file.proto.graph.name

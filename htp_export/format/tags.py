@@ -23,6 +23,9 @@ REASON = "htp.reason"
 NAMESPACE = "namespace"
 NODE_KEYS = (MODULE, OWNERS, CALL, CALLS, REASON, NAMESPACE)
 
+# On initializers.
+RECIPE = "htp.recipe"
+
 # On the model.
 FORMAT = "htp.version"
 MODULES = "htp.modules"

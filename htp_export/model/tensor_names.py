@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from htp_export.format import tags
+from htp_export.model.recipes import recipe_of, recorded, viewed
 from htp_export.model.regions import all_values
 
 __all__ = ["Names", "UsedNames", "rename"]
@@ -62,14 +63,6 @@ def rename(value: ir.Value, name: str) -> None:
     """
     tensor = value.const_value
     if tensor is not None and value.name != name:
-        value.const_value = _other_view(tensor)
+        unnamed = tags.RECIPE not in tensor.metadata_props and tensor.dtype.is_floating_point()
+        value.const_value = recorded(tensor, recipe_of(value)) if unnamed else viewed(tensor)
     value.name = name
-
-
-def _other_view(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """The same weights in another object, not copied."""
-    if not isinstance(tensor, ir.serde.TensorProtoTensor):
-        return copy.copy(tensor)
-    if tensor.dtype == ir.DataType.STRING:
-        return ir.StringTensor(list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), name=tensor.name)
-    return ir.LazyTensor(lambda: tensor, tensor.dtype, ir.Shape(tensor.shape), name=tensor.name)

@@ -16,6 +16,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from htp_export.format import tags
+from htp_export.format.recipes import Recipe
+from htp_export.model.recipes import recorded
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import is_standard, operator_of
 from htp_export.weights.weight_sources import WeightSources
@@ -170,12 +172,14 @@ class Weight:
 
 
 def changed_when_written(
-    tensor: ir.TensorProtocol, change: Callable[[_Array], _Array], shape: Sequence[int] | None = None
-) -> ir.LazyTensor:
+    tensor: ir.TensorProtocol, change: Callable[[_Array], _Array], recipe: Recipe, shape: Sequence[int] | None = None
+) -> ir.TensorProtocol:
     """A tensor with other numbers of the same type; they are computed when they are read, as when a file is written.
 
+    ``recipe``: How it is made of parameters then.
+
     Examples:
-        >>> changed_when_written(ir.tensor(np.float32([1, 2])), lambda array: array[:1] * 3, [1]).numpy().tolist()
+        >>> changed_when_written(ir.tensor(np.float32([1, 2])), lambda array: array[:1] * 3, "w", [1]).numpy().tolist()
         [3.0]
     """
 
@@ -183,7 +187,7 @@ def changed_when_written(
         return ir.Tensor(np.ascontiguousarray(change(tensor.numpy())), dtype=tensor.dtype)
 
     sizes = tensor.shape.numpy() if shape is None else shape
-    return ir.LazyTensor(changed, tensor.dtype, ir.Shape(sizes), name=tensor.name)
+    return recorded(ir.LazyTensor(changed, tensor.dtype, ir.Shape(sizes), name=tensor.name), recipe)
 
 
 def products_of(tagged: TaggedModel, nodes: Iterable[ir.Node]) -> Iterator[Product]:

@@ -20,9 +20,9 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.quantize.calibration_data import samples_of
-from htp_export.capabilities.quantize.methods.cast import narrowed
 from htp_export.errors import FileError, InputError, SelectorError, ToolError, UntaggedModelError
 from htp_export.format import tags
+from htp_export.weights.rebuilding import narrowed
 from tests.exporting import SharedFiles
 from tests.nets import EXPORTERS, TiedWeights, image, spread
 from tests.quantized import IDS, Net, assert_others_are_the_same, assert_tagged, outputs, slow, written

@@ -15,6 +15,7 @@ from htp_export.capabilities.carry import LEAST_KNOWN
 from htp_export.capabilities.carry.ladder import Found, find_owners
 from htp_export.capabilities.carry.origins import Origin, exported, from_map, from_model, map_of, module_functions
 from htp_export.capabilities.carry.tagging import tag
+from htp_export.capabilities.carry.weight_recipes import carry_recipes
 from htp_export.editing.flattening import dissolve
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
@@ -280,6 +281,7 @@ def _carried(
         dissolve(model, origin.hierarchy, origin.calls)
     found = find_owners(origin, model, data, seed, sure)
     hierarchy, contamination = tag(model, found.nodes, found.owned, found.alignment, origin)
+    carry_recipes(origin.model, model)
     if origin.has_map:
         model.metadata_props[tags.MAP] = map_of(model)
     unknown = found.unknown

@@ -32,8 +32,10 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.lora import FACTORS, lora_modules, write_lora
 from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.recipes import step
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import stored_tensor
+from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load
 from htp_export.process.progress import counted
 from htp_export.results.result import Result
@@ -286,7 +288,7 @@ def _add_to_weight(adapter: Adapter, tagged: TaggedModel, path: str, layer: LowR
         total: Array = weight.astype(np.float32) + (delta.T if is_turned else delta)
         return total.astype(weight.dtype)
 
-    use.value.const_value = changed_when_written(tensor, added)
+    use.value.const_value = changed_when_written(tensor, added, step("computed", recipe_of(use.value), "lora"))
 
 
 def _why_not(tagged: TaggedModel, calls: Sequence[Linear]) -> str:

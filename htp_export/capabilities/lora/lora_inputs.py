@@ -22,6 +22,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.lora import FACTORS, factor_module, write_lora
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
+from htp_export.format.recipes import CONSTANT
 from htp_export.format.signatures import Signature
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
@@ -207,7 +208,7 @@ class _Insertion:
         if self._values.unused(name) != name:
             raise InputError(f"the model has a tensor {name!r} already")
         tensor = ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name)
-        value = add_initializer(self._graph, tensor, name)
+        value = add_initializer(self._graph, tensor, name, CONSTANT)
         value.shape = ir.Shape([f"{path}.lora_rank" if size == 0 else size for size in shape])
         self._graph.inputs.append(value)
         return value
@@ -254,7 +255,7 @@ class _Insertion:
         if dtype not in self._factors:
             name = self._values.unused("lora_scaling")
             tensor = ir.Tensor(np.array(self._scaling, dtype.numpy()), dtype=dtype, name=name)
-            self._factors[dtype] = add_initializer(self._graph, tensor, name)
+            self._factors[dtype] = add_initializer(self._graph, tensor, name, CONSTANT)
         return self._factors[dtype]
 
     def describe(self) -> None:

@@ -10,7 +10,9 @@ import onnx_ir as ir
 from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, slice_start
 from htp_export.editing.editing import add_constant
 from htp_export.errors import InputError
+from htp_export.format.recipes import step
 from htp_export.model.module_facts import stored_tensor
+from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.known import Shape
@@ -58,7 +60,10 @@ def _shorten(value: ir.Value, axes: Mapping[int, Array]) -> None:
                 array = np.take(array, indices, axis)
             return array
 
-        lazy = changed_when_written(tensor, taken, shape)
+        recipe = recipe_of(value)
+        for axis, indices in places.items():
+            recipe = step("take", recipe, [axis, indices.tolist()])
+        lazy = changed_when_written(tensor, taken, recipe, shape)
         if (producer := value.producer()) is None:
             value.const_value = lazy
         else:

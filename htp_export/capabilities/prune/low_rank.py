@@ -11,6 +11,8 @@ import onnx_ir as ir
 from htp_export.capabilities.prune.parameter_shapes import Shape, change_parameters
 from htp_export.capabilities.prune.sparsities import Sparsity
 from htp_export.editing.editing import add_initializer, remove_unused
+from htp_export.format.recipes import step
+from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import Names
 from htp_export.process.progress import counted
@@ -121,6 +123,7 @@ def _replace(tagged: TaggedModel, weight: Weight, rank: int, names: Names) -> Fa
                 tagged.model.graph,
                 ir.Tensor(np.ascontiguousarray(array), dtype=dtype),
                 names.tensors.unused(f"{weight.name}{suffix}"),
+                step("computed", recipe_of(weight.value), "a factor of lower rank"),
             )
             for array, suffix in zip(arrays, ("_a", "_b"), strict=True)
         ]

@@ -20,8 +20,10 @@ from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
+from htp_export.format.recipes import step
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
+from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.plans.rules import Assigned, assigned
 from htp_export.process.bounds import MOST_SEED, check_whole
@@ -229,10 +231,11 @@ def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool)
 def _apply(weight: Weight, mask: Mask) -> None:
     """Let a weight and its copies have the numbers that a mask leaves; they are computed when they are written."""
     tensor = weight.tensor
-    weight.value.const_value = changed_when_written(tensor, mask)
-    for copy in weight.copies:
+    recipes = [step("masked", recipe_of(value)) for value in (weight.value, *(copy.value for copy in weight.copies))]
+    weight.value.const_value = changed_when_written(tensor, mask, recipes[0])
+    for copy, recipe in zip(weight.copies, recipes[1:], strict=True):
         copy.value.const_value = (
-            changed_when_written(tensor, lambda array: mask(array).T, weight.shape[::-1])
+            changed_when_written(tensor, lambda array: mask(array).T, recipe, weight.shape[::-1])
             if copy.transposed
-            else changed_when_written(tensor, mask)
+            else changed_when_written(tensor, mask, recipe)
         )

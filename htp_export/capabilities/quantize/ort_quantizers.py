@@ -14,6 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.editing.submodels import constant_of
+from htp_export.format.recipes import step
+from htp_export.model.recipes import recipe_of, recorded
 from htp_export.process.progress import counted
 from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
@@ -123,6 +125,7 @@ def _as_product(graph: ir.Graph, node: ir.Node) -> None:
         else:
             array = np.ascontiguousarray(tensor.numpy().T)
             turned.const_value, turned.shape = ir.Tensor(array, name=turned.name), ir.Shape(array.shape)
+            turned.const_value = recorded(turned.const_value, step("transpose", recipe_of(right), [1, 0]))
             graph.register_initializer(turned)
     else:
         turned = right

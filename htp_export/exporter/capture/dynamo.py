@@ -8,13 +8,14 @@ the tensor of the last graph that holds the same value, whatever the optimiser d
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from htp_export.exporter.capture.calls import NO_CALL, CallTensors, Operation, Record
 from htp_export.exporter.capture.decomposition import Decomposition
 from htp_export.exporter.capture.fx_calls import FxCalls, Result
+from htp_export.exporter.capture.made_weights import MadeWeights
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.onnx_graph import (
     STAMP,
@@ -49,6 +50,7 @@ class _FirstGraph:
     outputs: list[ir.Value]  # what it returned
     equal: dict[ir.Value, tuple[ir.Value, ...]]  # each of its tensors that is equal to others → these
     call_tensors: dict[int, CallTensors]  # as of `Record`
+    weights: MadeWeights  # how its constants are made
 
     @property
     def tensors(self) -> Iterator[ir.Value]:
@@ -100,9 +102,10 @@ class DynamoCapture(Guarded):
 
     def translated_program(self, program: Any) -> None:
         """Note the graph of an ``ONNXProgram`` as it was translated."""
-        self.translated(program.model)
+        exported = program.exported_program
+        self.translated(program.model, program.model.graph.initializers if exported is None else exported.state_dict)
 
-    def translated(self, model: ir.Model) -> None:
+    def translated(self, model: ir.Model, state: Collection[str]) -> None:
         """Note the ONNX graph as it was translated, before anything changed it."""
         nodes, calls = list(every_node(model.graph)), self.calls
         operations = [
@@ -127,7 +130,8 @@ class DynamoCapture(Guarded):
             for call, tensors in calls.log.call_tensors.items()
         }
         given, returned = list(model.graph.inputs), list(model.graph.outputs)
-        self._first = _FirstGraph(model.graph, operations, given, returned, equal, call_tensors)
+        weights = MadeWeights(model.graph, nodes, frozenset(state))
+        self._first = _FirstGraph(model.graph, operations, given, returned, equal, call_tensors, weights)
 
     def _stamp_bodies(self, model: ir.Model) -> None:
         """Write its call on each node of a body; torch makes a function of each body, and inlines it later."""
@@ -179,7 +183,7 @@ class DynamoCapture(Guarded):
         if first is None or model.graph is first.graph:
             return
         named = {value.name: value for value in values_of(model.graph)}
-        for value in first.tensors:
+        for value in (*first.tensors, *first.weights.known):
             last = self._last(value, ())
             if last.name in named:
                 self.replaced(last, named[last.name])
@@ -214,6 +218,12 @@ class DynamoCapture(Guarded):
                 call, _, evidence = stamp.partition(" ")
                 described.hint, described.evidence = int(call), Reason(evidence)
         return record, nodes
+
+    def write_recipes(self, model: ir.Model) -> None:
+        """Write how each initializer of the exported model was made."""
+        if self._first is not None:
+            alive = {value for graph in model.graphs() for value in values_of(graph)}
+            self._first.weights.write(model, lambda value: self._last(value, alive))
 
     def _counterparts(self, first: _FirstGraph, graph: ir.Graph) -> dict[Any, Any]:
         """For each tensor of the first graph, the one that holds its value now; absent where there is none."""

@@ -111,7 +111,7 @@ def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> N
         one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
         changed = written(kind, len(reads))
         steps.append(
-            JitStep(out_of_place(kind), (*reads, *returned), outputs, one_to_one, changed, _attributes(node, kind))
+            JitStep(out_of_place(kind), (*reads, *returned), outputs, one_to_one, changed, attributes_of(node, kind))
         )
         if top:
             reading.sizes.append(len(steps) - before)
@@ -119,7 +119,7 @@ def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> N
                 reading.scopes.append(node.scopeName())
 
 
-def _attributes(node: Any, kind: str) -> tuple[tuple[str, Any], ...]:
+def attributes_of(node: Any, kind: str) -> tuple[tuple[str, Any], ...]:
     """The attributes of an ONNX node that say what it does; not its name, which torch keeps in one too."""
     if not kind.startswith("onnx::") or not node.hasAttributes():
         return ()

@@ -18,6 +18,7 @@ from htp_export.exporter.capture.calls import CallTensors, Given, Key, Node, Ope
 from htp_export.exporter.capture.jit_calls import Matching, ScriptCalls, Trace
 from htp_export.exporter.capture.jit_graph import SHAPE_KINDS, Reading, nodes_of, read
 from htp_export.exporter.capture.jit_rewriting import Stages, Translation, Versions
+from htp_export.exporter.capture.jit_weights import JitWeights
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.root_call import RootCalls
 from htp_export.exporter.capture.running import Guarded
@@ -25,6 +26,7 @@ from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run
 from htp_export.exporter.capture.torchscript_file import KeptWeights
 from htp_export.exporter.capture.torchscript_internals import state_names
 from htp_export.files.protobuf_bytes import SerializedModel
+from htp_export.format.recipes import Recipe
 
 
 @dataclass
@@ -46,6 +48,7 @@ class TorchScriptCapture(Guarded):
         root: How the model is called.
         tag: Makes, of a file as torch made it, the pieces of the file with tags.
         kept: The weights that torch was not given to serialize.
+        recipes: How the initializers of the file were made, where they are not the parameters of their names.
     """
 
     def __init__(self, names: ModuleNames, model: Any, root: RootCalls) -> None:
@@ -61,6 +64,8 @@ class TorchScriptCapture(Guarded):
         self._stages = Stages(Reading())
         self._translation = Translation()
         self._graph: Any = None
+        self._weights: JitWeights | None = None
+        self.recipes: dict[str, Recipe] = {}
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -176,8 +181,13 @@ class TorchScriptCapture(Guarded):
             self._stages.rewritten(read(before, self._user_inputs))
             self._stages.copied(read(after, self._user_inputs))
 
+    def folds(self, graph: Any, parameters: Any) -> None:
+        """Note how the constants of the ONNX graph are made, before they are folded."""
+        self._weights = self._weights or JitWeights(graph, parameters, self._state)
+
     def named(self, graph: Any) -> None:
         """Note what became of the ONNX graph once it has the names that it has in the file."""
+        self.recipes = {} if self._weights is None else self._weights.finish(graph)
         if self._first:
             self._stages.rewritten(read(graph, self._user_inputs))
             self._graph = graph

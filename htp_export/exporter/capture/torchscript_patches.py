@@ -138,7 +138,7 @@ def export_file(original: Callable[..., Any], model_bytes: bytes, f: Any, export
 
 
 class ScriptPasses:
-    """``torch._C`` as the TorchScript exporter sees it, with three of its passes watched."""
+    """``torch._C`` as the TorchScript exporter sees it, with some of its passes watched."""
 
     def __init__(self, passes: Any) -> None:
         self._passes = passes
@@ -155,6 +155,18 @@ class ScriptPasses:
         capture.step("reading the ONNX graph as it was translated", capture.translated, translated)
         return translated
 
+    def _jit_pass_onnx_eval_peephole(self, graph: Any, parameters: Any) -> Any:
+        _folds(graph, parameters)
+        return self._passes._jit_pass_onnx_eval_peephole(graph, parameters)
+
+    def _jit_pass_onnx_constant_fold(self, graph: Any, parameters: Any, opset: int) -> Any:
+        _folds(graph, parameters)
+        return self._passes._jit_pass_onnx_constant_fold(graph, parameters, opset)
+
+    def _jit_pass_onnx_deduplicate_initializers(self, graph: Any, parameters: Any, training: bool) -> Any:
+        _folds(graph, parameters)
+        return self._passes._jit_pass_onnx_deduplicate_initializers(graph, parameters, training)
+
     def _jit_pass_canonicalize(self, graph: Any) -> Any:
         copied = self._passes._jit_pass_canonicalize(graph)
         capture = script_capture.get()
@@ -167,3 +179,10 @@ class ScriptPasses:
         capture = script_capture.get()
         if capture is not None:
             capture.step("reading the finished ONNX graph", capture.named, graph)
+
+
+def _folds(graph: Any, parameters: Any) -> None:
+    """Note a graph before the first pass that makes new initializers."""
+    capture = script_capture.get()
+    if capture is not None:
+        capture.step("reading how the constants of a graph are made", capture.folds, graph, parameters)

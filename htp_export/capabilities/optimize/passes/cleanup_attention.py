@@ -7,7 +7,9 @@ import onnx_ir as ir
 from htp_export.capabilities.optimize.declining import decline
 from htp_export.capabilities.optimize.node_pass import NodePass
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import add_constant, multiple, replace, scaled, times
+from htp_export.editing.editing import add_constant, is_constant, multiple, replace, scaled, times
+from htp_export.format.recipes import Recipe
+from htp_export.model.recipes import of_values
 
 
 @register("cleanup_attention", level="tolerant")
@@ -31,7 +33,7 @@ class CleanupAttention(NodePass):
         scale = times(left_factor, right_factor)
         if scale is None:
             return False
-        factor = add_constant(self.graph, scale, f"{node.outputs[0].name}_scale")
+        factor = add_constant(self.graph, scale, f"{node.outputs[0].name}_scale", _recipe(node))
         if max(abs(left_factor), abs(right_factor)) > 1:
             joint = ir.node("MatMul", [left, right])
             replace(node, [joint, ir.node("Mul", [joint.outputs[0], factor])])
@@ -39,3 +41,10 @@ class CleanupAttention(NodePass):
             first = ir.node("Mul", [left, factor])
             replace(node, [first, ir.node("MatMul", [first.outputs[0], right])])
         return True
+
+
+def _recipe(product: ir.Node) -> Recipe:
+    scalings = [value.producer() for value in product.inputs if value is not None]
+    return of_values(
+        "a joint scale", *(value for node in scalings if node for value in node.inputs if is_constant(value))
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes.common import DeduplicateInitializersPass, LiftConstantsToInitializersPass
+from onnx_ir.passes.common import DeduplicateInitializersPass
 
 from htp_export.capabilities.optimize.registry import register
+from htp_export.format.recipes import Recipe
+from htp_export.model.recipes import lift_constants, merged, recipe_of, recorded
 
 
 @register("eliminate_duplicate_constants", level="exact")
@@ -17,9 +19,22 @@ class EliminateDuplicateConstants(ir.passes.InPlacePass):
     """
 
     def __init__(self, size_limit: int = 1024) -> None:
-        self._lift = LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)
         self._deduplicate = DeduplicateInitializersPass(size_limit)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        lifted, deduplicated = self._lift(model), self._deduplicate(model)
-        return ir.passes.PassResult(model, lifted.modified or deduplicated.modified)
+        lifted, found = lift_constants(model), list[tuple[ir.Value, Recipe, tuple[ir.Node, int]]]()
+        for graph in model.graphs():
+            for value in graph.initializers.values():
+                if value.uses() and value.dtype is not None and value.dtype.is_floating_point():
+                    found.append((value, recipe_of(value), next(iter(value.uses()))))
+        deduplicated = self._deduplicate(model).modified
+        stands_for: dict[ir.Value, list[Recipe]] = {}
+        for _, recipe, use in found if deduplicated else ():
+            kept = use[0].inputs[use[1]]
+            assert kept is not None
+            stands_for.setdefault(kept, []).append(recipe)
+        for kept, recipes in stands_for.items():
+            recipe = merged(recipes)
+            if recipe != recipe_of(kept) and kept.const_value is not None:
+                kept.const_value = recorded(kept.const_value, recipe)
+        return ir.passes.PassResult(model, lifted or deduplicated)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
-from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from htp_export.capabilities.optimize.constant_work import (
     GROWTH,
@@ -17,6 +16,8 @@ from htp_export.capabilities.optimize.constant_work import (
 from htp_export.capabilities.optimize.declining import decline
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
+from htp_export.format.recipes import Recipe
+from htp_export.model.recipes import follow, lift_constants
 from htp_export.model.regions import subgraphs
 from htp_export.shapes.operator_kinds import RESHAPING, is_standard
 from htp_export.shapes.symbolic import Symbolic
@@ -38,7 +39,7 @@ class FoldConstants(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).modified
+        modified = lift_constants(model)
         if modified:
             remove_unused(model)
         done: set[ir.Graph] = set()
@@ -66,7 +67,9 @@ def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
             continue
         perm = node.attributes.get_ints("perm") or list(reversed(range(len(sizes))))
         view = _view(tensor, sizes, perm if node.op_type == "Transpose" else None)
-        modified |= _store(graph, node.outputs[0], view, growth)
+        recipes: dict[ir.Value, Recipe] = {}
+        follow(graph, [node], recipes)
+        modified |= _store(graph, node.outputs[0], view, growth, recipes)
     if modified:
         remove_unused(model)
     return modified
@@ -105,7 +108,8 @@ def _keep(
     left_out: set[ir.Node],
 ) -> bool:
     """Replace values by their results; values that are too large, or no tensors, keep their nodes."""
-    room, folded = room_left(model), False
+    room, folded, recipes = room_left(model), False, dict[ir.Value, Recipe]()
+    follow(graph, work.nodes, recipes)
     freed = work.freed if len(results) == len(work.results) else 0
     if sum(map(bytes_of, results.values())) - freed > room:
         freed = 0
@@ -118,15 +122,17 @@ def _keep(
             decline("unfolded_constants", [maker], f"the result is large: {growth:,} bytes more")
             continue
         room, freed = room - growth, max(0, freed - bytes_of(tensor))
-        if _store(graph, value, tensor, growth):
+        if _store(graph, value, tensor, growth, recipes):
             folded = True
             if subgraphs(maker) and not any(v.uses() or v.is_graph_output() for v in maker.outputs):
                 release(maker)
     return folded
 
 
-def _store(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol, growth: int) -> bool:
-    stored = add_initializer(graph, tensor, str(value.name))
+def _store(
+    graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol, growth: int, recipes: Mapping[ir.Value, Recipe]
+) -> bool:
+    stored = add_initializer(graph, tensor, str(value.name), recipes.get(value) or ["computed", "constant folding"])
     if growth:
         stored.meta[GROWTH] = growth
     return stand_in(value, stored)

@@ -12,6 +12,7 @@ from htp_export.capabilities.optimize.node_pass import NodePass
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import Array, add_initializer, is_constant, replace
 from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.model.recipes import batchnorm_folded, recipe_of
 
 _LARGEST = 1e8
 """Factors of a channel; larger ones may make weights infinite, which stay finite where the results are scaled."""
@@ -45,8 +46,16 @@ class FuseConvBatchnorm(NodePass):
             tensor.dtype,
             ir.Shape(tensor.shape.numpy()),
         )
-        normalized = add_initializer(self.graph, lazy, f"{weight.name}_normalized")
-        bias = add_initializer(self.graph, ir.tensor(shift), f"{weight.name}_bias")
+        before = _bias(conv)
+        recipes = batchnorm_folded(
+            recipe_of(weight),
+            None if before is None else recipe_of(before),
+            [recipe_of(value) for value in norm.inputs[1:5] if value is not None],
+            norm.attributes.get_float("epsilon", 1e-5),
+            column.shape,
+        )
+        normalized = add_initializer(self.graph, lazy, f"{weight.name}_normalized", recipes[0])
+        bias = add_initializer(self.graph, ir.tensor(shift), f"{weight.name}_bias", recipes[1])
         replace(norm, [ir.node("Conv", [conv.inputs[0], normalized, bias], conv.attributes)])
 
 

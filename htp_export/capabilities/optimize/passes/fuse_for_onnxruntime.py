@@ -21,6 +21,7 @@ from htp_export.editing.editing import (
     replace,
 )
 from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.model.recipes import replaced_by
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.sizes import product
 from htp_export.shapes.symbolic import Symbolic
@@ -40,8 +41,10 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
         _unflatten(model)
         hidden = [node for node in model.graph.all_nodes() if _is_unsound(node)]
         with _hidden(model, [*hidden, *_growing(model.graph)]), near_matching("fuse_for_onnxruntime"):
+            stored = {name: value.const_value for name, value in model.graph.initializers.items()}
             rewritten, _ = optimize_for_ort(model)
         register_constants(rewritten.graph)
+        replaced_by("onnxscript", rewritten, stored)
         _turn_batches(rewritten)
         _drop_unread_outputs(rewritten)
         _fill_in_shapes(rewritten)

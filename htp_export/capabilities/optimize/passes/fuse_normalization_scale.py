@@ -7,7 +7,8 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.node_pass import NodePass, absorbed
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import Array, add_constant, constant_array, replace, times
+from htp_export.editing.editing import Array, add_constant, constant_array, is_constant, replace, times
+from htp_export.model.recipes import of_values
 
 _NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization")
 """These have a scale and a bias for each channel, the second dimension."""
@@ -41,8 +42,12 @@ class FuseNormalizationScale(NodePass):
                 bias = bias + per_channel
         if scale is None or bias is None or not np.isfinite(bias).all():
             return False
-        name = node.outputs[0].name
-        parameters = [add_constant(self.graph, scale, f"{name}_scale"), add_constant(self.graph, bias, f"{name}_bias")]
+        name, factor = node.outputs[0].name, [value for value in node.inputs if is_constant(value)]
+        recipes = [of_values("a normalization's scale", read, *factor) for read in norm.inputs[1:3]]
+        parameters = [
+            add_constant(self.graph, array, f"{name}_{what}", recipe)
+            for array, what, recipe in zip((scale, bias), ("scale", "bias"), recipes, strict=True)
+        ]
         replace(node, [ir.node(norm.op_type, [norm.inputs[0], *parameters, *norm.inputs[3:]], norm.attributes)])
         return True
 

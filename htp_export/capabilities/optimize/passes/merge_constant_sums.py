@@ -7,7 +7,9 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.node_pass import NodePass, absorbed
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import Array, add_constant, constant_array, replace, stand_in
+from htp_export.editing.editing import Array, add_constant, constant_array, is_constant, replace, stand_in
+from htp_export.format.recipes import step
+from htp_export.model.recipes import recipe_of
 
 _LARGEST = 1 << 22
 """Elements; larger constants are not read."""
@@ -30,11 +32,14 @@ class MergeConstantSums(NodePass):
         is_zero = not numbers.any() and shape is not None and shape == self.known.shape(node.outputs[0])
         if is_zero and stand_in(node.outputs[0], value):
             return True
-        source, others = _summand(absorbed(value, "Add"))
+        inner = absorbed(value, "Add")
+        source, others = _summand(inner)
         joint = None if others is None else _sum(others, numbers)
         if joint is None:
             return False
-        replace(node, [ir.node("Add", [source, add_constant(self.graph, joint, f"{node.outputs[0].name}_summand")])])
+        recipe = step("add", *(recipe_of(each) for each in (*inner.inputs, *node.inputs) if is_constant(each)))  # type: ignore[union-attr]
+        summand = add_constant(self.graph, joint, f"{node.outputs[0].name}_summand", recipe)
+        replace(node, [ir.node("Add", [source, summand])])
         return True
 
 

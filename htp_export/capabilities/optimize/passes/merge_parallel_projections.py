@@ -14,6 +14,8 @@ from htp_export.capabilities.optimize.node_pass import integers
 from htp_export.capabilities.optimize.passes.fuse_matmul_add import product_and_bias
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import add_constant, add_initializer, is_constant, remove_unused, replace
+from htp_export.format.recipes import step
+from htp_export.model.recipes import recipe_of
 from htp_export.shapes.operator_kinds import is_standard
 
 _FEWEST = 3
@@ -63,8 +65,11 @@ def _merge(graph: ir.Graph, layers: Sequence[_Layer]) -> None:
     height, widths = weights[0].shape.numpy()[0], [tensor.shape.numpy()[1] for tensor in weights]
     first, earliest, _ = layers[0]
     name = str(first.outputs[0].name)
-    weight = add_initializer(graph, _joined(weights, [height, sum(widths)]), f"{name}_joint_weight")
-    bias = add_initializer(graph, _joined(biases, [sum(widths)]), f"{name}_joint_bias")
+    whole = sum(widths)
+    read = [product.inputs[1] for _, product, _ in layers], [added for _, _, added in layers]
+    recipes = [step("concat", *map(recipe_of, parts), -1) for parts in read]  # type: ignore[arg-type]
+    weight = add_initializer(graph, _joined(weights, [height, whole]), f"{name}_joint_weight", recipes[0])
+    bias = add_initializer(graph, _joined(biases, [whole]), f"{name}_joint_bias", recipes[1])
     product = ir.node("MatMul", [earliest.inputs[0], weight], name=f"{first.name}_joint_MatMul")
     joint = ir.node("Add", [product.outputs[0], bias], name=f"{first.name}_joint_Add")
     graph.insert_before(earliest, [product, joint])

@@ -6,7 +6,8 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.node_pass import NodePass, absorbed
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import add_constant, multiple, replace, scaled, times
+from htp_export.editing.editing import add_constant, is_constant, multiple, replace, scaled, times
+from htp_export.model.recipes import of_values
 
 
 @register("simplify_arithmetic", level="tolerant")
@@ -23,7 +24,9 @@ class SimplifyArithmetic(NodePass):
         joint = times(outer[1], inner[1]) if outer is not None and inner is not None else None
         if inner is None or joint is None:
             return False
-        factor = add_constant(self.graph, joint, f"{node.outputs[0].name}_factor")
+        read = [*node.inputs, *(outer[0].producer().inputs if outer is not None else ())]  # type: ignore[union-attr]
+        recipe = of_values("a joint factor", *filter(is_constant, read))
+        factor = add_constant(self.graph, joint, f"{node.outputs[0].name}_factor", recipe)
         replace(node, [ir.node("Mul", [inner[0], factor])])
         return True
 

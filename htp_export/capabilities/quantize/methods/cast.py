@@ -19,10 +19,13 @@ from htp_export.capabilities.quantize.method import Method, Precision
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.editing import take_place
 from htp_export.editing.submodels import constant_of, remove_unused
+from htp_export.format.recipes import step
+from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, subgraphs
+from htp_export.weights.rebuilding import narrowed
 
-__all__ = ["METHOD", "narrowed"]
+__all__ = ["METHOD"]
 
 _TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
@@ -170,7 +173,8 @@ class _Casting:
     def _narrow_weight(self, value: ir.Value, tensor: ir.TensorProtocol) -> ir.Value:
         """A weight in the type, read when it is written: under its own name if nothing reads it as it was any more."""
         to, shape = self._type, ir.Shape(tensor.shape.numpy())
-        narrow = ir.LazyTensor(lambda: ir.Tensor(narrowed(tensor.numpy(), to), dtype=to), to, shape, name=tensor.name)
+        lazy = ir.LazyTensor(lambda: ir.Tensor(narrowed(tensor.numpy(), to), dtype=to), to, shape, name=tensor.name)
+        narrow = recorded(lazy, step("narrow", recipe_of(value), to.name.lower()))
         alone = value.is_initializer() and not value.is_graph_output()
         if alone and all(self._reads_narrow(use.node, use.idx) for use in value.uses()):
             value.const_value, value.type = narrow, ir.TensorType(to)
@@ -231,24 +235,3 @@ def _convert_attributes(node: ir.Node, to: ir.DataType) -> None:
 
 def _hold(node: ir.Node, array: Array, to: ir.DataType) -> None:
     node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(narrowed(array, to), dtype=to))
-
-
-def narrowed(array: Array, to: ir.DataType) -> Array:
-    """Numbers in a narrower float type.
-
-    Finite numbers stay finite: masks are filled with the largest float, which would become infinite, and infinity minus
-    infinity is no number. Numbers other than 0 stay so: they may be what keeps a divisor from 0.
-
-    Examples:
-        >>> narrowed(np.array([-3.4e38, 1e-12, 0.0, np.inf], np.float32), ir.DataType.FLOAT16)
-        array([-6.55e+04,  5.96e-08,  0.00e+00,       inf], dtype=float16)
-    """
-    import ml_dtypes
-
-    kind = to.numpy()
-    limits = ml_dtypes.finfo(kind)  # type: ignore[no-untyped-call]
-    largest, smallest = np.float32(limits.max), np.float32(limits.smallest_subnormal)
-    finite = np.isfinite(array)
-    bounded = np.where(finite, np.clip(array, -largest, largest), array)
-    kept = np.where((bounded != 0) & (np.abs(bounded) < smallest), np.copysign(smallest, bounded), bounded)
-    return np.asarray(kept).astype(kind)

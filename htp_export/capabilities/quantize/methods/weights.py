@@ -18,6 +18,8 @@ from htp_export.capabilities.quantize.ort_quantizers import (
 )
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
+from htp_export.format.recipes import Recipe, step
+from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
 from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
 
@@ -101,6 +103,11 @@ class Blocks(Method):
                 samples += runs
         tool = quantizers("matmul_nbits_quantizer")
         write_products(part.model.graph)
+        weights = {
+            f"{value.name}_": recipe_of(value)
+            for value in part.model.graph.initializers.values()
+            if all(use.node.op_type == "MatMul" for use in value.uses())
+        }
         quantizer = tool.MatMulNBitsQuantizer(
             part.proto(),
             block_size=self.precision.block_size,
@@ -113,7 +120,20 @@ class Blocks(Method):
         unique = {tensor.name: tensor for tensor in made.graph.initializer}  # two readers of a weight write it twice
         del made.graph.initializer[:]
         made.graph.initializer.extend(unique.values())
-        return ir.from_proto(made), ""
+        quantized = ir.from_proto(made)
+        if self.precision.algorithm == "default":
+            self._record(quantized.graph, weights)
+        return quantized, ""
+
+    def _record(self, graph: ir.Graph, weights: Mapping[str, Recipe]) -> None:
+        """Say of what the levels, scales and zero points were made."""
+        bits, size, symmetric = self.precision.bits, self.precision.block_size, int(self.precision.symmetric)
+        for end, what in ((f"Q{bits}", "levels"), ("scales", "scales"), ("zero_points", "zero_points")):
+            for weight, recipe in weights.items():
+                value = graph.initializers.get(f"{weight}{end}")
+                if value is not None and value.const_value is not None:
+                    made = step("quantize", recipe, [what, bits, size, symmetric])
+                    value.const_value = recorded(value.const_value, made)
 
     def _algorithm(self, tool: Any, part: Submodel, samples: Sequence[Mapping[str, Array]]) -> Any:
         """The configuration of the algorithm, for the nodes of a part."""

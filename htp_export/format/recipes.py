@@ -1,0 +1,213 @@
+"""How a stored tensor was made of the parameters and buffers of the PyTorch model: ``htp.recipe`` of an initializer.
+
+A recipe is the name of an entry of the model's ``state_dict``, or a step: ``[word, operand, ..., setting]``. Operands
+are recipes, or numbers. See ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+__all__ = ["CONSTANT", "Recipe", "is_exact", "parameters_in", "recipe_from_text", "recipe_to_text", "step"]
+
+Recipe: TypeAlias = "str | float | list[Any]"
+
+CONSTANT: list[Any] = ["constant"]
+
+_LONGEST = 1 << 14
+"""Characters of a recipe; what is longer is written as ``computed``."""
+
+_DEEPEST = 40
+"""Steps inside one another: 3 or 4 are common; the gates of an LSTM have 8."""
+
+_MOST_OPERANDS = 256
+_LARGEST_BLOCK = 1 << 16
+
+
+def _is_text(setting: Any) -> bool:
+    return isinstance(setting, str) and bool(setting)
+
+
+def _is_axis(setting: Any) -> bool:
+    return isinstance(setting, int) and not isinstance(setting, bool) and abs(setting) < 64
+
+
+def _is_sizes(setting: Any) -> bool:
+    return isinstance(setting, list) and len(setting) < 64 and all(type(k) is int for k in setting)
+
+
+def _is_cut(setting: Any) -> bool:
+    return _is_sizes(setting) and len(setting) == 4 and bool(setting[3] > 0)
+
+
+def _is_rows(setting: Any) -> bool:
+    return isinstance(setting, list) and len(setting) == 2 and _is_axis(setting[0]) and isinstance(setting[1], list)
+
+
+def _is_blocks(setting: Any) -> bool:
+    if not isinstance(setting, list) or len(setting) != 4 or setting[0] not in ("levels", "scales", "zero_points"):
+        return False
+    _, bits, block, symmetric = setting
+    return bits in (4, 8) and type(block) is int and 16 <= block <= _LARGEST_BLOCK and symmetric in (0, 1)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The operands that a step has, its setting, and whether it maps zeros to zeros, element by element."""
+
+    fewest: int = 1
+    most: int = 1
+    setting: Callable[[Any], bool] | None = None
+    keeps_zeros: bool = False
+
+
+_FORMS: Mapping[str, _Form] = {
+    "constant": _Form(0, 0),
+    "computed": _Form(0, _MOST_OPERANDS, _is_text),
+    "transpose": _Form(setting=_is_sizes, keeps_zeros=True),
+    **dict.fromkeys(("reshape", "squeeze", "unsqueeze", "expand"), _Form(setting=_is_sizes, keeps_zeros=True)),
+    "cast": _Form(setting=_is_text, keeps_zeros=True),
+    "narrow": _Form(setting=_is_text, keeps_zeros=True),
+    "slice": _Form(setting=_is_cut, keeps_zeros=True),
+    "take": _Form(setting=_is_rows, keeps_zeros=True),
+    "concat": _Form(1, _MOST_OPERANDS, _is_axis, keeps_zeros=True),
+    "quantize": _Form(setting=_is_blocks),
+    "masked": _Form(),
+    "equal": _Form(2, _MOST_OPERANDS),
+    **dict.fromkeys(("add", "sub", "mul", "div"), _Form(2, 2)),
+    **dict.fromkeys(("neg", "sqrt", "torch_sqrt"), _Form()),
+}
+
+
+def step(word: str, *parts: Any) -> Recipe:
+    """A step, in the simplest form: the operands, and the setting where the word has one.
+
+    What has no parameter in it is constant. A mask stays outermost, because its zeros are those of the stored tensor.
+
+    Examples:
+        >>> step("cast", step("transpose", "fc.weight", [1, 0]), "float16")
+        ['cast', ['transpose', 'fc.weight', [1, 0]], 'float16']
+        >>> step("add", CONSTANT, 1.0), step("cast", ["masked", "w"], "float16")
+        (['constant'], ['masked', ['cast', 'w', 'float16']])
+        >>> step("mul", "a", ["computed", "b", "lora"])
+        ['computed', 'a', 'b', 'lora']
+    """
+    form = _FORMS[word]
+    operands, setting = (parts[:-1], parts[-1:]) if form.setting else (parts, ())
+    if word not in ("constant", "computed"):
+        if all(not isinstance(each, str) and next(parameters_in(each), None) is None for each in operands):
+            vague = next((each for each in operands if isinstance(each, list) and each[0] == "computed"), None)
+            return CONSTANT if vague is None else vague
+        inexact = next((why for each in operands if (why := _why_not(each))), "")
+        if inexact:
+            return _computed(operands, inexact)
+        if form.keeps_zeros and any(_is_masked(each) for each in operands):
+            return ["masked", [word, *(each[1] if _is_masked(each) else each for each in operands), *setting]]
+        if any(_is_masked(each) for each in operands):
+            return operands[0] if word == "masked" else _computed(operands, f"{word} of pruned weights")
+    made = [word, *operands, *setting]
+    if word == "computed" or len(recipe_to_text(made)) > _LONGEST or _depth(made) > _DEEPEST:
+        return _computed(operands, setting[0] if word == "computed" else f"{word}, and more")
+    return made
+
+
+def _is_masked(recipe: Recipe) -> bool:
+    return isinstance(recipe, list) and recipe[0] == "masked"
+
+
+def _computed(operands: Any, why: str) -> Recipe:
+    names = dict.fromkeys(name for each in operands for name in parameters_in(each))
+    return ["computed", *list(names)[: _MOST_OPERANDS // 4], why]
+
+
+def _why_not(recipe: Recipe) -> str:
+    """Why a recipe cannot be repeated; empty if it can."""
+    if not isinstance(recipe, list):
+        return ""
+    if recipe[0] == "computed":
+        return str(recipe[-1])
+    if recipe == CONSTANT:
+        return "a constant that is not written down"
+    return next((why for each in _operands(recipe) if (why := _why_not(each))), "")
+
+
+def is_exact(recipe: Recipe) -> bool:
+    """Whether the tensor can be made once more of other parameters.
+
+    Examples:
+        >>> is_exact(["masked", "fc.weight"]), is_exact(["computed", "fc.weight", "gptq"])
+        (True, False)
+    """
+    return recipe == CONSTANT or not _why_not(recipe)
+
+
+def _operands(recipe: list[Any]) -> list[Any]:
+    return recipe[1:-1] if _FORMS[recipe[0]].setting else recipe[1:]
+
+
+def parameters_in(recipe: Recipe) -> Iterator[str]:
+    """The names of the parameters and buffers in a recipe, in order, each as often as it is there."""
+    if isinstance(recipe, str):
+        yield recipe
+    elif isinstance(recipe, list):
+        for each in _operands(recipe):
+            yield from parameters_in(each)
+
+
+def _depth(recipe: Recipe) -> int:
+    return 1 + max(map(_depth, _operands(recipe)), default=0) if isinstance(recipe, list) else 0
+
+
+def recipe_to_text(recipe: Recipe) -> str:
+    """The value of ``htp.recipe``; a name alone is written as it is.
+
+    Examples:
+        >>> recipe_to_text("fc.weight"), recipe_to_text(["transpose", "fc.weight", [1, 0]])
+        ('fc.weight', '["transpose","fc.weight",[1,0]]')
+    """
+    if isinstance(recipe, str) and not recipe.startswith(("[", '"')):
+        return recipe
+    return json.dumps(recipe, separators=(",", ":"), ensure_ascii=False)
+
+
+def recipe_from_text(text: str) -> Recipe:
+    """Parse the value of ``htp.recipe``; a ValueError says what is wrong with it.
+
+    Examples:
+        >>> recipe_from_text('["cast","fc.weight","float16"]')
+        ['cast', 'fc.weight', 'float16']
+        >>> recipe_from_text('["run","rm"]')
+        Traceback (most recent call last):
+        ValueError: there is no step 'run'
+    """
+    if len(text) > 2 * _LONGEST:
+        raise ValueError(f"it has {len(text):,} characters; {2 * _LONGEST:,} are allowed")
+    if not text.startswith(("[", '"')):
+        return text
+    try:
+        recipe: Recipe = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    if isinstance(recipe, list):
+        _check(recipe, _DEEPEST)
+    return recipe
+
+
+def _check(recipe: Any, deepest: int) -> None:
+    if isinstance(recipe, str) or (isinstance(recipe, float) and math.isfinite(recipe)):
+        return
+    word = recipe[0] if isinstance(recipe, list) and recipe else recipe
+    form = _FORMS.get(word) if isinstance(word, str) else None
+    if form is None:
+        raise ValueError(f"there is no step {word!r}")
+    if deepest <= 0:
+        raise ValueError(f"more than {_DEEPEST} steps are inside one another")
+    operands = recipe[1:-1] if form.setting else recipe[1:]
+    if not form.fewest <= len(operands) <= form.most or (form.setting and not form.setting(recipe[-1])):
+        raise ValueError(f"step {word!r} has other operands or settings than it takes")
+    for each in operands:
+        _check(each, deepest - 1)

@@ -1,0 +1,286 @@
+"""The recipes of the tensors of a graph: read, written, and followed through the operators that compute constants."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
+
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.format.recipes import CONSTANT, Recipe, recipe_from_text, recipe_to_text, step
+from htp_export.model.module_facts import stored_tensor
+from htp_export.shapes.operator_kinds import RESHAPING, SIZES_ONLY, is_standard, subgraphs
+from htp_export.shapes.symbolic import Symbolic
+
+__all__ = [
+    "batchnorm_folded",
+    "folded",
+    "follow",
+    "lift_constants",
+    "merged",
+    "of_values",
+    "recipe_of",
+    "recorded",
+    "replaced_by",
+    "viewed",
+]
+
+_ARITHMETIC = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Neg": "neg", "Sqrt": "sqrt"}
+"""IEEE 754 rounds these in one way, so that every runtime gives the same bits."""
+
+_SMALL = 1 << 12
+"""Elements; a constant with more of them is no position, size or factor of an operator."""
+
+
+def recipe_of(value: ir.Value) -> Recipe:
+    """How a stored tensor was made.
+
+    One without a recipe is the parameter of its name, if there is one; integers are constants.
+
+    Raises:
+        InputError: If the file says it in another way than the format does.
+    """
+    tensor = value.const_value
+    if tensor is None or value.producer() is not None:
+        return CONSTANT
+    text = tensor.metadata_props.get(tags.RECIPE)
+    if text is None:
+        return str(value.name) if tensor.dtype.is_floating_point() else CONSTANT
+    try:
+        return recipe_from_text(text)
+    except ValueError as error:
+        raise InputError(f"initializer {value.name!r}: {tags.RECIPE}: {error}") from error
+
+
+def recorded(tensor: ir.TensorProtocol, recipe: Recipe) -> ir.TensorProtocol:
+    """The tensor with a recipe; whatever changes weights puts this in their place.
+
+    It is another object: copies of models share their tensors.
+    """
+    view: Any = viewed(tensor)
+    view._metadata_props = {**tensor.metadata_props, tags.RECIPE: recipe_to_text(recipe)}  # copies would share them
+    return view  # type: ignore[no-any-return]
+
+
+def viewed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """The same weights in another object, not copied."""
+    if not isinstance(tensor, ir.serde.TensorProtoTensor):
+        return copy.copy(tensor)
+    about: Any = {"name": tensor.name, "metadata_props": {**tensor.metadata_props}}
+    if tensor.dtype == ir.DataType.STRING:
+        return ir.StringTensor(list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), **about)
+    return ir.LazyTensor(lambda: tensor, tensor.dtype, ir.Shape(tensor.shape), **about)
+
+
+def lift_constants(model: ir.Model) -> bool:
+    """Make initializers of ``Constant`` nodes; whether there were any."""
+    known = {value for graph in model.graphs() for value in graph.initializers.values()}
+    modified = LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).modified
+    for graph in model.graphs() if modified else ():
+        for value in graph.initializers.values():
+            if value not in known and value.const_value is not None and value.const_value.dtype.is_floating_point():
+                value.const_value = recorded(value.const_value, CONSTANT)
+    return modified
+
+
+def of_values(why: str, *values: ir.Value | None) -> Recipe:
+    """How a tensor is made of others in a way that no step says: constant, if these are."""
+    recipes = [CONSTANT if value is None else recipe_of(value) for value in values]
+    return CONSTANT if all(recipe == CONSTANT for recipe in recipes) else step("computed", *recipes, why)
+
+
+def replaced_by(tool: str, model: ir.Model, before: Mapping[str, ir.TensorProtocol | None]) -> None:
+    """Note that a tool may have made what stands under a name once more: ``before`` is what stood there."""
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or not tensor.dtype.is_floating_point() or tags.RECIPE in tensor.metadata_props:
+            continue
+        if name not in before or before[name] is not tensor:
+            value.const_value = recorded(tensor, ["computed", *([name] if name in before else []), tool])
+
+
+def merged(recipes: Iterable[Recipe]) -> Recipe:
+    """How a tensor was made that stands for several, because these were equal."""
+    different: list[Recipe] = []
+    for recipe in recipes:
+        if recipe not in different:
+            different.append(recipe)
+    return different[0] if len(different) == 1 else step("equal", *different)
+
+
+def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Recipe]) -> None:
+    """Note how values are made that depend on no input of the model.
+
+    Args:
+        graph: The graph in which positions and sizes are looked up that are computed.
+        nodes: Producers before consumers; those that read what is neither known nor stored are left out.
+        known: Value → how it is made; what is found is added.
+
+    Examples:
+        >>> weight = ir.Value(name="w", const_value=ir.tensor([[1.0, 2.0]], name="w"))
+        >>> turned = ir.node("Transpose", [weight])
+        >>> cast, known = ir.node("Cast", turned.outputs, {"to": 10}), {weight: "w"}
+        >>> follow(ir.Graph([], [], nodes=[turned, cast]), [turned, cast], known)
+        >>> known[cast.outputs[0]]
+        ['cast', ['transpose', 'w', []], 'float16']
+    """
+    positions = _Positions(graph)
+    for node in nodes:
+        for value in node.inputs:
+            if value is not None and value not in known and value.is_initializer() and value.const_value is not None:
+                known[value] = recipe_of(value)
+        if is_standard(node, *SIZES_ONLY):
+            known.update(dict.fromkeys(node.outputs, CONSTANT))
+        elif all(value is None or value in known for value in node.inputs) and not subgraphs(node):
+            known.update(_of_node(node, known, positions))
+        elif is_standard(node, "CastLike") and known.get(node.inputs[0]) == CONSTANT:  # type: ignore[arg-type]
+            known[node.outputs[0]] = CONSTANT
+
+
+class _Positions:
+    """The elements of small constants of a graph, also of computed ones; they are found when they are asked for."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+
+    @cached_property
+    def _inferred(self) -> Symbolic:
+        return Symbolic(self._graph)
+
+    def __call__(self, value: ir.Value | None) -> Any:
+        tensor = None if value is None else stored_tensor(value)
+        if tensor is None:
+            return self._inferred.array(value)
+        return None if tensor.size > _SMALL else tensor.numpy()
+
+    def sizes(self, value: ir.Value) -> list[int] | None:
+        shape = self._inferred.shape(value) if value.shape is None else value.shape
+        sizes = None if shape is None else [size for size in shape if isinstance(size, int)]
+        return sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
+
+
+def _of_node(node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positions) -> dict[ir.Value, Recipe]:
+    operands = [CONSTANT if each is None else known[each] for each in node.inputs]
+    if all(each == CONSTANT for each in operands):
+        return dict.fromkeys(node.outputs, CONSTANT)
+    attributes = {name: each.value for name, each in node.attributes.items()}
+    name = node.op_type if is_standard(node) else f"{node.domain}.{node.op_type}"
+    return {
+        output: folded(
+            name,
+            attributes,
+            operands,
+            lambda place: positions(node.inputs[place]) if place < len(node.inputs) else None,
+            lambda output=output: positions.sizes(output),  # type: ignore[misc]
+            place,
+        )
+        for place, output in enumerate(node.outputs)
+    }
+
+
+def folded(
+    op_type: str,
+    attributes: Mapping[str, Any],
+    operands: Sequence[Recipe],
+    constant: Callable[[int], Any],
+    sizes: Callable[[], Sequence[int] | None],
+    output: int = 0,
+) -> Recipe:
+    """How the result of an operator on constants is made.
+
+    Args:
+        op_type: The operator of ONNX; with its domain, if it is another one.
+        attributes: Name → value.
+        operands: How its inputs are made.
+        constant: The elements of a small input, by its place, or None.
+        sizes: The shape of the result, or None.
+        output: Which of its results.
+    """
+    if op_type == "Identity":
+        return operands[0]
+    if op_type == "Transpose":
+        return step("transpose", operands[0], [int(axis) for axis in attributes.get("perm") or ()])
+    if op_type == "Cast":
+        return step("cast", operands[0], ir.DataType(int(attributes["to"])).name.lower())
+    if op_type == "Concat":
+        return step("concat", *operands, int(attributes["axis"]))
+    if op_type in ("Squeeze", "Unsqueeze") and (axes := constant(1)) is not None:
+        return step(op_type.lower(), operands[0], [int(axis) for axis in axes.reshape(-1)])
+    if (op_type in RESHAPING or op_type == "Expand") and (shape := sizes()) is not None:
+        return step("expand" if op_type == "Expand" else "reshape", operands[0], [int(size) for size in shape])
+    if op_type == "Gather" and (rows := constant(1)) is not None and (shape := sizes()) is not None:
+        return _gathered(operands[0], int(attributes.get("axis", 0)), rows, shape)
+    if op_type == "Slice" and (cuts := _cuts(attributes, constant)) is not None:
+        made = operands[0]
+        for cut in cuts:
+            made = step("slice", made, cut)
+        return made
+    if op_type == "Split" and (splits := constant(1)) is not None:
+        start = int(splits[:output].sum())
+        return step("slice", operands[0], [int(attributes.get("axis", 0)), start, start + int(splits[output]), 1])
+    if op_type in _ARITHMETIC:
+        pairs = ((each, constant(place) if each == CONSTANT else None) for place, each in enumerate(operands))
+        return step(_ARITHMETIC[op_type], *(each if array is None else _number(array) for each, array in pairs))
+    return step("computed", *operands, op_type) if any(each != CONSTANT for each in operands) else CONSTANT
+
+
+def _gathered(operand: Recipe, axis: int, rows: Any, shape: Sequence[int]) -> Recipe:
+    """What lies side by side, or the same many times."""
+    first, count = int(rows.reshape(-1)[0]) if rows.size else -1, rows.size
+    if first >= 0 and (rows.reshape(-1) == np.arange(first, first + count)).all():
+        return step("reshape", step("slice", operand, [axis, first, first + count, 1]), list(shape))
+    if first >= 0 and axis == 0 and (rows == first).all():
+        return step("expand", step("slice", operand, [0, first, first + 1, 1]), list(shape))
+    return step("computed", operand, "Gather")
+
+
+def _number(array: Any) -> Recipe:
+    """A constant of one floating-point number as an operand."""
+    return float(array) if array.ndim == 0 and array.dtype.kind == "f" and np.isfinite(array) else CONSTANT
+
+
+def _cuts(attributes: Mapping[str, Any], constant: Callable[[int], Any]) -> list[list[int]] | None:
+    """The slices of one axis each that a ``Slice`` makes; None where they are not known."""
+    given = [constant(place) for place in (1, 2, 3, 4)]
+    starts, ends, axes, steps = given if given[0] is not None else (
+        attributes.get("starts"), attributes.get("ends"), attributes.get("axes"), None,
+    )  # fmt: skip
+    if starts is None or ends is None:
+        return None
+    axes = range(len(starts)) if axes is None else axes
+    steps = [1] * len(starts) if steps is None else steps
+    cuts = [[int(number) for number in cut] for cut in zip(axes, starts, ends, steps, strict=True)]
+    return cuts if all(cut[3] > 0 for cut in cuts) else None
+
+
+def batchnorm_folded(
+    weight: Recipe,
+    bias: Recipe | None,
+    norm: Sequence[Recipe],
+    epsilon: float,
+    column: Sequence[int],
+    root: str = "sqrt",
+) -> tuple[Recipe, Recipe]:
+    """The weight and the bias of a layer that a batch normalisation after it was folded into.
+
+    Args:
+        weight: How its weight was made.
+        bias: How its bias was made.
+        norm: The scale, bias, mean and variance of the normalisation.
+        epsilon: What is added to the variance.
+        column: The shape of the factors for the weight.
+        root: The step that takes the root: PyTorch rounds it in another way than IEEE 754 says.
+    """
+    gamma, beta, mean, variance = norm
+    scale = step("div", gamma, step(root, step("add", variance, float(np.float32(epsilon)))))
+    before = step("neg", mean) if bias is None else step("sub", bias, mean)
+    return (
+        step("mul", weight, step("reshape", scale, list(column))),
+        step("add", step("mul", before, scale), beta),
+    )

@@ -1,0 +1,216 @@
+"""Stored tensors made once more, of other parameters, by their recipes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.format.recipes import CONSTANT, Recipe, is_exact, parameters_in
+from htp_export.model.recipes import recipe_of
+from htp_export.model.tagged import TaggedModel
+
+__all__ = ["Rebuilt", "narrowed", "rebuilt"]
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+_GROWTH = 16
+"""A result on the way may have so many times the elements of the stored tensor, or of the largest parameter."""
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What a ``state_dict`` gives for the stored tensors of a model.
+
+    Attributes:
+        tensors: Initializer → its new contents, for those that parameters give.
+        constant: The initializers that depend on no parameter.
+        unknown: Initializer → why it cannot be made of the parameters.
+    """
+
+    tensors: Mapping[ir.Value, ir.TensorProtocol]
+    constant: frozenset[ir.Value]
+    unknown: Mapping[ir.Value, str]
+
+
+def rebuilt(tagged: TaggedModel, state_dict: Mapping[str, Any]) -> Rebuilt:
+    """Make the stored tensors of a model of other parameters; each is computed when it is read.
+
+    Args:
+        tagged: The model.
+        state_dict: That of the PyTorch model: name → tensor or array.
+
+    Raises:
+        InputError: If a recipe is not what the file format says, or does not fit the parameters; it names the
+            initializer.
+    """
+    tensors: dict[ir.Value, ir.TensorProtocol] = {}
+    constant, unknown = set[ir.Value](), dict[ir.Value, str]()
+    for graph in tagged.model.graphs():
+        for value in graph.initializers.values():
+            stored = value.const_value
+            recipe = recipe_of(value)
+            missing = [name for name in parameters_in(recipe) if name not in state_dict]
+            if recipe == CONSTANT:
+                constant.add(value)
+            elif not is_exact(recipe):
+                unknown[value] = str(recipe[-1])  # type: ignore[index]
+            elif missing:
+                unknown[value] = f"{missing[0]!r} is no entry of the state_dict"
+            else:
+                assert stored is not None
+                make = _Rebuilding(str(value.name), recipe, state_dict, stored)
+                tensors[value] = ir.LazyTensor(
+                    make, stored.dtype, ir.Shape(stored.shape.numpy()), name=stored.name,
+                    metadata_props={**stored.metadata_props},
+                )  # fmt: skip
+    return Rebuilt(tensors, frozenset(constant), unknown)
+
+
+@dataclass(frozen=True)
+class _Rebuilding:
+    """One stored tensor that is to be made."""
+
+    name: str
+    recipe: Recipe
+    parameters: Mapping[str, Any]
+    stored: ir.TensorProtocol
+
+    def __call__(self) -> ir.TensorProtocol:
+        try:
+            with np.errstate(all="ignore"):
+                made = np.asarray(self._made(self.recipe))
+        except (ValueError, TypeError, IndexError, KeyError) as error:
+            raise InputError(f"initializer {self.name!r}: its recipe does not fit: {error}") from error
+        shape, kind = tuple(self.stored.shape.numpy()), self.stored.dtype.numpy()
+        if made.shape != shape or made.dtype != kind:
+            is_made = f"of {made.dtype} {list(made.shape)}, and the file has {kind} {list(shape)}"
+            raise InputError(f"initializer {self.name!r}: the parameters make a tensor {is_made}")
+        return ir.Tensor(np.ascontiguousarray(made).reshape(shape), dtype=self.stored.dtype, name=self.stored.name)
+
+    def _made(self, recipe: Recipe) -> Any:
+        if isinstance(recipe, str):
+            return _array(self.parameters[recipe])
+        if not isinstance(recipe, list):
+            return recipe
+        word, *parts = recipe
+        if word == "masked":
+            before = np.asarray(self.stored.numpy())
+            return np.where(before == 0, before, self._made(parts[0]))
+        if word == "equal":
+            first, *others = map(self._made, parts)
+            if any(first.tobytes() != other.tobytes() for other in others):
+                raise ValueError("parameters that the file has once, because they were equal, differ now")
+            return first
+        return self._bounded(_STEPS[word](*(self._made(part) for part in parts[:-1]), *self._last(word, parts)))
+
+    def _last(self, word: str, parts: list[Any]) -> list[Any]:
+        """The last part of a step: an operand, or the setting."""
+        return [self._made(parts[-1])] if word in _ARITHMETIC else [parts[-1]]
+
+    def _bounded(self, result: Any) -> Any:
+        largest = max((math.prod(self.parameters[name].shape) for name in parameters_in(self.recipe)), default=1)
+        if result.size > _GROWTH * max(largest, self.stored.size):
+            raise ValueError(f"a step makes {result.size:,} elements")
+        return result
+
+
+def _array(parameter: Any) -> _Array:
+    if isinstance(parameter, np.ndarray):
+        return parameter
+    from onnx_ir.tensor_adapters import TorchTensor
+
+    return TorchTensor(parameter.detach().cpu()).numpy()
+
+
+def _concat(*parts: Any) -> _Array:
+    return np.concatenate(parts[:-1], axis=parts[-1])
+
+
+def _slice(array: _Array, cut: list[int]) -> _Array:
+    axis, start, end, by = cut
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(f"there is no axis {axis} in {list(array.shape)}")
+    where = [slice(None)] * array.ndim
+    where[axis] = slice(start, end, by)
+    return array[tuple(where)]
+
+
+def _quantized(array: _Array, blocks: list[Any]) -> _Array:
+    """What ONNX Runtime makes of a matrix when it rounds it block by block, the columns of ``MatMulNBits``."""
+    from onnxruntime.capi import _pybind_state as kernels
+
+    what, bits, block, symmetric = blocks
+    rows, columns = array.shape
+    count, pack = -(-rows // block), 8 // bits
+    padded = np.ascontiguousarray(np.pad(array, ((0, count * block - rows), (0, 0))))
+    made = {
+        "levels": np.zeros((columns, count, -(-block // pack)), np.uint8),
+        "scales": np.zeros((columns, count), array.dtype),
+        "zero_points": np.zeros((columns, -(-count // pack)), np.uint8),
+    }
+    kernel = getattr(kernels, f"quantize_matmul_{bits}bits")
+    kernel(made["levels"], padded, made["scales"], made["zero_points"], block, columns, rows, bool(symmetric))
+    return made[what]
+
+
+def _type(name: str) -> ir.DataType:
+    return ir.DataType[name.upper()]
+
+
+def narrowed(array: _Array, to: ir.DataType) -> _Array:
+    """Numbers in a narrower float type.
+
+    Finite numbers stay finite: masks are filled with the largest float, which would become infinite, and infinity minus
+    infinity is no number. Numbers other than 0 stay so: they may be what keeps a divisor from 0.
+
+    Examples:
+        >>> narrowed(np.array([-3.4e38, 1e-12, 0.0, np.inf], np.float32), ir.DataType.FLOAT16)
+        array([-6.55e+04,  5.96e-08,  0.00e+00,       inf], dtype=float16)
+    """
+    import ml_dtypes
+
+    kind = to.numpy()
+    limits = ml_dtypes.finfo(kind)  # type: ignore[no-untyped-call]
+    largest, smallest = np.float32(limits.max), np.float32(limits.smallest_subnormal)
+    finite = np.isfinite(array)
+    bounded = np.where(finite, np.clip(array, -largest, largest), array)
+    kept = np.where((bounded != 0) & (np.abs(bounded) < smallest), np.copysign(smallest, bounded), bounded)
+    return np.asarray(kept).astype(kind)
+
+
+def _torch_sqrt(array: _Array) -> _Array:
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array)).sqrt().numpy()
+
+
+_ARITHMETIC: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "sqrt": np.sqrt,
+    "torch_sqrt": _torch_sqrt,
+}
+
+_STEPS: Mapping[str, Callable[..., Any]] = {
+    **_ARITHMETIC,
+    "transpose": lambda array, perm: array.transpose(perm or None),
+    "reshape": lambda array, sizes: array.reshape(sizes),
+    "squeeze": lambda array, axes: array.squeeze(tuple(axes) or None),
+    "unsqueeze": lambda array, axes: np.expand_dims(array, tuple(axes)),
+    "expand": lambda array, sizes: np.broadcast_to(array, np.broadcast_shapes(array.shape, sizes)),  # a view
+    "cast": lambda array, to: array.astype(_type(to).numpy()),
+    "narrow": lambda array, to: narrowed(array, _type(to)),
+    "slice": _slice,
+    "concat": _concat,
+    "quantize": _quantized,
+    "take": lambda array, rows: np.take(array, np.array(rows[1], np.int64), rows[0]),
+}
