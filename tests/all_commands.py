@@ -25,7 +25,7 @@ COMMANDS: dict[str, str] = {
     "inline": "FILE -o out.onnx",
     "names": "FILE -o out.onnx",
     "partition": "FILE 2 -o stages",
-    "place": "FILE .=cpu -o out.onnx",
+    "place": "FILE --rule .=cpu -o out.onnx",
     "placement": "FILE",
     "optimize": "FILE -o out.onnx",
     "quantize": "FILE --rule first=int8-dynamic -o out.onnx",

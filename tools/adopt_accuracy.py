@@ -183,7 +183,7 @@ def _torch_score(tagged: htp_export.TaggedModel, original: Path, inputs: dict[st
         node.metadata_props.clear()
     foreign.metadata_props.clear()
     arguments = dict(zip((v.name for v in htp_export.load(original).model.graph.inputs), inputs.values(), strict=True))
-    adopted = htp_export.adopt(original, foreign, inputs=arguments, require=0)
+    adopted = htp_export.adopt(original, foreign, data=arguments, require=0)
     for note in adopted.notes:
         print(note, file=sys.stderr)
     expected = dict(zip(adopted.model.graph.all_nodes(), truths, strict=True))
@@ -338,7 +338,7 @@ def _genai_score(file: Path, original: Path, inputs: Any, joined: dict[str, tupl
     truths = [genai_truth(node.name or "", 2, joined) for node in foreign.graph.all_nodes()]
     if not names:
         anonymous(foreign)
-    adopted = htp_export.adopt(original, foreign, inputs=inputs, require=0)
+    adopted = htp_export.adopt(original, foreign, data=inputs, require=0)
     for note in adopted.notes:
         print(note, file=sys.stderr)
     expected = dict(zip(adopted.model.graph.all_nodes(), truths, strict=True))

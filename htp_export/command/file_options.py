@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DepthOption",
-    "FeedDimsOption",
-    "FeedOption",
     "FileArgument",
     "JsonOption",
     "MapOption",
@@ -38,17 +36,15 @@ FileArgument: TypeAlias = Annotated[Path, "The ONNX file."]
 _OUTPUT = typer.Option("--output", "-o", help="The ONNX file to write.")
 OutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL, in_place=True)]
 NewOutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL)]
-ShareOption: TypeAlias = Annotated[bool, "Refer to the data file of the input instead of writing a copy of it."]
+ShareOption: TypeAlias = Annotated[
+    bool, "Write no weights: refer to the data file of the model that is read. It must stay, in the folder of OUTPUT."
+]
 ModuleArgument: TypeAlias = Annotated[str, "Path of the module: encoder.layer.0"]
 JsonOption: TypeAlias = Annotated[bool, "Write the result as JSON."]
 SelectOption: TypeAlias = Annotated[
     list[str] | None, "Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."
 ]
 DepthOption: TypeAlias = Annotated[int | None, typer.Option(min=0, help="Levels below the root.")]
-FeedOption: TypeAlias = Annotated[
-    Path | None, 'Inputs: values in an .npz file, or shapes in JSON: {"input_ids": [2, 16]}.'
-]
-FeedDimsOption: TypeAlias = Annotated[list[str] | None, "Open sizes of inputs, by comma: batch=1,sequence=16."]
 ProviderOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(

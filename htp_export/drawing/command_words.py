@@ -13,7 +13,11 @@ _COMMANDS = {
     "carry(before, after, ...)": "htp-export carry BEFORE AFTER",
     "carry(before, after)": "htp-export carry BEFORE AFTER",
     "htp_export.embed_map(before)": "--embed-map of export and run",
-    "inputs=[{name: array}, ...]": "--set inputs=FILE.npz",
+    "data={name: array}, or an .npz file": "--set data=FILE.npz",
+    "give dims (": "give --dims (",
+    ") or data": ") or --data",
+    "give shapes or data": "give --shapes or --data",
+    "shapes are those of random inputs, and data have": "--shapes are those of random inputs, and --data have",
     "passes=[...]": "--passes",
     "but dims has": "but --dims has",
 }

@@ -155,7 +155,7 @@ def test_a_file_of_the_other_exporter_gets_the_owners_that_its_own_export_has(
     foreign = foreign_of(torchscript)
     if names != "as written":
         renamed(foreign, lying if names == "that lie" else numbered)
-    adopted = htp_export.adopt(original, foreign, inputs={"x": example})
+    adopted = htp_export.adopt(original, foreign, data={"x": example})
     assert owners(adopted.model) == owners(htp_export.load(torchscript).model)
     assert (list(adopted.unknown), adopted.notes, adopted.share_known) == ([], (), 1)
     assert "node" not in reasons(adopted.model)
@@ -180,7 +180,7 @@ def test_what_tools_make_of_it_has_no_wrong_owner(
     options = {"float16": {"keep_io_types": True}, "matmul_nbits": {"block_size": 16}}.get(tool, {})
     with contextlib.redirect_stdout(io.StringIO()):
         truth = getattr(htp_export.tools, tool)(torchscript, **options).model
-    adopted = htp_export.adopt(original, _untagged(truth), inputs={"x": example})
+    adopted = htp_export.adopt(original, _untagged(truth), data={"x": example})
     assert wrong(adopted.model, truth) == []
     assert adopted.share_known > 0.8
 
@@ -296,7 +296,7 @@ def test_equal_work_of_two_modules_is_of_the_one_that_reads_it_or_unknown() -> N
     spread_parameters(net, torch.Generator().manual_seed(0), scale=0.3)
     original = htp_export.load(htp_export.export(net.eval(), (example,), verbose=False, optimize=False))
     foreign = renamed(_untagged(original.model))
-    adopted = htp_export.adopt(original, foreign, inputs={str(original.model.graph.inputs[0].name): example})
+    adopted = htp_export.adopt(original, foreign, data={str(original.model.graph.inputs[0].name): example})
     assert wrong(adopted.model, original.model) == []
 
 
@@ -315,10 +315,10 @@ def test_a_quantized_file_is_an_original_too(
     precision: str, original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
 ) -> None:
     quantized = htp_export.load(htp_export.quantize(original, {"*": precision}, data={"x": example.numpy()}).model)
-    same = htp_export.adopt(quantized, _untagged(quantized.model), inputs={"x": example})
+    same = htp_export.adopt(quantized, _untagged(quantized.model), data={"x": example})
     assert wrong(same.model, quantized.model) == []
     assert same.share_known > 0.9
-    assert htp_export.adopt(quantized, foreign_of(torchscript), inputs={"x": example}, require=0).nodes
+    assert htp_export.adopt(quantized, foreign_of(torchscript), data={"x": example}, require=0).nodes
 
 
 def test_a_file_of_another_model_is_refused_and_not_written(
@@ -379,7 +379,7 @@ def test_a_file_that_does_not_run_is_adopted_by_weights_and_the_note_says_so(
     softmax = next(node for node in foreign.graph if node.op_type == "Softmax")
     softmax.domain = "somewhere.else"
     foreign.graph.opset_imports["somewhere.else"] = foreign.opset_imports["somewhere.else"] = 1
-    adopted = htp_export.adopt(original, foreign, inputs={"x": example})
+    adopted = htp_export.adopt(original, foreign, data={"x": example})
     assert len(adopted.notes) == 1
     assert adopted.notes[0].startswith("values were not compared")
     assert wrong(adopted.model, htp_export.load(torchscript).model) == []
@@ -390,7 +390,7 @@ def test_the_adopted_file_works_with_the_other_functions(
     original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor, tmp_path: Path
 ) -> None:
     file = tmp_path / "tagged.onnx"
-    htp_export.adopt(original, renamed(foreign_of(torchscript)), file, inputs={"x": example})
+    htp_export.adopt(original, renamed(foreign_of(torchscript)), file, data={"x": example})
     tagged = htp_export.load(file)
     assert tagged.signatures["blocks.1.attention"][0].outputs[0] in tagged.values
     assert htp_export.cost(file, dims={}).modules["blocks.0.attention"].flops > 0
@@ -408,7 +408,7 @@ def test_weights_stay_in_the_data_file(
 ) -> None:
     file, output = tmp_path / "foreign.onnx", tmp_path / "tagged.onnx"
     htp_export.load(foreign_of(torchscript)).save(file, external_data="weights.bin")
-    htp_export.adopt(original, file, output, inputs={"x": example})
+    htp_export.adopt(original, file, output, data={"x": example})
     assert output.stat().st_size < file.stat().st_size + 40_000
     assert (tmp_path / "tagged.onnx.data").exists()
 
@@ -422,9 +422,9 @@ def test_wrong_arguments_are_refused(
     with pytest.raises(InputError, match="for a tagged model, give inputs"):
         htp_export.adopt(original, foreign, args=(example,))
     with pytest.raises(InputError, match="give args and kwargs"):
-        htp_export.adopt(net, foreign, inputs={"x": example})
+        htp_export.adopt(net, foreign, data={"x": example})
     with pytest.raises(InputError, match="no input 'z'"):
-        htp_export.adopt(original, foreign, inputs={"z": example})
+        htp_export.adopt(original, foreign, data={"z": example})
 
 
 # --- the evidence ---
@@ -604,7 +604,7 @@ def test_files_of_genai_get_their_true_owners(built: tuple[Path, Any, dict[str, 
     joined = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
     truths = [genai_truth(node.name or "", 2, joined) for node in foreign.graph.all_nodes()]
     anonymous(foreign)
-    adopted = htp_export.adopt(original, foreign, inputs=inputs)
+    adopted = htp_export.adopt(original, foreign, data=inputs)
     found = score(adopted, dict(zip(adopted.model.graph.all_nodes(), truths, strict=True)).__getitem__)
     assert found.too_many == found.disjoint == found.fewer == 0, found.seen
     # In fp16 the builder writes masks and repeated keys as nodes that the original has not: unknown, and none wrong.
@@ -615,7 +615,7 @@ def test_files_of_genai_get_their_true_owners(built: tuple[Path, Any, dict[str, 
 def test_one_module_is_cut_out_of_a_file_of_genai(built: tuple[Path, Any, dict[str, Path]], tmp_path: Path) -> None:
     original, inputs, files = built
     file = tmp_path / "tagged.onnx"
-    adopted = htp_export.adopt(original, files["int4"], file, inputs=inputs)
+    adopted = htp_export.adopt(original, files["int4"], file, data=inputs)
     assert adopted.modules["model.layers.0.mlp"].fate == "computed"
     part = htp_export.extract(file, "model.layers.0.mlp", tmp_path / "mlp.onnx")
     operators = [node.op_type for node in part.model.graph]

@@ -370,7 +370,7 @@ def test_a_tensor_that_is_computed_otherwise_under_another_name_is_known_by_its_
     after = rewritten(
         ("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2", "t2"], "y")
     )
-    blind, run = htp_export.carry(before, after), htp_export.carry(before, after, inputs=numbers())
+    blind, run = htp_export.carry(before, after), htp_export.carry(before, after, data=numbers())
     assert owners(blind.model) != owners(run.model)
     assert owners(run.model) == {"t0": ["neg", "exp"], "t1": ["exp"], "t2": ["root"], "y": ["root"]}
     assert (blind.fates["root"], "root" in run.fates) == ("fused", False)
@@ -381,7 +381,7 @@ def test_values_give_their_name_as_the_reason():
     after = rewritten(
         ("Sub", ["x", "x"], "zero"), ("Sub", ["zero", "x"], "t"), ("Exp", ["t"], "t1"), ("Max", ["t1"], "y")
     )
-    said = reasons(htp_export.carry(before, after, inputs=numbers()).model)
+    said = reasons(htp_export.carry(before, after, data=numbers()).model)
     assert said["t"] == "values"
 
 
@@ -389,7 +389,7 @@ def test_a_name_that_values_deny_is_not_believed():
     """The tool gives the name of the first tensor to the second, and the other way round."""
     before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "c"), ("Neg", "out", "y"))
     after = rewritten(("Exp", ["x"], "b"), ("Reciprocal", ["b"], "a"), ("Sqrt", ["a"], "t"), ("Neg", ["t"], "y"))
-    blind, run = (owners(htp_export.carry(before, after, inputs=feed).model) for feed in (None, numbers()))
+    blind, run = (owners(htp_export.carry(before, after, data=feed).model) for feed in (None, numbers()))
     assert (blind["a"], run["b"], run["a"], run["t"]) == (["neg"], ["neg", "exp"], ["exp"], ["root"])
 
 
@@ -399,7 +399,7 @@ def test_a_tensor_that_equals_several_has_the_owners_of_all():
     after = rewritten(
         ("Neg", ["x"], "n"), ("Exp", ["n"], "e"), ("Reciprocal", ["e"], "t"), ("Max", ["t"], "m"), ("Sqrt", ["m"], "y")
     )
-    found = owners(htp_export.carry(before, after, inputs=numbers()).model)
+    found = owners(htp_export.carry(before, after, data=numbers()).model)
     assert found["t"] == ["exp", "relu", "abs"]
 
 
@@ -408,7 +408,7 @@ def test_tensors_with_hardly_any_different_numbers_match_nothing(array):
     before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
     after = rewritten(("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2"], "y"))
     blind = owners(htp_export.carry(before, after).model)
-    assert owners(htp_export.carry(before, after, inputs={"x": array.astype(np.float32)}).model) == blind
+    assert owners(htp_export.carry(before, after, data={"x": array.astype(np.float32)}).model) == blind
 
 
 def test_values_are_taken_in_portions(monkeypatch):
@@ -423,21 +423,21 @@ def test_values_are_taken_in_portions(monkeypatch):
         return run(self, feed, names)
 
     monkeypatch.setattr(evidence.Runner, "run", counted)
-    whole = owners(htp_export.carry(before, after, inputs=numbers()).model)
+    whole = owners(htp_export.carry(before, after, data=numbers()).model)
     assert asked == [3, 1, 4]  # of one model, the outputs of the other, and the tensors of the other
     monkeypatch.setattr(evidence, "PORTION_BYTES", 64)
-    assert owners(htp_export.carry(before, after, inputs=numbers()).model) == whole
+    assert owners(htp_export.carry(before, after, data=numbers()).model) == whole
     assert asked[3:] == [2, 1, 1, 2, 2]
 
 
 def test_inputs_without_the_model_before_are_refused():
     with pytest.raises(InputError, match="model before"):
-        htp_export.carry(htp_export.embed_map(encoder()), inputs=numbers())
+        htp_export.carry(htp_export.embed_map(encoder()), data=numbers())
 
 
 def test_inputs_that_are_not_the_models_are_named():
     with pytest.raises(InputError, match="'y'"):
-        htp_export.carry(encoder(), stripped(encoder()), inputs={"y": numbers()["x"]})
+        htp_export.carry(encoder(), stripped(encoder()), data={"y": numbers()["x"]})
 
 
 # --- bodies and functions ---------------------------------------------------
@@ -570,7 +570,7 @@ def test_a_tool_may_write_nodes_in_another_order_than_they_run(written, tmp_path
     proto.graph.node.sort(key=lambda node: node.output[0])
     if written:
         onnx.save(proto, tmp_path / "after.onnx")
-    result = htp_export.carry(encoder(), tmp_path / "after.onnx" if written else proto, inputs=numbers())
+    result = htp_export.carry(encoder(), tmp_path / "after.onnx" if written else proto, data=numbers())
     assert owners(result.model) == owners(encoder())
     onnx.checker.check_model(ir.to_proto(result.model))  # which wants them in order
     assert result.model.clone()

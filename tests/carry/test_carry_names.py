@@ -146,7 +146,7 @@ def test_quantized_and_renamed_nodes_have_their_owners_or_too_many_but_not_those
     x = torch.randn(1, 8, 32)
     before = htp_export.export(SharesBias().eval(), (x,), verbose=False)
     quantized = htp_export.load(getattr(htp_export.tools, tool)(before, **options)).model
-    carried = htp_export.carry(before, renamed(quantized), inputs={"x": x}).model
+    carried = htp_export.carry(before, renamed(quantized), data={"x": x}).model
     wrong = [
         (node.op_type, said, true)
         for node, said, true in zip(carried.graph, owners(carried), owners(quantized), strict=True)

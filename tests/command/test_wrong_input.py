@@ -178,21 +178,21 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("run quantize_dynamic short.onnx -o o.onnx", SHORT),
     ("optimize net.onnx -o folder.onnx/o.onnx --share-weights", "cannot share the weights in"),
     # values and sizes
-    *((f"{command} --inputs none.npz", "none.npz: holds no arrays") for command in TAKE_INPUTS),
-    *((f"{command} --inputs none.json", "none.json: holds no shapes") for command in TAKE_INPUTS),
-    ("run quantize_static net.onnx -o o.onnx --set inputs=none.npz", "none.npz: holds no arrays"),
-    ("compare net.onnx net.onnx --inputs name.npz", "no input 'foo' in this model, only 'x'"),
-    ("compare net.onnx net.onnx --inputs shape.npz", "input 'x': is float [2, 3], and the model wants float [16, 16]"),
-    ("compare net.onnx net.onnx --inputs pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
-    ("profile net.onnx --inputs no.npz", "no.npz: is no .npz file of plain arrays"),
-    ("profile net.onnx --inputs cut.npz", "cut.npz: is no .npz file of plain arrays"),
-    ("run quantize_static net.onnx -o o.onnx --set inputs=pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
-    ("run quantize_static net.onnx -o o.onnx", "needs inputs to see activations on: --set inputs=FILE.npz"),
-    ("cost net.onnx --inputs bad.json", "bad.json: is not JSON"),
-    ("cost net.onnx --inputs list.json", 'list.json: is no JSON object such as {"input_ids": [2, 16]}'),
-    ("cost net.onnx --inputs negative.json", "negative.json: the shape of 'x' is no list of whole numbers: [-1, 2]"),
-    ("cost net.onnx --inputs text.json", "text.json: the shape of 'x' is no list of whole numbers: 'a'"),
-    ("cost net.onnx --inputs nowhere.npz", "nowhere.npz: cannot be read: No such file or directory"),
+    *((f"{command} --data none.npz", "none.npz: holds no arrays") for command in TAKE_INPUTS),
+    *((f"{command} --shapes none.json", "none.json: holds no shapes") for command in TAKE_INPUTS),
+    ("run quantize_static net.onnx -o o.onnx --set data=none.npz", "none.npz: holds no arrays"),
+    ("compare net.onnx net.onnx --data name.npz", "no input 'foo' in this model, only 'x'"),
+    ("compare net.onnx net.onnx --data shape.npz", "input 'x': is float [2, 3], and the model wants float [16, 16]"),
+    ("compare net.onnx net.onnx --data pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
+    ("profile net.onnx --data no.npz", "no.npz: is no .npz file of plain arrays"),
+    ("profile net.onnx --data cut.npz", "cut.npz: is no .npz file of plain arrays"),
+    ("run quantize_static net.onnx -o o.onnx --set data=pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
+    ("run quantize_static net.onnx -o o.onnx", "needs data to see activations on: --set data=FILE.npz"),
+    ("cost net.onnx --shapes bad.json", "bad.json: is not JSON"),
+    ("cost net.onnx --shapes list.json", 'list.json: is no JSON object such as {"input_ids": [2, 16]}'),
+    ("cost net.onnx --shapes negative.json", "negative.json: the shape of 'x' is no list of whole numbers: [-1, 2]"),
+    ("cost net.onnx --shapes text.json", "text.json: the shape of 'x' is no list of whole numbers: 'a'"),
+    ("cost net.onnx --data nowhere.npz", "nowhere.npz: cannot be read: No such file or directory"),
     ("cost net.onnx --dims batch", "--dims batch: write name=size"),
     ("cost net.onnx --dims batch=x", "--dims batch=x: write name=size"),
     ("compare net.onnx net.onnx --dims nosuch=3", "'nosuch'"),
@@ -252,7 +252,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     (f"{BERT} -o o.onnx --dtype int8", "int8"),
     (f"{BERT} -o o.onnx --opset ten", "--opset"),
     (f"{BERT} -o o.onnx --dynamic length", "no dynamic axis 'length'"),
-    (f"{BERT} -o o.onnx --inputs nowhere.json", "cannot be read"),
+    (f"{BERT} -o o.onnx --shapes nowhere.json", "cannot be read"),
     ("export --entry json:dumps --task fill-mask -o o.onnx", "--task is for a SOURCE"),
     ("verify net.onnx", "give one model"),
     ("verify net.onnx bert --tolerance **=1", "write SELECTOR=ABSOLUTE,RELATIVE"),
@@ -264,8 +264,8 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("export --entry {module} -o o.onnx", "an entry is package.module:factory"),
     ("export {module}:number -o o.onnx", "{module}:number: a factory is named with --entry {module}:number"),
     ("export --entry {module}.py:net -o o.onnx", "an entry names a module, not its file: {module}:net"),
-    (f"{BERT} --inputs name.npz -o o.onnx", "name.npz: holds values, and inputs are made here"),
-    ("verify net.onnx bert --random-weights --inputs name.npz", "name.npz: holds values, and inputs are made here"),
+    (f"{BERT} --shapes name.npz -o o.onnx", "name.npz: holds values: --shapes is for a JSON file of shapes"),
+    ("cost net.onnx --shapes name.npz", "name.npz: holds values: --shapes is for a JSON file of shapes"),
     ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is no text"),
     # in another order
     ("verify bert net.onnx", "bert: cannot be read: No such file or directory; the file comes first: verify net.on"),
@@ -302,7 +302,7 @@ def test_a_line_says_what_is_wrong_and_nothing_is_written(
 def test_python_refuses_a_mapping_without_inputs(use: Callable[..., object], folder: Path) -> None:
     files = ["net.onnx"] if use is htp_export.profile else ["net.onnx", "net.onnx"]
     with pytest.raises(htp_export.InputError, match="no value for input 'x'"):
-        use(*files, inputs={})
+        use(*files, data={})
 
 
 def test_files_that_may_not_be_read(tmp_path: Path) -> None:

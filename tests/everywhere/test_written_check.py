@@ -76,7 +76,7 @@ WRITERS: dict[str, Callable[[dict[str, Path], Path], Any]] = {
     "adopt": lambda given, out: htp_export.adopt(given["net"], given["plain"], out),
     "names": lambda given, out: htp_export.names(given["net"], output=out),
     "place": lambda given, out: htp_export.place(given["net"], {"body": "cpu"}, out),
-    "insert_lora": lambda given, out: htp_export.insert_lora(given["net"], "head", 2, output=out),
+    "insert_lora": lambda given, out: htp_export.insert_lora(given["net"], "head", rank=2, output=out),
     "fuse_lora": lambda given, out: htp_export.fuse_lora(given["net"], given["adapter"], out),
     "pipeline": lambda given, out: htp_export.pipeline([{"prune": {"plan": {"body": 0.5}}}], given["net"], out),
     "tool": lambda given, out: tools.quantize_dynamic(given["net"], out),

@@ -19,6 +19,7 @@ from htp_export.capabilities.optimize.running import OutputCheck
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, PassError
 from htp_export.model.regions import all_nodes
+from htp_export.runtime.data import Samples
 from tests.exporting import exported
 from tests.graphs import Builder, array, ops, owners, passed, run
 from tests.truth import inexact
@@ -228,7 +229,7 @@ def test_values_that_are_not_numbers_are_compared():
     one = net.model("y")
     other = Builder(x=[2])
     other.add("Relu", "x", "y", "a")
-    check = OutputCheck(one, {"x": np.float32([-1, 1])})
+    check = OutputCheck(one, Samples.of({"x": np.float32([-1, 1])}, one))
     assert check.fault(one, "exact") == ""
     assert "off by inf" in check.fault(other.model("y"), "tolerant")
 

@@ -232,7 +232,7 @@ def test_a_model_becomes_smaller_in_steps(exported: Path, tmp_path: Path) -> Non
     assert {"MatMulInteger", "DynamicQuantizeLinear"} <= {node.op_type for node in made["first"].nodes}
     assert "second.lora_A" in made.paths
     with pytest.raises(InputError, match="step quantize: there is no option 'dry_run'"):
-        htp_export.pipeline([{"quantize": {"plan": "w4", "dry_run": True}}], exported, tmp_path / "dry.onnx")
+        htp_export.pipeline([{"quantize": {"plan": "int4", "dry_run": True}}], exported, tmp_path / "dry.onnx")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.capabilities.carry import LEAST_KNOWN
-from htp_export.command.file_options import FeedDimsOption, JsonOption, OutputOption, ShareOption
+from htp_export.command.data_options import DataOption, DataOptions, DimsOption
+from htp_export.command.file_options import JsonOption, OutputOption, ShareOption
 from htp_export.command.model_options import ModelOptions
 from htp_export.command.outputs import report
-from htp_export.command.sizes import read_sizes
 from htp_export.command.sources import SourceCall
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.errors import InputError
@@ -31,7 +31,8 @@ def adopt_command(
     model: ModelOptions,
     output: OutputOption,
     foreign: Annotated[Path | None, typer.Argument(help="The file that someone else exported from it.")] = None,
-    dims: FeedDimsOption = None,
+    data: DataOption = None,
+    dims: DimsOption = None,
     require: Annotated[
         float,
         typer.Option(min=0, max=1, help="Fail, and write nothing, if a smaller share of the nodes has known owners."),
@@ -59,12 +60,12 @@ def adopt_command(
     steps = Steps(quiet=as_json, count=2)
     with steps.step(f"loading {model.name}"):
         source, inputs = (
-            _exported(model, foreign, dims)
+            _exported(model, foreign, data, dims)
             if original is None
-            else (original, read_sizes(model.inputs, dims).arrays(original, model.seed))
+            else (original, DataOptions(data, dims, model.shapes).arrays(original, "adopt", model.seed))
         )
     with steps.step("adopting"):
-        result = adopt(source, foreign, inputs=inputs, seed=model.seed, require=0)
+        result = adopt(source, foreign, data=inputs, seed=model.seed, require=0)
         enough = result.share_known >= require
         if enough:
             write_model(result.model, output, share_weights=share_weights)
@@ -74,13 +75,17 @@ def adopt_command(
         raise CheckFailed(f"{known}: {output} was not written")
 
 
-def _exported(model: ModelOptions, foreign: Path, dims: list[str] | None) -> tuple[ModelSource, Mapping[str, Any]]:
+def _exported(
+    model: ModelOptions, foreign: Path, data: list[str] | None, dims: list[str] | None
+) -> tuple[ModelSource, Mapping[str, Any]]:
     """A fresh export of the model, and the inputs with which it was exported."""
     from htp_export.exporter.exporting import export
     from htp_export.model.tagged import model_of
 
+    if data:
+        raise InputError("--data is for a tagged file; of a model, give shapes with --shapes")
     if dims:
-        raise InputError("--dims is for a tagged file; of a model, give shapes with --inputs")
+        raise InputError("--dims is for a tagged file; of a model, give shapes with --shapes")
     calls = model.calls_by_task(two_files=False)
     call = _most_alike(calls, model_of(foreign)) if calls else model.call()
     if call.example is None:

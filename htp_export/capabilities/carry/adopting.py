@@ -30,6 +30,7 @@ from htp_export.format.tags import below
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of, name_of
 from htp_export.process.garbage_collection import no_collection
+from htp_export.runtime.data import Data, single_run
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,7 @@ def adopt(
     args: tuple[Any, ...] = (),
     *,
     kwargs: Mapping[str, Any] | None = None,
-    inputs: Mapping[str, Any] | None = None,
+    data: Data | None = None,
     seed: int = 0,
     require: float = LEAST_KNOWN,
     share_weights: bool = False,
@@ -135,7 +136,7 @@ def adopt(
         output: The file to write; its weights stay external if they are.
         args: Example positional inputs of an ``nn.Module``.
         kwargs: Example keyword inputs of an ``nn.Module``.
-        inputs: For a tagged model: input name → array, on which both models run. None for random inputs.
+        data: For a tagged model: the inputs of one run, as for `quantize`. None for random inputs.
         seed: Of random inputs.
         require: The share of nodes whose owners have to be known, from 0 to 1: with fewer, the models are not the same,
             or the file is too different.
@@ -160,7 +161,7 @@ def adopt(
               2 by region
     """
     check_target(output)
-    tagged, inputs = _original(model, args, kwargs, inputs)
+    tagged, inputs = _original(model, args, kwargs, single_run(data, "adopt"))
     with no_collection(kept=True):
         after = model_of(foreign)
         if not isinstance(foreign, str | os.PathLike | onnx.ModelProto):  # those were read into a model of our own
@@ -182,12 +183,12 @@ def _original(
     """The tagged model of the original, without functions, and its inputs."""
     if not _is_module(model):
         if args or kwargs:
-            raise InputError("args and kwargs are example inputs of an nn.Module; for a tagged model, give inputs")
+            raise InputError("args and kwargs are example inputs of an nn.Module; for a tagged model, give data")
         tagged = read_flat(model, others=False)
         tagged.require_exact_tags()
         return tagged, inputs
     if inputs is not None:
-        raise InputError("inputs are for a tagged model; for an nn.Module, give args and kwargs")
+        raise InputError("data are for a tagged model; for an nn.Module, give args and kwargs")
     from htp_export.exporter.exporting import export
 
     program = export(model, args, kwargs=dict(kwargs or {}), verbose=False)

@@ -30,6 +30,7 @@ from htp_export.format.signatures import signatures_from_json
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of
 from htp_export.process.garbage_collection import no_collection
+from htp_export.runtime.data import Data, single_run
 
 __all__ = ["Carried", "carry", "carry_in_place", "embed_map", "tagged_model"]
 
@@ -77,7 +78,7 @@ def carry(
     after: ModelSource | None = None,
     output: str | os.PathLike[str] | None = None,
     *,
-    inputs: Mapping[str, Any] | None = None,
+    data: Data | None = None,
     share_weights: bool = False,
 ) -> Carried:
     """Restore module tags after another tool has processed a tagged model.
@@ -86,7 +87,7 @@ def carry(
     their owners; an inserted node (quantizers, casts, layouts) gets those of the nodes that it serves. A module that
     lost a tensor at its boundary becomes ``fused``, with the modules with which it was merged.
 
-    No weights are read, and nothing is run, unless ``inputs`` are given: then both models run once in ONNX Runtime
+    No weights are read, and nothing is run, unless ``data`` are given: then both models run once in ONNX Runtime
     without its optimisations, and tensors with equal values are matched if names and structure do not decide. This
     helps with tools that rename tensors.
 
@@ -98,7 +99,8 @@ def carry(
             ran is used.
         after: The model after the tool. Models in memory are not changed.
         output: The file to write; its weights stay external if they are.
-        inputs: Input name of ``before`` → array. Inputs that are constant or zero give little evidence.
+        data: The inputs of one run, as for `quantize`, with the names of ``before``. Those that are constant or zero
+            give little evidence.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
             no copy. If that file changes, ``output`` cannot be read any more.
 
@@ -107,7 +109,7 @@ def carry(
 
     Raises:
         UntaggedModelError: ``before`` has no tags of htp_export; or there is no ``before``, and ``after`` has no map.
-        InputError: ``after`` has inputs or outputs that ``before`` does not have; or there are ``inputs``, and
+        InputError: ``after`` has inputs or outputs that ``before`` does not have; or there are ``data``, and
             ``before`` is missing or a model does not run on them.
         FileError: A file cannot be read or written.
 
@@ -131,6 +133,7 @@ def carry(
         model = model_of(after)
         if not isinstance(after, str | os.PathLike | onnx.ModelProto):  # those were read into a model of our own
             model = model.clone()
+        inputs = single_run(data, "carry")
         return carry_in_place(before, model, output, inputs, share_weights=share_weights)
 
 

@@ -27,9 +27,9 @@ def export_plan_command(
 ) -> None:
     """Write a plan as the file that another tool reads."""
     from htp_export.capabilities.export_plan.plan_exporting import export_plan
-    from htp_export.capabilities.quantize.precisions import PRESETS
+    from htp_export.capabilities.quantize.precisions import PRECISIONS
 
-    wanted = read_rules(plan, rule, PRESETS)
+    wanted = read_rules(plan, rule, "PRECISION", named=PRECISIONS)
     with Steps(quiet=as_json).step(f"writing the plan of {file.name}"):
         result = export_plan(file, wanted, output, to=to)
     report(result, as_json)

@@ -26,5 +26,5 @@ def insert_lora_command(
     from htp_export.capabilities.lora.lora_inputs import insert_lora
 
     with Steps(quiet=as_json).step(f"inserting LoRA layers into {file.name}"):
-        result = insert_lora(file, select, rank, alpha, output)
+        result = insert_lora(file, select, output, rank=rank, alpha=alpha)
     report(result, as_json, output=output)

@@ -10,7 +10,7 @@ import typer
 from htp_export.command.file_options import FileArgument, JsonOption, OutputOption, seed_option
 from htp_export.command.idle_options import Idle
 from htp_export.command.outputs import report
-from htp_export.command.plan_options import read_rules
+from htp_export.command.plan_options import read_rules, rule_option
 from htp_export.command.terminal import Steps
 
 EXAMPLE = 'bert.onnx --rule "encoder.**=0.5" --rule "encoder.layer.*.output=2:4" -o sparse.onnx'
@@ -23,10 +23,7 @@ def prune_command(
     plan: Annotated[Path | None, typer.Argument(help="A plan, .yaml or .json.")] = None,
     rule: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SELECTOR=VALUE",
-            help="A rule after those of the plan: 0.5, 2:4, channels:0.25, heads:0.5, rank:25% or drop; repeatable.",
-        ),
+        rule_option("VALUE", "encoder.**=0.5, or 2:4, channels:0.25, heads:0.5, rank:25%, drop"),
     ] = None,
     *,
     output: OutputOption,
