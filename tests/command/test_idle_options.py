@@ -49,7 +49,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["optimize", "FILE", "-o", "o.onnx", "--passes", ""],
         # beside others
         "tree FILE --json --csv", "map FILE --json --csv", "sensitivity FILE --json --csv",
-        "cost FILE --json --sort flops", "cost FILE --json --depth 1", "place FILE --rule .=cpu -o o.onnx --json --select 0",
+        "cost FILE --json --sort flops", "cost FILE --json --depth 1",
+        "place FILE --rule .=cpu -o o.onnx --json --select 0",
         "tree FILE --json --no-fold", "map FILE --json --table modules", "diff FILE FILE --json --only-changed",
         "forensics FILE --list --depth 1", "forensics FILE --json --list", "profile FILE --json --sort total",
         "quantize FILE int8 --dry-run -o o.onnx", "quantize FILE int8 --dry-run --data x.npz",

@@ -241,7 +241,10 @@ def test_a_model_becomes_smaller_in_steps(exported: Path, tmp_path: Path) -> Non
         ([], "a pipeline is a list of steps"),
         ("optimize", "cannot be read"),
         ([{"optimise": {}}], "step 1: there is no step 'optimise'; there are optimize, "),
-        (["inline", {"optimize": {"lvl": 1}}], "step optimize: there is no option 'lvl'; it has inputs, keep_exact"),
+        (
+            ["inline", {"optimize": {"lvl": 1}}],
+            "step optimize: there is no option 'lvl'; it has data, dims, keep_exact",
+        ),
         ([{"optimize": {"output": "x.onnx"}}], "there is no option 'output'"),
         ([{"onnxslim": {"output": "x.onnx"}}], "there is no option 'output'"),
         ([{"verify": {}}], "step verify: the option 'model' is missing"),

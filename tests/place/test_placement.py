@@ -192,7 +192,7 @@ def test_rules_that_say_nothing_are_refused(plan: dict[str, Any], problem: str, 
 
 
 def test_modules_without_nodes_and_untagged_models_are_refused() -> None:
-    with pytest.raises(InputError, match="'dropout' names modules without nodes"):
+    with pytest.raises(InputError, match="rule 'dropout': its modules have no nodes"):
         htp_export.place(encoder(), {"layer.0": "gpu", "dropout": "cpu"})
     relu = ir.node("Relu", [value("x")], outputs=[value("y")])
     with pytest.raises(UntaggedModelError):
