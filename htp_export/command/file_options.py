@@ -12,9 +12,13 @@ import typer
 from htp_export.command.outputs import Kind, Writes
 from htp_export.command.terminal import print_json, print_text, show, split_names
 from htp_export.process.bounds import MOST_RUNS, MOST_SEED
+from htp_export.results.columns import MODULE, csv_text, sorted_by
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from htp_export.model.tagged import TaggedModel
+    from htp_export.results.tables import ModuleTable
 
 __all__ = [
     "DepthOption",
@@ -39,7 +43,7 @@ NewOutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL)]
 ShareOption: TypeAlias = Annotated[
     bool, "Write no weights: refer to the data file of the model that is read. It must stay, in the folder of OUTPUT."
 ]
-ModuleArgument: TypeAlias = Annotated[str, "Path of the module: encoder.layer.0"]
+ModuleArgument: TypeAlias = Annotated[str, "Path of the module: encoder.layer.0; . is the root."]
 JsonOption: TypeAlias = Annotated[bool, "Write the result as JSON."]
 SelectOption: TypeAlias = Annotated[
     list[str] | None, "Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."
@@ -89,3 +93,17 @@ class TableOptions:
             print_text(csv())
         else:
             show(draw())
+
+    def report_modules(self, result: ModuleTable, tagged: TaggedModel, **facts: Any) -> None:
+        """Write a result of some modules of a model; JSON has all of them, and ``facts`` in front."""
+        from htp_export.drawing.module_table import render_modules
+        from htp_export.model.visible_modules import visible
+
+        rows, listed = result.by_module, {row.path for row in result.listed}
+        shown = [rows[path] for path in visible(tagged, self.depth, self.select or None) if path in rows]
+        drawn = [row for row in shown if row.path in listed]
+        self.report(
+            {**facts, **result.to_dict()},
+            lambda: csv_text([MODULE, *result.columns], sorted_by(shown, result.columns, self.sort)),
+            lambda: render_modules(result, drawn, fold=self.fold, sort=self.sort),
+        )

@@ -127,6 +127,7 @@ class TaggedModel:
         self.require_tags()
         if path not in self.hierarchy:
             raise UnknownModuleError(path, self.hierarchy)
+        path = "" if path == "." else path
         region = self._regions.get(path)
         if region is None:
             region = self._regions[path] = Region(self.index, self.hierarchy, self.calls, path)

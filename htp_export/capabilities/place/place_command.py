@@ -44,7 +44,6 @@ def place_command(
     share_weights: ShareOption = False,
 ) -> None:
     """Give modules devices, for ONNX Runtime 1.25 and later."""
-    from htp_export.capabilities.place.drawing import report
     from htp_export.capabilities.place.placing import place
     from htp_export.model.tagged import load
 
@@ -60,7 +59,7 @@ def place_command(
             **runs_on.keywords,
             share_weights=share_weights,
         )
-    report(result, tagged, table, file=str(output))
+    table.report_modules(result, tagged, file=str(output))
     if not table.as_json and not table.as_csv:
         show_written(written_files(output))
         show_next("htp-export", "placement", output, "--providers", "cuda,cpu")

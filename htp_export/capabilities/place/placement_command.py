@@ -24,10 +24,9 @@ def placement_command(
     provider: ProviderOption = None,
 ) -> None:
     """Show which execution provider runs each module."""
-    from htp_export.capabilities.place.drawing import report
     from htp_export.capabilities.place.observing import placement
     from htp_export.model.tagged import load
 
     with Steps(quiet=table.as_json or table.as_csv).step(f"loading {file.name} into ONNX Runtime"):
         result = placement(file, providers=read_providers(provider), **runs_on.keywords)
-    report(result, load(file), table)
+    table.report_modules(result, load(file))

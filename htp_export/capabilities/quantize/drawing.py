@@ -1,46 +1,5 @@
-"""What became of each module of a model that was made smaller, drawn for a terminal or a pipe, or written as CSV."""
+"""What became of each module of a model that was made smaller, drawn for a notebook."""
 
-from __future__ import annotations
+from htp_export.drawing.module_table import render_modules as drawn
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
-
-from htp_export.capabilities.quantize.quantized import QUANTIZED_COLUMNS, Quantized, QuantizedModule
-from htp_export.drawing.command_words import in_commands
-from htp_export.drawing.module_table import TreeTable
-from htp_export.results.columns import MODULE, Column, csv_text, sorted_by
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-__all__ = ["compression_csv", "drawn", "render_quantized"]
-
-
-def render_quantized(
-    result: Quantized, modules: Sequence[QuantizedModule], *, fold: bool = True, sort: str | None = None
-) -> RenderableType:
-    """A tree with the precision and the bytes of some modules, then what is known of the whole, in words.
-
-    With ``sort``, a column, it is a list, the largest first (`InputError` if there is none).
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    shown: Sequence[Column[QuantizedModule]] = result.drawn
-
-    def alike(module: QuantizedModule) -> Hashable:
-        return tuple(column.cell(module) for column in shown)
-
-    table = TreeTable(sorted_by(modules, result.columns, sort), shown, alike if fold else None, flat=sort is not None)
-    lines = [result.summary, *result.left_lines, *result.lines]
-    return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
-
-
-def compression_csv(modules: Sequence[QuantizedModule], sort: str | None = None) -> str:
-    """The modules as CSV, a line for each; `InputError` if there is no such column."""
-    return csv_text([MODULE, *QUANTIZED_COLUMNS], sorted_by(modules, QUANTIZED_COLUMNS, sort))
-
-
-def drawn(result: Quantized) -> RenderableType:
-    """The result as a notebook shows it."""
-    return render_quantized(result, list(result.modules.values()))
+__all__ = ["drawn"]

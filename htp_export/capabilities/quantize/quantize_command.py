@@ -44,8 +44,6 @@ def quantize_command(
 
     Exactly the modules of the plan change. Without --data, ranges of activations are those of random inputs.
     """
-    from htp_export.capabilities.cost.module_tree import visible
-    from htp_export.capabilities.quantize.drawing import compression_csv, render_quantized
     from htp_export.capabilities.quantize.precisions import PRECISIONS
     from htp_export.capabilities.quantize.quantizing import quantize
     from htp_export.model.tagged import load
@@ -66,15 +64,7 @@ def quantize_command(
             dry_run=dry_run,
             share_weights=share_weights,
         )
-    rows = [
-        result.modules[path] for path in visible(tagged, table.depth, table.select or None) if path in result.modules
-    ]
-    written = {} if dry_run or output is None else {"file": str(output)}
-    table.report(
-        {**written, **result.to_dict()},
-        lambda: compression_csv(rows, table.sort),
-        lambda: render_quantized(result, rows, fold=table.fold, sort=table.sort),
-    )
+    table.report_modules(result, tagged, **({} if dry_run or output is None else {"file": str(output)}))
     if output is not None and not dry_run and not table.as_json and not table.as_csv:
         show_written(written_files(output))
         show_next("htp-export", "compare", file, output)

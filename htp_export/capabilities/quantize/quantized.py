@@ -96,12 +96,13 @@ class Quantized(ModuleTable, HoldsModel):
         return f"{predicted}{sizes}; {changed or 'nothing changed'}"
 
     @property
-    def left_lines(self) -> list[str]:
-        """Sentences on nodes that stay as they are in modules that have a precision, which are most often few kinds."""
-        return [
+    def lines(self) -> tuple[str, ...]:
+        """Lines below the summary: first, nodes that stay as they are in modules that have a precision."""
+        left = (
             f"{name} leaves as they are: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
             for name, kinds in self.left.items()
-        ]
+        )
+        return (*left, *super().lines)
 
     @property
     def drawn(self) -> Sequence[Column[Any]]:
