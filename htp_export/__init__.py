@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from htp_export.capabilities.cost.result import Cost
     from htp_export.capabilities.cost.work import Work
     from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference, diff
-    from htp_export.capabilities.export_plan.plan_exporting import PlanFile, export_plan
     from htp_export.capabilities.extract.extraction import Extraction, extract
     from htp_export.capabilities.extract.splicing import Splice, splice
     from htp_export.capabilities.fingerprint.blocks import Block
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
     from htp_export.capabilities.functions.nesting import Nested, functions
     from htp_export.capabilities.inspect.inspected import Inspected
     from htp_export.capabilities.inspect.inspecting import inspect
-    from htp_export.capabilities.lora.lora_files import FusedLora, LoraAdapter, fuse_lora, lora_adapter
-    from htp_export.capabilities.lora.lora_inputs import InsertedLora, LoraLayer, insert_lora
+    from htp_export.capabilities.lora.lora_files import FusedLora, LoraAdapter
+    from htp_export.capabilities.lora.lora_inputs import InsertedLora, LoraLayer
     from htp_export.capabilities.nodes.map_result import ModelMap
-    from htp_export.capabilities.nodes.mapping import map
+    from htp_export.capabilities.nodes.mapping import nodes
     from htp_export.capabilities.optimize.optimizing import optimize
     from htp_export.capabilities.optimize.results import Optimized
     from htp_export.capabilities.partition.partitions import Partition, Stage
@@ -53,11 +52,12 @@ if TYPE_CHECKING:
     from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
     from htp_export.capabilities.prune.pruned import Pruned, PrunedModule
     from htp_export.capabilities.prune.pruning import prune
+    from htp_export.capabilities.quantize.plan_exporting import PlanFile, export_plan
     from htp_export.capabilities.quantize.precisions import Precision
     from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
     from htp_export.capabilities.quantize.quantizing import quantize
     from htp_export.capabilities.quantize.training import frozen_fake_quantize, module_filter
-    from htp_export.capabilities.rename.naming import Named, names
+    from htp_export.capabilities.rename.naming import Named, rename
     from htp_export.capabilities.search.search_results import Search
     from htp_export.capabilities.search.searching import search
     from htp_export.capabilities.search.sensitivities import sensitivity
@@ -144,16 +144,12 @@ __all__ = [
     "forensics",
     "frozen_fake_quantize",
     "functions",
-    "fuse_lora",
     "inline",
-    "insert_lora",
     "inspect",
     "load",
     "load_partition",
-    "lora_adapter",
-    "map",
     "module_filter",
-    "names",
+    "nodes",
     "optimize",
     "partition",
     "pipeline",
@@ -162,6 +158,7 @@ __all__ = [
     "profile",
     "prune",
     "quantize",
+    "rename",
     "search",
     "sensitivity",
     "splice",
@@ -210,7 +207,7 @@ _HOMES = {
     "Placed": "capabilities.place.placed",
     "PlacedModule": "capabilities.place.placed",
     "Placement": "capabilities.place.placed",
-    "PlanFile": "capabilities.export_plan.plan_exporting",
+    "PlanFile": "capabilities.quantize.plan_exporting",
     "Precision": "capabilities.quantize.precisions",
     "Profile": "capabilities.profile.latency_results",
     "Pruned": "capabilities.prune.pruned",
@@ -237,22 +234,18 @@ _HOMES = {
     "diff": "capabilities.diff.differing",
     "embed_map": "capabilities.carry.carrying",
     "export": "exporter.exporting",
-    "export_plan": "capabilities.export_plan.plan_exporting",
+    "export_plan": "capabilities.quantize.plan_exporting",
     "extract": "capabilities.extract.extraction",
     "fingerprint": "capabilities.fingerprint.families",
     "forensics": "capabilities.forensics.investigation",
     "frozen_fake_quantize": "capabilities.quantize.training",
     "functions": "capabilities.functions.nesting",
-    "fuse_lora": "capabilities.lora.lora_files",
     "inline": "capabilities.functions.inlining",
-    "insert_lora": "capabilities.lora.lora_inputs",
     "inspect": "capabilities.inspect.inspecting",
     "load": "model.tagged",
     "load_partition": "capabilities.partition.stage_folder",
-    "lora_adapter": "capabilities.lora.lora_files",
-    "map": "capabilities.nodes.mapping",
     "module_filter": "capabilities.quantize.training",
-    "names": "capabilities.rename.naming",
+    "nodes": "capabilities.nodes.mapping",
     "optimize": "capabilities.optimize.optimizing",
     "partition": "capabilities.partition.staging",
     "pipeline": "capabilities.pipeline.running",
@@ -261,6 +254,7 @@ _HOMES = {
     "profile": "capabilities.profile.latency",
     "prune": "capabilities.prune.pruning",
     "quantize": "capabilities.quantize.quantizing",
+    "rename": "capabilities.rename.naming",
     "search": "capabilities.search.searching",
     "sensitivity": "capabilities.search.sensitivities",
     "splice": "capabilities.extract.splicing",
@@ -270,7 +264,7 @@ _HOMES = {
 }
 
 
-_SUBPACKAGES = ("errors", "huggingface", "passes", "tools")
+_SUBPACKAGES = ("errors", "huggingface", "lora", "passes", "tools")
 """What the documentation names beside functions and classes, ``htp_export.tools.onnxslim``."""
 
 

@@ -36,18 +36,24 @@ def names_in(package: str, suffix: str = "") -> list[str]:
 def capability_modules(suffix: str) -> dict[str, str]:
     """Files of capabilities whose names end alike: the rest of the name → the module. Nothing is imported.
 
+    What lies in a folder ``commands`` of a capability has the name of the capability and a space before its own.
+
     Args:
         suffix: How the names end.
 
     Examples:
         >>> capability_modules("_command")["carry"]
         'htp_export.capabilities.carry.carry_command'
+        >>> capability_modules("_command")["lora fuse"]
+        'htp_export.capabilities.lora.commands.fuse_command'
     """
     folder = Path(__file__).parent / "capabilities"
-    found = {file.stem: file.parent.name for file in sorted(folder.glob(f"*/*{suffix}.py"))}
-    return {
-        stem.removesuffix(suffix): f"htp_export.capabilities.{capability}.{stem}" for stem, capability in found.items()
-    }
+    found: dict[str, str] = {}
+    for file in sorted((*folder.glob(f"*/*{suffix}.py"), *folder.glob(f"*/commands/*{suffix}.py"))):
+        capability, *below = file.relative_to(folder).with_suffix("").parts
+        name = " ".join((*(capability for _ in below[1:]), file.stem.removesuffix(suffix)))
+        found[name] = ".".join(("htp_export.capabilities", capability, *below))
+    return found
 
 
 def provider(name: str) -> ModuleType:

@@ -12,7 +12,7 @@ from tests.lora.test_lora import adapter, factors
 
 COMMANDS: dict[str, str] = {
     "tree": "FILE",
-    "map": "FILE",
+    "nodes": "FILE",
     "view": "FILE -o view.html",
     "cost": "FILE",
     "profile": "FILE --runs 1 --warmup 0 --threads 1",
@@ -22,19 +22,19 @@ COMMANDS: dict[str, str] = {
     "extract": "FILE first -o out.onnx",
     "splice": "FILE first PART -o out.onnx",
     "functions": "FILE first -o out.onnx",
-    "inline": "FILE -o out.onnx",
-    "names": "FILE -o out.onnx",
+    "functions --undo": "FILE -o out.onnx",
+    "rename": "FILE -o out.onnx",
     "partition": "FILE 2 -o stages",
     "place": "FILE --rule .=cpu -o out.onnx",
-    "placement": "FILE",
+    "place --show": "FILE",
     "optimize": "FILE -o out.onnx",
     "quantize": "FILE --rule first=int8-dynamic -o out.onnx",
-    "export-plan": "FILE --rule first=int8 --to nncf -o out.json",
+    "quantize --plan-for": "nncf FILE --rule first=int8 -o out.json",
     "prune": "FILE --rule first=0.5 -o out.onnx",
     "sensitivity": "FILE --precision int8 --select first",
     "search": "FILE --choices int8 --trials 2 --select first",
-    "insert-lora": "FILE first -o out.onnx",
-    "fuse-lora": "FILE ADAPTER -o out.onnx",
+    "lora insert": "FILE first -o out.onnx",
+    "lora fuse": "FILE ADAPTER -o out.onnx",
     "run": "onnxoptimizer FILE -o out.onnx",
     "carry": "FILE FILE -o out.onnx",
     "adopt": "FILE FILE -o out.onnx",
@@ -42,9 +42,11 @@ COMMANDS: dict[str, str] = {
     "fingerprint": "FILE",
     "pipeline": "STEPS -m FILE -o out.onnx",
 }
-"""Name → arguments; those in capitals are files, see `companions`."""
+"""Name, or name and an option that makes it do another thing → arguments; capitals are files, see `companions`."""
 
-WITHOUT_FILE = ("export", "lora-adapter")
+WITHOUT_FILE = ("export", "lora adapter")
+
+NAMES = {command.partition(" --")[0] for command in (*COMMANDS, *WITHOUT_FILE)}
 
 
 class Net(nn.Module):
@@ -77,5 +79,5 @@ def companions(folder: Path) -> dict[str, str]:
 
 def arguments(command: str, files: dict[str, Any]) -> list[str]:
     """What is typed: a command with its arguments of `COMMANDS`, or with its own."""
-    name, _, own = command.partition(" ")
-    return [name, *(str(files.get(word, word)) for word in (own or COMMANDS[name]).split())]
+    typed = f"{command} {COMMANDS[command]}" if command in COMMANDS else command
+    return [str(files.get(word, word)) for word in typed.split()]

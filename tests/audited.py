@@ -31,7 +31,7 @@ def functions_of(file: str) -> dict[str, Any]:
     return {
         "properties": lambda: (tagged.signatures, tagged.parameters, tagged.calls, tagged.tag_facts, str(tagged)),
         "regions": lambda: [(tagged[path].inputs, tagged[path].outputs) for path in tagged],
-        "map": lambda: htp_export.map(tagged).to_dict(),
+        "nodes": lambda: htp_export.nodes(tagged).to_dict(),
         "contamination": lambda: htp_export.contamination(tagged),
         "embed_map": lambda: htp_export.embed_map(file),
         "carry": lambda: htp_export.carry(None, file),

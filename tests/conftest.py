@@ -37,7 +37,7 @@ TORCH = {
     "test_exactness_torchscript",
     "test_example_calls",
     "test_fates",
-    "test_names",
+    "test_rename",
     "test_signatures",
     "test_torch_internals",
     "test_torch_warnings",

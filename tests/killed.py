@@ -42,7 +42,7 @@ OPERATIONS: dict[str, Callable[[Path], Any]] = {
     "splice": lambda at: htp_export.splice(at / "old.onnx", "0", at / "piece.onnx", at / "out.onnx"),
     "functions": lambda at: htp_export.functions(at / "in.onnx", "class:Sequential", at / "out.onnx"),
     "inline": lambda at: htp_export.inline(at / "in.onnx", at / "out.onnx"),
-    "names": lambda at: htp_export.names(at / "in.onnx", at / "out.onnx"),
+    "rename": lambda at: htp_export.rename(at / "in.onnx", at / "out.onnx"),
     "tool": lambda at: htp_export.tools.onnxscript(at / "in.onnx", at / "out.onnx"),
     "partition": lambda at: htp_export.partition(at / "in.onnx", 2, at / "stages"),
     "export": lambda at: None,  # see `_program`

@@ -55,7 +55,7 @@ COMMANDS: dict[str, str] = {
     "optimize --level fused": "optimize F -o out.onnx --level fused --attribution",
     "extract": "extract F block.0 -o out.onnx",
     "functions": "functions F class:Block -o out.onnx",
-    "inline": "inline F -o out.onnx",
+    "functions --undo": "functions F --undo -o out.onnx",
     "splice": "splice F block.0 PART -o out.onnx",
     "partition": "partition F 2 -o stages",
     "carry": "carry WHOLE F -o out.onnx",

@@ -1,8 +1,9 @@
 """The commands: every file ``NAME_command.py`` of a capability is one.
 
-It has a function ``NAME_command``, an ``EXAMPLE`` of what is typed after the name, and its ``PLACE`` in the help. A
-command has ``-`` where its file has ``_``, and is found under both names. It is imported when it is called, or when
-the help lists it; the help leaves out what cannot be imported.
+It has a function ``NAME_command``, an ``EXAMPLE`` of what is typed after the name, and its ``PLACE`` in the help: one
+of `GROUPS`, and a number. A command has ``-`` where its file has ``_``, and is found under both names. It is imported
+when it is called, or when the help lists it; the help leaves out what cannot be imported. The commands in a folder
+``commands`` of a capability are those of a command with its name: ``htp-export lora fuse``.
 
 The parameters of the function are what is typed. The type of one holds its help: ``Annotated[int, "What it is for."]``.
 Then it is an argument if it has no default, else an option; one that is False by default is a switch, ``output`` is
@@ -16,8 +17,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -28,22 +28,31 @@ from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, re
 from htp_export.command.plan_options import rules_as_typed
 from htp_export.discovery import capability_modules
 
-__all__ = ["CommandGroup", "command_names", "flattened"]
+__all__ = ["GROUPS", "CommandGroup", "command_groups", "command_names", "flattened"]
 
-_LAST = 1000
+GROUPS = ("Export", "Look", "Check and measure", "Cut", "Optimise", "Compress", "Deploy")
+"""The headings of the help, in order. Commands without a ``PLACE`` stand below one more."""
+
+_ELSEWHERE = ("Others", 0)
 
 
 def _all_names() -> dict[str, str]:
     return {name.replace("_", "-"): module for name, module in capability_modules("_command").items()}
 
 
-def command_names() -> list[str]:
-    """The names of all commands that can be imported, in the order of the help."""
-    modules: dict[str, ModuleType] = {}
+def command_groups() -> dict[str, list[str]]:
+    """The commands that can be imported, as the help lists them: heading → names."""
+    places: dict[str, tuple[str, int]] = {}
     for name, module in _all_names().items():
         with contextlib.suppress(ImportError):
-            modules[name] = importlib.import_module(module)
-    return sorted(modules, key=lambda name: getattr(modules[name], "PLACE", _LAST))
+            places[name] = getattr(importlib.import_module(module), "PLACE", _ELSEWHERE)
+    listed = {group: [name for name in places if places[name][0] == group] for group in (*GROUPS, _ELSEWHERE[0])}
+    return {group: sorted(names, key=lambda name: places[name][1]) for group, names in listed.items() if names}
+
+
+def command_names() -> list[str]:
+    """The names of all commands that can be imported, in the order of the help."""
+    return [name for names in command_groups().values() for name in names]
 
 
 class _Command(TyperCommand):
@@ -60,33 +69,69 @@ class _Command(TyperCommand):
 
 
 class CommandGroup(TyperGroup):
-    """The program: its commands are files of the capabilities, each made when it is asked for."""
+    """The program, or a command that has commands: each is made from its file when it is asked for.
 
-    def __init__(self, **settings: Any) -> None:
+    Without a command, it shows its help.
+    """
+
+    def __init__(self, above: str = "", **settings: Any) -> None:
+        """Begin with the words before the names of the commands: none for the program, ``"lora "`` for its own."""
         super().__init__(**settings)
-        self.commands = dict.fromkeys(_all_names())  # type: ignore[assignment] # each is made when it is asked for
+        self.above = above
+        self.commands = dict.fromkeys(self._own(_all_names()))  # type: ignore[assignment] # made when asked for
+
+    def _own(self, names: Iterable[str]) -> list[str]:
+        """The commands of this group among full names."""
+        below = (name.removeprefix(self.above) for name in names if name.startswith(self.above))
+        return list(dict.fromkeys(name.partition(" ")[0] for name in below))
 
     def list_commands(self, _context: Any) -> list[str]:
         """The names of the commands, as the help lists them."""
-        return command_names()
+        return self._own(command_names())
 
     def get_command(self, context: Any, name: str) -> Any:
         """The command of a name; the name of the Python function, with ``_``, is one too."""
         name = name.replace("_", "-")
         if name in self.commands and self.commands[name] is None:
-            self.commands[name] = _command(name)
+            full = f"{self.above}{name}"
+            self.commands[name] = _command(full) if full in _all_names() else _group(full)
         return self.commands.get(name)
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        """Read what was typed up to the name of a command."""
+        rest: list[str] = super().parse_args(context, arguments or ["--help"])
+        return rest
+
+    def format_commands(self, context: Any, formatter: Any) -> None:
+        """Write the commands below their headings, all in one column."""
+        groups = {group: self._own(names) for group, names in command_groups().items()}
+        width = max(len(name) for names in groups.values() for name in names)
+        for group, names in groups.items():
+            lines = [
+                (name.ljust(width), self.get_command(context, name).get_short_help_str(formatter.width - width - 6))
+                for name in names
+            ]
+            if lines:
+                with formatter.section("Commands" if self.above else group):
+                    formatter.write_dl(lines)
 
 
 def _command(name: str) -> Any:
     module = importlib.import_module(_all_names()[name])
+    own = name.rpartition(" ")[2]
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(name, cls=_Command, epilog=f"Example: htp-export {name} {module.EXAMPLE}")(
-        flattened(getattr(module, f"{name.replace('-', '_')}_command"))
+    app.command(own, cls=_Command, epilog=f"Example: htp-export {name} {module.EXAMPLE}")(
+        flattened(getattr(module, f"{own.replace('-', '_')}_command"))
     )
     command = typer.main.get_command(app)
     command.idle = getattr(module, "IDLE", ())  # type: ignore[attr-defined] # it is a _Command
     return command
+
+
+def _group(name: str) -> CommandGroup:
+    """The command with the name of a capability, whose commands are those in its folder ``commands``."""
+    package = importlib.import_module(f"htp_export.capabilities.{name.replace('-', '_')}.commands")
+    return CommandGroup(f"{name} ", name=name, help=package.__doc__, rich_markup_mode=None)
 
 
 def _marks(annotation: Any) -> list[Writes]:

@@ -45,9 +45,8 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
+@app.callback()
 def _root(
-    context: typer.Context,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks, and what libraries log; may stand after a command, too.")
     ] = False,
@@ -55,8 +54,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    """Options that stand before a command; what they do is done when they are read."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,7 +117,8 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
     if shown is not None:
         message = " ".join(shown().split()).replace("Value error, ", "")  # so typer says it of a choice
         if message.startswith("No such command"):
-            message = f"{message.rstrip('.')}; htp-export --help lists the commands"
+            above = getattr(getattr(error, "ctx", None), "command_path", "htp-export")
+            message = f"{message.rstrip('.')}; {above} --help lists the commands"
         return message, 2
     if isinstance(error, OSError) and error.strerror is not None:  # without a name it is a stream: stdout
         return f"{error.filename or 'the output cannot be written'}: {error.strerror}", 2

@@ -105,7 +105,7 @@ def export(
         export_modules_as_functions: The modules that become ONNX functions, as with `functions`: True for every one,
             classes of modules, or a selector, see ``TaggedModel.select``.
         autograd_inlining: Deprecated by torch.
-        names: ``"path"`` for names of nodes and tensors that are made of module paths, as with `names`; None for
+        names: ``"path"`` for names of nodes and tensors that are made of module paths, as with `rename`; None for
             torch's names.
 
     Returns:

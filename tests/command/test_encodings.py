@@ -24,16 +24,16 @@ def net():
     return torch.nn.Sequential(__import__("collections").OrderedDict(modules)), torch.randn(2, 16)
 """
 COMMANDS = [
-    "tree FILE", "tree FILE --no-fold --csv", "tree FILE --json", "tree --entry {code}:net", "cost FILE", "map FILE",
-    "map FILE --csv", "profile FILE --runs 1", "verify FILE --entry {code}:net --all", "compare FILE FILE --all",
-    "diff FILE OTHER", "forensics FILE", "forensics FILE --list", "fingerprint FILE", "placement FILE",
+    "tree FILE", "tree FILE --no-fold --csv", "tree FILE --json", "tree --entry {code}:net", "cost FILE", "nodes FILE",
+    "nodes FILE --csv", "profile FILE --runs 1", "verify FILE --entry {code}:net --all", "compare FILE FILE --all",
+    "diff FILE OTHER", "forensics FILE", "forensics FILE --list", "fingerprint FILE", "place FILE --show",
     "place FILE --rule .=cpu -o o.onnx", "quantize FILE int8 --dry-run", "quantize FILE --rule **=int4 -o o.onnx",
     "prune FILE --rule **=0.5 -o o.onnx", "sensitivity FILE --precision int4", "search FILE --choices int4 --trials 1",
-    "optimize FILE -o o.onnx --attribution", "optimize --list", "partition FILE 2 -o stages", "names FILE -o o.onnx",
+    "optimize FILE -o o.onnx --attribution", "optimize --list", "partition FILE 2 -o stages", "rename FILE -o o.onnx",
     "functions FILE ** -o o.onnx", "extract FILE {name}0 -o o.onnx", "export --entry {code}:net -o o.onnx --verify",
-    "view FILE -o o.html", "pipeline steps.yaml -m FILE -o o.onnx", "inline FILE -o o.onnx", "search --help",
-    "adopt FILE OTHER -o o.onnx", "carry FILE OTHER -o o.onnx", "export-plan FILE int8 --to ort -o o.json",
-    "insert-lora FILE ** -o o.onnx", "run onnxruntime FILE -o o.onnx",
+    "view FILE -o o.html", "pipeline steps.yaml -m FILE -o o.onnx", "functions FILE --undo -o o.onnx", "search --help",
+    "adopt FILE OTHER -o o.onnx", "carry FILE OTHER -o o.onnx", "quantize FILE int8 --plan-for ort -o o.json",
+    "lora insert FILE ** -o o.onnx", "run onnxruntime FILE -o o.onnx",
 ]  # fmt: skip
 WRONG = ["tree 模.onnx", "extract FILE 模 -o o.onnx", "cost FILE --select 模", "export --entry 模:net -o o.onnx", "模"]
 
@@ -115,7 +115,7 @@ def test_lines_fall_back_to_ascii_and_names_are_escaped(folder: Path, monkeypatc
 def test_a_stdout_that_is_full_is_no_bug(folder: Path) -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
         ended = subprocess.run(
-            [sys.executable, "-m", "htp_export", "map", str(folder / "net.onnx")],
+            [sys.executable, "-m", "htp_export", "nodes", str(folder / "net.onnx")],
             stdout=full, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     message = "htp-export: error: the output cannot be written: No space left on device\n"

@@ -171,7 +171,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("profile short.onnx --runs 1", SHORT),
     ("extract missing.onnx layer.0 -o o.onnx", MISSING),
     ("functions missing.onnx layer.0 -o o.onnx", MISSING),
-    ("inline short.onnx -o o.onnx", SHORT),
+    ("functions short.onnx --undo -o o.onnx", SHORT),
     ("partition missing.onnx 2 -o stages", MISSING),
     ("carry net.onnx missing.onnx -o o.onnx", MISSING),
     ("run onnxruntime missing.onnx -o o.onnx", MISSING),
@@ -328,7 +328,7 @@ def test_a_newer_version_of_the_format_is_read_with_a_warning(
     assert warning in caplog.text
 
 
-@pytest.mark.parametrize("command", ["optimize", "functions", "inline", "splice", "carry", "run"])
+@pytest.mark.parametrize("command", ["optimize", "functions", "functions --undo", "splice", "carry", "run"])
 def test_weights_are_shared_on_request(folder: Path, tmp_path: Path, command: str) -> None:
     write_model(_square(), tmp_path / "net.onnx", "net.onnx.data")
     write_model(_square(), tmp_path / "part.onnx")
@@ -343,12 +343,12 @@ def test_weights_are_shared_on_request(folder: Path, tmp_path: Path, command: st
     arguments = {
         "optimize": [net],
         "functions": [net, "layer.1"],
-        "inline": [net],
+        "functions --undo": [net],
         "splice": [net, "layer.0", str(tmp_path / "part.onnx")],
         "carry": [net, net],
         "run": ["onnxscript", net],
     }
-    assert main([command, *arguments[command], "-o", str(out), "--share-weights"]) == 0
+    assert main([*command.split(), *arguments[command], "-o", str(out), "--share-weights"]) == 0
     model = read_model(out)
     assert tags.WEIGHTS in model.metadata_props
     weight = model.graph.initializers["layer.1.fc.weight"].const_value

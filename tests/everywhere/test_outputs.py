@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,10 @@ MODELS = {
     "export": "--entry {net}:net",
     "extract": "FILE 0",
     "functions": "FILE 0",
-    "fuse-lora": "FILE factors.safetensors",
-    "inline": "FILE",
-    "insert-lora": "FILE 0",
-    "names": "FILE",
+    "lora fuse": "FILE factors.safetensors",
+    "functions --undo": "FILE",
+    "lora insert": "FILE 0",
+    "rename": "FILE",
     "optimize": "FILE",
     "pipeline": "steps.yaml -m FILE",
     "place": "FILE plan.json --shapes shapes.json",
@@ -39,8 +40,8 @@ MODELS = {
 }
 OTHERS = {
     "diff": "FILE other.onnx",
-    "export-plan": "FILE plan.json --to ort",
-    "lora-adapter": "FILE factors.safetensors",
+    "quantize --plan-for": "ort FILE plan.json",
+    "lora adapter": "FILE factors.safetensors",
     "partition": "FILE 2",
     "search": "FILE --choices int4",
     "view": "FILE --no-graph",
@@ -82,14 +83,17 @@ def run(folder: Path, command: str, output: str, *more: str) -> int:
 
 
 def test_these_are_all_commands_that_write() -> None:
-    group = CommandGroup()
-    commands = {name: group.get_command(None, name) for name in command_names()}
+    program = CommandGroup()
+    commands = {
+        name: reduce(lambda group, word: group.get_command(None, word), name.split(), program)
+        for name in command_names()
+    }
     writing = {name for name in commands if any(each.name == "force" for each in commands[name].params)}
-    assert writing == {*MODELS, *OTHERS}
+    assert writing == {command.partition(" --")[0] for command in (*MODELS, *OTHERS)}
     assert writing == {name for name in commands if any("--output" in each.opts for each in commands[name].params)}
 
 
-OWN_KIND = {"diff": "page.html", "view": "page.html", "export-plan": "shapes.json"}  # these may be replaced
+OWN_KIND = {"diff": "page.html", "view": "page.html", "quantize --plan-for": "shapes.json"}  # these may be replaced
 
 
 @pytest.mark.parametrize("command", sorted(MODELS | OTHERS))
@@ -114,8 +118,8 @@ def test_a_file_of_the_kind_that_is_written_is_replaced(folder: Path, command: s
 @pytest.mark.parametrize(
     ("command", "output"),
     [("carry", "shapes.json"), ("export", "{net}.py"), ("pipeline", "steps.yaml"), ("pipeline", "data.npz"),
-     ("fuse-lora", "factors.safetensors"), ("quantize", "data.npz"), ("extract", "net.onnx.data"),
-     ("splice", "other.onnx"), ("export-plan", "plan.json")],
+     ("lora fuse", "factors.safetensors"), ("quantize", "data.npz"), ("extract", "net.onnx.data"),
+     ("splice", "other.onnx"), ("quantize --plan-for", "plan.json")],
 )  # fmt: skip
 def test_what_is_read_is_not_replaced_by_force_either(
     folder: Path, capsys: pytest.CaptureFixture[str], command: str, output: str
@@ -156,8 +160,8 @@ def test_a_file_of_another_kind_is_replaced_where_that_is_asked_for(folder: Path
     assert run(folder, "optimize", "page.html", "--force") == 0
     assert htp_export.load("page.html")["1"].nodes
     Path("empty").touch()
-    assert run(folder, "inline", "empty") == 0
-    assert run(folder, "inline", "empty") == 0
+    assert run(folder, "functions --undo", "empty") == 0
+    assert run(folder, "functions --undo", "empty") == 0
 
 
 def test_python_functions_refuse_what_they_read(folder: Path) -> None:
@@ -165,7 +169,7 @@ def test_python_functions_refuse_what_they_read(folder: Path) -> None:
     uses = {
         "data.npz": lambda file: htp_export.quantize("net.onnx", {"0": "int8"}, file, data=file),
         "steps.yaml": lambda file: htp_export.pipeline(file, "net.onnx", file),
-        "factors.safetensors": lambda file: htp_export.fuse_lora("net.onnx", file, file),
+        "factors.safetensors": lambda file: htp_export.lora.fuse("net.onnx", file, file),
     }
     for file, use in uses.items():
         with pytest.raises(FileError, match="is read"):
@@ -173,7 +177,7 @@ def test_python_functions_refuse_what_they_read(folder: Path) -> None:
     assert listing(folder) == before
 
 
-@pytest.mark.parametrize("command", [*sorted({*MODELS} - {"export"}), "view", "export-plan"])
+@pytest.mark.parametrize("command", [*sorted({*MODELS} - {"export"}), "view", "quantize --plan-for"])
 def test_links_in_a_circle_are_no_bug(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     Path("one").symlink_to("two")
     Path("two").symlink_to("one")

@@ -21,7 +21,7 @@ from htp_export.files.model_files import read_model, write_model
 from htp_export.format import tags
 from htp_export.format.provenance_notes import ProvenanceNote, write_provenance
 from htp_export.model.content_hash import content_hash
-from tests.all_commands import COMMANDS, WITHOUT_FILE, companions, example
+from tests.all_commands import COMMANDS, NAMES, companions, example
 
 ROOT = Path(__file__).parents[2]
 ENTRY = "evilmod:make"
@@ -116,7 +116,7 @@ def audited(files: list[Path], commands: list[str], others: dict[str, str]) -> l
 def test_every_key_and_every_command_is_gone_through() -> None:
     assert {*tags.MODEL_KEYS, *tags.NODE_KEYS, tags.PLACEMENT, tags.WEIGHTS, tags.DATA, tags.LORA} <= set(KEYS)
     assert {"layer_ann", "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.stack_trace"} <= set(KEYS)
-    assert {*COMMANDS, *WITHOUT_FILE} == set(command_names())
+    assert set(command_names()) == NAMES
 
 
 AGAIN = "pipeline FILE -m PART -o again.onnx"
@@ -153,7 +153,7 @@ def test_whatever_is_in_a_key_nothing_is_imported_run_or_opened(net: Path, work:
         read = {key for key, file in files.items() if loads(file)}
         refused += [file for key, file in files.items() if key not in read]
         combined.append(hostile(net, work / f"{number}.onnx", {key: wanted[key] for key in read}))
-    commands = ["tree", "view", "placement", "functions", "optimize", "carry", "insert-lora", "verify", AGAIN]
+    commands = ["tree", "view", "place --show", "functions", "optimize", "carry", "lora insert", "verify", AGAIN]
     others = companions(work)
     assert not audited(combined, commands, others)
     assert not audited(refused, ["tree"], others)
@@ -176,7 +176,7 @@ def made_by(net: Path, target: Path, step: str, options: dict[str, Any]) -> Path
         ("onnxsim", {"custom_lib": "outside_secret/evil.so"}, "which may name code to run"),
         ("onnxslim", {"model_check_inputs": ["x:outside_secret/x.npy"]}, "which may name code to run"),
         ("compare", {"providers": [["CPUExecutionProvider", {"library": "evil.so"}]]}, "which may name code to run"),
-        ("fuse_lora", {"adapter": "../outside_secret"}, "names a file that is not in the folder of this one"),
+        ("lora.fuse", {"adapter": "../outside_secret"}, "names a file that is not in the folder of this one"),
         ("carry", {"after": "../outside_secret/secret.onnx"}, "names a file that is not in the folder"),
         ("splice", {"path": "first", "replacement": "/etc/passwd"}, "names a file that is not in the folder"),
         ("compare", {"a": "link/secret.onnx"}, "names a file that is not in the folder"),

@@ -74,10 +74,10 @@ WRITERS: dict[str, Callable[[dict[str, Path], Path], Any]] = {
     "carry": lambda given, out: htp_export.carry(given["net"], given["plain"], out),
     "embed_map": lambda given, out: htp_export.embed_map(given["net"], out),
     "adopt": lambda given, out: htp_export.adopt(given["net"], given["plain"], out),
-    "names": lambda given, out: htp_export.names(given["net"], output=out),
+    "rename": lambda given, out: htp_export.rename(given["net"], output=out),
     "place": lambda given, out: htp_export.place(given["net"], {"body": "cpu"}, out),
-    "insert_lora": lambda given, out: htp_export.insert_lora(given["net"], "head", rank=2, output=out),
-    "fuse_lora": lambda given, out: htp_export.fuse_lora(given["net"], given["adapter"], out),
+    "lora.insert": lambda given, out: htp_export.lora.insert(given["net"], "head", rank=2, output=out),
+    "lora.fuse": lambda given, out: htp_export.lora.fuse(given["net"], given["adapter"], out),
     "pipeline": lambda given, out: htp_export.pipeline([{"prune": {"plan": {"body": 0.5}}}], given["net"], out),
     "tool": lambda given, out: tools.quantize_dynamic(given["net"], out),
     "export with names": export_with(names="path"),
@@ -152,7 +152,7 @@ def test_a_fault_that_a_model_had_before_is_no_reason_to_refuse_it(
     onnx.save(ir.to_proto(model), tmp_path / "faulty.onnx")
     for made_of in (tmp_path / "faulty.onnx", model):
         htp_export.prune(made_of, {"head": 0.5}, tmp_path / "out.onnx")
-        htp_export.names(made_of, output=tmp_path / "named.onnx")
+        htp_export.rename(made_of, output=tmp_path / "named.onnx")
     htp_export.load(tmp_path / "faulty.onnx").save(tmp_path / "copy.onnx")
     assert len(list(tmp_path.glob("*.onnx"))) == 4
 

@@ -284,7 +284,7 @@ WORK: dict[str, Callable[[htp_export.TaggedModel], object]] = {
     "forensics": lambda tagged: htp_export.forensics(tagged).to_dict(),
     "functions": lambda tagged: htp_export.functions(tagged, "**").to_dict(),
     "inline": lambda tagged: of_model(htp_export.inline(tagged).model),
-    "names": lambda tagged: of_model(htp_export.names(tagged).model),
+    "rename": lambda tagged: of_model(htp_export.rename(tagged).model),
     "optimize": lambda tagged: of_model(htp_export.optimize(tagged).model),
     "partition": lambda tagged: [stage.modules for stage in htp_export.partition(tagged, 2).stages],
     "splice": lambda tagged: of_model(

@@ -15,7 +15,7 @@ from tests.handmade import encoder
 from tools import fuzz
 from tools.fuzz_mutations import mutated
 
-QUICK = ("tree --csv", "cost", "inline", "diff", "view --netron", "optimize")
+QUICK = ("tree --csv", "cost", "functions --undo", "diff", "view --netron", "optimize")
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -300,7 +300,7 @@ def test_text_that_is_not_utf8_is_refused_by_load_or_harms_nothing(place: str, t
     assert b"\xff\xfe" not in (tmp_path / "saved.onnx").read_bytes()
     if "metadata_props" in place:  # a node may have lost its module
         return
-    assert main(["names", str(tmp_path / "net.onnx"), "-o", str(tmp_path / "named.onnx")]) == 0
+    assert main(["rename", str(tmp_path / "net.onnx"), "-o", str(tmp_path / "named.onnx")]) == 0
     assert main(["optimize", str(tmp_path / "net.onnx"), "-o", str(tmp_path / "small.onnx")]) == 0
 
 

@@ -518,7 +518,7 @@ def test_commands_write_the_files_and_say_what_was_made(tmp_path, capsys):
     htp_export.load(handmade.encoder()).save(flat)
     assert main(["functions", str(flat), "layer.*", "!layer.1", "-o", str(nested)]) == 0
     assert "htp::Layer" in capsys.readouterr().out
-    assert main(["inline", str(nested), "-o", str(back), "--json"]) == 0
+    assert main(["functions", str(nested), "--undo", "-o", str(back), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "schema_version": 1,
         "functions": {"htp::Layer": 1}, "nodes_before": 8, "nodes_after": 7

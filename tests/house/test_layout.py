@@ -35,13 +35,12 @@ ROWS = [
 ROW = {name: number for number, names in enumerate(ROWS) for name in names}
 # What stands above all rows: the face of the package, which imports nothing until it is asked to, its program, and
 # the names under which users know parts of capabilities.
-FACES = {f"htp_export{name}" for name in ("", ".__main__", ".huggingface", ".passes", ".tools")}
+FACES = {f"htp_export{name}" for name in ("", ".__main__", ".huggingface", ".lora", ".passes", ".tools")}
 # The other capabilities that each may import, inside of functions. There is no circle.
 MAY_IMPORT: dict[str, set[str]] = {
     "attention_report": {"cost"},
     "diff": {"view"},
     "export": {"carry", "cost", "huggingface", "verify"},
-    "export_plan": {"quantize"},
     "fingerprint": {"forensics"},
     "forensics": {"optimize"},
     "huggingface": {"carry"},
@@ -228,15 +227,11 @@ IN_ANOTHER_FOLDER = {
     "adopt": "carry",
     "compare": "verify",
     "embed_map": "carry",
+    "export_plan": "quantize",
     "frozen_fake_quantize": "quantize",
-    "fuse_lora": "lora",
     "inline": "functions",
-    "insert_lora": "lora",
     "load_partition": "partition",
-    "lora_adapter": "lora",
-    "map": "nodes",
     "module_filter": "quantize",
-    "names": "rename",
     "placement": "place",
     "sensitivity": "search",
     "splice": "extract",

@@ -20,13 +20,12 @@ PUBLIC = [
     "HtpExportError", "Inlined", "InputError", "InsertedLora", "Inspected", "LoraAdapter", "LoraLayer", "Misplaced",
     "ModelDifference", "ModelMap", "ModuleDifference", "ModuleInfo", "ModuleLatency", "Named", "Nested", "Optimized",
     "Partition", "PipelineRun", "Placed", "PlacedModule", "Placement", "PlanFile", "Precision", "Profile", "Pruned",
-    "PrunedModule", "Quantized", "QuantizedModule", "Region", "Search", "Sensitivity", "Splice", "Stage",
-    "StepReport", "TaggedModel", "Verification", "View", "Work", "adopt", "attention_report", "carry", "compare",
-    "contamination", "cost", "decomposed_attention", "diff", "embed_map", "export", "export_plan", "extract",
-    "fingerprint", "forensics", "frozen_fake_quantize", "functions", "fuse_lora", "inline", "insert_lora", "inspect",
-    "load", "load_partition", "lora_adapter", "map", "module_filter", "names", "optimize", "partition", "pipeline",
-    "place", "placement", "profile", "prune", "quantize", "search", "sensitivity", "splice", "tagging", "verify",
-    "view",
+    "PrunedModule", "Quantized", "QuantizedModule", "Region", "Search", "Sensitivity", "Splice", "Stage", "StepReport",
+    "TaggedModel", "Verification", "View", "Work", "adopt", "attention_report", "carry", "compare", "contamination",
+    "cost", "decomposed_attention", "diff", "embed_map", "export", "export_plan", "extract", "fingerprint",
+    "forensics", "frozen_fake_quantize", "functions", "inline", "inspect", "load", "load_partition", "module_filter",
+    "nodes", "optimize", "partition", "pipeline", "place", "placement", "profile", "prune", "quantize", "rename",
+    "search", "sensitivity", "splice", "tagging", "verify", "view",
 ]  # fmt: skip
 
 
@@ -40,6 +39,7 @@ def test_public_names_are_there_and_documented():
 
 def public_functions():
     functions = {name: getattr(htp_export, name) for name in PUBLIC if inspect.isfunction(getattr(htp_export, name))}
+    functions |= {f"lora.{name}": getattr(htp_export.lora, name) for name in htp_export.lora.__all__}
     return functions | {f"tools.{name}": getattr(htp_export.tools, name) for name in adapters.__all__}
 
 

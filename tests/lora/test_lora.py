@@ -100,7 +100,7 @@ def close(one: Any, other: Any) -> bool:
 @BOTH
 def test_without_an_adapter_the_model_computes_what_it_did_before(exporter: str, tmp_path: Path) -> None:
     model, file = made(exporter, tmp_path)
-    result = htp_export.insert_lora(file, "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
+    result = htp_export.lora.insert(file, "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
     assert list(result.layers) == ["up", "twice", "down", "head"]
     assert [(layer.inputs, layer.outputs, layer.calls) for layer in result.layers.values()] == [
         (6, 8, 1), (8, 8, 2), (8, 4, 1), (4, 3, 1),
@@ -117,7 +117,7 @@ def test_without_an_adapter_the_model_computes_what_it_did_before(exporter: str,
 @BOTH
 def test_nodes_and_names_that_were_there_stay(exporter: str, tmp_path: Path) -> None:
     _, file = made(exporter, tmp_path)
-    before, after = htp_export.load(file), htp_export.insert_lora(file, "down", rank=4, alpha=8).tagged
+    before, after = htp_export.load(file), htp_export.lora.insert(file, "down", rank=4, alpha=8).tagged
     kept = {node.name: node for node in after.nodes}
     assert all(kept[node.name].op_type == node.op_type for node in before.nodes)
     names = {node.name for node in before.nodes}
@@ -139,11 +139,11 @@ def test_nodes_and_names_that_were_there_stay(exporter: str, tmp_path: Path) -> 
 @BOTH
 def test_adapters_of_other_ranks_are_switched_at_run_time(exporter: str, tmp_path: Path) -> None:
     model, file = made(exporter, tmp_path)
-    htp_export.insert_lora(file, "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
+    htp_export.lora.insert(file, "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
     for name, rank, alpha, paths in (("a", 4, 8, ["up", "twice", "head"]), ("b", 2, 10, ["down", "twice"])):
         layers = factors(model, paths, rank, seed=ord(name))
         folder = adapter(tmp_path, name, layers, alpha)
-        converted = htp_export.lora_adapter(tmp_path / "lora.onnx", folder, tmp_path / f"{name}.onnx_adapter")
+        converted = htp_export.lora.adapter(tmp_path / "lora.onnx", folder, tmp_path / f"{name}.onnx_adapter")
         wanted = merged(model, layers, alpha / rank)(**feeds()).detach().numpy()
         assert not close(wanted, run(file))
         assert close(wanted, run(tmp_path / "lora.onnx", adapter_file=tmp_path / f"{name}.onnx_adapter"))
@@ -151,7 +151,7 @@ def test_adapters_of_other_ranks_are_switched_at_run_time(exporter: str, tmp_pat
         assert converted.ranks == dict.fromkeys(sorted(paths), rank)
         again = read_adapter(tmp_path / f"{name}.onnx_adapter")
         assert sorted(again.layers) == sorted(paths)
-    a = htp_export.lora_adapter(tmp_path / "lora.onnx", tmp_path / "a")
+    a = htp_export.lora.adapter(tmp_path / "lora.onnx", tmp_path / "a")
     assert np.array_equal(a.arrays["up.lora_A.weight"], factors(model, ["up"], 4, ord("a"))["up"][0].numpy())
 
 
@@ -163,9 +163,9 @@ def test_a_fused_adapter_is_in_the_weights(inserted: bool, exporter: str, tmp_pa
     folder = adapter(tmp_path, "a", layers, 6)
     source = tmp_path / "lora.onnx" if inserted else file
     if inserted:
-        htp_export.insert_lora(file, "**", rank=4, alpha=8, output=source)
-        htp_export.lora_adapter(source, folder, tmp_path / "a.onnx_adapter")
-    result = htp_export.fuse_lora(source, folder, tmp_path / "fused.onnx")
+        htp_export.lora.insert(file, "**", rank=4, alpha=8, output=source)
+        htp_export.lora.adapter(source, folder, tmp_path / "a.onnx_adapter")
+    result = htp_export.lora.fuse(source, folder, tmp_path / "fused.onnx")
     wanted = merged(model, layers, 6 / 4)
     assert close(run(tmp_path / "fused.onnx"), wanted(**feeds()).detach().numpy())
     assert htp_export.verify(wanted, tmp_path / "fused.onnx", (), feeds()).ok
@@ -177,7 +177,7 @@ def test_a_fused_adapter_is_in_the_weights(inserted: bool, exporter: str, tmp_pa
     assert after.paths == before.paths
     assert after.signatures == before.signatures
     if inserted:
-        fused = htp_export.fuse_lora(source, tmp_path / "a.onnx_adapter")
+        fused = htp_export.lora.fuse(source, tmp_path / "a.onnx_adapter")
         weight = "up.weight" if "up.weight" in fused.model.graph.initializers else None
         if weight:
             arrays = [m.graph.initializers[weight].const_value.numpy() for m in (fused.model, after.model)]
@@ -198,14 +198,14 @@ def test_merged_projections_take_adapters_but_no_fusing(tmp_path: Path) -> None:
     file = exported_to(tmp_path / "net.onnx", model, feeds(), "dynamo")
     htp_export.optimize(file, tmp_path / "merged.onnx", passes=["merge_parallel_projections"], level="tolerant")
     assert "Slice" in {node.op_type for node in htp_export.load(tmp_path / "merged.onnx").nodes}
-    htp_export.insert_lora(tmp_path / "merged.onnx", "q, v", rank=2, alpha=4, output=tmp_path / "lora.onnx")
+    htp_export.lora.insert(tmp_path / "merged.onnx", "q, v", rank=2, alpha=4, output=tmp_path / "lora.onnx")
     layers = factors(model, ["q", "v"], 2, seed=5)
     folder = adapter(tmp_path, "a", layers, 4)
-    htp_export.lora_adapter(tmp_path / "lora.onnx", folder, tmp_path / "a.onnx_adapter")
+    htp_export.lora.adapter(tmp_path / "lora.onnx", folder, tmp_path / "a.onnx_adapter")
     wanted = merged(model, layers, 2)(**feeds()).detach().numpy()
     assert close(wanted, run(tmp_path / "lora.onnx", adapter_file=tmp_path / "a.onnx_adapter"))
     with pytest.raises(InputError, match=r"module 'q': its weight .* is also that of 'k', 'v'"):
-        htp_export.fuse_lora(tmp_path / "merged.onnx", folder)
+        htp_export.lora.fuse(tmp_path / "merged.onnx", folder)
 
 
 class Wide(nn.Module):
@@ -242,13 +242,13 @@ def test_a_model_in_blocks_of_four_bits_takes_adapters_of_floats_and_no_fusing(e
     base = copy.deepcopy(model)
     for path in ("up", "down"):
         base.get_submodule(path).weight.data = dequantized(quantized, path)
-    result = htp_export.insert_lora(tmp_path / "int4.onnx", "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
+    result = htp_export.lora.insert(tmp_path / "int4.onnx", "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
     assert list(result.layers) == ["up", "down", "head"]
     assert np.array_equal(run(tmp_path / "lora.onnx"), run(tmp_path / "int4.onnx"))
     assert np.allclose(run(tmp_path / "int4.onnx"), base(**feeds()).detach().numpy(), rtol=1e-3, atol=1e-4)
     layers = {path: (a / 4, b / 4) for path, (a, b) in factors(model, ["up", "down", "head"], 4, seed=3).items()}
     folder = adapter(tmp_path, "a", layers, 8)
-    htp_export.lora_adapter(tmp_path / "lora.onnx", folder, tmp_path / "a.onnx_adapter")
+    htp_export.lora.adapter(tmp_path / "lora.onnx", folder, tmp_path / "a.onnx_adapter")
     adapted = run(tmp_path / "lora.onnx", adapter_file=tmp_path / "a.onnx_adapter")
     assert np.allclose(adapted, merged(base, layers, 2)(**feeds()).detach().numpy(), rtol=1e-3, atol=1e-3)
     assert not np.allclose(adapted, run(tmp_path / "int4.onnx"), rtol=1e-2, atol=1e-2)
@@ -256,7 +256,7 @@ def test_a_model_in_blocks_of_four_bits_takes_adapters_of_floats_and_no_fusing(e
     assert "MatMulNBits" in sizes
     for source in ("lora.onnx", "int4.onnx"):
         with pytest.raises(InputError, match=r"module 'down': its weight is quantized \(com.microsoft::MatMulNBits"):
-            htp_export.fuse_lora(tmp_path / source, folder, tmp_path / "out.onnx")
+            htp_export.lora.fuse(tmp_path / source, folder, tmp_path / "out.onnx")
     assert not (tmp_path / "out.onnx").exists()
 
 
@@ -265,7 +265,7 @@ def test_weights_of_eight_bits_are_refused_with_what_to_do(tmp_path: Path) -> No
     quantized = htp_export.quantize(file, {"up": "int8"}, data=[{"x": feeds()["x"].numpy()}]).tagged
     folder = adapter(tmp_path, "a", factors(model, ["up"], 4, seed=3), 8)
     with pytest.raises(InputError, match=r"module 'up': its weight is quantized .*; fuse the adapter before"):
-        htp_export.fuse_lora(quantized, folder)
+        htp_export.lora.fuse(quantized, folder)
 
 
 @pytest.mark.parametrize("config", [{"use_rslora": True}, {"alpha_pattern": {"up": 12.0}}])
@@ -320,15 +320,15 @@ BROKEN = {
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model, file = made("torchscript", tmp_path)
-    htp_export.insert_lora(file, "**", output=tmp_path / "lora.onnx")
+    htp_export.lora.insert(file, "**", output=tmp_path / "lora.onnx")
     for name, folder in broken(tmp_path, model).items():
-        for function, source in ((htp_export.lora_adapter, "lora.onnx"), (htp_export.fuse_lora, "model.onnx")):
+        for function, source in ((htp_export.lora.adapter, "lora.onnx"), (htp_export.lora.fuse, "model.onnx")):
             with pytest.raises(InputError, match=BROKEN[name]):
                 function(tmp_path / source, folder, tmp_path / "out.onnx")
     with pytest.raises(FileError, match="is no adapter file of ONNX Runtime"):
-        htp_export.fuse_lora(file, file)
+        htp_export.lora.fuse(file, file)
     with pytest.raises(InputError, match="the model takes no adapters"):
-        htp_export.lora_adapter(file, tmp_path / "large")
+        htp_export.lora.adapter(file, tmp_path / "large")
     assert not (tmp_path / "out.onnx").exists()
 
 
@@ -336,15 +336,15 @@ def test_paths_of_a_model_inside_another_are_found_by_their_end(tmp_path: Path) 
     model, file = made("torchscript", tmp_path)
     layers = factors(model, ["up"], 4, seed=3)
     folder = adapter(tmp_path, "a", {"encoder.up": layers["up"]}, 6)
-    assert htp_export.fuse_lora(file, folder).ranks == {"up": 4}
+    assert htp_export.lora.fuse(file, folder).ranks == {"up": 4}
 
 
 def test_modules_that_cannot_take_adapters_are_refused(tmp_path: Path) -> None:
     _, file = made("torchscript", tmp_path)
     with pytest.raises(InputError, match=r"at or below the modules of 'up\.lora_A'"):
-        htp_export.insert_lora(htp_export.insert_lora(file, "up").tagged, "up.lora_A")
+        htp_export.lora.insert(htp_export.lora.insert(file, "up").tagged, "up.lora_A")
     with pytest.raises(InputError, match="module 'up' takes adapters already"):
-        htp_export.insert_lora(htp_export.insert_lora(file, "up").tagged, "**")
+        htp_export.lora.insert(htp_export.lora.insert(file, "up").tagged, "**")
     for rank, alpha, message in (
         (0, 1, "rank 0"),
         (True, 1, "rank True"),
@@ -352,17 +352,17 @@ def test_modules_that_cannot_take_adapters_are_refused(tmp_path: Path) -> None:
         (4, float("nan"), "alpha"),
     ):
         with pytest.raises(InputError, match=message):
-            htp_export.insert_lora(file, "up", rank=rank, alpha=alpha)
+            htp_export.lora.insert(file, "up", rank=rank, alpha=alpha)
     net = nn.Sequential(nn.Embedding(4, 3), nn.ReLU()).eval()
     exported = htp_export.export(net, (torch.tensor([[1, 2]]),), verbose=False)
     with pytest.raises(InputError, match="there is no linear layer"):
-        htp_export.insert_lora(exported, "**")
+        htp_export.lora.insert(exported, "**")
 
 
 def test_layers_can_be_added_later(tmp_path: Path) -> None:
     _, file = made("torchscript", tmp_path)
-    first = htp_export.insert_lora(file, "up", rank=4, alpha=8)
-    both = htp_export.insert_lora(first.tagged, "down", rank=4, alpha=4)
+    first = htp_export.lora.insert(file, "up", rank=4, alpha=8)
+    both = htp_export.lora.insert(first.tagged, "down", rank=4, alpha=4)
     assert json.loads(both.model.metadata_props["htp.lora"]) == {"up": {"scaling": 2.0}, "down": {"scaling": 1.0}}
     assert first.tagged.paths != both.tagged.paths
 
@@ -370,11 +370,11 @@ def test_layers_can_be_added_later(tmp_path: Path) -> None:
 def test_half_precision(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 4)).half().eval()
     file = exported_to(tmp_path / "net.onnx", model, {"input": x(2, 6).half()}, "dynamo")
-    result = htp_export.insert_lora(file, "0", rank=4, alpha=8)
+    result = htp_export.lora.insert(file, "0", rank=4, alpha=8)
     graph = result.model.graph
     assert {str(value.dtype) for value in graph.inputs} == {"FLOAT16"}
     folder = adapter(tmp_path, "a", {"0": (x(4, 6).bfloat16(), x(4, 4).bfloat16())}, 8)
-    assert htp_export.lora_adapter(result.tagged, folder).arrays["0.lora_A.weight"].dtype == np.float16
+    assert htp_export.lora.adapter(result.tagged, folder).arrays["0.lora_A.weight"].dtype == np.float16
 
 
 @pytest.mark.parametrize(
@@ -410,9 +410,9 @@ def test_outputs_are_those_of_peft(kind: str, exporter: str, tmp_path: Path) -> 
         plain = base(**inputs)
     wanted, plain = (each if isinstance(each, torch.Tensor) else each[0] for each in (wanted, plain))
     assert not close(wanted, plain)
-    htp_export.insert_lora(file, [f"**.{name}" for name in targets], rank=4, alpha=10, output=tmp_path / "lora.onnx")
-    converted = htp_export.lora_adapter(tmp_path / "lora.onnx", tmp_path / "adapter", tmp_path / "a.onnx_adapter")
-    htp_export.fuse_lora(file, tmp_path / "adapter", tmp_path / "fused.onnx")
+    htp_export.lora.insert(file, [f"**.{name}" for name in targets], rank=4, alpha=10, output=tmp_path / "lora.onnx")
+    converted = htp_export.lora.adapter(tmp_path / "lora.onnx", tmp_path / "adapter", tmp_path / "a.onnx_adapter")
+    htp_export.lora.fuse(file, tmp_path / "adapter", tmp_path / "fused.onnx")
     active, options = ort.LoraAdapter(), ort.RunOptions()
     active.Load(str(tmp_path / "a.onnx_adapter"))
     options.add_active_adapter(active)
@@ -438,27 +438,27 @@ class TestCommands:
         model, _ = made("torchscript", tmp_path)
         adapter(tmp_path, "tuned", factors(model, ["up"], 4, seed=3), 8)
         monkeypatch.chdir(tmp_path)
-        insert = ["insert-lora", "model.onnx", "up,down", "--rank", "4", "--alpha", "8", "-o", "lora.onnx"]
+        insert = ["lora", "insert", "model.onnx", "up,down", "--rank", "4", "--alpha", "8", "-o", "lora.onnx"]
         assert main(insert) == 0
         assert "wrote lora.onnx" in capsys.readouterr().out
         assert main([*insert, "--json"]) == 0
         written = json.loads(capsys.readouterr().out)
         assert written["modules"]["up"]["names"] == ["up.lora_A.weight", "up.lora_B.weight"]
-        assert main(["lora-adapter", "lora.onnx", "tuned", "-o", "tuned.onnx_adapter"]) == 0
+        assert main(["lora", "adapter", "lora.onnx", "tuned", "-o", "tuned.onnx_adapter"]) == 0
         assert "1 linear layers, rank 4 -> tuned.onnx_adapter" in capsys.readouterr().out
-        assert main(["lora-adapter", "lora.onnx", "tuned", "-o", "tuned.onnx_adapter", "--json"]) == 0
+        assert main(["lora", "adapter", "lora.onnx", "tuned", "-o", "tuned.onnx_adapter", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["ranks"] == {"up": 4}
-        assert main(["fuse-lora", "model.onnx", "tuned", "-o", "fused.onnx", "--json"]) == 0
+        assert main(["lora", "fuse", "model.onnx", "tuned", "-o", "fused.onnx", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["ranks"] == {"up": 4}
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["insert-lora", "model.onnx", "up", "-o", "model.onnx"], "model.onnx: is read by this command"),
-            (["insert-lora", "model.onnx", "nowhere", "-o", "x.onnx"], "matches no module"),
-            (["lora-adapter", "model.onnx", "nowhere", "-o", "x"], "the model takes no adapters"),
-            (["lora-adapter", "model.onnx", "nowhere", "-o", "model.onnx"], "model.onnx: is read by this command"),
-            (["fuse-lora", "model.onnx", "nowhere", "-o", "x.onnx"], "nowhere: there is no such adapter"),
+            (["lora", "insert", "model.onnx", "up", "-o", "model.onnx"], "model.onnx: is read by this command"),
+            (["lora", "insert", "model.onnx", "nowhere", "-o", "x.onnx"], "matches no module"),
+            (["lora", "adapter", "model.onnx", "nowhere", "-o", "x"], "the model takes no adapters"),
+            (["lora", "adapter", "model.onnx", "nowhere", "-o", "model.onnx"], "model.onnx: is read by this command"),
+            (["lora", "fuse", "model.onnx", "nowhere", "-o", "x.onnx"], "nowhere: there is no such adapter"),
         ],
     )
     def test_wrong_input_ends_with_status_2_and_leaves_files(
@@ -488,7 +488,7 @@ def test_the_result_of_a_layer_in_eight_bits_is_not_clipped_to_the_range_without
     without = model(**feeds()).detach().numpy()
     errors = {}
     for each in (file, quantized):
-        htp_export.insert_lora(each, "head", rank=4, alpha=4, output=tmp_path / "lora.onnx")
+        htp_export.lora.insert(each, "head", rank=4, alpha=4, output=tmp_path / "lora.onnx")
         found = run(tmp_path / "lora.onnx", arrays)
         errors[each.stem] = np.abs(found - wanted).max() / np.abs(wanted).max()
     assert np.abs(without - wanted).max() / np.abs(wanted).max() > 0.5

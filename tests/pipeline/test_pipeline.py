@@ -226,7 +226,7 @@ def test_a_step_that_fails_is_named_with_its_file_and_the_ones_before_stay(expor
 
 def test_a_model_becomes_smaller_in_steps(exported: Path, tmp_path: Path) -> None:
     steps: list[Any] = [{"prune": {"plan": {"first": 0.5}}}, {"quantize": {"plan": {"first": "int8-dynamic"}}}]
-    result = htp_export.pipeline([*steps, {"insert_lora": {"select": "second"}}], exported, tmp_path / "out.onnx")
+    result = htp_export.pipeline([*steps, {"lora.insert": {"select": "second"}}], exported, tmp_path / "out.onnx")
     assert statuses(result) == ["ran"] * 3
     made = htp_export.load(tmp_path / "out.onnx")
     assert {"MatMulInteger", "DynamicQuantizeLinear"} <= {node.op_type for node in made["first"].nodes}
@@ -291,7 +291,7 @@ def test_the_pipeline_of_a_file_is_repeated_and_makes_the_same_model(exported: P
 
 def test_a_folder_counts_by_the_files_in_it_and_a_precision_by_its_fields(exported: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
-    step = PipelineStep("fuse_lora", {"adapter": str(tmp_path / "adapter")})
+    step = PipelineStep("lora.fuse", {"adapter": str(tmp_path / "adapter")})
     before = step.files
     assert list(before) == [str(tmp_path / "adapter")]
     (tmp_path / "adapter" / "weights.bin").write_bytes(b"1")

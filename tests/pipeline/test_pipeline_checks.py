@@ -38,7 +38,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"quantize": {"plan": "int8", "data": ["x.npz", "text.onnx"]}}, "step quantize: text.onnx: is no .npz file"),
     ({"quantize": {"plan": "int8", "seed": -1}}, "step quantize: seed -1: it is a whole number from 0"),
     ({"compare": {"seed": -1}}, "step compare: seed -1: it is a whole number from 0"),
-    ({"fuse_lora": {"adapter": "text.onnx"}}, "step fuse_lora: text.onnx: is no adapter file"),
+    ({"lora.fuse": {"adapter": "text.onnx"}}, "step lora.fuse: text.onnx: is no adapter file"),
     ({"prune": {"plan": {"first": "3:2"}}}, "step prune: rule 'first': sparsity '3:2'"),
     (
         {"prune": {"plan": {"first": 0.5}, "method": "l3"}},
@@ -49,9 +49,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"optimize": {"verify": "yes"}}, "step optimize: verify is 'yes', and takes bool"),
     ({"functions": {"select": "nothing"}}, "step functions: selector 'nothing': matches no module"),
     ({"functions": {"select": "["}}, "step functions: selector '['"),
-    ({"names": {"style": "x"}}, "step names: there is no style of names 'x'"),
-    ({"insert_lora": {"select": "first", "rank": 0}}, "step insert_lora: rank 0"),
-    ({"fuse_lora": {"adapter": "gone"}}, "step fuse_lora: gone: there is no such file"),
+    ({"rename": {"style": "x"}}, "step rename: there is no style of names 'x'"),
+    ({"lora.insert": {"select": "first", "rank": 0}}, "step lora.insert: rank 0"),
+    ({"lora.fuse": {"adapter": "gone"}}, "step lora.fuse: gone: there is no such file"),
     ({"splice": {"path": "frist", "replacement": "part.onnx"}}, "step splice: no module 'frist'"),
     ({"splice": {"path": "first", "replacement": "gone.onnx"}}, "step splice: gone.onnx: cannot be read"),
     ({"carry": {"after": "text.onnx"}}, "step carry: text.onnx: not an ONNX model"),
@@ -101,7 +101,7 @@ def test_values_are_checked_before_the_first_step(
     ("text", "line"),
     [
         ("steps:\n- inline\n- quantize:\n    plan:\n      second: int8\n      first: int9\n", 6),
-        ("- inline\n- names: {}\n- quantize:\n    plan: int9\n", 4),
+        ("- inline\n- rename: {}\n- quantize:\n    plan: int9\n", 4),
         ("- inline\n\n- gone\n", 3),
         ("- inline\n- optimize:\n    lvl: exact\n", 3),
         ("- inline\n- functions\n", 2),
@@ -121,7 +121,7 @@ def test_errors_name_the_file_and_the_line(
 
 
 def test_modules_that_a_step_adds_are_not_missed(net: Path, tmp_path: Path) -> None:
-    steps = [{"insert_lora": {"select": "first", "rank": 2}}, {"functions": {"select": "first.lora_A"}}]
+    steps = [{"lora.insert": {"select": "first", "rank": 2}}, {"functions": {"select": "first.lora_A"}}]
     result = htp_export.pipeline(steps, net, tmp_path / "out.onnx")
     assert [step.status for step in result.steps] == ["ran", "ran"]
 
@@ -129,15 +129,8 @@ def test_modules_that_a_step_adds_are_not_missed(net: Path, tmp_path: Path) -> N
 def test_options_of_every_kind_that_are_right_are_taken(net: Path, tmp_path: Path) -> None:
     data = str(net.parent / "x.npz")
     steps: list[Any] = [
-        {
-            "optimize": {
-                "passes": ["default"],
-                "level": "tolerant",
-                "verify": True,
-                "data": {"x": np.ones((2, 32), np.float32)},
-            }
-        },
-        {"names": {"style": "path"}},
+        {"optimize": {"passes": ["default"], "verify": True, "data": {"x": np.ones((2, 32), np.float32)}}},
+        {"rename": {"style": "path"}},
         {"compare": {"select": ["first", "second"], "tolerances": {"**": [0.1, 0.1]}, "seed": 1, "shapes": None}},
         {"quantize": {"plan": {"first": "int8"}, "data": data}},
         {"onnxruntime": {"level": "basic", "providers": ["CPUExecutionProvider"]}},

@@ -591,7 +591,7 @@ def test_commands(
     found = {path: module["device"] for path, module in placed["modules"].items()}
     assert (found["blocks.0"], found["blocks.1"], found["stem"]) == ("cpu", "gpu", "cpu")
     assert (placed["file"], placed["free"]) == ("placed.onnx", 0)
-    assert main(["placement", "placed.onnx", "--providers", "cpu", "--json"]) == 0
+    assert main(["place", "placed.onnx", "--show", "--providers", "cpu", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["options"] == placed["options"]
     assert result["modules"]["blocks.1"]["device"] == CPU
@@ -599,8 +599,8 @@ def test_commands(
     assert main(["place", str(file), "-o", "budget.onnx", "--budget", "gpu=1200"]) == 0
     text = capsys.readouterr().out
     assert "1.200 kB" in text
-    assert "next: htp-export placement budget.onnx --providers cuda,cpu" in text
-    assert main(["placement", "placed.onnx", "--csv"]) == 0
+    assert "next: htp-export place budget.onnx --show --providers cuda,cpu" in text
+    assert main(["place", "placed.onnx", "--show", "--csv"]) == 0
     assert capsys.readouterr().out.startswith("module,class_name,device,nodes,weight_bytes,crossing_bytes\n")
     assert main(["place", str(file), "blocks", "-o", "no.onnx"]) == 2
     assert main(["place", str(file), "-o", "no.onnx", "--budget", "gpu=1"]) == 2

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from htp_export.model.tagged import ModelSource
 
 EXAMPLE = "llama/ genai/model.onnx -o tagged.onnx --task text-generation-with-past"
-PLACE = 165
+PLACE = ("Optimise", 5)
 
 
 def adopt_command(

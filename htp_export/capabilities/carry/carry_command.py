@@ -13,7 +13,7 @@ from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx bert-elsewhere.onnx -o bert-tagged.onnx"
-PLACE = 160
+PLACE = ("Optimise", 3)
 
 
 def carry_command(

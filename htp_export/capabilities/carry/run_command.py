@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from htp_export.capabilities.carry.carrying import Carried
 
 EXAMPLE = "onnxruntime bert.onnx -o ort.onnx --set level=extended"
-PLACE = 150
+PLACE = ("Optimise", 2)
 
 
 def run_command(

@@ -13,7 +13,7 @@ from htp_export.command.terminal import Steps, split_names
 from htp_export.results.columns import names_of
 
 EXAMPLE = "bert.onnx --dims batch=1,sequence=16"
-PLACE = 40
+PLACE = ("Check and measure", 4)
 IDLE = (
     Idle(("nodes",), lambda given: not given["as_csv"], "it is for --csv"),
     Idle(("fused",), lambda given: given["columns"], "--columns names the columns"),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from htp_export.model.tagged import TaggedModel
 
 EXAMPLE = "bert.onnx --depth 3"
-PLACE = 20
+PLACE = ("Look", 2)
 IDLE = (FILE_IDLE,)
 
 

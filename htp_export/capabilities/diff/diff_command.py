@@ -11,7 +11,7 @@ from htp_export.command.outputs import Kind, Writes, report, show_written, writt
 from htp_export.command.terminal import Steps, show
 
 EXAMPLE = "bert.onnx small.onnx"
-PLACE = 80
+PLACE = ("Look", 5)
 IDLE = (Idle(("depth", "only_changed"), lambda given: given["as_json"], JSON_HAS_ALL),)
 
 

@@ -24,7 +24,7 @@ from htp_export.files.targets import check_folder, check_parent, new_folder
 __all__ = ["export_command"]
 
 EXAMPLE = "bert --random-weights -o bert.onnx --verify"
-PLACE = 10
+PLACE = ("Export", 1)
 IDLE = (
     Idle(("js_dtypes",), lambda given: given["transformers_js"] is None, "it is for --transformers-js"),
     Idle(("as_json",), lambda given: given["quiet"], "--quiet shows nothing"),

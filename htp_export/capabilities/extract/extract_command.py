@@ -11,7 +11,7 @@ from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx encoder.layer.0 -o layer0.onnx"
-PLACE = 90
+PLACE = ("Cut", 1)
 
 
 def extract_command(

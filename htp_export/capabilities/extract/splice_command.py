@@ -12,7 +12,7 @@ from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx encoder.layer.0 layer0.onnx -o mixed.onnx"
-PLACE = 100
+PLACE = ("Cut", 2)
 
 
 def splice_command(

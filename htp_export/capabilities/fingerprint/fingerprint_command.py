@@ -8,7 +8,7 @@ from htp_export.command.terminal import Steps
 from htp_export.drawing.command_words import in_commands
 
 EXAMPLE = "bert.onnx"
-PLACE = 180
+PLACE = ("Look", 7)
 
 
 def fingerprint_command(file: FileArgument, as_json: JsonOption = False) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from htp_export.capabilities.optimize.registry import Level
 
 EXAMPLE = "bert.onnx --depth 2"
-PLACE = 170
+PLACE = ("Look", 6)
 IDLE = (
     Idle(("depth", "every"), lambda given: given["as_json"], JSON_HAS_ALL),
     Idle(("depth",), lambda given: given["every"], "--list writes a line for each finding"),

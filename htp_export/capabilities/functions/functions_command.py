@@ -7,29 +7,41 @@ from typing import Annotated
 import typer
 
 from htp_export.command.file_options import FileArgument, JsonOption, OutputOption, ShareOption
+from htp_export.command.idle_options import Idle
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 
 EXAMPLE = 'bert.onnx "encoder.layer.*" -o nested.onnx'
-PLACE = 110
+PLACE = ("Cut", 3)
+IDLE = (Idle(("select",), lambda given: given["undo"], "--undo dissolves all functions"),)
 
 
 def functions_command(
     file: FileArgument,
     select: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             help="The modules: encoder.layer.*, class:Linear, re:..., !excluded; ** for all.", metavar="SELECT..."
         ),
-    ],
+    ] = None,
+    *,
     output: OutputOption,
+    undo: Annotated[bool, "Dissolve the functions of a file into a flat graph with its tags."] = False,
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make modules functions, which every viewer shows."""
     from htp_export.capabilities.functions.drawing import render
+    from htp_export.capabilities.functions.inlining import inline
     from htp_export.capabilities.functions.nesting import functions
 
+    if undo:
+        with Steps(quiet=as_json).step(f"inlining {file}"):
+            inlined = inline(file, output, share_weights=share_weights)
+        report(inlined, as_json, output=output)
+        return
+    if not select:
+        raise typer.BadParameter("give the modules, ** for all, or --undo")
     with Steps(quiet=as_json).step(f"nesting {file}"):
         nested = functions(file, select, output, share_weights=share_weights)
     report(nested, as_json, lambda: render(nested), output)

@@ -55,7 +55,7 @@ def linears_of(tagged: TaggedModel, path: str) -> list[Linear]:
 
 
 def lora_layers(tagged: TaggedModel) -> dict[str, float]:
-    """Module path → the factor by which its low-rank product is multiplied, for the layers that `insert_lora` made.
+    """Module path → the factor by which its low-rank product is multiplied, for the layers that `lora.insert` made.
 
     If the metadata is not what the file format says, or names what the graph does not have: `InputError`.
     """

@@ -1,4 +1,4 @@
-"""lora_adapter() and fuse_lora(): adapters for a model that takes them, or added to its weights."""
+"""`lora.adapter` and `lora.fuse`: adapters for a model that takes them, or added to its weights."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.products import Product, changed_when_written, products_of, readers_of
 from htp_export.weights.weight_sources import WeightSources
 
-__all__ = ["FusedLora", "LoraAdapter", "fuse_lora", "lora_adapter"]
+__all__ = ["FusedLora", "LoraAdapter", "adapter", "fuse"]
 
 
 @dataclass(frozen=True)
 class LoraAdapter(Result):
-    """The result of `htp_export.lora_adapter`.
+    """The result of `htp_export.lora.adapter`.
 
     Attributes:
         file: The file that was written; None if there is none.
@@ -69,7 +69,7 @@ class LoraAdapter(Result):
 
 @dataclass(frozen=True)
 class FusedLora(TaggedResult):
-    """The result of `htp_export.fuse_lora`.
+    """The result of `htp_export.lora.fuse`.
 
     Attributes:
         ranks: Module path → rank of what was added to its weight.
@@ -90,10 +90,10 @@ class FusedLora(TaggedResult):
 
 
 @names_model_faults("model")
-def lora_adapter(
+def adapter(
     model: ModelSource, adapter: str | os.PathLike[str], output: str | os.PathLike[str] | None = None
 ) -> LoraAdapter:
-    """Convert an adapter of PEFT for a model that `insert_lora` made.
+    """Convert an adapter of PEFT for a model that `lora.insert` made.
 
     The file is of ONNX Runtime's adapter format. ``onnxruntime.LoraAdapter().Load(file)`` reads it, and
     ``RunOptions.add_active_adapter`` chooses it for a run. Layers that the adapter does not name stay as they are. If
@@ -117,7 +117,7 @@ def lora_adapter(
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
         >>> exported = htp_export.export(net, (torch.randn(2, 8),), verbose=False)
-        >>> htp_export.lora_adapter(htp_export.insert_lora(exported, "0"), "nowhere")
+        >>> htp_export.lora.adapter(htp_export.lora.insert(exported, "0"), "nowhere")
         Traceback (most recent call last):
         ...
         htp_export.errors.FileError: nowhere: there is no such adapter
@@ -126,7 +126,7 @@ def lora_adapter(
     tagged = load(model)
     known = lora_layers(tagged)
     if not known:
-        raise InputError("the model takes no adapters; insert_lora gives its linear layers inputs for them")
+        raise InputError("the model takes no adapters; lora.insert gives its linear layers inputs for them")
     read = read_adapter(adapter)
     layers = {}
     for path, layer in placed(read, known, "layers that take adapters").items():
@@ -143,12 +143,12 @@ def lora_adapter(
 
 
 @names_model_faults("model")
-def fuse_lora(
+def fuse(
     model: ModelSource, adapter: str | os.PathLike[str], output: str | os.PathLike[str] | None = None
 ) -> FusedLora:
     """Add an adapter to the weights of a model, as PEFT's ``merge_and_unload`` does.
 
-    The layers that `insert_lora` made are removed, so that the model has its original nodes again. It may also be a
+    The layers that `lora.insert` made are removed, so that the model has its original nodes again. It may also be a
     model without them. New weights are computed when they are written, one at a time.
 
     Thread-safe, also for calls on the same model.
@@ -156,7 +156,7 @@ def fuse_lora(
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         adapter: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``; or, for a model with the
-            layers of `insert_lora`, a file of ONNX Runtime's adapter format.
+            layers of `lora.insert`, a file of ONNX Runtime's adapter format.
         output: The file to write.
 
     Returns:
@@ -172,7 +172,7 @@ def fuse_lora(
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
         >>> exported = htp_export.export(net, (torch.randn(2, 8),), verbose=False)
-        >>> htp_export.fuse_lora(exported, "nowhere")
+        >>> htp_export.lora.fuse(exported, "nowhere")
         Traceback (most recent call last):
         ...
         htp_export.errors.FileError: nowhere: there is no such adapter
@@ -214,7 +214,7 @@ def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedMod
 def _remove(graph: ir.Graph, path: str) -> None:
     """Take the LoRA layer of a module out of a graph; the module's results keep their names.
 
-    If the graph no longer has the nodes that `insert_lora` made, as after an optimizer, that is an `InputError`.
+    If the graph no longer has the nodes that `lora.insert` made, as after an optimizer, that is an `InputError`.
     """
     factors = [graph.initializers[factor_name(path, factor)] for factor in FACTORS]
     made = _derived(factors[0])
@@ -298,7 +298,7 @@ def _why_not(tagged: TaggedModel, calls: Sequence[Linear]) -> str:
             tensor = stored_tensor(source.tensor)
             if tensor is not None and tensor.dtype.is_integer():
                 where = f"{operator_of(product)} {product.name!r}"
-                return f"quantized ({where}); fuse the adapter before the model is quantized, or use insert_lora"
+                return f"quantized ({where}); fuse the adapter before the model is quantized, or use lora.insert"
     return "not stored as one tensor of floating point"
 
 

@@ -1,4 +1,4 @@
-"""insert_lora(): inputs for low-rank adapters in the linear layers of a model."""
+"""`lora.insert`: inputs for low-rank adapters in the linear layers of a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from htp_export.process.progress import counted
 from htp_export.results.columns import Column
 from htp_export.results.tables import ModuleTable
 
-__all__ = ["InsertedLora", "LoraLayer", "insert_lora", "scaling_of"]
+__all__ = ["InsertedLora", "LoraLayer", "insert", "scaling_of"]
 
 _CLASS = "torch.nn.modules.linear.Linear"
 
@@ -65,7 +65,7 @@ LORA_COLUMNS: tuple[Column[LoraLayer], ...] = (
 
 @dataclass(frozen=True)
 class InsertedLora(TaggedResult, ModuleTable):
-    """The result of `htp_export.insert_lora`.
+    """The result of `htp_export.lora.insert`.
 
     Attributes:
         layers: Module path → the layer, for every linear layer that takes adapters now.
@@ -91,7 +91,7 @@ class InsertedLora(TaggedResult, ModuleTable):
 
 
 @names_model_faults("model")
-def insert_lora(
+def insert(
     model: ModelSource,
     select: str | Sequence[str],
     output: str | os.PathLike[str] | None = None,
@@ -104,7 +104,7 @@ def insert_lora(
     Each layer gets two inputs, named and laid out as in a PEFT checkpoint: ``<module path>.lora_A.weight`` of the shape
     (rank, inputs) and ``<module path>.lora_B.weight`` of the shape (outputs, rank). They are optional: their default
     has the rank 0, so that the model computes what it did before. The rank of what is given may be any. Files of ONNX
-    Runtime's adapter format, as `lora_adapter` writes them, set all of them at once. Weights and biases stay.
+    Runtime's adapter format, as `lora.adapter` writes them, set all of them at once. Weights and biases stay.
 
     Thread-safe, also for calls on the same model.
 
@@ -128,7 +128,7 @@ def insert_lora(
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
         >>> exported = htp_export.export(net, (torch.randn(2, 8),), verbose=False)
-        >>> result = htp_export.insert_lora(exported, "0")
+        >>> result = htp_export.lora.insert(exported, "0")
         >>> result.layers["0"].names, result.tagged["0.lora_A"].class_name
         (('0.lora_A.weight', '0.lora_B.weight'), 'torch.nn.modules.linear.Linear')
     """

@@ -1,1 +1,1 @@
-"""``map``: which node computes which module and reads which parameter."""
+"""``nodes``: which node computes which module and reads which parameter."""

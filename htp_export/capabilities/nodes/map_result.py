@@ -1,4 +1,4 @@
-"""The result of `map`: nodes, modules, parameters and initializers, each with the others that belong to it."""
+"""The result of `nodes`: nodes, modules, parameters and initializers, each with the others that belong to it."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ DRAWN_COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
 
 @dataclass(frozen=True)
 class ModelMap(Result):
-    """The result of `map`: nodes, modules, parameters and initializers, each with the others that belong to it.
+    """The result of `nodes`: nodes, modules, parameters and initializers, each with the others that belong to it.
 
     Attributes:
         nodes: The nodes, those of branches and loop bodies after the node that holds them, those of functions last.

@@ -1,4 +1,4 @@
-"""``map``: which node computes which module and reads which parameter, and the other way around."""
+"""``nodes``: which node computes which module and reads which parameter, and the other way around."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.parameter_places import ParameterPlaces
 from htp_export.weights.weight_sources import WeightSource, WeightSources, owners_within
 
-__all__ = ["map"]
+__all__ = ["nodes"]
 
 
 @names_model_faults("model")
-def map(model: ModelSource, select: str | Sequence[str] | None = None) -> ModelMap:
+def nodes(model: ModelSource, select: str | Sequence[str] | None = None) -> ModelMap:
     """Map the nodes, modules, parameters and initializers of a model to each other.
 
     The nodes of a module are known from its tags. The file says which parameters each module had in PyTorch; where each
-    of them is follows from names, owners and shapes, see ``docs/map.md``. Weights are not read.
+    of them is follows from names, owners and shapes, see ``docs/nodes.md``. Weights are not read.
 
     Thread-safe, also for calls on the same model.
 
@@ -54,7 +54,7 @@ def map(model: ModelSource, select: str | Sequence[str] | None = None) -> ModelM
     Examples:
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> mapped = htp_export.map(htp_export.export(net, (torch.randn(2, 5, 4),), verbose=False))
+        >>> mapped = htp_export.nodes(htp_export.export(net, (torch.randn(2, 5, 4),), verbose=False))
         >>> [(node.operator, node.modules, [str(use) for use in node.parameters]) for node in mapped.nodes]
         [('MatMul', ('0',), ['0.weight (transposed)']), ('Add', ('0',), ['0.bias']), ('Relu', ('1',), [])]
         >>> [node.operator for node in mapped.parameters["0.weight"].nodes]

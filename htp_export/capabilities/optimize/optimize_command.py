@@ -16,7 +16,7 @@ from htp_export.command.terminal import Steps, print_json, print_text, show
 from htp_export.files.targets import check_parent, new_folder
 
 EXAMPLE = "bert.onnx -o small.onnx --level tolerant"
-PLACE = 140
+PLACE = ("Optimise", 1)
 IDLE = (
     Idle(
         ("files", "output", "passes", "level", "verify", "keep_exact", "attribution", "depth", "share_weights"),

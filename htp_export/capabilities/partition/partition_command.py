@@ -13,7 +13,7 @@ from htp_export.command.outputs import Writes, show_next, show_written, written_
 from htp_export.command.terminal import Steps, print_json, show
 
 EXAMPLE = "bert.onnx 4 -o stages/"
-PLACE = 130
+PLACE = ("Deploy", 3)
 IDLE = (
     Idle(("genai_config",), lambda given: given["serve"] != "genai", "it is for --serve genai"),
     Idle(("balance", "slack"), lambda given: not _is_count(given["stages"]), "the stages begin at the named modules"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from htp_export.format.provenance_notes import ProvenanceNote
 
 EXAMPLE = "steps.yaml -m bert.onnx -o small.onnx"
-PLACE = 190
+PLACE = ("Optimise", 4)
 IDLE = (
     Idle(
         ("fresh", "folder"),

@@ -72,7 +72,7 @@ class StepKind:
 
     def load(self) -> Callable[..., Any]:
         """Import the function."""
-        return _function(f"{self.module}:{self.name}")
+        return _function(f"{self.module}:{self.name.rpartition('.')[2]}")
 
     @cached_property
     def check_functions(self) -> list[Callable[..., Any]]:
@@ -151,11 +151,11 @@ _KINDS = [
         checks=("quantize.precisions:precisions_of", ".runtime.data:check_data", _SEED),
     ),
     StepKind("prune", "prune.pruning", checks=("prune.sparsities:sparsities_of", _SEED), keeps_modules=False),
-    StepKind("insert_lora", "lora.lora_inputs", checks=("lora.lora_inputs:scaling_of",), keeps_modules=False),
-    StepKind("fuse_lora", "lora.lora_files", checks=("lora.adapters:read_adapter",), keeps_modules=False),
+    StepKind("lora.insert", "lora.lora_inputs", checks=("lora.lora_inputs:scaling_of",), keeps_modules=False),
+    StepKind("lora.fuse", "lora.lora_files", checks=("lora.adapters:read_adapter",), keeps_modules=False),
     StepKind("functions", "functions.nesting"),
     StepKind("inline", "functions.inlining"),
-    StepKind("names", "rename.naming", checks=(".model.path_names:check_style",)),
+    StepKind("rename", "rename.naming", checks=(".model.path_names:check_style",)),
     StepKind("splice", "extract.splicing", keeps_modules=False),
     StepKind("carry", "carry.carrying", given="before", keeps_modules=False),
     *(StepKind(tool, _TOOLS, packages=(tool,)) for tool in exported_in(f"htp_export.capabilities.{_TOOLS}")),

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from htp_export.capabilities.profile.budgets import budgets_by_module
 from htp_export.capabilities.profile.kernels import Kernel
 from htp_export.capabilities.profile.measured_memory import MeasuredMemory, ModuleMemory
 from htp_export.capabilities.profile.measurements import Measurement
@@ -161,6 +162,21 @@ class Profile(ModuleTable):
             field: Which: ``total_ms``, ``self_ms``, ``share`` or any other number of ``ModuleLatency``.
         """
         return {path: float(getattr(module, field)) for path, module in self.modules.items()}
+
+    def over(self, budgets: Mapping[str, str | float]) -> dict[str, float]:
+        """Modules whose total takes longer than their budget: module path → budget in ms, in the order of ``modules``.
+
+        Args:
+            budgets: Selector → the budget of each module that it names: a number of ms, or a text, ``"5ms"`` or
+                ``"20%"`` of the time of all kernels. Of several that name a module, the last one holds.
+
+        Raises:
+            InputError: If a budget is neither a time nor a share below 100 %.
+            SelectorError: If a selector cannot be read or matches no module.
+        """
+        classes = {path: module.class_name for path, module in self.modules.items()}
+        limits = budgets_by_module(budgets, classes, self.kernels_ms)
+        return {path: limits[path] for path, row in self.modules.items() if row.total_ms > limits.get(path, math.inf)}
 
     def module_data(self, row: ModuleLatency) -> dict[str, Any]:
         """What JSON has of a module; memory where it was measured."""

@@ -18,14 +18,15 @@ from htp_export.command.file_options import (
 )
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import report
+from htp_export.command.plan_options import typed_pairs
 from htp_export.command.quiet import quiet_runtime
-from htp_export.command.terminal import Steps
+from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.discovery import plug_in
 from htp_export.errors import InputError
 from htp_export.process.bounds import MOST_RUNS, check_whole, most_threads
 
 EXAMPLE = "bert.onnx --runs 50"
-PLACE = 50
+PLACE = ("Check and measure", 3)
 IDLE = (
     Idle(("sort", "depth", "fold"), lambda given: given["as_json"], JSON_HAS_ALL),
     Idle(
@@ -60,6 +61,10 @@ def profile_command(
             help="Run nothing, and read files in which the engine wrote what it measured; repeat it for each."
         ),
     ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SELECTOR=LIMIT", help="The most that each of these modules may take: 5ms, or 20%."),
+    ] = None,
     sort: Annotated[Literal["tree", "total", "self"], "Order of the lines."] = "tree",
     depth: DepthOption = None,
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
@@ -67,13 +72,18 @@ def profile_command(
 ) -> None:
     """Measure the latency of every module.
 
-    In ONNX Runtime, or in another engine.
+    In ONNX Runtime, or in another engine. Exit status 1 where a module is over its budget.
     """
+    from htp_export.capabilities.profile.budgets import budgets_by_module
     from htp_export.capabilities.profile.drawing import render_profile
     from htp_export.capabilities.profile.latency import profile
+    from htp_export.model.tagged import load
 
     if threads is not None:
         check_whole(f"--threads, on {os.cpu_count()} cores:", threads, 1, most_threads())
+    budgets = typed_pairs(budget or (), "--budget", "SELECTOR=LIMIT")
+    if budgets:  # wrong ones are refused before anything is measured
+        budgets_by_module(budgets, load(file).hierarchy.classes)
     with Steps(quiet=as_json).step(f"profiling {file}"), quiet_runtime():  # it warns of options that are set again
         result = profile(
             file,
@@ -86,7 +96,15 @@ def profile_command(
             memory=memory,
             timing=timing,
         )
-    report(result, as_json, lambda: render_profile(result, sort=sort, depth=depth, fold=fold))
+    over = result.over(budgets)
+    facts: dict[str, Any] = {"over_budget": over} if budgets else {}
+    report(result, as_json, lambda: render_profile(result, sort=sort, depth=depth, fold=fold), **facts)
+    if over:
+        rows = {path or "(root)": (result.modules[path].total_ms, limit) for path, limit in over.items()}
+        raise CheckFailed(
+            "over budget: "
+            + ", ".join(f"{name} takes {ms:.3f} of {limit:.3f} ms" for name, (ms, limit) in rows.items())
+        )
 
 
 def _options(engine: str, provider: list[str] | None, threads: int | None, level: _Level) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from htp_export.command.plan_options import read_rules, rule_option
 from htp_export.command.terminal import Steps
 
 EXAMPLE = 'bert.onnx --rule "encoder.**=0.5" --rule "encoder.layer.*.output=2:4" -o sparse.onnx'
-PLACE = 144
+PLACE = ("Compress", 4)
 IDLE = (
     Idle(("seed",), lambda given: given["method"] != "random", "it is for --method random"),
     Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),

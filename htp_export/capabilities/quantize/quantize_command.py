@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from htp_export.command.data_options import DATA_HAS_VALUES, DataOptions, typed_data
 from htp_export.command.file_options import FileArgument, ShareOption, TableOptions, seed_option
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
-from htp_export.command.outputs import Kind, Writes, show_next, show_written, written_files
+from htp_export.command.outputs import (
+    Kind,
+    Writes,
+    check_output,
+    report,
+    show_next,
+    show_written,
+    written_files,
+    written_page,
+)
 from htp_export.command.plan_options import MetricOption, PlanArgument, RuleOption, read_metric, read_rules
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx plan.yaml -o mixed.onnx --data inputs.npz"
-PLACE = 142
+PLACE = ("Compress", 1)
 IDLE = (
     Idle(
-        ("output", "data", "metric", "validation", "dims", "shapes", "seed", "share_weights", "in_place", "force"),
-        lambda given: given["dry_run"],
-        "--dry-run runs and writes nothing",
+        ("data", "metric", "validation", "dims", "shapes", "seed", "share_weights", "in_place"),
+        lambda given: given["dry_run"] or given["plan_for"],
+        "--dry-run and --plan-for run nothing",
     ),
+    Idle(("output", "force"), lambda given: given["dry_run"] and not given["plan_for"], "--dry-run writes nothing"),
+    Idle(("depth", "select", "sort", "as_csv", "fold"), lambda given: given["plan_for"], "--plan-for has no table"),
     Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
     DATA_HAS_VALUES,
 )
@@ -33,11 +44,14 @@ def quantize_command(
     runs_on: DataOptions,
     plan: PlanArgument = None,
     rule: RuleOption = None,
-    output: Annotated[Path | None, "The ONNX file to write.", Writes(Kind.MODEL, in_place=True)] = None,
+    output: Annotated[Path | None, "The ONNX file to write.", Writes(in_place=True)] = None,
     metric: MetricOption = None,
     validation: Annotated[list[str] | None, "Inputs for --metric, as --data. Those of --data without."] = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
+    plan_for: Annotated[
+        str | None, "Run nothing; write the plan as another tool reads it, to -o: ort, nncf, modelopt."
+    ] = None,
     share_weights: ShareOption = False,
 ) -> None:
     """Give modules other precisions: int8, int4, fp16.
@@ -48,9 +62,14 @@ def quantize_command(
     from htp_export.capabilities.quantize.quantizing import quantize
     from htp_export.model.tagged import load
 
-    if output is None and not dry_run:
+    if output is None and not dry_run and plan_for is None:
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
+    if output is not None:
+        check_output(output, Kind.MODEL if plan_for is None else Kind.JSON)
     rules = read_rules(plan, rule, "PRECISION", named=PRECISIONS)
+    if plan_for is not None:
+        _write_plan(file, rules, output, plan_for, table.as_json)
+        return
     with Steps(quiet=table.as_json or table.as_csv).step(f"quantizing {file.name}"):
         tagged = load(file)
         result = quantize(
@@ -68,3 +87,14 @@ def quantize_command(
     if output is not None and not dry_run and not table.as_json and not table.as_csv:
         show_written(written_files(output))
         show_next("htp-export", "compare", file, output)
+
+
+def _write_plan(file: Path, rules: dict[str, Any], output: Path | None, tool: str, as_json: bool) -> None:
+    """Write a plan as the file that another tool reads."""
+    from htp_export.capabilities.quantize.plan_exporting import export_plan
+
+    with Steps(quiet=as_json).step(f"writing the plan of {file.name}"):
+        result = export_plan(file, rules, output, to=tool)
+    report(result, as_json)
+    if output is not None and not as_json:
+        show_written(written_page(output))

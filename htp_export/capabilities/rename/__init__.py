@@ -1,1 +1,1 @@
-"""``names``: nodes and tensors named after their modules."""
+"""``rename``: nodes and tensors named after their modules."""

@@ -1,4 +1,4 @@
-"""`names`: names of nodes and tensors that say where in the module tree they belong."""
+"""`rename`: names of nodes and tensors that say where in the module tree they belong."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from htp_export.model.tagged import HoldsModel, ModelSource, load
 from htp_export.results.columns import Column
 from htp_export.results.result import Table
 
-__all__ = ["NAME_COLUMNS", "Named", "names"]
+__all__ = ["NAME_COLUMNS", "Named", "rename"]
 
 _MOST_LINES = 40
 
 
 @dataclass(frozen=True)
 class Named(HoldsModel, Renamed):
-    """The result of `names`.
+    """The result of `rename`.
 
     Attributes:
         model: The model.
@@ -62,7 +62,7 @@ NAME_COLUMNS: tuple[Column[tuple[str, str]], ...] = (
 
 
 @names_model_faults("model")
-def names(
+def rename(
     model: ModelSource,
     output: str | os.PathLike[str] | None = None,
     *,
@@ -74,7 +74,7 @@ def names(
     Other tools keep and show names, and select nodes by them. The names are unique, and depend only on tags and on the
     graph: the same model has the same names, whatever they were before. Inputs and outputs of the model and parameters
     keep their names. Nothing else changes; tags, signatures and the rest of the metadata use the new names. See
-    ``docs/names.md``.
+    ``docs/rename.md``.
 
     Thread-safe, also for calls on the same model.
 
@@ -98,7 +98,7 @@ def names(
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
         >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
-        >>> named = htp_export.names(program)
+        >>> named = htp_export.rename(program)
         >>> dict(named.nodes), dict(named.tensors)
         ({'node_linear': '/0/Gemm', 'node_relu': '/1/Relu'}, {'linear': '/0/Gemm_output_0'})
     """

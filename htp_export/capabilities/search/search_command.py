@@ -22,7 +22,7 @@ from htp_export.command.terminal import Steps, print_json, show, split_names
 from htp_export.process.bounds import MOST_RUNS
 
 EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
-PLACE = 145
+PLACE = ("Compress", 3)
 IDLE = (
     Idle(("study", "grace"), lambda given: given["storage"] is None, "it is for --storage"),
     Idle(("runs",), lambda given: "latency" not in ",".join(given["objective"] or ()), "it is for --objective latency"),

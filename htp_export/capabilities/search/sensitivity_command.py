@@ -21,7 +21,7 @@ from htp_export.command.terminal import Steps, print_json, print_text, show, spl
 from htp_export.process.bounds import MOST_RUNS
 
 EXAMPLE = "bert.onnx --precision int8,int4 --data inputs.npz --depth 3"
-PLACE = 144
+PLACE = ("Compress", 2)
 IDLE = (
     Idle(
         ("runs", "all_but", "by_module", "metric", "results"),

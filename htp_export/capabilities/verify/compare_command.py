@@ -11,7 +11,7 @@ from htp_export.command.file_options import JsonOption, SelectOption, seed_optio
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx int8.onnx --dims batch=1,sequence=16"
-PLACE = 70
+PLACE = ("Check and measure", 2)
 IDLE = (DATA_HAS_VALUES,)
 
 

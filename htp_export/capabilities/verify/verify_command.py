@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["verify_command"]
 
 EXAMPLE = "bert.onnx bert --random-weights"
-PLACE = 60
+PLACE = ("Check and measure", 1)
 
 
 def verify_command(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from htp_export.capabilities.view.viewing import View
 
 EXAMPLE = "bert.onnx -o bert.html"
-PLACE = 30
+PLACE = ("Look", 4)
 IDLE = (
     Idle(("port",), lambda given: not given["serve"], "it is for --serve"),
     Idle(("output",), lambda given: given["serve"], "--serve writes no file"),

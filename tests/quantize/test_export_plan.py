@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.export_plan.plan_exporting import targets
+from htp_export.capabilities.quantize.plan_exporting import targets
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, SelectorError
 from tests.extract.test_cutting import exported_to
@@ -277,7 +277,7 @@ class TestFiles:
         self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
     ) -> None:
         out = tmp_path / "plan.txt"
-        command = ["export-plan", str(files["dynamo"]), "--rule", "layers.*=int8", "--to", to, "-o", str(out)]
+        command = ["quantize", str(files["dynamo"]), "--rule", "layers.*=int8", "--plan-for", to, "-o", str(out)]
         assert main([*command, "--json"]) == 0
         result = htp_export.export_plan(files["dynamo"], {"layers.*": "int8"}, to=to)
         assert out.read_text() == result.text
@@ -290,8 +290,8 @@ class TestFiles:
         self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "plan.yaml").write_text("'layers.*': int8\nhead: int4\n")
-        command = ["export-plan", str(files["dynamo"]), str(tmp_path / "plan.yaml"), "--rule", "head=fp32"]
-        assert main([*command, "--to", "ort", "-o", str(tmp_path / "plan.json")]) == 0
+        command = ["quantize", str(files["dynamo"]), str(tmp_path / "plan.yaml"), "--rule", "head=fp32"]
+        assert main([*command, "--plan-for", "ort", "-o", str(tmp_path / "plan.json")]) == 0
         out = capsys.readouterr().out
         assert "fp32" in out.splitlines()[0]
         assert "wrote" in out
@@ -318,7 +318,7 @@ class TestFiles:
         model = tmp_path / "model.onnx"
         model.write_bytes(files["dynamo"].read_bytes())
         given = [word for rule in rules for word in ("--rule", rule)]
-        command = ["export-plan", str(model), *given, "--to", to, "-o", str(tmp_path / out)]
+        command = ["quantize", str(model), *given, "--plan-for", to, "-o", str(tmp_path / out)]
         assert_refused(command, problem, tmp_path, capsys)
 
     def test_errors_in_python(self, files: dict[str, Path], tmp_path: Path) -> None:

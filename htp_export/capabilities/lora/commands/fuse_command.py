@@ -1,4 +1,4 @@
-"""``htp-export fuse-lora``."""
+"""``htp-export lora fuse``."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx tuned/ -o tuned.onnx"
-PLACE = 148
+PLACE = ("Compress", 7)
 
 
-def fuse_lora_command(
+def fuse_command(
     file: FileArgument,
     adapter: Annotated[Path, "Folder of PEFT, or an adapter file of ONNX Runtime."],
     output: OutputOption,
     as_json: JsonOption = False,
 ) -> None:
     """Add a LoRA adapter to the weights of a model."""
-    from htp_export.capabilities.lora.lora_files import fuse_lora
+    from htp_export.capabilities.lora import lora_files
 
     with Steps(quiet=as_json).step(f"fusing {adapter.name}"):
-        result = fuse_lora(file, adapter, output)
+        result = lora_files.fuse(file, adapter, output)
     report(result, as_json, output=output)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from htp_export.capabilities.export_plan.planned import PlannedModel, TargetFile
+from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile
 from htp_export.errors import InputError
 
 __all__ = ["plan_file"]

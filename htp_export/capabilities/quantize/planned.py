@@ -6,16 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.precisions import Precision
 from htp_export.errors import InputError, RuleError
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.products import Product, products_of
-
-if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.precisions import Precision
 
 __all__ = ["PlannedModel", "TargetFile", "names"]
 

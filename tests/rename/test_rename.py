@@ -137,7 +137,7 @@ def facts(model: Any) -> list[Any]:
 
 def check_names(file: Any) -> ir.Model:
     """Everything that holds of the names of any model."""
-    before, named = htp_export.load(file), htp_export.names(file)
+    before, named = htp_export.load(file), htp_export.rename(file)
     names, values = node_names(named.model), [v.name for v in dict.fromkeys(all_values(named.model.graph)) if v.name]
     assert len(set(names)) == len(names)
     assert len(set(values)) == len(values)
@@ -146,8 +146,8 @@ def check_names(file: Any) -> ir.Model:
         prefix = path_prefix(path, before.hierarchy.called)
         inside = [all(tags.is_under(owner, path) for owner in before.owners_of(node)) for node in before.nodes]
         assert [name.startswith(prefix) for name in names] == inside
-    assert wiring(htp_export.names(scrambled(file, 1)).model) == wiring(named.model)
-    again = htp_export.names(named.model)
+    assert wiring(htp_export.rename(scrambled(file, 1)).model) == wiring(named.model)
+    again = htp_export.rename(named.model)
     assert (again.nodes, again.tensors) == ({}, {})
     assert wiring(again.model) == wiring(named.model)
     for old, new in zip(before.model.graph.inputs, named.model.graph.inputs, strict=True):
@@ -183,7 +183,7 @@ def test_models_of_transformers_have_these_names_too_and_every_command_takes_the
     file, (model, kwargs) = model_file(name, exporter), made(name)
     check_names(file)
     named = tmp_path / "named.onnx"
-    htp_export.names(file, named)
+    htp_export.rename(file, named)
     feeds = dict(zip([value.name for value in htp_export.load(file).model.graph.inputs], arrays(kwargs), strict=True))
     assert equal(run(onnx.load(file), feeds.values()), run(onnx.load(named), feeds.values()))
     assert htp_export.verify(model, named, kwargs=kwargs).ok
@@ -228,7 +228,7 @@ def test_an_export_names_what_it_writes(exporter: str, tmp_path: Path) -> None:
     for file, options in zip(files, ({}, {"names": "path"}), strict=True):
         htp_export.export(model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options)
     torchs, named = (htp_export.load(file).model for file in files)
-    assert wiring(named) == wiring(htp_export.names(files[0]).model) != wiring(torchs)
+    assert wiring(named) == wiring(htp_export.rename(files[0]).model) != wiring(torchs)
     assert facts(files[1]) == facts(files[0])
     assert sorted(file.name for file in tmp_path.iterdir() if "data" not in file.name) == ["named.onnx", "torch.onnx"]
 
@@ -285,7 +285,7 @@ def test_names_survive_the_end_of_tagging() -> None:
 def test_a_model_without_nodes_is_exported_and_named(exporter: str, tmp_path: Path) -> None:
     file, dynamo = tmp_path / "x.onnx", exporter == "dynamo"
     htp_export.export(nn.Identity().eval(), (X,), file, names="path", dynamo=dynamo, verbose=False)
-    assert node_names(htp_export.names(file).model) in ([], ["/Identity"])
+    assert node_names(htp_export.rename(file).model) in ([], ["/Identity"])
 
 
 def test_an_unknown_style_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -296,25 +296,25 @@ def test_an_unknown_style_is_refused_before_anything_runs(tmp_path: Path) -> Non
     with pytest.raises(InputError, match="no style of names 'paths'; there is 'path'"):
         htp_export.export(Never(), (X,), tmp_path / "x.onnx", names="paths", verbose=False)
     with pytest.raises(InputError, match="'paths'"):
-        htp_export.names(tmp_path / "missing.onnx", style="paths")
+        htp_export.rename(tmp_path / "missing.onnx", style="paths")
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     htp_export.export(net(), (X,), "torch.onnx", verbose=False, external_data=False)
-    assert main(["names", "torch.onnx", "-o", "named.onnx"]) == 0
+    assert main(["rename", "torch.onnx", "-o", "named.onnx"]) == 0
     shown = capsys.readouterr().out
     assert "node_linear    /0/fc/Gemm" in shown
     assert "renamed 7 of 7 nodes" in shown
-    assert main(["names", "torch.onnx", "-o", "named.onnx", "--json"]) == 0
+    assert main(["rename", "torch.onnx", "-o", "named.onnx", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["nodes"] == dict(htp_export.names("torch.onnx").nodes)
+    assert result["nodes"] == dict(htp_export.rename("torch.onnx").nodes)
     assert (result["style"], result["nodes_total"], len(result["nodes"])) == ("path", 7, 7)
     assert result["tensors"]["linear"] == "/0/fc/Gemm_output_0"
-    assert main(["names", "torch.onnx", "-o", "torch.onnx", "--in-place"]) == 0
+    assert main(["rename", "torch.onnx", "-o", "torch.onnx", "--in-place"]) == 0
     assert node_names(htp_export.load("torch.onnx").model) == BLOCKS
     capsys.readouterr()
-    assert main(["names", "torch.onnx", "-o", "x.onnx", "--style", "short"]) == 2
+    assert main(["rename", "torch.onnx", "-o", "x.onnx", "--style", "short"]) == 2
     assert "no style of names 'short'" in " ".join(capsys.readouterr().err.split())
     assert not Path("x.onnx").exists()
 
@@ -324,14 +324,14 @@ def test_the_command_export_names_too(tmp_path: Path, capsys: pytest.CaptureFixt
     entry = ["export", "--entry", "examples.net:make", "-o", file, "--quiet"]
     assert main([*entry, "--names", "path"]) == 0
     names = node_names(htp_export.load(file).model)
-    assert names == node_names(htp_export.names(file).model)
+    assert names == node_names(htp_export.rename(file).model)
     assert all(name.startswith("/") for name in names)
     assert main([*entry, "--names", "short"]) == 2
     assert "no style of names 'short'" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_result_can_be_printed() -> None:
-    result = htp_export.names(htp_export.export(net(), (X,), verbose=False))
+    result = htp_export.rename(htp_export.export(net(), (X,), verbose=False))
     first, *_, last = str(result).splitlines()
     assert first.split() == ["node", "before", "node", "after"]
     assert last == result.summary == "renamed 7 of 7 nodes and 6 of 14 tensors (style 'path')"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from htp_export.capabilities.export_plan.planned import PlannedModel, TargetFile
+from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile
+from htp_export.capabilities.quantize.precisions import precisions_of
 from htp_export.discovery import names_in
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
@@ -23,7 +24,7 @@ from htp_export.results.result import Result
 
 __all__ = ["PlanFile", "export_plan", "targets"]
 
-_FOLDER = "htp_export.capabilities.export_plan.targets"
+_FOLDER = "htp_export.capabilities.quantize.targets"
 
 
 def targets() -> list[str]:
@@ -102,8 +103,6 @@ def export_plan(
         >>> plan.content["steps"][0]["arguments"]["nodes_to_quantize"]
         ['node_linear']
     """
-    from htp_export.capabilities.quantize.precisions import precisions_of
-
     check_target(output, Kind.JSON)
     if to not in targets():
         raise InputError(f"plans are written for {', '.join(targets())}, not for {to!r}")

@@ -1,4 +1,4 @@
-"""``htp-export names``."""
+"""``htp-export rename``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx -o named.onnx"
-PLACE = 122
+PLACE = ("Deploy", 1)
 
 
-def names_command(
+def rename_command(
     file: FileArgument,
     output: OutputOption,
     style: Annotated[str, "How nodes and tensors are named; there is 'path'."] = "path",
@@ -23,8 +23,8 @@ def names_command(
 
     As in /encoder/layer.0/attention/MatMul; unique, and the same for the same model.
     """
-    from htp_export.capabilities.rename.naming import names
+    from htp_export.capabilities.rename.naming import rename
 
     with Steps(quiet=as_json).step(f"naming {file}"):
-        result = names(file, output, style=style, share_weights=share_weights)
+        result = rename(file, output, style=style, share_weights=share_weights)
     report(result, as_json, output=output)

@@ -1,4 +1,4 @@
-"""``htp-export map``."""
+"""``htp-export nodes``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from htp_export.command.idle_options import Idle
 from htp_export.command.terminal import Steps, print_json, print_text, show
 
 EXAMPLE = 'bert.onnx --select "encoder.layer.0.**"'
-PLACE = 25
+PLACE = ("Look", 3)
 IDLE = (Idle(("table",), lambda given: given["as_json"], "--json writes all tables"),)
 
 
-def map_command(
+def nodes_command(
     file: FileArgument,
     select: SelectOption = None,
     table: Annotated[Literal["nodes", "modules", "parameters", "initializers"], "What has a line each."] = "nodes",
@@ -25,11 +25,11 @@ def map_command(
     A line for each node, module, parameter or initializer; JSON has all of them.
     """
     from htp_export.capabilities.nodes.map_result import DRAWN_COLUMNS, map_csv
-    from htp_export.capabilities.nodes.mapping import map as map_model
+    from htp_export.capabilities.nodes.mapping import nodes
     from htp_export.drawing.module_table import flat_table
 
     with Steps(quiet=as_json or as_csv).step(f"mapping {file}"):
-        mapped = map_model(file, select=select or None)
+        mapped = nodes(file, select=select or None)
     if as_json:
         print_json(mapped.to_dict())
     elif as_csv:

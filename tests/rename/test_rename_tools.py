@@ -87,7 +87,7 @@ def test_onnx_runtime_quantizes_all_but_the_nodes_of_a_layer(named: Path, tmp_pa
 
 def test_names_of_what_onnx_runtime_quantized_still_tell_the_module(named: Path, tmp_path: Path) -> None:
     quantized = htp_export.tools.quantize_dynamic(named).model
-    result = htp_export.names(quantized)
+    result = htp_export.rename(quantized)
     called = result.tagged.hierarchy.called
     for node in result.tagged.nodes:
         path = tags.common_ancestor(result.tagged.owners_of(node))

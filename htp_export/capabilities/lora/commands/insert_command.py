@@ -1,4 +1,4 @@
-"""``htp-export insert-lora``."""
+"""``htp-export lora insert``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 
 EXAMPLE = 'bert.onnx "**.query,**.value" --rank 8 --alpha 16 -o lora.onnx'
-PLACE = 146
+PLACE = ("Compress", 5)
 
 
-def insert_lora_command(
+def insert_command(
     file: FileArgument,
     select: Annotated[str, "Modules: the linear layers in their regions."],
     output: OutputOption,
@@ -23,8 +23,8 @@ def insert_lora_command(
     as_json: JsonOption = False,
 ) -> None:
     """Give layers inputs for LoRA adapters."""
-    from htp_export.capabilities.lora.lora_inputs import insert_lora
+    from htp_export.capabilities.lora.lora_inputs import insert
 
     with Steps(quiet=as_json).step(f"inserting LoRA layers into {file.name}"):
-        result = insert_lora(file, select, output, rank=rank, alpha=alpha)
+        result = insert(file, select, output, rank=rank, alpha=alpha)
     report(result, as_json, output=output)

@@ -1,4 +1,4 @@
-"""``htp-export lora-adapter``."""
+"""``htp-export lora adapter``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from htp_export.command.outputs import Kind, Writes, report, show_written, writt
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "lora.onnx tuned/ -o tuned.onnx_adapter"
-PLACE = 147
+PLACE = ("Compress", 6)
 
 
-def lora_adapter_command(
+def adapter_command(
     file: FileArgument,
     adapter: Annotated[Path, "Folder of an adapter of PEFT."],
     output: Annotated[Path, "The adapter file to write.", Writes(Kind.ADAPTER)],
     as_json: JsonOption = False,
 ) -> None:
     """Convert a PEFT adapter for ONNX Runtime."""
-    from htp_export.capabilities.lora.lora_files import lora_adapter
+    from htp_export.capabilities.lora import lora_files
 
     with Steps(quiet=as_json).step(f"converting {adapter.name}"):
-        result = lora_adapter(file, adapter, output)
+        result = lora_files.adapter(file, adapter, output)
     report(result, as_json)
     if not as_json:
         show_written(written_page(output))

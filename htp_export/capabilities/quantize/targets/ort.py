@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.export_plan.planned import PlannedModel, TargetFile, names
+from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile, names
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:

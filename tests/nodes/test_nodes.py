@@ -59,7 +59,7 @@ def file(request, net, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mapped(file):
-    return htp_export.map(file)
+    return htp_export.nodes(file)
 
 
 def uses(mapped: ModelMap) -> dict[str, set[str]]:
@@ -92,13 +92,13 @@ class TestNodes:
         stacks = {node.modules: node.stack for node in mapped.nodes if node.operator == "Relu"}
         [stack] = stacks.values()
         if stack:
-            assert Path(stack[-1].file).name == "test_map.py"
+            assert Path(stack[-1].file).name == "test_nodes.py"
             assert ".relu()" in stack[-1].code
         [node] = [node for node in mapped.nodes if node.operator == "Relu"]
         assert node.source == (f"{stack[-1].file}:{stack[-1].line}" if stack else "")
 
     def test_calls_are_those_of_modules_that_ran_several_times(self, tmp_path):
-        mapped = htp_export.map(handmade.called_twice())
+        mapped = htp_export.nodes(handmade.called_twice())
         assert {node.name or node.outputs[0]: node.calls for node in mapped.nodes if node.calls}
         for node in mapped.nodes:
             assert all(mapped.modules[path].calls > 1 for path in node.calls)
@@ -143,13 +143,13 @@ class TestParameters:
 
     def test_a_cell_whose_matrices_are_alike_names_both(self, tmp_path):
         file = exported(spread(nn.LSTM(3, 3)).eval(), {"input": x(2, 1, 3)}, "dynamo", tmp_path / "m.onnx")
-        assert uses(htp_export.map(file))["weight_ih_l0"] == {"reshaped one of several"}
+        assert uses(htp_export.nodes(file))["weight_ih_l0"] == {"reshaped one of several"}
 
     @pytest.mark.parametrize("exporter", EXPORTERS)
     def test_the_directions_of_a_recurrent_layer_are_joined(self, exporter, tmp_path):
         model = spread(nn.LSTM(3, 4, num_layers=2, bidirectional=True)).eval()
         file = exported(model, {"input": x(5, 2, 3)}, exporter, tmp_path / "m.onnx")
-        found = htp_export.map(file)
+        found = htp_export.nodes(file)
         assert uses(found) == {
             name: {"joined" if "weight_ih" in name else "joined one of several"}
             for name in dict(model.named_parameters())
@@ -163,7 +163,7 @@ class TestParameters:
     def test_parameters_that_nothing_reads_are_in_no_initializer(self, tmp_path):
         model = nn.Sequential(nn.Linear(3, 3), nn.Identity())
         model.register_parameter("unused", nn.Parameter(torch.ones(7)))
-        mapped = htp_export.map(exported(spread(model).eval(), {"input": x(2, 3)}, "dynamo", tmp_path / "m.onnx"))
+        mapped = htp_export.nodes(exported(spread(model).eval(), {"input": x(2, 3)}, "dynamo", tmp_path / "m.onnx"))
         assert mapped.parameters["unused"].initializers == ()
         assert mapped.parameters["unused"].nodes == ()
 
@@ -172,7 +172,7 @@ class TestParameters:
         model[2].load_state_dict(model[0].state_dict())
         file = exported(model, {"input": x(2, 3)}, "torchscript", tmp_path / "m.onnx")
         htp_export.optimize(file, tmp_path / "small.onnx")
-        mapped = htp_export.map(tmp_path / "small.onnx")
+        mapped = htp_export.nodes(tmp_path / "small.onnx")
         read = {node.modules: [str(use) for use in node.parameters] for node in mapped.nodes}
         assert read["0",] == ["0.weight", "0.bias"]
         assert read["2",] == ["2.weight", "2.bias"]
@@ -180,7 +180,7 @@ class TestParameters:
     @pytest.mark.parametrize("exporter", EXPORTERS)
     def test_of_equal_weights_with_one_shape_each_is_that_of_its_name(self, exporter, tmp_path):
         model = nn.Sequential(nn.LayerNorm(4), nn.Tanh(), nn.LayerNorm(4)).eval()  # weights of ones, biases of zeros
-        mapped = htp_export.map(exported(model, {"input": x(2, 4)}, exporter, tmp_path / "m.onnx"))
+        mapped = htp_export.nodes(exported(model, {"input": x(2, 4)}, exporter, tmp_path / "m.onnx"))
         [kept] = mapped.parameters["2.weight"].initializers
         assert kept.how == ()
         assert kept == mapped.parameters["0.weight"].initializers[0]
@@ -189,7 +189,7 @@ class TestParameters:
     def test_weights_in_a_file_that_does_not_name_parameters_are_named_as_they_are(self):
         model = handmade.encoder()
         assert "htp.parameters" not in model.metadata_props
-        mapped = htp_export.map(model)
+        mapped = htp_export.nodes(model)
         assert not mapped.from_pytorch
         assert mapped.parameters
         assert all(each.initializers == (each.initializers[0],) for each in mapped.parameters.values())
@@ -212,7 +212,7 @@ def test_what_is_said_of_a_parameter_is_true_of_its_values(name, exporter, share
         pytest.skip("torch does not export it")
     model, _ = NETS[name].build()
     file = shared_files.net(name, exporter)
-    mapped, tagged = htp_export.map(file), htp_export.load(file)
+    mapped, tagged = htp_export.nodes(file), htp_export.load(file)
     values = {value.name: value for graph in tagged.model.graphs() for value in all_values(graph)}
     state = dict(model.named_parameters(remove_duplicate=False))
     assert list(mapped.parameters) == [each for each in state if each in mapped.parameters]
@@ -233,7 +233,7 @@ class TestOtherFiles:
         cast.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT16)
         given = handmade.value("x")
         product = handmade.tagged_node("Mul", [given, cast.outputs[0]], "fc", "y")
-        mapped = htp_export.map(handmade.model([given], [turned, cast, product], [weight], MODULES))
+        mapped = htp_export.nodes(handmade.model([given], [turned, cast, product], [weight], MODULES))
         read = {node.operator: [str(use) for use in node.parameters] for node in mapped.nodes}
         assert read == {
             "Transpose": ["fc.weight"],
@@ -246,7 +246,7 @@ class TestOtherFiles:
         model = spread(nn.Sequential(block(), block())).eval()
         file = exported(model, {"input": x(2, 3, 4)}, "dynamo", tmp_path / "flat.onnx")
         htp_export.functions(file, ["0", "1"], tmp_path / "nested.onnx")
-        flat, nested = htp_export.map(file), htp_export.map(tmp_path / "nested.onnx")
+        flat, nested = htp_export.nodes(file), htp_export.nodes(tmp_path / "nested.onnx")
         assert uses(nested) == uses(flat)
         [product] = [node for node in nested.nodes if node.operator == "MatMul"]
         assert product.inside.startswith("htp::")
@@ -257,7 +257,7 @@ class TestOtherFiles:
         assert [node.modules for node in nested.parameters["1.0.weight"].nodes] == [("0.0", "1.0")]
 
     def test_nodes_in_branches_say_which_node_holds_them(self, shared_files):
-        mapped = htp_export.map(shared_files.net("modules_in_branches", "dynamo"))
+        mapped = htp_export.nodes(shared_files.net("modules_in_branches", "dynamo"))
         [holder] = [node for node in mapped.nodes if node.operator == "If"]
         inner = [node for node in mapped.nodes if node.inside]
         assert {node.inside for node in inner} == {holder.name}
@@ -275,7 +275,7 @@ class TestOtherFiles:
 
         file = exported(spread(Attention()).eval(), {"x": x(2, 5, 8)}, "dynamo", tmp_path / "m.onnx")
         result = htp_export.optimize(file, passes=["merge_parallel_projections"], level="tolerant")
-        mapped = htp_export.map(result.tagged)
+        mapped = htp_export.nodes(result.tagged)
         [product] = [node for node in mapped.nodes if node.operator in ("MatMul", "Gemm")]
         assert product.modules == ("q", "k", "v")
         assert [str(use) for use in product.parameters] == [f"{name}.weight (joined)" for name in "qkv"]
@@ -286,7 +286,7 @@ class TestOtherFiles:
         model = spread(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 64))).eval()
         file = exported(model, {"input": x(2, 3, 32)}, "dynamo", tmp_path / "m.onnx")
         result = htp_export.quantize(file, {"**": precision}, data=[{"input": x(2, 3, 32).numpy()}])
-        mapped = htp_export.map(result.tagged)
+        mapped = htp_export.nodes(result.tagged)
         for name in ("0.weight", "2.weight"):
             [use] = mapped.parameters[name].initializers
             assert "quantized" in use.how, use
@@ -297,7 +297,7 @@ class TestOtherFiles:
     def test_a_file_without_tags_is_refused(self):
         relu = ir.node("Relu", [ir.val("x")])
         with pytest.raises(UntaggedModelError):
-            htp_export.map(ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu]), ir_version=10))
+            htp_export.nodes(ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu]), ir_version=10))
 
 
 MODULES = [htp_export.ModuleInfo("", "net.Net", 1, "computed"), htp_export.ModuleInfo("fc", "net.Fc", 1, "computed")]
@@ -305,13 +305,13 @@ MODULES = [htp_export.ModuleInfo("", "net.Net", 1, "computed"), htp_export.Modul
 
 class TestForms:
     def test_a_selection_has_the_modules_inside_with_their_nodes_and_parameters(self, file):
-        mapped = htp_export.map(file, select=["rnn", "head"])
+        mapped = htp_export.nodes(file, select=["rnn", "head"])
         assert list(mapped.modules) == ["rnn", "head"]
         assert {module for node in mapped.nodes for module in node.modules} == {"rnn", "head"}
         assert {name.partition(".")[0] for name in mapped.parameters} == {"rnn", "emb", "head"}  # tied: it is read
         assert {node.modules for node in mapped.parameters["emb.weight"].nodes} == {("head",)}
         with pytest.raises(SelectorError):
-            htp_export.map(file, select="nowhere")
+            htp_export.nodes(file, select="nowhere")
 
     def test_plain_data_is_json_and_nodes_have_their_names(self, mapped):
         data = json.loads(json.dumps(mapped.to_dict()))
@@ -347,19 +347,19 @@ class TestForms:
         assert mapped._repr_html_().count("<tr>") == len(mapped.nodes) + 1
 
     def test_the_command_writes_tables_csv_and_json(self, file, mapped, capsys):
-        main(["map", str(file), "--table", "parameters"])
+        main(["nodes", str(file), "--table", "parameters"])
         printed = capsys.readouterr().out
         assert printed.splitlines()[0].split() == ["parameter", "shape", "tied", "to", "initializers", "nodes"]
         assert "up.weight" in printed
-        main(["map", str(file), "--csv", "--select", "up"])
+        main(["nodes", str(file), "--csv", "--select", "up"])
         rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
         assert [(row["operator"], row["parameters"]) for row in rows] == [("MatMul", "up.weight"), ("Add", "up.bias")]
-        main(["map", str(file), "--json"])
+        main(["nodes", str(file), "--json"])
         data = json.loads(capsys.readouterr().out)
         assert data == {"schema_version": 1, **json.loads(json.dumps(mapped.to_dict()))}
 
     def test_the_command_refuses_a_table_that_there_is_not(self, file, capsys):
-        assert main(["map", str(file), "--table", "layers"]) == 2
+        assert main(["nodes", str(file), "--table", "layers"]) == 2
         assert "'layers' is not one of 'nodes'" in capsys.readouterr().err
 
 
@@ -371,5 +371,5 @@ def test_a_long_chain_of_casts_takes_no_recursion(tmp_path):
         last = nodes[-1].outputs[0]
     given = handmade.value("x")
     nodes.append(handmade.tagged_node("Mul", [given, last], "fc", "y"))
-    mapped = htp_export.map(handmade.model([given], nodes, [weight], MODULES))
+    mapped = htp_export.nodes(handmade.model([given], nodes, [weight], MODULES))
     assert [str(use) for use in mapped.nodes[-1].parameters] == ["fc.weight"]

@@ -20,7 +20,7 @@ from htp_export.model.path_names import bodies_of, path_prefix
 from tests.functions.test_functions import equal, run
 from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import spread
-from tests.rename.test_names import Block, check_names, node_names, wiring
+from tests.rename.test_rename import Block, check_names, node_names, wiring
 
 
 def modules(*paths: str) -> list[ModuleInfo]:
@@ -39,7 +39,7 @@ def one(path: str, op: str = "Relu") -> ir.Model:
 
 
 def first_name(path: str, op: str = "Relu") -> str:
-    return node_names(htp_export.names(one(path, op)).model)[0]
+    return node_names(htp_export.rename(one(path, op)).model)[0]
 
 
 # --- paths ---
@@ -61,7 +61,7 @@ def first_name(path: str, op: str = "Relu") -> str:
 )
 def test_odd_module_paths_have_names_that_tools_can_write(path: str, name: str) -> None:
     assert first_name(path) == name
-    assert htp_export.names(htp_export.names(one(path)).model).nodes == {}
+    assert htp_export.rename(htp_export.rename(one(path)).model).nodes == {}
 
 
 def test_different_paths_have_different_prefixes() -> None:
@@ -74,7 +74,7 @@ def test_a_module_that_looks_like_a_call_number_is_not_taken_for_one() -> None:
     nodes = [tagged_node("Neg", [x], "m", "a", 1), tagged_node("Neg", [x], "m.@1", "b")]
     nodes.append(tagged_node("Add", [node.outputs[0] for node in nodes], "", "sum"))
     infos = [ModuleInfo("", "Net", 1), ModuleInfo("m", "M", 2), ModuleInfo("m.@1", "N", 1)]
-    assert node_names(htp_export.names(model([x], nodes, [], infos)).model) == ["/m/@1/Neg", "/m/%401/Neg", "/Add"]
+    assert node_names(htp_export.rename(model([x], nodes, [], infos)).model) == ["/m/@1/Neg", "/m/%401/Neg", "/Add"]
 
 
 def test_an_operator_whose_name_ends_like_a_number_takes_no_name_twice() -> None:
@@ -82,7 +82,7 @@ def test_an_operator_whose_name_ends_like_a_number_takes_no_name_twice() -> None
     nodes = [tagged_node(op, [x], "m", str(place)) for place, op in enumerate(["Neg", "Neg_1", "Neg", "Neg"])]
     nodes.append(tagged_node("Sum", [node.outputs[0] for node in nodes], "", "sum"))
     source = model([x], nodes, [], modules("m"))
-    assert node_names(htp_export.names(source).model) == ["/m/Neg", "/m/Neg_1", "/m/Neg_2", "/m/Neg_3", "/Sum"]
+    assert node_names(htp_export.rename(source).model) == ["/m/Neg", "/m/Neg_1", "/m/Neg_2", "/m/Neg_3", "/Sum"]
     check_names(source)
 
 
@@ -90,14 +90,14 @@ def test_an_operator_whose_name_ends_like_a_number_takes_no_name_twice() -> None
 
 
 def test_nodes_of_one_of_several_calls_have_its_number() -> None:
-    assert node_names(htp_export.names(called_twice()).model) == [
+    assert node_names(htp_export.rename(called_twice()).model) == [
         "/block/fc/@0/Neg", "/block/fc/@1/Neg", "/block/odd/@0/Neg", "/block/@0/Neg", "/block/fc/@2/Neg",
         "/block/fc/@3/Neg", "/block/odd/@1/Neg", "/block/odd/@2/Neg", "/block/@1/Neg",
     ]  # fmt: skip
 
 
 def test_a_node_of_several_modules_is_named_after_the_module_above_them() -> None:
-    named = htp_export.names(encoder()).model
+    named = htp_export.rename(encoder()).model
     assert node_names(named) == [
         "/layer/Neg", "/layer.0/fc/Transpose", "/layer.0/fc/MatMul", "/layer.0/Add", "/layer.1/fc/MatMul",
         "/layer.1/Mul", "/Relu",
@@ -109,7 +109,7 @@ def test_a_node_of_several_modules_is_named_after_the_module_above_them() -> Non
 def test_a_node_without_owner_is_named_as_one_of_the_root() -> None:
     source = encoder()
     source.graph[2].metadata_props.clear()
-    assert node_names(htp_export.names(source).model)[2] == "/MatMul"
+    assert node_names(htp_export.rename(source).model)[2] == "/MatMul"
 
 
 # --- tensors ---
@@ -121,7 +121,7 @@ def test_inputs_and_outputs_keep_names_that_others_would_have_and_outputs_left_o
     two.outputs[0].name, two.outputs[1].name = "kept", ""
     neg = tagged_node("Neg", [two.outputs[0]], "m", "n")
     out = tagged_node("Relu", [neg.outputs[0]], "", "/m/Dropout_output_0")
-    named = htp_export.names(model([x], [two, neg, out], [], modules("m"))).model
+    named = htp_export.rename(model([x], [two, neg, out], [], modules("m"))).model
     assert outputs(named) == [["/m/Dropout_output_0_1", ""], ["/m/Neg_output_0_1"], ["/m/Dropout_output_0"]]
     assert named.graph.inputs[0].name == "/m/Neg_output_0"
     check_names(named)
@@ -141,7 +141,7 @@ def constants(*names: str) -> ir.Model:
 
 def test_weights_and_what_tools_make_of_them_keep_their_names_and_others_are_named_after_their_reader() -> None:
     source = constants("m.weight", "m.0", "scale", "m.running_mean", "m.weight_quantized", "val_3", "m.7", "unread")
-    assert list(htp_export.names(source).model.graph.initializers) == [
+    assert list(htp_export.rename(source).model.graph.initializers) == [
         "m.weight", "m.0", "scale", "m.running_mean", "m.weight_quantized", "/m/Add_5_input_1", "/m/Add_6_input_1",
         "/Initializer",
     ]  # fmt: skip
@@ -157,7 +157,7 @@ def numbers(source: ir.Model) -> dict[str, list[Any]]:
 def test_initializers_may_take_each_others_names() -> None:
     source = constants("/m/Add_1_input_1", "/m/Add_input_1", "scale", "0")
     before = numbers(source)
-    after = numbers(htp_export.names(source).model)
+    after = numbers(htp_export.rename(source).model)
     assert list(after) == ["/m/Add_input_1", "/m/Add_1_input_1", "scale", "/Initializer"]
     assert list(after.values()) == list(before.values())
     assert list(numbers(source)) == list(before)
@@ -170,7 +170,7 @@ def test_metadata_names_the_tensors_by_their_new_names_and_forgets_those_that_ar
     source.metadata_props["htp.contamination"] = json.dumps([["layer.1", "mask", False], ["layer.1", "gone", True]])
     values = {str(each.name): each for node in source.graph for each in node.outputs}
     values["fc0"].meta["quant_parameter_tensor_names"] = {"SCALE_TENSOR": "mask"}
-    named = htp_export.names(source)
+    named = htp_export.rename(source)
     [call] = named.tagged.signatures["layer.0"]
     assert call.inputs == {"x": "x", "mask": "/layer/Neg_output_0", "gone": None}
     assert call.outputs == ("/layer.0/Add_output_0", None)
@@ -184,7 +184,7 @@ def test_metadata_names_the_tensors_by_their_new_names_and_forgets_those_that_ar
 
 
 def test_branches_and_what_they_read_are_named_in_the_order_of_their_attributes() -> None:
-    named = htp_export.names(branching()).model
+    named = htp_export.rename(branching()).model
     assert node_names(named) == ["/Neg", "/gate/If", "/gate/yes/Add", "/gate/Abs", "/Relu"]
     check_names(branching())
 
@@ -200,7 +200,7 @@ def test_what_only_a_branch_reads_is_numbered_as_the_branch_reads_it(order: tupl
     for place in (0, 1):
         difference.resize_inputs(2)
         difference.replace_input_with(place, read[order[place]])
-    named = htp_export.names(source)
+    named = htp_export.rename(source)
     numbers = {"node_minus": order.index(0), "node_more": order.index(1)}
     assert {old: named.nodes[old] for old in numbers} == {old: ["/Neg", "/Neg_1"][k] for old, k in numbers.items()}
 
@@ -226,7 +226,7 @@ def test_the_inputs_of_a_body_are_named_after_the_node_that_holds_it() -> None:
 
 
 def test_a_function_keeps_its_inputs_and_outputs_and_has_names_of_its_own() -> None:
-    named = htp_export.names(with_function()).model
+    named = htp_export.rename(with_function()).model
     function = named.functions["pkg", "Block", ""]
     assert [each.name for each in (*function.inputs, *function.outputs)] == ["a", "formal", "r"]
     assert [node.name for node in function] == ["/block/fc/MatMul", "/block/act/Relu"]
@@ -249,12 +249,12 @@ X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
 def test_modules_that_are_functions_stay_functions_and_the_flat_graph_has_the_names(file: Path) -> None:
     nested = htp_export.functions(file, "class:Block")
-    named = htp_export.names(nested)
+    named = htp_export.rename(nested)
     assert list(named.model.functions) == list(nested.model.functions) == [("htp", "Block", "")]
     flat = htp_export.inline(named)
-    assert wiring(flat.model) == wiring(htp_export.names(file).model)
-    assert named.nodes == htp_export.names(file).nodes
-    assert wiring(htp_export.names(named.model).model) == wiring(named.model)
+    assert wiring(flat.model) == wiring(htp_export.rename(file).model)
+    assert named.nodes == htp_export.rename(file).nodes
+    assert wiring(htp_export.rename(named.model).model) == wiring(named.model)
     assert {path: len(nested.tagged[path].nodes) for path in nested.tagged} == {
         path: len(named.tagged[path].nodes) for path in named.tagged
     }
@@ -267,9 +267,9 @@ def test_weights_stay_in_the_data_file_that_is_shared(file: Path, tmp_path: Path
     source = htp_export.load(file)
     source.save(tmp_path / "net.onnx", "net.data")
     data = (tmp_path / "net.data").stat()
-    htp_export.names(tmp_path / "net.onnx", tmp_path / "shared.onnx", share_weights=True)
-    htp_export.names(tmp_path / "net.onnx", tmp_path / "own.onnx")
-    htp_export.names(tmp_path / "net.onnx", tmp_path / "net.onnx")
+    htp_export.rename(tmp_path / "net.onnx", tmp_path / "shared.onnx", share_weights=True)
+    htp_export.rename(tmp_path / "net.onnx", tmp_path / "own.onnx")
+    htp_export.rename(tmp_path / "net.onnx", tmp_path / "net.onnx")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["net.data", "net.onnx", "own.onnx", "own.onnx.data", "shared.onnx"]
     assert (tmp_path / "net.data").stat().st_mtime_ns == data.st_mtime_ns
@@ -282,18 +282,18 @@ def test_weights_stay_in_the_data_file_that_is_shared(file: Path, tmp_path: Path
 def test_weights_are_not_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for read in ("tobytes", "numpy"):
         monkeypatch.setattr(ir.ExternalTensor, read, lambda tensor: pytest.fail(f"{tensor.name} was read"))
-    assert len(htp_export.names(file).nodes) == 10
+    assert len(htp_export.rename(file).nodes) == 10
 
 
 def test_a_model_in_memory_is_not_changed(file: Path) -> None:
     tagged = htp_export.load(file)
     before = wiring(tagged.model), dict(tagged.model.metadata_props), list(tagged.model.graph.initializers)
-    htp_export.names(tagged)
+    htp_export.rename(tagged)
     assert (wiring(tagged.model), dict(tagged.model.metadata_props), list(tagged.model.graph.initializers)) == before
 
 
 def test_a_map_describes_the_named_model(file: Path) -> None:
-    named = htp_export.names(htp_export.embed_map(file)).model
+    named = htp_export.rename(htp_export.embed_map(file)).model
     bare = named.clone()
     for node in bare.graph:
         node.metadata_props.clear()
@@ -305,7 +305,7 @@ def test_a_model_without_tags_is_refused(file: Path) -> None:
     for node in bare.graph:
         node.metadata_props.clear()
     with pytest.raises(UntaggedModelError, match=r"lost their module tags; .*carry"):
-        htp_export.names(bare)
+        htp_export.rename(bare)
 
 
 # --- after other operations, and before them ---
@@ -321,7 +321,7 @@ def test_quantized_files_are_named_and_compute_the_same(file: Path) -> None:
 
 
 def test_a_named_model_is_quantized_pruned_cut_and_optimised_by_module(file: Path, tmp_path: Path) -> None:
-    named = htp_export.names(file)
+    named = htp_export.rename(file)
     for plan in ({"3": "int8"}, {"0": "fp16"}):
         expected = htp_export.quantize(file, plan, data={"input": X}).to_dict()
         assert htp_export.quantize(named, plan, data={"input": X}).to_dict()["modules"] == expected["modules"]
@@ -335,12 +335,12 @@ def test_a_named_model_is_quantized_pruned_cut_and_optimised_by_module(file: Pat
 
 
 def test_names_is_a_step_of_a_pipeline(file: Path, tmp_path: Path) -> None:
-    assert htp_export.pipeline(["names", "optimize", "compare"], file, tmp_path / "out.onnx").ok
+    assert htp_export.pipeline(["rename", "optimize", "compare"], file, tmp_path / "out.onnx").ok
     assert all(name.startswith("/") for name in node_names(htp_export.load(tmp_path / "out.onnx").model))
 
 
 def test_inputs_of_lora_adapters_keep_their_names(file: Path) -> None:
-    lora = htp_export.insert_lora(file, "3", rank=2, alpha=4).model
+    lora = htp_export.lora.insert(file, "3", rank=2, alpha=4).model
     named = check_names(lora)
     assert [each.name for each in named.graph.inputs] == [each.name for each in lora.graph.inputs]
     factors = {name for name in lora.graph.initializers if ".lora_" in name}
@@ -354,7 +354,7 @@ def test_carry_works_between_a_model_and_its_named_copy_and_after_a_tool(file: P
         tagged = htp_export.load(source)
         return [tagged.owners_of(node) for node in tagged.nodes]
 
-    named = htp_export.names(file, tmp_path / "named.onnx")
+    named = htp_export.rename(file, tmp_path / "named.onnx")
     bare = named.model.clone()
     for node in bare.graph:
         node.metadata_props.clear()

@@ -1,1 +1,0 @@
-"""Plans as files that other tools read: names of nodes and tensors, each with its precision."""

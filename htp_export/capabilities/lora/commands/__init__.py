@@ -1,0 +1,1 @@
+"""Give layers inputs for LoRA adapters, convert and fuse them."""
