@@ -94,7 +94,8 @@ def typed_pairs(texts: Iterable[str], option: str, form: str) -> dict[str, str]:
         name, found, value = (part.strip() for part in text.rpartition("="))  # a regular expression may hold one
         if not (found and name and value):
             what, _, number = form.partition("=")
-            raise InputError(f"{option} {text}: write {form}, as in {option} {name or value or what}={number}")
+            example = f"{name or what}={value or number}" if found else f"{value or what}={number}"
+            raise InputError(f"{option} {text}: write {form}, as in {option} {example}")
         pairs.pop(name, None)
         pairs[name] = value
     return pairs

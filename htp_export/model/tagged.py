@@ -331,7 +331,7 @@ class TaggedModel:
         said = f"{problem}; {advice} htp_export.adopt(model, file)"
         if tags.MODULES in self.model.metadata_props:
             said = "its nodes have lost their module tags; htp_export.carry(before, after) brings them back"
-        raise UntaggedModelError(f"model {self.model.graph.name!r}: {said}")
+        raise UntaggedModelError(f"{self._file or f'model {self.model.graph.name!r}'}: {said}")
 
 
 ModelSource: TypeAlias = str | os.PathLike[str] | onnx.ModelProto | ir.Model | TaggedModel | _HasModel

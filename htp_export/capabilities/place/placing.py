@@ -94,7 +94,7 @@ def place(
     check_target(output)
     if not 0 <= slack < 1:
         raise InputError(f"slack is a share from 0 to less than 1, not {slack!r}")
-    limits = {device_named(device): bytes_of(size) for device, size in (budget or {}).items()}
+    limits = {device_named(device): _budget(device, size) for device, size in (budget or {}).items()}
     rules = _rules(plan, limits)
     source = load(model)
     original = read_flat(source)
@@ -135,6 +135,13 @@ def bytes_of(size: int | str) -> int:
         raise InputError(f"{size!r} is no size; write bytes, or a number with a unit: 4GiB, 500 MB")
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])
+
+
+def _budget(device: str, size: int | str) -> int:
+    try:
+        return bytes_of(size)
+    except InputError as error:
+        raise InputError(f"budget of {device}: {error}") from error
 
 
 def _rules(plan: Mapping[str, str] | None, limits: Mapping[str, int]) -> Mapping[str, str]:
