@@ -234,6 +234,21 @@ def test_values_that_are_not_numbers_are_compared():
     assert "off by inf" in check.fault(other.model("y"), "tolerant")
 
 
+def test_every_run_of_the_data_is_verified():
+    def model(op_type):
+        net = Builder(x=[2])
+        net.add(op_type, "x", "y", "a")
+        return net.model("y")
+
+    relu, other = model("Relu"), model("Identity")
+    runs = [{"x": np.float32([1, 2])}, {"x": np.float32([-1, 2])}]  # the second one shows the difference
+    assert OutputCheck(relu, Samples.of(runs[:1], relu)).fault(other, "exact") == ""
+    assert "output 'y, run 1' is off by 1" in OutputCheck(relu, Samples.of(runs, relu)).fault(other, "exact")
+    assert htp_export.optimize(relu, verify=True, data=runs).max_abs == 0
+    with pytest.raises(htp_export.InputError, match="are for verify, which runs the model"):
+        htp_export.optimize(relu, data=runs)
+
+
 class TwoInOne(ir.passes.InPlacePass):
     """Lets one node compute a sum and what is made of it, and give the sum, too, where others read it."""
 

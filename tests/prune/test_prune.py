@@ -244,6 +244,21 @@ class TestCommand:
         assert "wrote pruned.onnx" in out
         assert "zeros take as many bytes as other numbers" in out
 
+    def test_alike_modules_are_one_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6))).eval()
+        htp_export.export(layers, (torch.randn(2, 8),), "net.onnx", verbose=False)
+        command = ["prune", "net.onnx", "--rule", ".=0.5", "-o", "pruned.onnx", "--force", "--in-place"]
+        lines = {}
+        for more in ([], ["--no-fold"], ["--depth", "1", "--select", "2"]):
+            assert main([*command, *more]) == 0
+            lines[" ".join(more)] = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+        assert len(lines[""]) == 4
+        assert lines[""][2].startswith("└── 0 … 5 × 6")
+        assert (len(lines["--no-fold"]), len(lines["--depth 1 --select 2"])) == (14, 4)
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
