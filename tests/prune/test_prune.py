@@ -256,7 +256,7 @@ class TestCommand:
             assert main([*command, *more]) == 0
             lines[" ".join(more)] = capsys.readouterr().out.partition("\n\n")[0].splitlines()
         assert len(lines[""]) == 4
-        assert lines[""][2].startswith("└── 0 … 5 × 6")
+        assert lines[""][2].startswith("└── 0 … 5 \N{MULTIPLICATION SIGN} 6")
         assert (len(lines["--no-fold"]), len(lines["--depth 1 --select 2"])) == (14, 4)
 
     @pytest.mark.parametrize(
