@@ -4,7 +4,7 @@
 
 A model was trained further, and the weights of its ONNX file are replaced by name. The file still runs, but its result
 is wrong: exporters transpose some weights, which then have other names. `verify` names the first module that differs
-from PyTorch, and `map` the initializer that holds its weight.
+from PyTorch, and `nodes` the initializer that holds its weight.
 """
 
 import sys

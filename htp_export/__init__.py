@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from htp_export.capabilities.forensics.investigation import forensics
     from htp_export.capabilities.functions.inlining import Inlined, inline
     from htp_export.capabilities.functions.nesting import Nested, functions
+    from htp_export.capabilities.info.describing import Info, info
     from htp_export.capabilities.inspect.inspected import Inspected
     from htp_export.capabilities.inspect.inspecting import inspect
     from htp_export.capabilities.lora.lora_files import FusedLora, LoraAdapter
@@ -91,6 +92,7 @@ __all__ = [
     "FusedLora",
     "Hierarchy",
     "HtpExportError",
+    "Info",
     "Inlined",
     "InputError",
     "InsertedLora",
@@ -144,6 +146,7 @@ __all__ = [
     "forensics",
     "frozen_fake_quantize",
     "functions",
+    "info",
     "inline",
     "inspect",
     "load",
@@ -187,6 +190,7 @@ _HOMES = {
     "FusedLora": "capabilities.lora.lora_files",
     "Hierarchy": "format.hierarchy",
     "HtpExportError": "errors",
+    "Info": "capabilities.info.describing",
     "Inlined": "capabilities.functions.inlining",
     "InputError": "errors",
     "InsertedLora": "capabilities.lora.lora_inputs",
@@ -240,6 +244,7 @@ _HOMES = {
     "forensics": "capabilities.forensics.investigation",
     "frozen_fake_quantize": "capabilities.quantize.training",
     "functions": "capabilities.functions.nesting",
+    "info": "capabilities.info.describing",
     "inline": "capabilities.functions.inlining",
     "inspect": "capabilities.inspect.inspecting",
     "load": "model.tagged",

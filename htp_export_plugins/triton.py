@@ -72,7 +72,7 @@ def write_stages(partition: Partition, folder: Path) -> Partition:
 
 def _write(folder: Path, name: str, runs: str, parts: Iterable[str]) -> None:
     text = "\n".join((f"name: {_quoted(name)}", runs, "max_batch_size: 0", *parts))
-    (folder / "config.pbtxt").write_text(text + "\n", encoding="utf-8")
+    (folder / "config.pbtxt").write_text(text + "\n", encoding="utf-8", newline="\n")
 
 
 def _tensor(kind: str, name: str, tensor: StageTensor, *, scalar: bool = False) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 from tests.lora.test_lora import adapter, factors
 
 COMMANDS: dict[str, str] = {
+    "info": "FILE",
     "tree": "FILE",
     "nodes": "FILE",
     "view": "FILE -o view.html",

@@ -1,19 +1,75 @@
-"""The README as the first page of the site that MkDocs builds from docs/.
+"""The README as the first page of the site that MkDocs builds from docs/, and a page with the help of every command.
 
     pip install ".[docs]" && mkdocs build --strict
 
-MkDocs calls `on_page_markdown` for every page (mkdocs.yml, "hooks"). Links out of docs/ work on a forge and in a
+MkDocs calls `on_files` once and `on_page_markdown` for every page (mkdocs.yml, "hooks"). The help is that of the
+``htp-export`` on the path, which may be installed in another environment. Links out of docs/ work on a forge and in a
 clone. In the site they lead to the project's repository, or lose their address where mkdocs.yml names no repository.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(!?)\[([^]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+WIDTH = "100"
+"""Columns of the help."""
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add the reference of commands, which is in no folder."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "commands.md", content=commands_page(help_of)))
+    return files
+
+
+def help_of(*words: str) -> str:
+    """Return the help of the program, or of a command."""
+    program = shutil.which("htp-export", path=os.pathsep.join((os.environ["PATH"], str(Path(sys.executable).parent))))
+    if program is None:
+        raise FileNotFoundError("the page of commands is made by htp-export, which is not on the path: pip install .")
+    environment = {**os.environ, "COLUMNS": WIDTH}
+    done = subprocess.run([program, *words, "--help"], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def commands_page(helped: Callable[..., str]) -> str:
+    """Return the reference of commands: the help of each, in the order and below the headings of the program's."""
+    whole = helped()
+    parts = ["# Commands", "The help of every command, as `htp-export COMMAND --help` prints it.", block(whole)]
+    for heading, names in listed(whole).items():
+        parts.append(f"## {heading}")
+        for name in names:
+            shown = helped(name)
+            parts += [f"### {name}", block(shown)]
+            for inner in listed(shown).get("Commands", ()):
+                parts += [f"### {name} {inner}", block(helped(name, inner))]
+    return "\n\n".join(parts) + "\n"
+
+
+def block(text: str) -> str:
+    """Return text as Markdown shows it unchanged."""
+    return f"```text\n{text.strip()}\n```"
+
+
+def listed(text: str) -> dict[str, list[str]]:
+    """Return the commands that a help lists: heading → names."""
+    found: dict[str, list[str]] = {}
+    for section in re.finditer(r"^([A-Z][\w ]*):\n((?:  .*\n)+)", text, re.MULTILINE):
+        if section[1] not in ("Options", "Arguments"):
+            found[section[1]] = re.findall(r"^  (\w[\w-]*) {2,}", section[2], re.MULTILINE)
+    return found
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:

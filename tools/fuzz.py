@@ -43,6 +43,7 @@ from tools.fuzz_mutations import BOMB, mutated
 __all__ = ["COMMANDS", "Fault", "branching", "make_models", "run"]
 
 COMMANDS: dict[str, str] = {
+    "info": "info F",
     "tree": "tree F",
     "tree --json": "tree F --json",
     "tree --csv": "tree F --csv",

@@ -13,10 +13,11 @@ _COMMANDS = {
     "carry(before, after, ...)": "htp-export carry BEFORE AFTER",
     "carry(before, after)": "htp-export carry BEFORE AFTER",
     "htp_export.embed_map(before)": "--embed-map of export and run",
+    "lora.insert gives its linear layers": "htp-export lora insert gives its linear layers",
+    "or use lora.insert": "or use htp-export lora insert",
     "data={name: array}, or an .npz file": "--set data=FILE.npz",
     "takes one run, and data have several; give one mapping of input name → array": "takes one run, and --data has "
     "several; give one .npz file, or a factory that returns one run",
-    "lora.insert gives": "htp-export lora insert gives",
     "give dims (": "give --dims (",
     ") or data": ") or --data",
     "give shapes or data": "give --shapes or --data",

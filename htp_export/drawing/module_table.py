@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # rich is imported to draw: the names of columns are needed t
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["ModuleOf", "TreeTable", "flat_table", "render_modules"]
+__all__ = ["ModuleOf", "TreeTable", "equal_cells", "flat_table", "render_modules", "with_lines"]
 
 _GAP = 3
 _SHORTEST_NAME = 24
@@ -123,17 +123,9 @@ def render_modules(
     Raises:
         InputError: If there is no such column.
     """
-    from rich.console import Group
-    from rich.text import Text
-
-    columns = result.drawn
-
-    def alike(row: Any) -> Hashable:
-        return tuple(column.cell(row) for column in columns)
-
     listed = sorted_by(result.listed if rows is None else rows, result.columns, sort)
-    table = TreeTable(listed, columns, alike if fold else None, flat=sort is not None)
-    return Group(table, Text(), *(Text(in_commands(line)) for line in (result.summary, *result.lines)))
+    table = TreeTable(listed, result.drawn, equal_cells(result.drawn) if fold else None, flat=sort is not None)
+    return with_lines(table, (result.summary, *result.lines))
 
 
 def flat_table(columns: Sequence[Column[R]], rows: Iterable[R], gap: int = _GAP) -> Table:
@@ -148,3 +140,16 @@ def flat_table(columns: Sequence[Column[R]], rows: Iterable[R], gap: int = _GAP)
     for row in rows:
         table.add_row(*(Text(column.cell(row), style=column.style_of(row)) for column in columns))
     return table
+
+
+def equal_cells(columns: Sequence[Column[M]]) -> Callable[[M], Hashable]:
+    """What rows have in common that show the same in some columns."""
+    return lambda row: tuple(column.cell(row) for column in columns)
+
+
+def with_lines(table: RenderableType, lines: Iterable[str], *more: RenderableType) -> RenderableType:
+    """A table, an empty line, and what is known of the whole, with commands in place of Python."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(table, Text(), *(Text(in_commands(line)) for line in lines), *more)

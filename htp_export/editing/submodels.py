@@ -6,7 +6,7 @@ too stays as it was for them. The model around keeps its nodes, their order, the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx
@@ -16,6 +16,7 @@ from htp_export.editing.editing import take_place
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import all_values, twins_of
 from htp_export.model.tensor_names import Names, UsedNames, rename
+from htp_export.shapes.operator_kinds import subgraphs
 from htp_export.shapes.symbolic import Symbolic
 
 __all__ = ["Submodel", "constant_of", "cut_out", "in_copy", "put_back", "remove_unused"]
@@ -180,18 +181,23 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
     return new_nodes
 
 
-def remove_unused(values: Iterable[ir.Value]) -> None:
-    """Remove the values that nothing reads any more, and what was computed for them alone; inputs of the model stay."""
+def remove_unused(values: Iterable[ir.Value], among: Container[ir.Node] | None = None) -> None:
+    """Remove the values that nothing reads any more, and what was computed for them alone; inputs of the model stay.
+
+    ``among`` are the nodes that may be removed; all without.
+    """
     waiting = list(dict.fromkeys(values))
     for value in waiting:
         if value.uses() or value.is_graph_output():
             continue
         node = value.producer()
-        if node is not None and isinstance(node.graph, ir.Graph):
+        if node is not None and isinstance(node.graph, ir.Graph) and (among is None or node in among):
             if any(other.uses() or other.is_graph_output() for other in node.outputs):
                 continue
-            waiting += [read for read in node.inputs if read is not None]
-            node.graph.remove(node, safe=True)
+            node.graph.remove(node)
+            for each in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
+                waiting += [read for read in each.inputs if read is not None]
+                each.resize_inputs(0)
         elif value.is_initializer() and not value.is_graph_input() and value.graph is not None:
             value.graph.initializers.pop(str(value.name))
 

@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import onnx_ir as ir
 import torch
 
 from htp_export.exporter.capture.running import Exporter
-from htp_export.files.filesystem import is_special
+from htp_export.files.filesystem import is_special, temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.replacing import work_folder
 from htp_export.files.written_check import made_from
@@ -107,8 +106,8 @@ def _written_to(step: AfterExport, f: Any, *, strict: bool) -> Iterator[Any]:
 @contextlib.contextmanager
 def _folder_beside(target: Path) -> Iterator[Path]:
     if is_special(target):
-        with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
-            yield Path(folder)
+        with temporary_folder() as folder:
+            yield folder
         return
     with work_folder(target) as work:
         yield work.new

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import stat
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -265,6 +266,8 @@ def _clone(slots: Sequence[Slot], stream: IO[bytes]) -> dict[object, tuple[int, 
     places: dict[object, tuple[int, int]] = {
         _place(tensor): (tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors
     }
+    if not sys.platform.startswith("linux"):
+        return None
     try:
         import fcntl
 
@@ -272,8 +275,6 @@ def _clone(slots: Sequence[Slot], stream: IO[bytes]) -> dict[object, tuple[int, 
             if sum(length for _, length in places.values()) < _MOSTLY * os.fstat(source.fileno()).st_size:
                 return None
             fcntl.ioctl(stream.fileno(), _FICLONE, source.fileno())
-    except ImportError:  # Windows
-        return None
     except OSError as error:
         if error.errno in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM):
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import onnx_ir as ir
 
 from htp_export.files.data_notes import describe_own, put_notes
 from htp_export.files.data_plan import in_safe_order
-from htp_export.files.filesystem import is_special
+from htp_export.files.filesystem import is_special, temporary_folder
 from htp_export.files.model_files import obsolete_files, places_of, read_model, write_model
 from htp_export.files.parsing import is_protobuf
 from htp_export.files.replacing import Move, work_folder
@@ -56,8 +55,8 @@ def readable(path: str | os.PathLike[str]) -> Iterator[Path]:
     if not is_special(target):
         yield target
         return
-    with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
-        new = Path(folder) / "model.onnx"
+    with temporary_folder() as folder:
+        new = folder / "model.onnx"
         yield new
         write_model(read_model(new), target)
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ except ImportError:  # Windows
 __all__ = [
     "Identity",
     "Lock",
+    "is_read_only",
     "is_special",
     "keep_owner_and_mode",
     "one_at_a_time",
@@ -30,6 +32,7 @@ __all__ = [
     "remove",
     "sync_file",
     "sync_folder",
+    "temporary_folder",
     "why_not_writable",
 ]
 
@@ -107,7 +110,7 @@ class Lock:
             if not unlocked_is_ours and time.time() - os.fstat(descriptor).st_mtime < _FOREIGN_LOCK_SECONDS:
                 lock.release()
                 return None
-        if Identity.at(path) != Identity.of(os.fstat(descriptor)):
+        if fcntl is not None and Identity.at(path) != Identity.of(os.fstat(descriptor)):
             lock.release()
             return None
         return lock
@@ -144,6 +147,26 @@ def is_special(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def is_read_only(path: Path) -> bool:
+    """Return whether a file is there that nobody may write: by its mode, or its attribute on Windows."""
+    try:
+        return not path.stat().st_mode & 0o222 and not os.access(path, os.W_OK)
+    except (OSError, ValueError):
+        return False
+
+
+def make_work_folder(path: Path) -> None:
+    """Make a folder that only this user can enter; on Windows, files would take that along when they are renamed."""
+    path.mkdir(0o700 if fcntl is not None else 0o777)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Provide a folder, removed at the end; on Windows, what is still open or mapped in it is left."""
+    with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def place_new(new: Path, target: Path) -> None:

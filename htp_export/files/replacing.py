@@ -16,7 +16,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +58,7 @@ class WorkFolder:
         for _ in range(_ATTEMPTS):
             path = parent / f".htp-{secrets.token_hex(6)}"
             try:
-                path.mkdir(0o700)
+                filesystem.make_work_folder(path)
             except OSError as error:
                 raise filesystem.why_not_writable(parent) or error from None
             lock = filesystem.Lock.new(path / "lock")
@@ -106,7 +105,7 @@ class WorkFolder:
             self._old.mkdir()
             try:
                 journal = {"steps": [*map(_plain, steps)], "obsolete": [*map(_plain, removed)]}
-                self._journal.write_text(json.dumps(journal), encoding="utf-8")
+                self._journal.write_text(json.dumps(journal), encoding="utf-8", newline="\n")
             except BaseException:
                 self._journal.unlink(missing_ok=True)
                 raise
@@ -275,8 +274,8 @@ def work_folder(target: Path) -> Iterator[WorkFolder]:
 def replace_file(target: Path) -> Iterator[Path]:
     """Provide a path to write a file, which then replaces the target. A device or a pipe is written to at the end."""
     if filesystem.is_special(target):
-        with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
-            new = Path(folder) / (target.name or "new")
+        with filesystem.temporary_folder() as folder:
+            new = folder / (target.name or "new")
             yield new
             with new.open("rb") as source, target.open("wb") as stream:
                 shutil.copyfileobj(source, stream, 1 << 20)

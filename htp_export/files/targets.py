@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.errors import FileError
-from htp_export.files.filesystem import is_special, why_not_writable
+from htp_export.files.filesystem import is_read_only, is_special, why_not_writable
 from htp_export.files.replacing import real_path
 from htp_export.process.user_code import is_read_by_user_code
 
@@ -57,6 +57,8 @@ def check_target(
             raise FileError(target, "cannot be written: permission denied")
         return
     check_parent(target)
+    if is_read_only(target) and not target.is_dir():
+        raise FileError(target, "is read-only; name another file, or allow that it is written")
     if target.is_dir():
         raise FileError(target, "is a folder; name a file in it")
     if kind in (Kind.PAGE, Kind.JSON) and target.suffix.lower() in _NAMES_OF_MODELS:

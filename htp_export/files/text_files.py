@@ -40,7 +40,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 def write_json(file: Path, content: Any) -> Path:
     """Write a JSON file into a folder that is written whole, and return it; an `OSError` if that fails."""
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
     return file
 
 
@@ -55,4 +55,4 @@ def write_text(path: str | os.PathLike[str], text: str, kind: Kind = Kind.PAGE) 
     """
     check_target(path, kind)
     with named_if_unwritable(path), replace_file(Path(path)) as new:
-        new.write_text(text, encoding="utf-8")
+        new.write_text(text, encoding="utf-8", newline="\n")

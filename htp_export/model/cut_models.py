@@ -18,7 +18,7 @@ from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import rename
 
-__all__ = ["cut_graph", "cut_model", "model_around", "narrow_owners", "output_name"]
+__all__ = ["cut_graph", "cut_model", "model_around", "narrow_owners", "output_name", "own_output"]
 
 _FIRST_SHAPE_WITH_RANGE = 15  # opset in which Shape got its attributes start and end
 
@@ -107,6 +107,15 @@ def output_name(value: ir.Value) -> str:
     return str(value.name) if value.producer() is not None else f"{value.name}.returned"
 
 
+def own_output(graph: ir.Graph, value: ir.Value, metadata: dict[str, str]) -> ir.Value:
+    """Add a node with some tags that gives an input or an initializer as a tensor of its own."""
+    node = ir.node("Identity", [value], metadata_props=metadata)
+    new = node.outputs[0]
+    new.name, new.type, new.shape = output_name(value), value.type, value.shape
+    graph.append(node)
+    return new
+
+
 def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
     """Put nodes that compute sizes from the inputs in the place of the inputs that stand for them."""
     count = len(part.inputs)
@@ -172,11 +181,7 @@ def _own_outputs(graph: ir.Graph, path: str) -> None:
     for place, value in enumerate(graph.outputs):
         if value.producer() is not None:
             continue
-        node = ir.node("Identity", [value], metadata_props=tags.node_tags((path,), Reason.FLOW, {path}))
-        new = node.outputs[0]
-        new.name, new.type, new.shape = output_name(value), value.type, value.shape
-        graph.append(node)
-        graph.outputs[place] = new
+        graph.outputs[place] = own_output(graph, value, tags.node_tags((path,), Reason.FLOW, {path}))
 
 
 def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:

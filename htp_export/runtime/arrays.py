@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+
+from htp_export.files.filesystem import temporary_folder
 
 if TYPE_CHECKING:
     import torch
@@ -110,8 +111,8 @@ class ArrayStore:
     @contextmanager
     def opened(cls, memory_bytes: int) -> Iterator[ArrayStore]:
         """Open a store for the duration of a ``with`` block."""
-        with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
-            yield cls(memory_bytes, Path(folder))
+        with temporary_folder() as folder:
+            yield cls(memory_bytes, folder)
 
     def keep(self, array: Array) -> StoredArray:
         """Copy an array into the store."""

@@ -9,9 +9,10 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.files.filesystem import temporary_folder
 from htp_export.process.user_code import user_code
 from htp_export.runtime.arrays import Array, nan_in
-from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings, temporary_folder
+from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings
 
 __all__ = ["Metric", "Outputs", "measured_metric", "metric_value", "outputs_of"]
 

@@ -16,8 +16,9 @@ import onnx_ir as ir
 
 from htp_export.errors import OnnxRuntimeError
 from htp_export.files.data_files import check_data
+from htp_export.files.filesystem import temporary_folder
 from htp_export.runtime.arrays import Array, to_ort
-from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, as_written, temporary_folder
+from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, as_written
 
 __all__ = ["Runner", "portions"]
 

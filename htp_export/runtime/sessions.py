@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ __all__ = [
     "SessionSettings",
     "as_written",
     "check_providers",
-    "temporary_folder",
 ]
 
 LARGE_BYTES = 256 << 20
@@ -357,10 +355,3 @@ def _set(options: Any, attributes: Mapping[str, Any], entries: Mapping[str, str]
         setattr(options, name, value)
     for name, entry in entries.items():
         options.add_session_config_entry(name, entry)
-
-
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Create a folder for the duration of a ``with`` block; it is removed even if a file in it is still mapped."""
-    with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)

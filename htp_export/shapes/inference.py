@@ -183,8 +183,7 @@ class Inference(ControlFlow):
             self._arrays[value] = small_array(tensor)
 
     def _infer(self, operation: Operation) -> None:
-        domain = "" if operation.domain == "ai.onnx" else operation.domain
-        rules, outputs = rules_of(domain, operation.op_type), operation.outputs
+        rules, outputs = rules_of(operation.domain, operation.op_type), operation.outputs
         for value in outputs:
             self._contents[value] = self._arrays[value] = None
             if self._depth:  # it may be visited again
@@ -197,7 +196,7 @@ class Inference(ControlFlow):
         for place, value in enumerate(outputs):
             self._shapes[value] = self._settled(value, shapes[place] if shapes and place < len(shapes) else None)
             if value.type is None or self._in_function:
-                dtype = self._type_of(operation, domain, place)
+                dtype = self._type_of(operation, place)
                 typed = typed and dtype is not None
                 if dtype is not None:
                     self._types[value] = dtype
@@ -213,12 +212,12 @@ class Inference(ControlFlow):
         if not known or not typed or any(shape is None or None in shape for shape in shapes or ()):
             self._ask_onnx(operation, shapes or (), reason)
 
-    def _type_of(self, operation: Operation, domain: str, place: int) -> ir.DataType | None:
+    def _type_of(self, operation: Operation, place: int) -> ir.DataType | None:
         """The element type of a result, by a rule or by the schema."""
-        rule = rules_of(domain, operation.op_type).type if place == 0 else None
+        rule = rules_of(operation.domain, operation.op_type).type if place == 0 else None
         if rule is not None:
             return _safely(rule, operation, self)[0]
-        source = type_source(operation.op_type, self._version(domain), domain, place)
+        source = type_source(operation.op_type, self._version(operation), operation.domain, place)
         if source is None or isinstance(source, ir.DataType):
             return source
         value = operation.inputs[source] if source < len(operation.inputs) else None
@@ -229,7 +228,7 @@ class Inference(ControlFlow):
         """Compute what a node makes, where all that it reads is known and small."""
         if not operation.inputs or any(value is not None and self.array(value) is None for value in operation.inputs):
             return False
-        arrays = evaluated(operation, self._version(operation.domain), list(map(self.fact, operation.inputs)))
+        arrays = evaluated(operation, self._version(operation), list(map(self.fact, operation.inputs)))
         if arrays is None:
             return False
         for value, array in zip(operation.outputs, arrays, strict=True):
@@ -239,9 +238,7 @@ class Inference(ControlFlow):
 
     def _ask_onnx(self, operation: Operation, shapes: Sequence[Dims | None], reason: str) -> None:
         """Complete what a rule said, or did not, with what ONNX's own inference says of the node."""
-        results, its_reason = inferred(
-            operation, self._version(operation.domain), list(map(self.fact, operation.inputs))
-        )
+        results, its_reason = inferred(operation, self._version(operation), list(map(self.fact, operation.inputs)))
         for place, (value, (kind, shape)) in enumerate(zip(operation.outputs, results, strict=True)):
             dims = shapes[place] if place < len(shapes) else None
             if dims is None:
@@ -253,8 +250,8 @@ class Inference(ControlFlow):
                 self._types[value] = kind
             self._note(operation, value, reason or its_reason)
 
-    def _version(self, domain: str) -> int:
-        return self._opsets.get("" if domain == "ai.onnx" else domain, 0)
+    def _version(self, operation: Operation) -> int:
+        return self._opsets.get(operation.domain, 0)
 
     def _note(self, operation: Operation, value: ir.Value, reason: str) -> None:
         """Keep why the shape of a tensor is not known, or not all of it."""

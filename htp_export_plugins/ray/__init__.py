@@ -33,8 +33,8 @@ def write_stages(partition: Partition, folder: Path) -> Partition:
             if tensor.type is not None and tensor.type not in _TYPES:
                 raise InputError(f"stage {number}: tensor {name!r} is {tensor}, which numpy arrays cannot carry")
     program = Path(__file__).with_name("application.py").read_text(encoding="utf-8")
-    (folder / "serve_app.py").write_text(program, encoding="utf-8")
-    (folder / "serve.yaml").write_text(_configuration(len(partition.stages)), encoding="utf-8")
+    (folder / "serve_app.py").write_text(program, encoding="utf-8", newline="\n")
+    (folder / "serve.yaml").write_text(_configuration(len(partition.stages)), encoding="utf-8", newline="\n")
     return partition
 
 

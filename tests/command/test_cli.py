@@ -342,9 +342,29 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"htp-export {htp_export.__version__}\n"
 
 
-def test_without_a_command_the_help_is_shown(capsys):
-    assert main([]) == 0
-    assert "tree" in capsys.readouterr().out
+@pytest.mark.parametrize(("words", "listed"), [([], "  tree  "), (["lora"], "  fuse  ")])
+def test_without_a_command_the_help_is_shown(capsys, words, listed):
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert listed in shown
+    assert main([*words, "--help"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["quantise", "a.onnx"], "No such command 'quantise'. Did you mean 'quantize'?; htp-export --help lists the"),
+        (
+            ["lora", "insrt"],
+            "No such command 'insrt'. Did you mean 'insert'?; htp-export lora --help lists the commands",
+        ),
+        (["insert-lora", "a.onnx"], "No such command 'insert-lora'; htp-export --help lists the commands"),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(capsys, words, said):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_carry_and_run_write_tagged_files(tmp_path, capsys):

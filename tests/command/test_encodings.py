@@ -13,6 +13,7 @@ import torch
 
 import htp_export
 from htp_export.command.main import main
+from htp_export.files.text_files import read_json
 
 NAME = "größe模"
 CODE = f"""
@@ -120,3 +121,10 @@ def test_a_stdout_that_is_full_is_no_bug(folder: Path) -> None:
         )  # fmt: skip
     message = "htp-export: error: the output cannot be written: No space left on device\n"
     assert (ended.returncode, ended.stderr) == (2, message)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_json_is_read_as_any_shell_writes_it(encoding: str, tmp_path: Path) -> None:
+    """``>`` of Windows PowerShell writes UTF-16, ``Out-File -Encoding utf8`` a byte order mark."""
+    (tmp_path / "a.json").write_text(json.dumps({NAME: 1}, ensure_ascii=False), encoding=encoding)
+    assert read_json(tmp_path / "a.json") == {NAME: 1}

@@ -9,7 +9,6 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from rich.console import Console
 import htp_export
 from htp_export.capabilities.cost.drawing import render
 from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree
-from htp_export.capabilities.extract.splicing import _drop_unused as drop_unused
 from htp_export.capabilities.fingerprint.blocks import repeated_blocks
 from htp_export.capabilities.functions import placing
 from htp_export.capabilities.functions.placing import MOST_NESTED
@@ -29,6 +27,7 @@ from htp_export.capabilities.optimize.near_matching import MOST, near, near_matc
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.model_explorer.overlays import drawing
 from htp_export.editing.function_records import Expectations
+from htp_export.editing.submodels import remove_unused
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
@@ -310,7 +309,7 @@ def test_a_chain_of_unused_nodes_is_taken_out_in_one_go(monkeypatch: pytest.Monk
     asked: list[ir.Value] = []
     uses = ir.Value.uses
     monkeypatch.setattr(ir.Value, "uses", lambda value: asked.append(value) or uses(value))
-    drop_unused([SimpleNamespace(nodes=chain[:500], size_nodes=chain[500:], initializers=())])
+    remove_unused([value for node in chain for value in node.outputs], set(chain))
     assert len(graph) == 0
     assert len(asked) < 10 * len(chain)
 

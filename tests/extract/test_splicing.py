@@ -203,3 +203,23 @@ def test_the_commands_do_the_same_and_say_it(tmp_path: Path, capsys: pytest.Capt
     assert "nearest: 'block'" in capsys.readouterr().err
     assert main(["splice", str(file), "first", whole, "-o", whole + "2"]) == 0
     assert not (tmp_path / "none.onnx").exists()
+
+
+def test_weights_that_only_a_branch_of_the_module_reads_are_gone():
+    text = """<ir_version: 10, opset_import: ["": 20]>
+    g (bool c, float[2] x) => (float[2] y) <float[2] w = {1.0, 2.0}> {
+      a = If(c) <
+        then_branch = t () => (float[2] p) { p = Add(x, w) },
+        else_branch = e () => (float[2] q) { q = Mul(x, w) }
+      >
+      y = Relu(a)
+    }"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    for node in model.graph.all_nodes():
+        node.metadata_props["htp.module"] = "" if node.op_type == "Relu" else "block"
+    other = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 20]> h (bool c, float[2] x) => (float[2] a) { a = Neg(x) }'
+    )
+    spliced = htp_export.splice(model, "block", other).model
+    assert [node.op_type for node in spliced.graph] == ["Neg", "Relu"]
+    assert not spliced.graph.initializers

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from htp_export.files.filesystem import Identity, Lock
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.text_files import write_text
 from tests.files.test_data_files import listing, save, values
+from tests.permissions import bound_by_permissions
 
 EXPORTERS = pytest.mark.parametrize("dynamo", [True, False])
 
@@ -240,6 +242,18 @@ class TestFolders:
             htp_export.export(Fails(), (torch.zeros(1),), read_only / "no" / "a.onnx", dynamo=dynamo, verbose=False)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="file permissions bind the program by prctl")
+def test_a_read_only_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    save(tmp_path / "a.onnx")
+    (tmp_path / "b.onnx").touch(0o444)
+    run = bound_by_permissions(tmp_path, "optimize", "a.onnx", "-o", "b.onnx", "--force")
+    assert (run.returncode, run.stderr) == (
+        2, "htp-export: error: b.onnx: is read-only; name another file, or allow that it is written\n",
+    )  # fmt: skip
+    (tmp_path / "b.onnx").chmod(0o644)
+    assert bound_by_permissions(tmp_path, "optimize", "a.onnx", "-o", "b.onnx", "--force").returncode == 0
+
+
 class TestOtherSystems:
     @pytest.fixture
     def windows(self, monkeypatch: pytest.MonkeyPatch) -> set[Path]:
@@ -264,6 +278,18 @@ class TestOtherSystems:
             write_model(read_model(tmp_path / "a.onnx"), tmp_path / "b.onnx")
         np.testing.assert_array_equal(values(tmp_path / "a.onnx"), values(tmp_path / "b.onnx"))
         assert len(listing(tmp_path)) == 4
+
+    def test_files_do_not_keep_the_access_of_a_work_folder(self, windows: set[Path], tmp_path: Path) -> None:
+        """A folder of mode 0o700 has an access list on Windows, and files keep the list of where they were made."""
+        with replacing.work_folder(tmp_path / "a") as work:
+            assert work.path.stat().st_mode & 0o777 != 0o700
+
+    def test_a_lock_is_held_whatever_the_identity_of_a_path_is(
+        self, windows: set[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An open file cannot have been replaced there."""
+        monkeypatch.setattr(Identity, "at", lambda path: None)
+        assert Lock.new(tmp_path / "lock") is not None
 
     def test_data_that_is_mapped_is_not_in_the_way(self, windows: set[Path], tmp_path: Path) -> None:
         """The old data file cannot be removed while somebody has it mapped; a later run removes it."""
@@ -303,6 +329,12 @@ class TestOtherSystems:
 
 def refuse_all() -> None:
     raise OSError(errno.ENOTSUP, "Operation not supported")
+
+
+def test_a_temporary_folder_is_gone_afterwards() -> None:
+    with filesystem.temporary_folder() as folder:
+        (folder / "file").touch()
+    assert not folder.exists()
 
 
 class TestLocks:

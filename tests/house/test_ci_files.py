@@ -99,6 +99,21 @@ class TestAction:
         assert (folder / "temp" / "htp-export" / "index.html").stat().st_size > 1000
         assert "over budget: (root) takes" in capfd.readouterr().out
 
+    @pytest.mark.parametrize(
+        ("package", "installed"), [("", "/the action[view]"), ("htp-export==0.1.0", "htp-export==0.1.0")]
+    )
+    def test_what_is_not_there_is_installed(self, package: str, installed: str, tmp_path: Path) -> None:
+        python = tmp_path / "python"
+        python.write_text('#!/bin/sh\nprintf "%s|" "$@"\n', encoding="utf-8", newline="\n")
+        python.chmod(0o755)
+        paths = os.pathsep.join([str(tmp_path), "/usr/bin", "/bin"])
+        environment = {"PATH": paths, "RESULTS": str(tmp_path / "new"), "PACKAGE": package, "ACTION": "/the action"}
+        script = ACTION["runs"]["steps"][0]["run"]
+        run = subprocess.run(
+            [str(BASH), "-eo", "pipefail", "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        assert run.stdout == f"-m|pip|install|{installed}|"
+
     def test_inputs_are_not_read_as_shell(self, folder: Path) -> None:
         done = act(
             folder, file="$(touch one).onnx", verify="; touch two", budgets="`touch three`=1ms", profile="&& touch 4"

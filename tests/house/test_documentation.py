@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import operator
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ import typer
 
 import htp_export
 from htp_export.command import main as program
+from htp_export.command.commands import GROUPS, CommandGroup, command_groups, command_names
 from tests import documents
 
 ROOT = Path(__file__).parents[2]
@@ -119,8 +121,41 @@ def test_every_command_of_a_page_is_one_that_there_is():
             continue
         _, name, *words = words_of(command.text)
         assert name in group.commands, command
+        found = group.get_command(None, name)
+        if isinstance(found, CommandGroup):
+            name, *words = words
+            found = found.get_command(None, name)
         # Raises where an option is unknown or an argument is missing.
-        group.get_command(None, name).make_context(name, words)
+        found.make_context(name, words)
+
+
+def test_the_help_and_the_guides_of_the_readme_have_the_same_commands_in_the_same_order():
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|[^|]*\|[^|]+\|$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    guides = {guide: re.findall(r"`(\w+)`", names) for guide, names in rows[1:]}
+    helped = {
+        group: list(dict.fromkeys(name.split()[0] for name in names)) for group, names in command_groups().items()
+    }
+    assert list(guides.items()) == list(helped.items())
+    assert tuple(helped) == GROUPS
+
+
+def test_old_names_are_gone_and_new_ones_are_there():
+    text = (ROOT / "docs" / "changes.md").read_text(encoding="utf-8")
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)  # commands, functions, and options
+    commands, functions = (re.findall(r"^\| ?(.*?) \| (.*?) \|$", table, re.MULTILINE)[1:] for table in tables[:2])
+    known = {*command_names(), *(name.split()[0] for name in command_names())}
+    for old, new in commands:
+        assert not known & words_in(old)
+        assert words_in(new) <= known
+    for old, new in functions:
+        assert not set(htp_export.__all__) & words_in(old)
+        for name in words_in(new):
+            assert operator.attrgetter(name)(htp_export)
+
+
+def words_in(cell):
+    """The names in a cell: what stands in backticks, up to what is typed after it in capitals or as an option."""
+    return {re.split(r" (?=[A-Z-])", code)[0] for code in re.findall(r"`([^`]+)`", cell)}
 
 
 def words_of(command: str) -> list[str]:
@@ -177,6 +212,8 @@ def test_the_snippets_of_the_readme_run_from_top_to_bottom(tmp_path):
 
 def test_every_public_name_stands_on_a_page_of_the_api():
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
-    named = re.findall(r"^::: htp_export\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    named = re.findall(r"^::: htp_export\.((?:lora\.)?\w+)$", "\n".join(pages), re.MULTILINE)
     errors = {name for name in htp_export.__all__ if name.endswith("Error")}  # on one page, with their tree
-    assert sorted(named) == sorted({*htp_export.__all__, "errors"} - errors)
+    assert sorted(named) == sorted(
+        {*htp_export.__all__, *(f"lora.{name}" for name in htp_export.lora.__all__), "errors"} - errors
+    )

@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fingerprint": {"forensics"},
     "forensics": {"optimize"},
     "huggingface": {"carry"},
+    "info": {"fingerprint"},
     "partition": {"cost", "huggingface"},
     "pipeline": {"carry", "huggingface"},
     "place": {"carry", "cost"},

@@ -1,5 +1,6 @@
 """What the package offers: fixed names, each documented, and an import that costs little."""
 
+import builtins
 import dataclasses
 import inspect
 import re
@@ -17,20 +18,24 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = [
     "Adopted", "AdoptedModule", "Block", "Carried", "Comparison", "CompressedModule", "Contamination", "Cost",
     "Crossing", "DeviceUse", "Extraction", "Finding", "Fingerprint", "Forensics", "FusedLora", "Hierarchy",
-    "HtpExportError", "Inlined", "InputError", "InsertedLora", "Inspected", "LoraAdapter", "LoraLayer", "Misplaced",
-    "ModelDifference", "ModelMap", "ModuleDifference", "ModuleInfo", "ModuleLatency", "Named", "Nested", "Optimized",
-    "Partition", "PipelineRun", "Placed", "PlacedModule", "Placement", "PlanFile", "Precision", "Profile", "Pruned",
-    "PrunedModule", "Quantized", "QuantizedModule", "Region", "Search", "Sensitivity", "Splice", "Stage", "StepReport",
-    "TaggedModel", "Verification", "View", "Work", "adopt", "attention_report", "carry", "compare", "contamination",
-    "cost", "decomposed_attention", "diff", "embed_map", "export", "export_plan", "extract", "fingerprint",
-    "forensics", "frozen_fake_quantize", "functions", "inline", "inspect", "load", "load_partition", "module_filter",
-    "nodes", "optimize", "partition", "pipeline", "place", "placement", "profile", "prune", "quantize", "rename",
-    "search", "sensitivity", "splice", "tagging", "verify", "view",
+    "HtpExportError", "Info", "Inlined", "InputError", "InsertedLora", "Inspected", "LoraAdapter", "LoraLayer",
+    "Misplaced", "ModelDifference", "ModelMap", "ModuleDifference", "ModuleInfo", "ModuleLatency", "Named", "Nested",
+    "Optimized", "Partition", "PipelineRun", "Placed", "PlacedModule", "Placement", "PlanFile", "Precision", "Profile",
+    "Pruned", "PrunedModule", "Quantized", "QuantizedModule", "Region", "Search", "Sensitivity", "Splice", "Stage",
+    "StepReport", "TaggedModel", "Verification", "View", "Work", "adopt", "attention_report", "carry", "compare",
+    "contamination", "cost", "decomposed_attention", "diff", "embed_map", "export", "export_plan", "extract",
+    "fingerprint", "forensics", "frozen_fake_quantize", "functions", "info", "inline", "inspect", "load",
+    "load_partition", "module_filter", "nodes", "optimize", "partition", "pipeline", "place", "placement", "profile",
+    "prune", "quantize", "rename", "search", "sensitivity", "splice", "tagging", "verify", "view",
 ]  # fmt: skip
 
 
 def test_public_names_are_these():
     assert sorted(htp_export.__all__) == PUBLIC
+
+
+def test_all_public_names_can_be_imported_at_once_and_shadow_no_builtin():
+    assert not set(htp_export.__all__) & set(dir(builtins))
 
 
 def test_public_names_are_there_and_documented():

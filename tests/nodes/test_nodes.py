@@ -1,4 +1,4 @@
-"""``map``: nodes, modules, parameters and initializers, each with the others that belong to it."""
+"""``nodes``: nodes, modules, parameters and initializers, each with the others that belong to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`names`: names of nodes and tensors that are made of tags and of the graph alone, and carry the module tree."""
+"""`rename`: names of nodes and tensors that are made of tags and of the graph alone, and carry the module tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other tools select by the names that `names` gives, each by the tool's own rule."""
+"""What other tools select by the names that `rename` gives, each by the tool's own rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`names` on small models made by hand, each with one trap, and on what other operations of this package write."""
+"""`rename` on small models made by hand, each with one trap, and on what other operations of this package write."""
 
 from __future__ import annotations
 

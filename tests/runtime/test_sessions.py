@@ -22,7 +22,6 @@ from htp_export.runtime.sessions import (
     Session,
     SessionSettings,
     as_written,
-    temporary_folder,
 )
 
 HEADER = '<ir_version: 10, opset_import: ["": 20]>'
@@ -140,12 +139,6 @@ def test_weights_written_for_a_user_of_options_are_gone_with_the_runner(
     assert list(tmp_path.iterdir()) != []
     del runner
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_temporary_folder_is_gone_afterwards() -> None:
-    with temporary_folder() as folder:
-        (folder / "file").touch()
-    assert not folder.exists()
 
 
 def test_onnxruntime_loads_models_in_one_place() -> None:

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import io
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import onnx_ir as ir
 from htp_export.capabilities.carry.carrying import Carried, carry_in_place, tagged_model
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError, InputError, ResultError, ToolError, in_one_line
+from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import read_model, write_for_tool, write_model
 from htp_export.files.parsing import model_from_proto
 from htp_export.files.targets import check_target
@@ -106,8 +106,8 @@ def _run(
     check_target(output)
     before = read_flat(tagged_model(model), others=False).model  # tools rename what they inline
     names, notes = _name_nodes(before), _take_notes(before)
-    with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
-        source, target = Path(folder) / "model.onnx", Path(folder) / "made.onnx"
+    with temporary_folder() as folder:
+        source, target = folder / "model.onnx", folder / "made.onnx"
         write_for_tool(before, source)
         try:
             with contextlib.redirect_stdout(io.StringIO()):

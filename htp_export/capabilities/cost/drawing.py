@@ -12,9 +12,8 @@ from rich.text import Text
 from htp_export.capabilities.cost.columns import COST_COLUMNS, FUSED
 from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree
 from htp_export.capabilities.cost.result import Cost, ModuleCost, NodeCost
-from htp_export.drawing.command_words import in_commands
 from htp_export.drawing.folding import likeness
-from htp_export.drawing.module_table import TreeTable
+from htp_export.drawing.module_table import TreeTable, with_lines
 from htp_export.drawing.tag_note import tag_note
 from htp_export.results.columns import MODULE, Column, chosen, csv_text, names_of, sorted_by
 
@@ -59,8 +58,7 @@ def render_cost(
 
     table = TreeTable(rows, shown, alike if fold else None, _merged, flat=sort is not None)
     fusing = [Text(_ASSUMED, style="dim")] if set(FUSED[2:]) & set(names_of(shown)) else []
-    lines = (cost.summary, *cost.lines)
-    return Group(table, Text(), *(Text(in_commands(line)) for line in lines), *fusing)
+    return with_lines(table, (cost.summary, *cost.lines), *fusing)
 
 
 def _tied(cost: Cost) -> Column[ModuleCost]:

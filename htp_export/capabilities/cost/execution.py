@@ -104,7 +104,7 @@ class RunStep:
     @property
     def op(self) -> tuple[str, str]:
         """Domain and type of its operator; the domain of ONNX itself is ``""``."""
-        return ("" if self.node.domain == "ai.onnx" else self.node.domain, self.node.op_type)
+        return self.node.domain, self.node.op_type
 
     def input(self, position: int) -> Tensor | None:
         """An input; None where it is left out."""

@@ -20,7 +20,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.inputs import Inputs
 from htp_export.shapes.inference import Inference
 from htp_export.shapes.known import MOST_ELEMENTS, Dims, Fact, Operation
-from htp_export.shapes.operator_kinds import RESHAPING, VIEW
+from htp_export.shapes.operator_kinds import RESHAPING, VIEW, is_standard
 from htp_export.shapes.sizes import Dim
 
 __all__ = ["run_by_shapes"]
@@ -183,7 +183,7 @@ class _Runner(Inference):
 
 
 def _is_view(node: ir.Node) -> bool:
-    return bool(node.meta.get(VIEW)) or (node.domain in ("", "ai.onnx") and node.op_type in _VIEWS)
+    return bool(node.meta.get(VIEW)) or is_standard(node, *_VIEWS)
 
 
 def _elements(shape: Dims) -> int:

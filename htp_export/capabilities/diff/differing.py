@@ -308,7 +308,7 @@ def _operators_of(tagged: TaggedModel) -> dict[str, dict[str, int]]:
     """Module path → operator → nodes in its region, most frequent first."""
     groups: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)  # of nodes in the same regions
     for node, work in tagged.index.works.items():
-        operator = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+        operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
         groups[work.modules][operator] += 1
     by_path: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for regions, counts in groups.items():

@@ -13,6 +13,7 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
+from htp_export.model.cut_models import own_output
 from htp_export.model.regions import twins_of
 from htp_export.model.tagged import TaggedModel, all_nodes
 from htp_export.model.tensor_names import UsedNames, rename
@@ -147,11 +148,7 @@ class Graft:
         entry = tags.node_tags(
             (self._path,), Reason.SPLICED, {self._path}, self._calls.encode_calls(None, (self._path,), self._call)
         )
-        node = ir.node("Identity", [value], metadata_props=entry)
-        new = node.outputs[0]
-        new.name, new.type, new.shape = f"{value.name}.returned", value.type, value.shape
-        self._model.graph.append(node)
-        return new
+        return own_output(self._model.graph, value, entry)
 
     # --- the module tree --------------------------------------------------------------------------------
 

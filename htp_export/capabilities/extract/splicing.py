@@ -12,6 +12,7 @@ import onnx_ir as ir
 from htp_export.capabilities.extract.grafts import Graft, placed_paths, weight_key
 from htp_export.capabilities.extract.spliced_calls import SplicedCalls
 from htp_export.editing.flattening import read_flat
+from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
@@ -132,7 +133,8 @@ def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) ->
         for old in part.outputs.values()
         if _is_own(changed, part, old)
     }
-    _drop_unused(parts)
+    made = dict.fromkeys(node for part in parts for node in (*part.nodes, *part.size_nodes))
+    remove_unused([value for node in made for value in node.outputs], made)
     for old in now:
         producer = old.producer()
         if producer is not None and producer.graph is not None:  # other modules share what it was made for
@@ -230,21 +232,3 @@ def _difference(new: ir.Value, old: ir.Value) -> str:
         for size, old_size in zip(new.shape, old.shape, strict=True)
     )
     return "" if fits else f"shape {new.shape}, and the module {old.shape}"
-
-
-def _drop_unused(parts: Iterable[Cut]) -> None:
-    """Take out the nodes whose results nobody reads any more, and the initializers that only they read."""
-    parts = list(parts)
-    known = dict.fromkeys(node for part in parts for node in (*part.nodes, *part.size_nodes))
-    waiting = list(known)
-    while waiting:
-        node = waiting.pop()
-        if node.graph is None or any(v.uses() or v.is_graph_output() for v in node.outputs):
-            continue
-        read = [value.producer() for value in node.inputs if value is not None]
-        node.graph.remove(node, safe=True)
-        waiting += [maker for maker in read if maker in known]
-    for initializer in (value for part in parts for value in part.initializers):
-        graph = initializer.graph
-        if graph is not None and not initializer.uses() and not initializer.is_graph_input():
-            graph.initializers.pop(str(initializer.name), None)

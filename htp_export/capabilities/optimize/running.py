@@ -18,11 +18,12 @@ from htp_export.capabilities.optimize.registry import Level, PassInfo
 from htp_export.capabilities.optimize.results import Change, PassReport
 from htp_export.editing.editing import stand_in
 from htp_export.errors import FileError, InputError, PassError
+from htp_export.files.filesystem import temporary_folder
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.data import Samples
-from htp_export.runtime.sessions import RunnableModel, Session, as_written, temporary_folder
+from htp_export.runtime.sessions import RunnableModel, Session, as_written
 
 __all__ = ["OutputCheck", "Pipeline"]
 

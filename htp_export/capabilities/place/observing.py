@@ -17,13 +17,14 @@ from htp_export.capabilities.place.parts import Needs, needs_of
 from htp_export.capabilities.place.placed import Misplaced, Placement, placed_modules
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError, OnnxRuntimeError
+from htp_export.files.filesystem import temporary_folder
 from htp_export.format.placement_entries import read_placement
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames
 from htp_export.runtime.assignments import HOST, Assignment, assign
 from htp_export.runtime.data import Data, single_run
-from htp_export.runtime.sessions import RunnableModel, SessionSettings, temporary_folder
+from htp_export.runtime.sessions import RunnableModel, SessionSettings
 
 __all__ = ["placement"]
 

@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import fields, replace
 
-from rich.console import Group, RenderableType
-from rich.text import Text
+from rich.console import RenderableType
 
 from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
 from htp_export.capabilities.profile.measured_memory import ModuleMemory
-from htp_export.drawing.command_words import in_commands
-from htp_export.drawing.module_table import TreeTable
+from htp_export.drawing.module_table import TreeTable, with_lines
 from htp_export.format import tags
 from htp_export.results.columns import Column, chosen
 
@@ -46,8 +44,7 @@ def render_profile(
         rows.sort(key=lambda row: -float(getattr(row, f"{sort}_ms")))
     columns = [*chosen(profile.columns, (*_COLUMNS, *profile.drawn_memory)), _MOSTLY]
     table = TreeTable(rows, columns, _alike if fold else None, _merged, flat=sort != "tree")
-    lines = (profile.summary, *profile.lines)
-    return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
+    return with_lines(table, (profile.summary, *profile.lines))
 
 
 def _shown(profile: Profile, depth: int | None) -> list[ModuleLatency]:

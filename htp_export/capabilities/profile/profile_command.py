@@ -63,7 +63,9 @@ def profile_command(
     ] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option(metavar="SELECTOR=LIMIT", help="The most that each of these modules may take: 5ms, or 20%."),
+        typer.Option(
+            metavar="SELECTOR=LIMIT", help="The most that each of these modules may take: 5ms, or 20%. May be repeated."
+        ),
     ] = None,
     sort: Annotated[Literal["tree", "total", "self"], "Order of the lines."] = "tree",
     depth: DepthOption = None,

@@ -56,7 +56,7 @@ def write_plans(search: Search, folder: Path, data: Sequence[str | Path] = ()) -
         old = [path for path in folder.iterdir() if path.name not in texts and _is_ours(path.name)]
         with work_folder(folder / _FRONT) as work:
             for name, text in texts.items():
-                (work.new / name).write_text(text, encoding="utf-8")
+                (work.new / name).write_text(text, encoding="utf-8", newline="\n")
             work.commit([Move(work.new / name, folder / name) for name in texts], lambda: old)
 
 

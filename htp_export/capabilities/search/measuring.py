@@ -18,12 +18,13 @@ import onnx_ir as ir
 from htp_export.capabilities.search.output_errors import Deviation, OutputErrors
 from htp_export.capabilities.search.studies import KeptRuns, open_study
 from htp_export.errors import InputError
+from htp_export.files.filesystem import temporary_folder
 from htp_export.files.slots import slots
 from htp_export.model.content_hash import content_hash
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.metrics import Metric, metric_value, outputs_of
-from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
+from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 from htp_export.weights.products import weights_of
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from htp_export.model.module_facts import ModuleContents, ModuleFacts, contents_
 from htp_export.model.source_lines import SourceLine, source_lines
 from htp_export.model.tagged import Region, TaggedModel
 from htp_export.results.tag_facts import TagFacts
+from htp_export.shapes.operator_kinds import operator_of
 
 __all__ = ["Inventory", "Link", "ModuleEntry", "NodeEntry", "TensorEntry", "take_inventory"]
 
@@ -218,7 +219,7 @@ class _Reader:
         weights = {value for value in node.inputs if value is not None and value in self._weights}
         return NodeEntry(
             name=node.name or "",
-            operator=node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}",
+            operator=operator_of(node),
             owners=owners,
             reason=known.get(tags.REASON, ""),
             call=known.get(tags.CALL, ""),

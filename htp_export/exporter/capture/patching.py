@@ -97,7 +97,7 @@ class Patches:
         self.patches = patches
         self._lock = threading.RLock()
         self._users: set[object] = set()
-        self._undo: list[Callable[[], None]] = []
+        self._changes = Changes()
 
     def hold(self, changes: Changes) -> None:
         """Hold the patches in place until the changes are taken back.
@@ -111,14 +111,14 @@ class Patches:
 
     def _enter(self, user: object) -> None:
         if not self._users:
-            self._take_out()  # what another thread has put in, whose interrupt came before it was a user
+            self._changes.take_back()  # what another thread has put in, whose interrupt came before it was a user
             self._put_in()
         self._users.add(user)
 
     def _leave(self, user: object) -> None:
         self._users.discard(user)
         if not self._users:
-            self._take_out()
+            self._changes.take_back()
 
     def _put_in(self) -> None:
         """All of them, or none: wrappers are made first, as a wrapper may not fit what is there.
@@ -132,13 +132,8 @@ class Patches:
                 own = vars(owner).get(name, original)  # a static method is not what getattr gives
                 with patch.problems("cannot be replaced"):
                     setattr(owner, name, own)  # fails where nothing can be replaced: then there is nothing to undo
-                self._undo.append(functools.partial(setattr, owner, name, own))
+                self._changes.will_undo(functools.partial(setattr, owner, name, own))
                 setattr(owner, name, wrapper)
         except Exception:
-            self._take_out()
+            self._changes.take_back()
             raise
-
-    def _take_out(self) -> None:
-        while self._undo:
-            self._undo[-1]()
-            self._undo.pop()

@@ -16,7 +16,7 @@ from htp_export.shapes.known import WHOLE, Contents, Dims, Known, Operation, Sha
 from htp_export.shapes.registry import ContentRule, content_rule, shape_rule, type_rule
 from htp_export.shapes.sizes import Dim, Size, divide, equal, is_natural, is_smaller_of
 
-__all__ = ["ELEMENTWISE", "broadcast"]
+__all__ = ["ELEMENTWISE", "broadcast", "like_first"]
 
 _LIKE_FIRST = """
 Abs Acos Acosh Asin Asinh Atan Atanh BatchNormalization BitwiseNot Cast CastLike Ceil Celu Clip Cos Cosh CumSum
@@ -60,7 +60,8 @@ def _joined(first: Dim | None, second: Dim | None) -> Dim | None:
 
 
 @shape_rule(*_LIKE_FIRST)
-def _like_first(node: Operation, known: Known) -> Sequence[Dims | None]:
+def like_first(node: Operation, known: Known) -> Sequence[Dims | None]:
+    """A result that has the shape of the first input."""
     return [known.shape(node.inputs[0])]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from htp_export.shapes.known import Dims, Known, Operation, Shape
-from htp_export.shapes.operators.elementwise import broadcast
+from htp_export.shapes.operators.elementwise import broadcast, like_first
 from htp_export.shapes.registry import Rule, shape_rule, type_rule
 from htp_export.shapes.sizes import divide
 
@@ -41,9 +41,7 @@ def _shapes(node: Operation, known: Known, *places: int) -> list[Shape]:
     return [shape for shape in shapes if shape is not None]
 
 
-@shape_rule(*_LIKE_FIRST, domain=_DOMAIN)
-def _as_first(node: Operation, known: Known) -> Sequence[Dims | None]:
-    return [known.shape(node.inputs[0])]
+shape_rule(*_LIKE_FIRST, domain=_DOMAIN)(like_first)
 
 
 def _product(right: int) -> Rule:

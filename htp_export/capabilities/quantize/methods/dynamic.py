@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -14,6 +12,7 @@ from htp_export.capabilities.quantize.method import Method
 from htp_export.capabilities.quantize.ort_quantizers import groups_in_memory, quantizers, quietly, write_products
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
+from htp_export.files.filesystem import temporary_folder
 from htp_export.files.parsing import model_from_proto
 from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
 
@@ -60,8 +59,8 @@ class Dynamic(Method):
         kinds = {node.op_type for node in part.model.graph}
         unsigned = self.precision.weight == "uint8" or "Conv" in kinds
         tool = quantizers()
-        with tempfile.TemporaryDirectory(prefix="htp_export_") as folder, quietly():
-            target = Path(folder) / "made.onnx"
+        with temporary_folder() as folder, quietly():
+            target = folder / "made.onnx"
             tool.quantize_dynamic(
                 part.proto(),
                 target,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from htp_export.capabilities.quantize.method import Method
 from htp_export.capabilities.quantize.ort_quantizers import Reader, quantizers, quietly
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
+from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_for_tool
 from htp_export.files.parsing import model_from_proto
 from htp_export.shapes.operator_kinds import subgraphs
@@ -89,8 +89,8 @@ class Static(Method):
         return node if _is_bias(node, place) else super().shared_by(node, place)
 
     def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
-        with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
-            file = Path(folder) / "part.onnx"
+        with temporary_folder() as folder:
+            file = folder / "part.onnx"
             kinds = sorted({node.op_type for node in part.model.graph})
             write_for_tool(part.model, file)
             ranges = self._ranges(part, file, kinds, work)

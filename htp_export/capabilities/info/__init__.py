@@ -1,0 +1,1 @@
+"""``info``: what a file is, and what can be done with it."""

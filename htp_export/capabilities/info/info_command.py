@@ -1,0 +1,23 @@
+"""``htp-export info``."""
+
+from __future__ import annotations
+
+from htp_export.command.file_options import FileArgument, JsonOption
+from htp_export.command.outputs import report
+from htp_export.command.terminal import Steps
+from htp_export.drawing.command_words import in_commands
+
+EXAMPLE = "bert.onnx"
+PLACE = ("Look", 1)
+
+
+def info_command(file: FileArgument, as_json: JsonOption = False) -> None:
+    """Show what a file is, and what to do with it.
+
+    Inputs and outputs, versions, sizes, tags, and the family of its architecture; weights are not read.
+    """
+    from htp_export.capabilities.info.describing import info
+
+    with Steps(quiet=as_json).step(f"looking into {file}"):
+        result = info(file)
+    report(result, as_json, lambda: in_commands(str(result)))
