@@ -339,6 +339,8 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("profile net.onnx --budget layer.0", "--budget layer.0: write SELECTOR=LIMIT, as in --budget layer.0=LIMIT"),
     ("profile net.onnx --budget layer.0=x", "budget 'x' of 'layer.0': write a time or a share below 100 %"),
     # others of each command
+    ("info nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
+    ("info cut.onnx", NOT_ONNX.format("cut.onnx")),
     ("nodes net.onnx --select nosuch", "selector 'nosuch': matches no module; there are '.', 'dropout', 'layer'"),
     ("nodes net.onnx --table nosuch", "'nosuch' is not one of 'nodes', 'modules', 'parameters', 'initializers'"),
     ("view net.onnx --overlay latency -o o.json", "give --profile with the JSON of htp-export profile"),
