@@ -51,5 +51,5 @@ for path in sorted(blocks, key=lambda path: -report.modules[path].total_ms):
     time, flops = report.modules[path], costs.modules[path].flops
     print(f"  {path}: {time.share:.0%} of the time, {flops / time.total_ms / 1e6:.1f} GFLOP/s")
 
-page = htp_export.view(folder / "net.onnx", folder / "net.html", results=[report, costs], graph=False)
+page = htp_export.view(folder / "net.onnx", folder / "net.html", results=[report, costs], explorer=False)
 print(f"open {page.path} in a browser: sort by time, or choose time and FLOPs in the map")

@@ -7,6 +7,7 @@ other packages add, and what ``htp_export_plugins`` does, is found by entry poin
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = ["capability_modules", "exported_in", "names_in", "plug_in", "plug_ins", "provider"]
+__all__ = ["capability_modules", "exported_in", "imported_for_types", "names_in", "plug_in", "plug_ins", "provider"]
 
 
 def names_in(package: str, suffix: str = "") -> list[str]:
@@ -121,6 +122,23 @@ def exported_in(package: str) -> dict[str, str]:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 found.update(dict.fromkeys(ast.literal_eval(node.value), file.stem))
     return dict(sorted(found.items()))
+
+
+@functools.cache
+def imported_for_types(file: str) -> dict[str, str]:
+    """What a file imports for type checkers alone, so that it can be imported when it is used: name → module.
+
+    Args:
+        file: The file.
+
+    Examples:
+        >>> from htp_export import results
+        >>> imported_for_types(results.__file__)["Profile"]
+        'htp_export.capabilities.profile.latency_results'
+    """
+    blocks = [node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def _folder(package: str) -> Path:

@@ -121,16 +121,17 @@ class UnknownModuleError(InputError, KeyError):
 
     Args:
         path: The module path.
-        known: The module paths of the model.
+        known: The module paths of the model, or of the result.
+        where: In what it was looked for.
     """
 
-    def __init__(self, path: str, known: Iterable[str]) -> None:
+    def __init__(self, path: str, known: Iterable[str], where: str = "model") -> None:
         self.path = path
         self.nearest = tuple(difflib.get_close_matches(path, list(known), n=3, cutoff=0.5))
         hint = f"; nearest: {', '.join(map(repr, self.nearest))}" if self.nearest else ""
         if set(path) & set("*?[") or path.startswith(("class:", "re:", "!")):
             hint = f"; this takes one module, and no selector{hint}"
-        super().__init__(f"no module {path!r} in this model{hint}")
+        super().__init__(f"no module {path!r} in this {where}{hint}")
 
     def __str__(self) -> str:
         return str(self.args[0])

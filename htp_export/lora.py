@@ -3,7 +3,7 @@
 Examples:
     >>> import torch, htp_export
     >>> program = htp_export.export(torch.nn.Linear(4, 2).eval(), (torch.randn(2, 4),), verbose=False)
-    >>> sorted(htp_export.lora.insert(program, ".").layers)
+    >>> sorted(htp_export.lora.insert(program, ".").modules)
     ['']
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 import zlib
 from pathlib import Path
 
@@ -183,11 +182,6 @@ def take(page: Page, file: Path, pane: str, width: int, theme: str, to: Path) ->
     page.theme(theme)
     page.open(file, _SHOWN[pane])
     page.wait("document.documentElement.dataset.ready")
-    if pane == "graph":
-        page.wait("document.getElementById('graph').dataset.ready")
-        text = "document.querySelector('#graph iframe').contentDocument.body.innerText"
-        page.wait(f"{text}.includes('layers.2.attention') || innerWidth < 700")
-        time.sleep(2.5)  # layers move to their places
     page.wait("document.fonts.status === 'loaded'")
     page.picture(to, scale=0.5)
 

@@ -77,7 +77,7 @@ class Score:
     seen: list[str] = field(default_factory=list)
 
 
-def score(adopted: htp_export.Adopted, truth: Truth) -> Score:
+def score(adopted: htp_export.results.Adopted, truth: Truth) -> Score:
     """Hold the tags against the truth."""
     result = Score()
     for node in adopted.model.graph.all_nodes():

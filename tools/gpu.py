@@ -22,6 +22,7 @@ from pathlib import Path
 import onnxruntime
 
 import htp_export
+from htp_export.results import Profile
 
 NAMES = {"cuda": "CUDAExecutionProvider", "dml": "DmlExecutionProvider", "cpu": "CPUExecutionProvider"}
 FACTS = {
@@ -45,7 +46,7 @@ class Case:
     providers: Sequence[str]
     runs: int
 
-    def profile(self, file: Path | None = None, timing: str = "auto", *, memory: bool = False) -> htp_export.Profile:
+    def profile(self, file: Path | None = None, timing: str = "auto", *, memory: bool = False) -> Profile:
         """A profile of the model, or of another file."""
         return htp_export.profile(
             file or self.file, runs=self.runs, providers=self.providers, timing=timing, memory=memory
@@ -157,7 +158,7 @@ def placement_step(case: Case) -> list[str]:
     return ["```", str(htp_export.placement(placed, providers=case.providers)), "```"]
 
 
-def shown(result: htp_export.Profile) -> list[str]:
+def shown(result: Profile) -> list[str]:
     """The modules of the tables: two levels, and the first layer whole."""
     return [
         path
@@ -166,7 +167,7 @@ def shown(result: htp_export.Profile) -> list[str]:
     ]
 
 
-def table(result: htp_export.Profile) -> list[str]:
+def table(result: Profile) -> list[str]:
     """A profile as a Markdown table."""
     rows = ["| module | total ms | self ms | share | kernels |", "|---|---:|---:|---:|---:|"]
     for path in shown(result):
@@ -176,7 +177,7 @@ def table(result: htp_export.Profile) -> list[str]:
     return rows
 
 
-def lines_of(result: htp_export.Profile) -> list[str]:
+def lines_of(result: Profile) -> list[str]:
     """The lines below a profile."""
     return [f"- {line}" for line in (result.summary, *result.notes)]
 

@@ -90,7 +90,7 @@ def check_installed(wheel: Path, sdist: dict[str, bytes], folder: Path) -> None:
         )
     run(folder, "htp-export", "view", "dynamo.onnx", "-o", "net.html")
     page = (folder / "net.html").read_text(encoding="utf-8")
-    assert '<script type="application/octet-stream"' in page, "the page has no interactive graph"
+    assert '<script type="application/octet-stream"' in page, "Model Explorer is not in the page"
     run(folder, "htp-export", "optimize", "dynamo.onnx", "-o", "small.onnx")
     run(folder, "htp-export", "diff", "dynamo.onnx", "small.onnx", "-o", "diff.html")
     if CHROMIUM is None:

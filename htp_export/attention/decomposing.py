@@ -37,6 +37,7 @@ from htp_export.attention.steps import (
 )
 from htp_export.errors import InputError
 from htp_export.format.module_paths import module_paths
+from htp_export.process.argument_types import checks_arguments
 from htp_export.process.restoring import Changes, restored
 from htp_export.process.shared_settings import turn_attention_fast_path_off
 
@@ -51,6 +52,7 @@ _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose calls run in steps already, in a context around this one."""
 
 
+@checks_arguments
 @contextlib.contextmanager
 def decomposed_attention(model: nn.Module, *, exact: bool = False, keep_kernel: bool = False) -> Iterator[None]:
     """Run the attention of a model as named steps, each a module with a path of its own.

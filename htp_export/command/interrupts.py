@@ -9,7 +9,7 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-__all__ = ["Interrupts", "accept_interrupt"]
+__all__ = ["Interrupts", "accept_interrupt", "stems_from_interrupt"]
 
 _PATIENCE = 0.2  # seconds between reminders: what cleans up after the exception is left in peace however long it takes
 
@@ -84,7 +84,17 @@ def accept_interrupt() -> None:
 
 def _is_handled() -> bool:
     """Whether a ``KeyboardInterrupt`` is on its way: something cleans up after it, or makes another error of it."""
-    error, walked = sys.exception(), set[int]()
+    return stems_from_interrupt(sys.exception())
+
+
+def stems_from_interrupt(error: BaseException | None) -> bool:
+    """Whether an error is a ``KeyboardInterrupt``, or what a library made of one.
+
+    Examples:
+        >>> stems_from_interrupt(KeyboardInterrupt()), stems_from_interrupt(OSError())
+        (True, False)
+    """
+    walked = set[int]()
     while error is not None and id(error) not in walked:  # causes may go in circles
         if isinstance(error, KeyboardInterrupt):
             return True

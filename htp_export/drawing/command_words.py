@@ -23,6 +23,7 @@ _COMMANDS = {
     "give shapes or data": "give --shapes or --data",
     "shapes are those of random inputs, and data have": "--shapes are those of random inputs, and --data have",
     "passes=[...]": "--passes",
+    "view(..., explorer=True)": "--explorer",
     "but dims has": "but --dims has",
 }
 """Python → command, the longer of two that begin alike first."""

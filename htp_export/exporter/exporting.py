@@ -22,6 +22,7 @@ from htp_export.exporter.capture.opsets import check_opset, other_opset
 from htp_export.exporter.capture.patching import Patches
 from htp_export.exporter.capture.running import Exporter, export_untagged, seam
 from htp_export.exporter.capture.saving import check_writable
+from htp_export.exporter.remembered import remember
 from htp_export.exporter.rewriting import Rewriting
 from htp_export.exporter.watched import Dynamo, Program, TorchScript
 from htp_export.process.restoring import Changes, set_variable
@@ -109,7 +110,8 @@ def export(
             torch's names.
 
     Returns:
-        The ``ONNXProgram`` with ``dynamo=True``, None with ``dynamo=False``.
+        The ``ONNXProgram`` with ``dynamo=True``, None with ``dynamo=False``. As long as the model and the inputs are
+        alive, ``htp_export.verify(program)`` and ``htp_export.verify(model, f)`` know them.
 
     Raises:
         OSError: The file cannot be written in its folder; raised before the model runs.
@@ -160,6 +162,7 @@ def export(
     other = other_opset(opset_version, program.model.opset_imports.get("")) if program is not None else None
     if other is not None:
         warnings.warn(f"{other}; torch's log says why", stacklevel=2)
+    remember(model, args, kwargs, f, program)
     return program
 
 

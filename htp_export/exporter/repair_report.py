@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 
@@ -16,7 +15,8 @@ from htp_export.format.model_metadata import read_contamination
 from htp_export.format.torch_scopes import scopes_of
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.regions import GraphIndex
-from htp_export.model.tagged import TaggedModel, load
+from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.process.argument_types import checks_arguments
 from htp_export.results.result import Result
 
 __all__ = ["Contamination", "contamination"]
@@ -57,7 +57,8 @@ class Contamination(Result):
         return tuple(f"{before:6} → {after:<6} {kind}" for kind, (before, after) in self.kinds().items())
 
 
-def contamination(model: Any) -> Contamination:
+@checks_arguments
+def contamination(model: ModelSource) -> Contamination:
     """Compare torch's own module scopes with the tags of an exported model, at the boundaries of modules.
 
     A tensor at the boundary of a module is *contaminated* if PyTorch does not know it as an input or output of the

@@ -23,6 +23,7 @@ import onnx_ir as ir
 from htp_export.errors import HtpExportError, InputError, described
 from htp_export.files.written_check import faults_of, made_from
 from htp_export.model.tagged import TaggedModel, model_of, name_of
+from htp_export.process.argument_types import checks_arguments
 
 __all__ = ["names_model_faults"]
 
@@ -34,6 +35,8 @@ _LONGEST = 500  # characters of another library's message
 
 def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a function raise an InputError that says what is wrong with a model, where its work fails because of that.
+
+    Arguments of wrong types are a TypeError, see `checks_arguments`.
 
     Args:
         parameters: Those parameters of the function that are models: whatever ``load`` takes.
@@ -55,6 +58,7 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
     def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
         signature = inspect.signature(function)
 
+        @checks_arguments
         @functools.wraps(function)
         def named(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             def models() -> list[Any]:

@@ -27,9 +27,10 @@ from htp_export.format.parameters import Declared, ModuleParameters, declared, p
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_scopes import scopes_of
 from htp_export.model.regions import GraphIndex, Region, all_nodes, named_values
+from htp_export.process.argument_types import checks_arguments
 from htp_export.results.drawn_levels import drawn_parents
+from htp_export.results.html import html_table, html_tree
 from htp_export.results.result import Result
-from htp_export.results.tables import html_table, html_tree
 from htp_export.results.tag_facts import TagFacts
 from htp_export.shapes.symbolic import Symbolic
 
@@ -338,6 +339,7 @@ ModelSource: TypeAlias = str | os.PathLike[str] | onnx.ModelProto | ir.Model | T
 """Everything that ``load`` takes."""
 
 
+@checks_arguments
 def load(model: ModelSource) -> TaggedModel:
     """Open a model with its module tree.
 

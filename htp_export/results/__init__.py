@@ -1,1 +1,66 @@
-"""What results have in common: one base, columns, tables by module, and what is said of tags."""
+"""What public functions return, ``from htp_export.results import Profile``, and what these results have in common."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from htp_export.discovery import imported_for_types
+
+if TYPE_CHECKING:  # `__getattr__` finds them here
+    from htp_export.capabilities.attention_report.attention_reporting import AttentionReport
+    from htp_export.capabilities.carry.adopting import Adopted, AdoptedModule
+    from htp_export.capabilities.carry.carrying import Carried
+    from htp_export.capabilities.cost.result import Cost
+    from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference
+    from htp_export.capabilities.extract.extraction import Extraction
+    from htp_export.capabilities.extract.splicing import Splice
+    from htp_export.capabilities.fingerprint.blocks import Block
+    from htp_export.capabilities.fingerprint.families import Fingerprint
+    from htp_export.capabilities.forensics.finding import Finding, Forensics
+    from htp_export.capabilities.functions.inlining import Inlined
+    from htp_export.capabilities.functions.nesting import Nested
+    from htp_export.capabilities.info.describing import Info
+    from htp_export.capabilities.inspect.inspected import Inspected
+    from htp_export.capabilities.lora.lora_files import FusedLora, LoraAdapter
+    from htp_export.capabilities.lora.lora_inputs import InsertedLora, LoraLayer
+    from htp_export.capabilities.nodes.map_result import ModelMap
+    from htp_export.capabilities.optimize.results import Change, Optimized, PassReport
+    from htp_export.capabilities.partition.partitions import Partition, Stage
+    from htp_export.capabilities.pipeline.pipeline_results import PipelineRun, StepReport
+    from htp_export.capabilities.place.crossings import Crossing
+    from htp_export.capabilities.place.placed import DeviceUse, Misplaced, Placed, PlacedModule, Placement
+    from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
+    from htp_export.capabilities.prune.pruned import Pruned, PrunedModule
+    from htp_export.capabilities.quantize.checking import Check
+    from htp_export.capabilities.quantize.plan_exporting import PlanFile
+    from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
+    from htp_export.capabilities.rename.naming import Named
+    from htp_export.capabilities.search.search_results import Search, Trial
+    from htp_export.capabilities.search.sensitivity_results import ModuleSensitivity, Sensitivity
+    from htp_export.capabilities.verify.results import Comparison, ModuleResult, Verification
+    from htp_export.capabilities.view.viewing import View
+    from htp_export.exporter.repair_report import Contamination
+    from htp_export.results.compressed import CompressedModule
+
+__all__ = [
+    "Adopted", "AdoptedModule", "AttentionReport", "Block", "Carried", "Change", "Check", "Comparison",
+    "CompressedModule", "Contamination", "Cost", "Crossing", "DeviceUse", "Extraction", "Finding", "Fingerprint",
+    "Forensics", "FusedLora", "Info", "Inlined", "InsertedLora", "Inspected", "LoraAdapter", "LoraLayer",
+    "Misplaced", "ModelDifference", "ModelMap", "ModuleDifference", "ModuleLatency", "ModuleResult",
+    "ModuleSensitivity", "Named", "Nested", "Optimized", "Partition", "PassReport", "PipelineRun", "Placed",
+    "PlacedModule", "Placement", "PlanFile", "Profile", "Pruned", "PrunedModule", "Quantized", "QuantizedModule",
+    "Search", "Sensitivity", "Splice", "Stage", "StepReport", "Trial", "Verification", "View",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class when it is first used."""
+    homes = imported_for_types(__file__)
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(homes[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

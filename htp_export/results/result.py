@@ -6,15 +6,43 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+from htp_export.errors import UnknownModuleError
 from htp_export.results.columns import Column, text_table
+from htp_export.results.html import drawn_html, html_table, html_text
 from htp_export.results.tag_facts import TagFacts, tag_lines
 
-__all__ = ["PlainData", "Result", "Table", "plain"]
+__all__ = ["Modules", "PlainData", "Result", "Table", "plain"]
+
+V = TypeVar("V")
+
+_MOST_SHOWN = 400  # characters of what a prompt shows
 
 Table = tuple[Sequence[Column[Any]], Iterable[Any]]
 """The columns of a table, and its rows."""
+
+
+class Modules(dict[str, V]):
+    """Module path → what a result has of it: an unknown path is an error that names the nearest, and ``repr`` is short.
+
+    Examples:
+        >>> Modules({"layer.0": 1})["layer.9"]
+        Traceback (most recent call last):
+        ...
+        htp_export.errors.UnknownModuleError: no module 'layer.9' in this result; nearest: 'layer.0'
+        >>> Modules({"layer.0": "x" * 500, "layer.1": "y"})
+        <2 modules: 'layer.0', 'layer.1'>
+    """
+
+    def __missing__(self, path: str) -> V:
+        raise UnknownModuleError(path, self, "result")
+
+    def __repr__(self) -> str:
+        listed = [repr(path) for path, _ in zip(self, range(3), strict=False)]
+        if len(self) == len(listed) and len(text := super().__repr__()) <= _MOST_SHOWN:
+            return text
+        return f"<{len(self)} modules: {', '.join([*listed, *['…'] * (len(self) > len(listed))])}>"
 
 
 class PlainData:
@@ -61,6 +89,12 @@ class Result(PlainData):
         super().__init_subclass__(**settings)
         cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
+    def __post_init__(self) -> None:
+        """Let what is by module answer as a loaded model does."""
+        modules = vars(self).get("modules")
+        if isinstance(modules, Mapping):
+            object.__setattr__(self, "modules", Modules(modules))
+
     @property
     def summary(self) -> str:
         """What a person needs, in one line."""
@@ -85,7 +119,19 @@ class Result(PlainData):
         return "\n".join((*(text_table(*table) if table else ()), self.summary, *self.lines))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}: {self.summary}"
+        text = f"{type(self).__name__}: {self.summary}"
+        return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} …"
+
+    def _repr_html_(self) -> str:
+        """The table of the command line, for notebooks; text where there is none."""
+        table = self.table()
+        if (drawn := drawn_html(self)) is not None:
+            return drawn
+        if table is None:
+            return html_text(str(self))
+        columns, rows = table
+        lines = ([column.cell(row) for column in columns] for row in rows)
+        return html_table([column.heading for column in columns], lines, (self.summary, *self.lines))
 
 
 _NOTHING: tuple[Any, ...] = (None, [], {}, "")

@@ -1,25 +1,15 @@
-"""Results by module as tables: as text, for notebooks, and for pandas where that is there."""
+"""Results by module as tables: as text, and for pandas where that is there."""
 
 from __future__ import annotations
 
-import html
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from htp_export.errors import InputError
 from htp_export.results.columns import MODULE, Column, names_of, record
 from htp_export.results.result import Result, Table
 
-__all__ = ["ModuleTable", "data_frame", "html_table", "html_tree"]
-
-_MOST_IN_TREE = 4000  # modules of a tree in a notebook: more make it slow to scroll
-_OPEN_LEVELS = 2
-_MOST_LINES = 400  # of a table in a notebook, which shows each as a row
-_NUMBER = re.compile(r"(?:[-+\d.,e]+|nan|-?inf)?")
-_STYLE = "font-family:monospace;white-space:pre"
-_SCROLLED = "max-height:480px;overflow:auto"
-_TREE = f"font-family:monospace;line-height:1.6;text-align:left;{_SCROLLED}"
+__all__ = ["ModuleTable", "data_frame"]
 
 
 class ModuleTable(Result):
@@ -28,19 +18,36 @@ class ModuleTable(Result):
     Attributes:
         columns: All that is known of a module, in the order of JSON, CSV and data frames.
         details: Attributes of a row that JSON has beside its columns.
-        in_notebook: Draws a result as HTML as its command draws it. What draws stands above what is drawn: the face of
-            the package puts it here.
+        measure: The column that `by_path` has where none is named.
     """
 
     columns: ClassVar[Sequence[Column[Any]]] = ()
     details: ClassVar[tuple[str, ...]] = ()
-    in_notebook: ClassVar[Callable[[Any], str | None] | None] = None
+    measure: ClassVar[str] = ""
 
     @property
     def by_module(self) -> Mapping[str, Any]:
         """Module path → its row."""
         rows: Mapping[str, Any] = vars(self)["modules"]
         return rows
+
+    def by_path(self, name: str | None = None) -> dict[str, float]:
+        """Module path → one number, to lay over a drawing of the model; modules without it are left out.
+
+        Args:
+            name: Which: a column or another number of a row, as ``total_ms``, ``self_flops`` or ``share``; None for
+                the first that the result is about.
+
+        Raises:
+            InputError: If the modules have no such number.
+        """
+        name = name or self.measure
+        found = {path: getattr(row, name, None) for path, row in self.by_module.items()}
+        numbers = {path: float(value) for path, value in found.items() if isinstance(value, int | float)}
+        if found and not numbers:
+            known = dict.fromkeys(each for row in self.by_module.values() for each in _numbers(row))
+            raise InputError(f"modules of {type(self).__name__} have no number {name!r}; there are {', '.join(known)}")
+        return numbers
 
     @property
     def drawn(self) -> Sequence[Column[Any]]:
@@ -75,11 +82,11 @@ class ModuleTable(Result):
         """The modules that are listed, in the columns that are drawn."""
         return [MODULE, *self.drawn], self.listed
 
-    def _repr_html_(self) -> str:
-        """The table of the command line, for notebooks; the table as text where there is none."""
-        draw = type(self).in_notebook
-        drawn = draw(self) if draw is not None else None
-        return f'<div style="{_STYLE}">{html.escape(str(self))}</div>' if drawn is None else drawn
+
+def _numbers(row: object) -> list[str]:
+    """The names of the numbers of a row, properties too."""
+    names = (name for name in dir(row) if not name.startswith("_"))
+    return [name for name in names if isinstance(getattr(row, name), int | float)]
 
 
 def data_frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str], index: Sequence[Any], name: str) -> Any:
@@ -93,62 +100,3 @@ def data_frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str], ind
     except ImportError as error:
         raise InputError("to_pandas needs pandas; install it with: pip install pandas") from error
     return pandas.DataFrame(records, index=pandas.Index(index, name=name), columns=list(columns))
-
-
-def html_table(header: Sequence[str], lines: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:
-    """A table as HTML, of which the first few hundred lines are drawn, with notes below it; cells are text.
-
-    Examples:
-        >>> "&lt;b&gt;" in html_table(["module"], [["<b>"]])
-        True
-    """
-    listed = list(lines)
-    right = [all(_NUMBER.fullmatch(cell) for cell in column) for column in zip(*listed, strict=True)]
-    right = right or [False] * len(header)
-
-    def row(kind: str, cells: Sequence[str]) -> str:
-        return f"<tr>{''.join(_cell(kind, cell, at) for cell, at in zip(cells, right, strict=True))}</tr>"
-
-    cells = "".join(row("td", line) for line in listed[:_MOST_LINES])
-    table = f"<table><thead>{row('th', header)}</thead><tbody>{cells}</tbody></table>"
-    return f'<div style="{_SCROLLED}">{table}</div>{_below(len(listed) - _MOST_LINES, " lines", notes)}'
-
-
-def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] = ()) -> str:
-    """A tree as HTML that folds without a script, with notes below it; whatever a name looks like, it is text.
-
-    Lines are the level from 0, the name, its whole path, and what is said of it; each after the one that holds it.
-
-    Examples:
-        >>> drawn = html_tree([(0, "net", "net", ""), (1, "fc", "net.fc", "Linear")])
-        >>> drawn.count("<details"), drawn.count("<div"), "Linear" in drawn
-        (1, 2, True)
-    """
-    listed = list(lines)
-    parts: list[str] = []
-    open_levels: list[int] = []
-    for k, (level, name, path, remark) in enumerate(listed[:_MOST_IN_TREE]):
-        while open_levels and open_levels[-1] >= level:
-            open_levels.pop()
-            parts.append("</details>")
-        text = f'{html.escape(name)} <span style="opacity:.6">{html.escape(remark)}</span>'
-        style = f"margin-left:{1.2 if level else 0}em"
-        if k + 1 < len(listed) and listed[k + 1][0] > level:
-            opened = " open" if level < _OPEN_LEVELS else ""
-            summary = f'<summary title="{html.escape(path)}" style="cursor:pointer">{text}</summary>'
-            parts.append(f'<details{opened} style="{style}">{summary}')
-            open_levels.append(level)
-        else:  # as far in as the names of those that fold
-            parts.append(f'<div title="{html.escape(path)}" style="{style};padding-left:1em">{text}</div>')
-    parts += ["</details>"] * len(open_levels)
-    return f'<div style="{_TREE}">{"".join(parts)}</div>{_below(len(listed) - _MOST_IN_TREE, "", notes)}'
-
-
-def _below(more: int, what: str, notes: Iterable[str]) -> str:
-    """Sentences below a drawing, the first of which says how many more lines there are."""
-    left_out = [f"and {more} more{what}"] if more > 0 else []
-    return "".join(f"<p>{html.escape(note)}</p>" for note in (*left_out, *notes))
-
-
-def _cell(kind: str, text: str, right: bool) -> str:
-    return f'<{kind} style="text-align:{"right" if right else "left"};{_STYLE}">{html.escape(text)}</{kind}>'

@@ -141,7 +141,7 @@ class TestInputsAreNotOverwritten:
     def test_python_refuses_to_draw_a_page_over_a_model(self, folder):
         before = contents(folder)
         with pytest.raises(htp_export.InputError, match="is the name of a model"):
-            htp_export.view("net.onnx", "net.onnx", graph=False)
+            htp_export.view("net.onnx", "net.onnx", explorer=False)
         assert contents(folder) == before
 
 
@@ -184,7 +184,7 @@ class TestWhatIsSaid:
     @pytest.mark.parametrize(
         ("command", "wrote", "then"),
         [
-            ("view net.onnx --no-graph", r"wrote net\.html \(\S+ kB\)", "next: open net.html in a browser"),
+            ("view net.onnx --no-explorer", r"wrote net\.html \(\S+ kB\)", "next: open net.html in a browser"),
             ("view net.onnx --netron", r"wrote net\.netron\.json \(\S+ B\)", "next: open net.onnx in Netron, .*"),
             ("view net.onnx --overlay dtype", r"wrote net\.dtype\.json \(.*\)", "next: .* in Model Explorer, .*"),
             ("diff net.onnx other.onnx -o d.html", r"wrote d\.html \(\S+ kB\)", "next: open d.html in a browser"),
@@ -202,7 +202,7 @@ class TestWhatIsSaid:
         assert re.fullmatch(then, lines[1])
 
     def test_json_of_a_page_has_its_files(self, folder, capsys):
-        assert main(["view", "net.onnx", "--no-graph", "--json"]) == 0
+        assert main(["view", "net.onnx", "--no-explorer", "--json"]) == 0
         said = json.loads(capsys.readouterr().out)
         assert said["files"] == {"net.html": Path("net.html").stat().st_size}
 

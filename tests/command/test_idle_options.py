@@ -42,7 +42,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "cost FILE --trust-remote-code", "adopt FILE FILE -o o.onnx --task fill-mask",
         "adopt FILE FILE -o o.onnx --random-weights", "adopt FILE FILE -o o.onnx --attention eager",
         # given twice, or empty
-        "optimize FILE -o a.onnx -o o.onnx", "profile FILE --runs 2 --runs 3", "view FILE --graph --no-graph -o o.html",
+        "optimize FILE -o a.onnx -o o.onnx", "profile FILE --runs 2 --runs 3",
+        "view FILE --explorer --no-explorer -o o.html",
         f"{BERT} --set hidden_size=8 --set hidden_size=16", "run onnxruntime FILE -o o.onnx --set a=1 --set a=2",
         "cost FILE --dims n=1,n=2", ["tree", "FILE", "--select", ""], "tree FILE --columns ,",
         "place FILE --show --provider ,",

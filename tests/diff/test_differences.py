@@ -52,7 +52,7 @@ def model(**children: nn.Module) -> htp_export.TaggedModel:
     return _EXPORTED[str(net)]
 
 
-def statuses(found: htp_export.ModelDifference) -> dict[str, str]:
+def statuses(found: htp_export.results.ModelDifference) -> dict[str, str]:
     return {path: module.status for path, module in found.modules.items()}
 
 

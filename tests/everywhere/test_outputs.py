@@ -44,7 +44,7 @@ OTHERS = {
     "lora adapter": "FILE factors.safetensors",
     "partition": "FILE 2",
     "search": "FILE --choices int4",
-    "view": "FILE --no-graph",
+    "view": "FILE --no-explorer",
 }
 SOURCES = ["{net}.py", "data.npz", "factors.safetensors", "net.onnx.data", "page.html", "plan.json", "shapes.json",
            "steps.yaml"]  # fmt: skip

@@ -68,7 +68,7 @@ def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat() -> N
 def test_functions_and_inline_do_not_walk_up_from_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "MOST_NESTED", 8)  # each function around names the weights: as many times the work
 
-    def python_calls(run: Callable[[], htp_export.Nested | htp_export.Inlined]) -> tuple[int, Any]:
+    def python_calls(run: Callable[[], htp_export.results.Nested | htp_export.results.Inlined]) -> tuple[int, Any]:
         events: Counter[str] = Counter()
         sys.setprofile(lambda _frame, event, _argument: events.update((event,)))
         try:

@@ -61,7 +61,7 @@ def test_genai_generates_the_tokens_of_pytorch(exported: tuple[Any, Path]) -> No
 class Stages:
     """Stages with the face of a session."""
 
-    def __init__(self, runner: Any, parts: htp_export.Partition) -> None:
+    def __init__(self, runner: Any, parts: htp_export.results.Partition) -> None:
         self._runner, self._parts = runner, parts
 
     def get_inputs(self) -> list[Any]:

@@ -13,8 +13,10 @@ import pytest
 import typer
 
 import htp_export
+from htp_export import results
 from htp_export.command import main as program
 from htp_export.command.commands import GROUPS, CommandGroup, command_groups, command_names
+from htp_export.format.selectors import select
 from tests import documents
 
 ROOT = Path(__file__).parents[2]
@@ -213,7 +215,31 @@ def test_the_snippets_of_the_readme_run_from_top_to_bottom(tmp_path):
 def test_every_public_name_stands_on_a_page_of_the_api():
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
     named = re.findall(r"^::: htp_export\.((?:lora\.)?\w+)$", "\n".join(pages), re.MULTILINE)
+    of_results = re.findall(r"^::: htp_export\.results\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    assert sorted(of_results) == results.__all__
     errors = {name for name in htp_export.__all__ if name.endswith("Error")}  # on one page, with their tree
     assert sorted(named) == sorted(
         {*htp_export.__all__, *(f"lora.{name}" for name in htp_export.lora.__all__), "errors"} - errors
     )
+
+
+def test_the_examples_of_selectors_select_what_the_page_says():
+    from examples.net import Tagger
+
+    classes = {path: f"{type(m).__module__}.{type(m).__qualname__}" for path, m in Tagger().named_modules()}
+    text = (ROOT / "docs" / "selectors.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"^\| selector \| modules \|\n.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    rows = [[re.findall(r"`([^`]+)`", cell) for cell in row.split(" | ")] for row in table.splitlines()]
+    assert len(rows) > 12
+    for [selector], modules in rows:
+        assert [path or "." for path in select(selector, classes)] == modules, selector
+
+
+LONGER = [pytest.param(page, marks=pytest.mark.slow) for page in ("coming_from", "concepts", "questions", "selectors")]
+
+
+@pytest.mark.parametrize("page", ["tutorial", *LONGER])
+def test_a_page_to_begin_with_runs_in_a_folder_of_its_own(page, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    failed = run(ROOT / "docs" / f"{page}.md", tmp_path)
+    assert not failed, failed

@@ -11,27 +11,26 @@ from pathlib import Path
 import pytest
 
 import htp_export
+from htp_export import results
 from htp_export.capabilities.carry import adapters
 from htp_export.results.result import Result
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = [
-    "Adopted", "AdoptedModule", "Block", "Carried", "Comparison", "CompressedModule", "Contamination", "Cost",
-    "Crossing", "DeviceUse", "Extraction", "Finding", "Fingerprint", "Forensics", "FusedLora", "Hierarchy",
-    "HtpExportError", "Info", "Inlined", "InputError", "InsertedLora", "Inspected", "LoraAdapter", "LoraLayer",
-    "Misplaced", "ModelDifference", "ModelMap", "ModuleDifference", "ModuleInfo", "ModuleLatency", "Named", "Nested",
-    "Optimized", "Partition", "PipelineRun", "Placed", "PlacedModule", "Placement", "PlanFile", "Precision", "Profile",
-    "Pruned", "PrunedModule", "Quantized", "QuantizedModule", "Region", "Search", "Sensitivity", "Splice", "Stage",
-    "StepReport", "TaggedModel", "Verification", "View", "Work", "adopt", "attention_report", "carry", "compare",
-    "contamination", "cost", "decomposed_attention", "diff", "embed_map", "export", "export_plan", "extract",
-    "fingerprint", "forensics", "frozen_fake_quantize", "functions", "info", "inline", "inspect", "load",
-    "load_partition", "module_filter", "nodes", "optimize", "partition", "pipeline", "place", "placement", "profile",
-    "prune", "quantize", "rename", "search", "sensitivity", "splice", "tagging", "verify", "view",
+    "Hierarchy", "HtpExportError", "InputError", "ModuleInfo", "Precision", "Region", "TaggedModel", "Work",
+    "adopt", "attention_report", "carry", "compare", "contamination", "cost", "decomposed_attention", "diff",
+    "embed_map", "export", "export_plan", "extract", "fingerprint", "forensics", "frozen_fake_quantize",
+    "functions", "info", "inline", "inspect", "load", "load_partition", "module_filter", "nodes", "optimize",
+    "partition", "pipeline", "place", "placement", "profile", "prune", "quantize", "rename", "search",
+    "sensitivity", "splice", "tagging", "verify", "view",
 ]  # fmt: skip
 
 
 def test_public_names_are_these():
     assert sorted(htp_export.__all__) == PUBLIC
+
+
+RESULTS = {name: getattr(results, name) for name in results.__all__}
 
 
 def test_all_public_names_can_be_imported_at_once_and_shadow_no_builtin():
@@ -40,6 +39,23 @@ def test_all_public_names_can_be_imported_at_once_and_shadow_no_builtin():
 
 def test_public_names_are_there_and_documented():
     assert [name for name in PUBLIC if not getattr(htp_export, name).__doc__] == []
+    assert [name for name, each in RESULTS.items() if not each.__doc__] == []
+
+
+def test_what_public_functions_return_is_public_and_not_at_the_top():
+    returned = {word for each in public_functions().values() for word in re.findall(r"\w+", returned_by(each))}
+    classes = {each.__name__ for each in subclasses(Result) if each.__module__.startswith("htp_export.")}
+    assert returned & classes - {"HoldsModel"} <= RESULTS.keys()
+    assert not RESULTS.keys() & set(PUBLIC)
+    assert sorted(RESULTS) == results.__all__
+
+
+def returned_by(function):
+    return str(inspect.signature(function).return_annotation)
+
+
+def subclasses(base):
+    return {each for child in base.__subclasses__() for each in (child, *subclasses(child))}
 
 
 def public_functions():
@@ -84,12 +100,9 @@ def test_public_functions_say_whether_they_are_thread_safe():
     assert silent <= {"load_partition"}  # makes an object of a folder
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in PUBLIC if isinstance(getattr(getattr(htp_export, name), "summary", None), property)]
-)
+@pytest.mark.parametrize("name", [name for name, each in RESULTS.items() if issubclass(each, Result)])
 def test_a_result_has_a_summary_which_is_a_line_and_notes_which_are_lines(name):
-    result = getattr(htp_export, name)
-    assert issubclass(result, Result)
+    result = RESULTS[name]
     assert result.__repr__ is Result.__repr__
     assert result.summary is not Result.summary
     assert result.summary.fget.__annotations__["return"] == "str"
@@ -113,9 +126,9 @@ def test_the_onnx_model_is_the_parameter_model_of_every_public_function():
     assert {name: given for name, given in sources.items() if given and given != ["model"]} == others
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if inspect.isclass(getattr(htp_export, name))])
+@pytest.mark.parametrize("name", [*RESULTS, *(name for name in PUBLIC if inspect.isclass(getattr(htp_export, name)))])
 def test_a_public_class_documents_its_attributes(name):
-    public = getattr(htp_export, name)
+    public = RESULTS.get(name) or getattr(htp_export, name)
     if dataclasses.is_dataclass(public):
         documented = re.findall(r"^    (\w+): ", inspect.getdoc(public).partition("Attributes:")[2], re.MULTILINE)
         own = [each for each in public.__annotations__ if not each.startswith("_")]
@@ -134,7 +147,7 @@ def test_version_is_that_of_the_project():
 
 def test_importing_the_package_imports_no_library_and_exporting_none_but_torch():
     show = "print(*{'torch', 'transformers', 'onnxruntime', 'typer'} & sys.modules.keys(), sep=', ')"
-    names = "htp_export.export; htp_export.load; htp_export.tools.onnxslim; htp_export.errors.FileError"
-    code = f"import sys, htp_export; {show}; {names}; {show}"
+    names = "htp_export.results.Profile; htp_export.export; htp_export.load; htp_export.tools.onnxslim"
+    code = f"import sys, htp_export; {show}; {names}; htp_export.errors.FileError; {show}"
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     assert run.stdout.split("\n") == ["", "torch", ""]

@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def steps(found: htp_export.Info) -> set[str]:
+def steps(found: htp_export.results.Info) -> set[str]:
     """The commands that are named, without their arguments."""
     return {command.split()[1] for command in found.next}
 

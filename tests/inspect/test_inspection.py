@@ -27,7 +27,7 @@ def trained_size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_tree(inspected: htp_export.Inspected, model: nn.Module) -> None:
+def check_tree(inspected: htp_export.results.Inspected, model: nn.Module) -> None:
     """Every module is in the tree, parameters add up, and every node has owners."""
     tagged = inspected.tagged
     assert set(dict(model.named_modules())) <= set(tagged.paths)
@@ -98,13 +98,13 @@ def test_every_layer_with_multiply_adds_counts_as_in_the_onnx_file():
 
 
 @pytest.fixture(scope="module")
-def orthogonal() -> tuple[nn.Module, htp_export.Inspected]:
+def orthogonal() -> tuple[nn.Module, htp_export.results.Inspected]:
     model = spread(traceless.WithOrthogonal())
     return model, htp_export.inspect(model, torch.randn(4, 4))
 
 
 @pytest.fixture(scope="module")
-def detector() -> tuple[nn.Module, htp_export.Inspected]:
+def detector() -> tuple[nn.Module, htp_export.results.Inspected]:
     model = spread(traceless.Detector())
     return model, htp_export.inspect(model, torch.randn(1, 3, 16, 16))
 
@@ -510,7 +510,7 @@ def test_views_take_no_memory_of_their_own():
 
 
 def test_a_page_says_which_way_its_graph_was_got(orthogonal, tmp_path: Path):
-    shown = htp_export.view(orthogonal[1], output=tmp_path / "page.html", graph=False)
+    shown = htp_export.view(orthogonal[1], output=tmp_path / "page.html", explorer=False)
     assert (shown.way, shown.nodes, shown.modules) == ("torch.export", 4, 5)
     assert [stop.module for stop in shown.stopped] == ["orthogonal"]
     assert "onnx stopped in module orthogonal" in str(shown)
@@ -518,7 +518,7 @@ def test_a_page_says_which_way_its_graph_was_got(orthogonal, tmp_path: Path):
 
 
 def test_a_page_has_a_choice_between_dynamos_graphs(detector, tmp_path: Path):
-    shown = htp_export.view(detector[1], output=tmp_path / "page.html", graph=False)
+    shown = htp_export.view(detector[1], output=tmp_path / "page.html", explorer=False)
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     graphs = page_data_of(page, "graphs")
     sizes = [len(page_data_of(page, part)["nodes"]) for part in ("data", "data-1", "data-2")]
@@ -552,7 +552,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_commands_take_an_entry_and_say_which_way(
     command: str, factories: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["--no-graph"] if command == "view" else []
+    more = ["--no-explorer"] if command == "view" else []
     assert main([command, "--entry", f"{factories}:orthogonal", "--json", *more]) == 0
     shown = capsys.readouterr()
     data = json.loads(shown.out)

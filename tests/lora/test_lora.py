@@ -101,8 +101,8 @@ def close(one: Any, other: Any) -> bool:
 def test_without_an_adapter_the_model_computes_what_it_did_before(exporter: str, tmp_path: Path) -> None:
     model, file = made(exporter, tmp_path)
     result = htp_export.lora.insert(file, "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
-    assert list(result.layers) == ["up", "twice", "down", "head"]
-    assert [(layer.inputs, layer.outputs, layer.calls) for layer in result.layers.values()] == [
+    assert list(result.modules) == ["up", "twice", "down", "head"]
+    assert [(layer.inputs, layer.outputs, layer.calls) for layer in result.modules.values()] == [
         (6, 8, 1), (8, 8, 2), (8, 4, 1), (4, 3, 1),
     ]  # fmt: skip
     assert np.array_equal(run(file), run(tmp_path / "lora.onnx"))
@@ -243,7 +243,7 @@ def test_a_model_in_blocks_of_four_bits_takes_adapters_of_floats_and_no_fusing(e
     for path in ("up", "down"):
         base.get_submodule(path).weight.data = dequantized(quantized, path)
     result = htp_export.lora.insert(tmp_path / "int4.onnx", "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
-    assert list(result.layers) == ["up", "down", "head"]
+    assert list(result.modules) == ["up", "down", "head"]
     assert np.array_equal(run(tmp_path / "lora.onnx"), run(tmp_path / "int4.onnx"))
     assert np.allclose(run(tmp_path / "int4.onnx"), base(**feeds()).detach().numpy(), rtol=1e-3, atol=1e-4)
     layers = {path: (a / 4, b / 4) for path, (a, b) in factors(model, ["up", "down", "head"], 4, seed=3).items()}

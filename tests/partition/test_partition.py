@@ -34,7 +34,7 @@ def exact() -> ort.SessionOptions:
     return options
 
 
-def agree(file: Path, found: htp_export.Partition, inputs: dict[str, Any]) -> bool:
+def agree(file: Path, found: htp_export.results.Partition, inputs: dict[str, Any]) -> bool:
     chained = found.run(inputs, session_options=exact())
     names = [output.name for output in onnx.load(file, load_external_data=False).graph.output]
     return names == list(chained) and all(map(np.array_equal, run_file(file, inputs), chained.values()))

@@ -36,7 +36,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
 
 
-def results(found: htp_export.Partition) -> list[list[float]]:
+def results(found: htp_export.results.Partition) -> list[list[float]]:
     return [array.tolist() for array in found.run(FEED).values()]
 
 
@@ -95,7 +95,7 @@ def plug_in(monkeypatch: pytest.MonkeyPatch, write_stages: Any) -> None:
 
 
 def test_a_new_partition_takes_the_place_of_an_old_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_stages(partition: htp_export.Partition, new: Path) -> htp_export.Partition:
+    def write_stages(partition: htp_export.results.Partition, new: Path) -> htp_export.results.Partition:
         assert all((new / stage.files[0]).is_file() for stage in partition.stages), "the stages are there already"
         (new / "engine.yaml").write_text("engine")
         return partition
@@ -128,7 +128,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(folder: Path) -> None:
 
 
 def test_a_failure_leaves_what_was_there_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_stages(partition: htp_export.Partition, new: Path) -> htp_export.Partition:
+    def write_stages(partition: htp_export.results.Partition, new: Path) -> htp_export.results.Partition:
         raise InputError("the engine cannot run it")
 
     plug_in(monkeypatch, write_stages)

@@ -52,7 +52,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def statuses(result: htp_export.PipelineRun) -> list[str]:
+def statuses(result: htp_export.results.PipelineRun) -> list[str]:
     return [step.status for step in result.steps]
 
 

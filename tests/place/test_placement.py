@@ -673,11 +673,11 @@ def test_a_part_that_a_plugin_cannot_take_is_explained(
 
 @lists_nodes
 def test_notebooks_draw_the_tree_of_the_command(file: Path) -> None:
-    from htp_export.drawing.notebook import in_notebook
+    from htp_export.results.html import drawn_html
 
-    placed = in_notebook(htp_export.place(file, {".": "cpu", "blocks": "gpu"}))
+    placed = drawn_html(htp_export.place(file, {".": "cpu", "blocks": "gpu"}))
     assert placed is not None
     assert "blocks" in placed
-    observed = in_notebook(htp_export.placement(file))
+    observed = drawn_html(htp_export.placement(file))
     assert observed is not None
     assert CPU in observed

@@ -226,7 +226,7 @@ def program(folder: Path) -> Any:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[Any, htp_export.Partition, dict[str, Any]]]:
+def served(tmp_path: Path) -> Iterator[tuple[Any, htp_export.results.Partition, dict[str, Any]]]:
     """The program of three stages, one of which reads tensors of both others; the stages; and inputs."""
     net = spread(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))).eval()
     tied = htp_export.export(net, (x(2, 4),), verbose=False)

@@ -70,7 +70,7 @@ def times(**ms: float) -> list[dict[str, Any]]:
 def read(tmp_path):
     """Profile the model from layers (names or objects) and times; without times, every layer takes 1 ms."""
 
-    def profile(layers: list[Any], given: Any = None, made: ir.Model | None = None) -> htp_export.Profile:
+    def profile(layers: list[Any], given: Any = None, made: ir.Model | None = None) -> htp_export.results.Profile:
         names = [layer if isinstance(layer, str) else layer["Name"] for layer in layers]
         info = {"Layers": layers, "Bindings": ["x", "y"]}
         (tmp_path / "layers.json").write_text(json.dumps(info))
@@ -81,7 +81,7 @@ def read(tmp_path):
     return profile
 
 
-def owners(report: htp_export.Profile) -> list[tuple[str, ...]]:
+def owners(report: htp_export.results.Profile) -> list[tuple[str, ...]]:
     return [kernel.owners for kernel in report.kernels]
 
 

@@ -26,7 +26,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("times.json").write_text(json.dumps(times(**MS)), encoding="utf-8")
 
 
-def profile() -> htp_export.Profile:
+def profile() -> htp_export.results.Profile:
     return htp_export.profile("net.onnx", engine="tensorrt", measured=("layers.json", "times.json"))
 
 

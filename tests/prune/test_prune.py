@@ -175,7 +175,7 @@ def test_results_of_prune_and_quantize_have_the_same_attributes(tmp_path: Path) 
         path for path, module in pruned.modules.items() if not module.bytes_after
     }
     for result, ratio, sparsity in ((cast, 0.5, None), (pruned, 1, 0.5)):
-        module: htp_export.CompressedModule = result.modules["fc"]
+        module: htp_export.results.CompressedModule = result.modules["fc"]
         assert (module.precision, module.ratio, module.sparsity) == ("fp16", ratio, sparsity)
         assert module.bytes_after == 180
         assert (module.calls, module.fate) == (1, "computed")

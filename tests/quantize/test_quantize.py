@@ -461,7 +461,6 @@ class TestRefused:
             ([], "data has no runs"),
             ({"x": IDS}, "data, run 0: no input 'x'"),
             ([{"ids": IDS}, {"ids": IDS.astype(np.float32)}], "data, run 1: "),
-            (3, "data are arrays by input name"),
         ],
         ids=str,
     )

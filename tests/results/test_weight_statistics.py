@@ -64,9 +64,9 @@ def test_the_command_reads_weights_where_it_is_asked_to(tmp_path, capsys):
     file = tmp_path / "net.onnx"
     load(handmade.encoder()).save(file)
     page = tmp_path / "net.html"
-    assert main(["view", str(file), "--no-graph"]) == 0
+    assert main(["view", str(file), "--no-explorer"]) == 0
     assert '"statistics":{}' in page.read_text(encoding="utf-8")
-    assert main(["view", str(file), "--no-graph", "--weights"]) == 0
+    assert main(["view", str(file), "--no-explorer", "--weights"]) == 0
     # 0 to 15, and the length of the name, 17, is added to each
     assert '"layer.0.fc.weight":{"elements":16,"mean":24.5,"std":4.61,"least":17.0,"most":32.0' in page.read_text(
         encoding="utf-8"

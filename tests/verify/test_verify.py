@@ -69,7 +69,7 @@ def stack_file(stack_files):
     return stack_files["dynamo"]
 
 
-def verified(file: Any, **options: Any) -> htp_export.Verification:
+def verified(file: Any, **options: Any) -> htp_export.results.Verification:
     """The stack against a file of it."""
     model, kwargs = stack()
     return htp_export.verify(model, file, (), kwargs, **options)

@@ -15,6 +15,7 @@ from model_explorer_onnx.main import ONNXAdapter
 
 import htp_export
 from htp_export.capabilities.inspect import inspecting
+from htp_export.capabilities.view import viewing
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of, spread
 from htp_export.capabilities.view.model_explorer import application
@@ -24,7 +25,7 @@ from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, 
 from htp_export.capabilities.view.netron import netron_attachment
 from htp_export.capabilities.view.page.document import asset
 from htp_export.command.main import main
-from htp_export.errors import FileError, InputError
+from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_to_json
 from htp_export.model.tagged import load
@@ -265,7 +266,7 @@ def test_the_extra_allows_the_versions_that_pages_were_tested_with():
 
 
 def test_a_file_of_functions_is_drawn_flat():
-    shown = htp_export.view(handmade.with_function(), graph=False)
+    shown = htp_export.view(handmade.with_function(), explorer=False)
     assert shown.nodes == 3
     assert '"MatMul"' in shown.html
 
@@ -298,7 +299,7 @@ class Bad(torch.nn.Module):
 
 def test_a_model_that_exports_in_parts_shows_them_and_what_failed(without_dynamo, capsys):
     net = Half().eval()
-    shown = htp_export.view(net, torch.ones(2, 4), graph=False, weights=True)
+    shown = htp_export.view(net, torch.ones(2, 4), explorer=False, weights=True)
     assert "def forward" not in capsys.readouterr().err  # torch's graph of what failed
     assert set(shown.failures) == {"", "bad"}
     assert shown.failures[""] == "because of bad"
@@ -314,7 +315,7 @@ def page_data_of(page: str, name: str = "data"):
 
 
 def test_the_parts_of_a_model_have_their_costs_and_what_is_above_them_has_the_sum(without_dynamo):
-    shown = htp_export.view(Half().eval(), torch.ones(2, 4), graph=False)
+    shown = htp_export.view(Half().eval(), torch.ones(2, 4), explorer=False)
     data = page_data_of(shown.html)
     flops = next(measure for measure in data["measures"] if measure["key"] == "flops")
     by_path = dict(zip((module["path"] for module in data["modules"]), flops["total"], strict=True))
@@ -333,7 +334,7 @@ def test_the_parts_of_a_model_have_their_costs_and_what_is_above_them_has_the_su
 def test_a_page_has_the_costs_of_its_nodes_and_the_parameters_that_they_read():
     model = handmade.encoder()
     costs = htp_export.cost(model)
-    data = page_data_of(htp_export.view(model, graph=False).html)
+    data = page_data_of(htp_export.view(model, explorer=False).html)
     measures = {measure["key"]: measure for measure in data["measures"]}
     assert list(measures) == ["flops", "other_flops", "activation_bytes"]
     for key, measure in measures.items():
@@ -348,7 +349,7 @@ def test_a_page_has_the_costs_of_its_nodes_and_the_parameters_that_they_read():
 
 def test_numbers_that_the_user_gives_replace_those_that_view_computes():
     given = {"modules": {"": {"flops": 7.0, "total_ms": 1.0}}}
-    data = page_data_of(htp_export.view(handmade.encoder(), graph=False, results=[given]).html)
+    data = page_data_of(htp_export.view(handmade.encoder(), explorer=False, results=[given]).html)
     keys = [measure["key"] for measure in data["measures"]]
     assert sorted(keys) == ["activation_bytes", "flops", "other_flops", "total_ms"]
     assert data["measures"][keys.index("flops")]["total"][0] == 7
@@ -360,7 +361,7 @@ def test_work_of_an_operator_without_a_formula_is_not_written_as_zero():
     node.domain, node.op_type = "some.domain", "Unheard"
     model = handmade.model([x], [node], [], [ModuleInfo("", "net.Net", 1, "computed")])
     model.graph.opset_imports["some.domain"] = 1
-    data = page_data_of(htp_export.view(model, graph=False).html)
+    data = page_data_of(htp_export.view(model, explorer=False).html)
     measures = {measure["key"]: measure for measure in data["measures"]}
     assert (measures["flops"]["nodes"], measures["flops"]["said"]) == ([None], [])
     assert measures["activation_bytes"]["said"] is True
@@ -369,7 +370,7 @@ def test_work_of_an_operator_without_a_formula_is_not_written_as_zero():
 def test_a_page_says_which_sizes_its_costs_are_for():
     x = ir.val("x", ir.DataType.FLOAT, ["batch", 4])
     model = handmade.model([x], [handmade.tagged_node("Neg", [x], "", "y")], [], [])
-    shown = htp_export.view(model, graph=False)
+    shown = htp_export.view(model, explorer=False)
     [graph] = page_data_of(shown.html, "graphs")
     assert graph["note"] == "FLOPs and activations: size 'batch' is 1."
 
@@ -377,13 +378,13 @@ def test_a_page_says_which_sizes_its_costs_are_for():
 def test_a_model_whose_costs_cannot_be_computed_is_drawn_without_them():
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
     model = handmade.model([x], [handmade.tagged_node("Neg", [x], "", "y")], [], [])
-    shown = htp_export.view(model, graph=False)
+    shown = htp_export.view(model, explorer=False)
     assert page_data_of(shown.html)["measures"] == []
     assert page_data_of(shown.html, "graphs")[0]["note"].startswith("FLOPs and activations are not known: ")
 
 
 def test_parts_that_are_alike_stand_each_at_their_own_place(without_dynamo):
-    shown = htp_export.view(torch.nn.Sequential(Half(), Half()).eval(), torch.ones(2, 4), graph=False)
+    shown = htp_export.view(torch.nn.Sequential(Half(), Half()).eval(), torch.ones(2, 4), explorer=False)
     assert {path for path, why in shown.failures.items() if not why.startswith("because")} == {"0.bad", "1.bad"}
     data = page_data_of(shown.html)
     nodes = [(node["owners"], node["op"], node["name"].split("/")[0]) for node in data["nodes"]]
@@ -392,7 +393,7 @@ def test_parts_that_are_alike_stand_each_at_their_own_place(without_dynamo):
 
 
 def test_a_view_shows_itself_in_a_notebook():
-    shown = htp_export.view(handmade.encoder(), graph=False)
+    shown = htp_export.view(handmade.encoder(), explorer=False)
     frame = shown._repr_html_()
     assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert '"' not in re.match(r'<iframe srcdoc="(.*?)" style', frame, re.DOTALL)[1]
@@ -415,13 +416,67 @@ def test_the_command_writes_pages_overlays_and_sidecars(tmp_path, capsys):
     file, time = tmp_path / "net.onnx", tmp_path / "time.json"
     load(handmade.encoder()).save(file)
     time.write_text(json.dumps(TIME), encoding="utf-8")
-    assert main(["view", str(file), "--no-graph", "--profile", str(time)]) == 0
+    assert main(["view", str(file), "--no-explorer", "--profile", str(time)]) == 0
     assert "6 modules, 7 nodes" in capsys.readouterr().out
     assert '"total_ms"' in (tmp_path / "net.html").read_text(encoding="utf-8")
     assert main(["view", str(file), "--overlay", "latency", "--profile", str(time)]) == 0
     assert json.loads((tmp_path / "net.latency.json").read_text())["results"]["node_fc0"]["value"] == 2.5
     assert main(["view", str(file), "--netron", "-o", str(tmp_path / "side.json")]) == 0
     assert json.loads((tmp_path / "side.json").read_text())["signature"] == "netron:attachment"
+
+
+def test_the_page_measures_what_it_is_asked_to(tmp_path, capsys):
+    file = tmp_path / "net.onnx"
+    load(handmade.encoder()).save(file)
+    keys = {"time": "total_ms", "cost": "peak_bytes"}
+    for measure in ("time", ("cost",), "time, cost", ["cost", "time", "cost"]):
+        data = page_data_of(htp_export.view(file, measure=measure, explorer=False).html)
+        found = [entry["key"] for entry in data["measures"]]
+        assert {kind for kind, key in keys.items() if key in found} == {kind for kind in keys if kind in measure}
+        assert len(found) == len(set(found))
+        assert bool(data["offer"]) == ("time" not in measure)
+    given = htp_export.view(file, results=[TIME], measure="cost", explorer=False)
+    assert page_data_of(given.html)["measures"][0]["total"][0] == 10.0
+    command = ["view", str(file), "--no-explorer"]
+    assert main([*command, "--measure", "time,cost", "--json"]) == 0
+    assert '"peak_bytes"' in (tmp_path / "net.html").read_text(encoding="utf-8")
+    assert main(["view", str(file), "--overlay", "latency", "--measure", "time"]) == 0
+    assert json.loads((tmp_path / "net.latency.json").read_text())["name"] == "time (ms)"
+    assert main([*command, "--measure", "speed"]) == 2
+    assert "nothing measures 'speed'; there are time, cost" in capsys.readouterr().err
+
+
+def test_a_pytorch_model_is_measured_if_it_exports(without_dynamo):
+    shown = htp_export.view(torch.nn.Linear(3, 2).eval(), torch.ones(1, 3), measure=("time", "cost"), explorer=False)
+    data = page_data_of(shown.html)
+    assert {"total_ms", "peak_bytes"} <= {entry["key"] for entry in data["measures"]}
+    assert data["offer"] == data["file"] == ""  # there is no file to name
+    with pytest.raises(InputError, match="times are those of an ONNX model"):
+        htp_export.view(Half().eval(), torch.ones(2, 4), measure="time", explorer=False)
+
+
+def test_a_file_without_tags_has_no_times_and_none_are_offered(tmp_path):
+    relu = ir.node("Relu", [handmade.value("x")], outputs=[handmade.value("y")])
+    load(handmade.model(list(relu.inputs), [relu], [], [])).save(tmp_path / "bare.onnx")
+    assert page_data_of(htp_export.view(tmp_path / "bare.onnx", explorer=False).html)["offer"] == ""
+    with pytest.raises(UntaggedModelError):
+        htp_export.view(tmp_path / "bare.onnx", measure="time", explorer=False)
+
+
+def test_large_models_have_model_explorer_on_demand(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "net.onnx"
+    load(handmade.encoder()).save(file)
+    assert htp_export.view(file).missing == ""
+    monkeypatch.setattr(viewing, "_MOST_NODES", 6)
+    shown = htp_export.view(file)
+    assert "explorer-drawing-0" not in shown.html
+    assert shown.missing.startswith("of 7 nodes")
+    assert "--explorer (in Python: view(..., explorer=True)) puts it in" in page_data_of(shown.html)["missing_explorer"]
+    assert main(["view", str(file)]) == 0
+    assert "without Model Explorer: of 7 nodes, it would make the page large and slow; --explorer puts it in" in (
+        " ".join(capsys.readouterr().out.split())
+    )
+    assert 'id="explorer-drawing-0"' in htp_export.view(file, explorer=True).html
 
 
 def test_bad_input_ends_with_status_2_and_leaves_files_as_they_were(tmp_path, capsys):
@@ -436,7 +491,7 @@ def test_bad_input_ends_with_status_2_and_leaves_files_as_they_were(tmp_path, ca
     assert "--profile" in capsys.readouterr().err
     assert page.read_text(encoding="utf-8") == "kept"
     with pytest.raises(FileError):
-        htp_export.view(file, tmp_path / "no" / "folder.html", graph=False)
+        htp_export.view(file, tmp_path / "no" / "folder.html", explorer=False)
 
 
 def test_the_page_of_a_difference_says_what_changed_and_what_is_known(tmp_path):

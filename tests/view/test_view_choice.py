@@ -61,7 +61,7 @@ def choose(page: Page, number: int) -> None:
 
 
 def test_a_page_of_several_graphs_holds_each_with_its_title_and_note():
-    page, missing = page_of(graphs(), interactive=False)
+    page, missing = page_of(graphs(), explorer=False)
     assert missing
     assert [node["op"] for node in page_data_of(page)["nodes"]] == ["Neg", "Abs", "Exp"]
     assert [node["op"] for node in page_data_of(page, "data-1")["nodes"]] == ["Tanh", "Log"]
@@ -85,19 +85,19 @@ def test_the_graph_that_is_chosen_is_shown_in_every_part_of_the_page(page, sever
     assert page.run("[htp.selected.path, htp.selected.nodes]") == ["b", 1]
     assert page.run("document.querySelector('#choice select').value") == "1"
     assert page.run("document.getElementById('note').innerText") == HOSTILE
-    assert page.run("location.hash") == "#module=b&graph=1"
-    page.run("document.getElementById('tab-graph').click()")
-    page.wait("document.getElementById('graph').dataset.ready")
-    text = "document.querySelector('#graph iframe').contentDocument.body.innerText"
+    assert page.run("location.hash") == "#module=b&part=1"
+    page.run("document.getElementById('tab-explorer').click()")
+    page.wait("document.getElementById('explorer').dataset.ready")
+    text = "document.querySelector('#explorer iframe').contentDocument.body.innerText"
     page.wait(f"{text}.includes('GRAPH INFO') || innerWidth < 700")
-    page.run("document.getElementById('tab-flow').click()")
-    drawn = "htp.flow.state.order.map(({ item }) => item.op ?? item.path ?? item.word)"
-    assert page.run(drawn) == ["", "in", "a", "Tanh", "b", "Log", "out"]
     page.run("document.getElementById('tab-graph').click()")
+    drawn = "htp.graph.state.order.map(({ item }) => item.op ?? item.path ?? item.word)"
+    assert page.run(drawn) == ["", "in", "a", "Tanh", "b", "Log", "out"]
+    page.run("document.getElementById('tab-explorer').click()")
     choose(page, 0)
     assert operators(page) == ["Neg", "Abs", "Exp"]
     assert page.run("htp.selected.path") == "b"
-    assert page.run("document.getElementById('tab-graph').getAttribute('aria-selected')") == "true"
+    assert page.run("document.getElementById('tab-explorer').getAttribute('aria-selected')") == "true"
     assert page.run("document.title") == "Net"
     assert page.run("document.querySelectorAll('img').length") == 0
     assert page.said == []
@@ -106,11 +106,11 @@ def test_the_graph_that_is_chosen_is_shown_in_every_part_of_the_page(page, sever
 
 @needs_chromium
 def test_a_link_shows_a_graph_and_one_that_does_not_exist_is_the_first(page, several):
-    for fragment, shown in {"#graph=1": "Tanh", "#graph=7": "Neg", "#graph=constructor": "Neg", "#b": "Neg"}.items():
+    for fragment, shown in {"#part=1": "Tanh", "#part=7": "Neg", "#part=constructor": "Neg", "#b": "Neg"}.items():
         page.open(several, fragment)
         opened(page)
         assert operators(page)[0] == shown
-    page.run("window.before = true, location.hash = '#graph=1&module=a', 0")
+    page.run("window.before = true, location.hash = '#part=1&module=a', 0")
     page.wait("!window.before && document.documentElement?.dataset.ready")
     assert [operators(page)[0], page.run("htp.selected.path")] == ["Tanh", "a"]
     assert page.said == []
@@ -118,7 +118,7 @@ def test_a_link_shows_a_graph_and_one_that_does_not_exist_is_the_first(page, sev
 
 @needs_chromium
 def test_a_graph_can_be_chosen_in_a_notebook(page, tmp_path):
-    inside = page_of(graphs(), interactive=False)[0]
+    inside = page_of(graphs(), explorer=False)[0]
     file = tmp_path / "notebook.html"
     file.write_text(f'<iframe srcdoc="{html.escape(inside, quote=True)}"></iframe>', encoding="utf-8")
     page.open(file)
@@ -134,7 +134,7 @@ def test_a_graph_can_be_chosen_in_a_notebook(page, tmp_path):
 @needs_chromium
 def test_a_page_of_one_graph_has_no_choice(page, tmp_path):
     file = tmp_path / "one.html"
-    file.write_text(page_of(graphs()[:1], interactive=False)[0], encoding="utf-8")
+    file.write_text(page_of(graphs()[:1], explorer=False)[0], encoding="utf-8")
     page.open(file)
     opened(page)
     assert page.run("document.getElementById('choice').offsetParent") is None

@@ -98,11 +98,11 @@ def start(page: Page, file: Path) -> None:
 
 def test_the_page_opens_without_an_error_or_a_request(page, net):
     start(page, net)
-    assert shown(page)[:3] == ["(root)", "layer.0", "fc"]
+    assert shown(page)[:3] == ["(root)", "layer.1", "fc"]
     assert page.run("document.getElementById('repeats').offsetParent") is None
-    for tab in ("map", "graph", "modules"):
+    for tab in ("map", "graph", "explorer", "modules"):
         page.run(f"document.getElementById('tab-{tab}').click()")
-    page.wait("document.getElementById('graph').dataset.ready")
+    page.wait("document.getElementById('explorer').dataset.ready")
     assert page.said == []
     assert page.asked == []
 
@@ -110,9 +110,9 @@ def test_the_page_opens_without_an_error_or_a_request(page, net):
 def test_columns_hold_what_the_results_say(page, net):
     start(page, net)
     heads = page.run("[...document.querySelectorAll('#head > div')].map((cell) => cell.textContent)")
-    assert heads == ["module", "class", "time ms", "max abs error", "FLOPs", "nodes", "parameters", "fate"]
-    assert cells(page, "layer.1") == ["5.00", "NaN", "256", "3", "72"]
-    assert cells(page, "layer.0.fc") == ["2.50", "", "256", "1", "72"]
+    assert heads == ["module", "class", "time ms, % ↓", "max abs error", "FLOPs", "nodes", "parameters", "fate"]
+    assert cells(page, "layer.1") == ["5.00 50 %", "NaN", "256", "3", "72"]
+    assert cells(page, "layer.0.fc") == ["2.50 25 %", "", "256", "1", "72"]
     detail = page.run("document.getElementById('detail').innerText")
     assert "torch.nn.modules.linear.Linear" in detail
     assert "float32[2, 8]" in detail
@@ -127,10 +127,10 @@ def test_search_finds_modules_and_nodes_with_what_is_above_them_or_says_that_the
     )
     assert shown(page) == ["(root)", "layer.1", "fc"]
     page.run("search.value = 'op:relu', search.dispatchEvent(new Event('input'))")
-    found = ["(root)", "layer.0", "act", "Relu", "layer.1", "act", "Relu"]
+    found = ["(root)", "layer.1", "act", "Relu", "layer.0", "act", "Relu"]
     assert [name.split(" ")[0] for name in shown(page)] == found
     page.run("search.value = 'fate:identity', search.dispatchEvent(new Event('input'))")
-    assert shown(page) == ["(root)", "layer.0", "drop", "layer.1", "drop"]
+    assert shown(page) == ["(root)", "layer.1", "drop", "layer.0", "drop"]
     page.run("search.value = '<b>nowhere', search.dispatchEvent(new Event('input'))")
     assert shown(page) == []
     assert "Nothing matches “<b>nowhere”" in page.run("document.getElementById('nothing').innerText")
@@ -142,23 +142,40 @@ def test_search_finds_modules_and_nodes_with_what_is_above_them_or_says_that_the
 def test_the_keyboard_walks_through_the_tree(page, net):
     start(page, net)
     page.run("document.getElementById('fold').click(), document.getElementById('table').focus()")
-    assert shown(page) == ["(root)", "layer.0", "layer.1", "head"]
+    assert shown(page) == ["(root)", "layer.1", "layer.0", "head"]
     page.press("ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight")
-    assert [name.split(" ")[0] for name in shown(page)][:4] == ["(root)", "layer.0", "fc", "Gemm"]
+    assert [name.split(" ")[0] for name in shown(page)][:4] == ["(root)", "layer.1", "fc", "Gemm"]
     page.press("ArrowLeft", "ArrowLeft", "ArrowLeft")
-    assert page.run("htp.selected.path") == "layer.0"
-    assert shown(page) == ["(root)", "layer.0", "layer.1", "head"]
+    assert page.run("htp.selected.path") == "layer.1"
+    assert shown(page) == ["(root)", "layer.1", "layer.0", "head"]
     page.press("/")
     assert page.run("document.activeElement.id") == "search"
+
+
+def test_times_are_sorted_at_first_and_have_shares_and_colours(page, net):
+    start(page, net)
+    page.run("document.getElementById('fold').click()")
+    time = "[...document.querySelectorAll('#head > div')][2]"
+    assert page.run(f"{time}.getAttribute('aria-sort')") == "descending"
+    shares = "[...document.querySelectorAll('#rows .share')].map((share) => share.textContent)"
+    assert page.run(shares) == ["100 %", "50 %", "40 %", "10 %"]
+    fills = "[...document.querySelectorAll('#rows .row')].map((row) => row.querySelector('.fill').style.background)"
+    assert len(set(page.run(fills))) == 4
+    page.run(f"{time}.click(), {time}.click()")  # the other way, and then as in the model
+    assert shown(page) == ["(root)", "layer.0", "layer.1", "head"]
+    page.run("htp.tab('graph')")
+    assert page.run("document.getElementById('graph-colour').value") == "total_ms"
+    assert page.said == []
 
 
 def test_a_column_sorts_siblings_and_the_list_sorts_everything(page, net):
     start(page, net)
     page.run("document.getElementById('fold').click(), document.querySelectorAll('#head > div')[2].click()")
-    assert shown(page) == ["(root)", "layer.1", "layer.0", "head"]
+    assert shown(page) == ["(root)", "head", "layer.0", "layer.1"]
     page.run("document.getElementById('flat').click()")
+    assert page.run("document.querySelectorAll('#head > div')[2].getAttribute('aria-sort')") == "ascending"
+    page.run("for (let k = 0; k < 2; k++) document.querySelectorAll('#head > div')[2].click()")
     assert shown(page)[:4] == ["(root)", "layer.1", "layer.0", "layer.1.fc"]
-    assert page.run("document.querySelectorAll('#head > div')[2].getAttribute('aria-sort')") == "descending"
 
 
 def test_areas_of_the_map_are_as_large_as_what_they_measure(page, net):
@@ -189,7 +206,7 @@ class Tied(torch.nn.Module):
 
 
 def test_a_tied_weight_has_its_area_once_and_is_marked(page, tmp_path):
-    htp_export.view(Tied().eval(), (torch.arange(6).reshape(1, 6),), tmp_path / "tied.html", graph=False)
+    htp_export.view(Tied().eval(), (torch.arange(6).reshape(1, 6),), tmp_path / "tied.html", explorer=False)
     start(page, tmp_path / "tied.html")
     page.run("htp.tab('map')")
     page.run("document.getElementById('map-size').value = 'parameters'")
@@ -209,9 +226,9 @@ def test_a_tied_weight_has_its_area_once_and_is_marked(page, tmp_path):
 
 def test_the_graph_unfolds_to_a_module_with_its_attributes_and_its_time(page, net):
     start(page, net)
-    page.run("htp.graph.show(htp.byPath.get('layer.1.fc')).then(() => 0)")
-    page.wait("document.getElementById('graph').dataset.ready")
-    text = "document.querySelector('#graph iframe').contentDocument.body.innerText"
+    page.run("htp.explorer.show(htp.byPath.get('layer.1.fc')).then(() => 0)")
+    page.wait("document.getElementById('explorer').dataset.ready")
+    text = "document.querySelector('#explorer iframe').contentDocument.body.innerText"
     page.wait(f"{text}.includes('LAYER ATTRIBUTES') && {text}.includes('Aggregated stats')")
     said = page.run(text)
     assert "layer.1.fc" in said
@@ -222,13 +239,13 @@ def test_the_graph_unfolds_to_a_module_with_its_attributes_and_its_time(page, ne
 
 def test_what_is_chosen_in_the_graph_is_chosen_in_the_page(page, net):
     start(page, net)
-    page.run("htp.graph.show(htp.nodes.find((node) => node.op === 'Relu')).then(() => 0)")
-    page.wait("document.getElementById('graph').dataset.ready")
+    page.run("htp.explorer.show(htp.nodes.find((node) => node.op === 'Relu')).then(() => 0)")
+    page.wait("document.getElementById('explorer').dataset.ready")
     message = "{ cmd: 'model-explorer-node-selected', nodeId: 'layer.1/act___group___' }"
-    page.run(f"document.querySelector('#graph iframe').contentWindow.parent.postMessage({message}, '*'), 0")
+    page.run(f"document.querySelector('#explorer iframe').contentWindow.parent.postMessage({message}, '*'), 0")
     page.run("new Promise((then) => setTimeout(then, 200))")
     assert page.run("htp.selected.op") == "Relu"  # it was not the frame that sent it
-    sender = "document.querySelector('#graph iframe').contentWindow"
+    sender = "document.querySelector('#explorer iframe').contentWindow"
     event = f"new MessageEvent('message', {{ data: {message}, source: {sender} }})"
     page.run(f"window.dispatchEvent({event})")
     page.wait("htp.selected.path === 'layer.1.act'")
@@ -256,10 +273,10 @@ def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
     for item in ("htp.byPath.get(htp.modules[1].path)", "htp.nodes[0]", "htp.nodes[1]", "htp.root"):
         page.run(f"htp.select({item})")
     assert HOSTILE in "\n".join(shown(page))
-    for tab in ("map", "flow", "graph"):
+    for tab in ("map", "graph", "explorer"):
         page.run(f"htp.tab('{tab}')")
-    page.wait("document.getElementById('graph').dataset.ready")
-    frame = "document.querySelector('#graph iframe').contentDocument"
+    page.wait("document.getElementById('explorer').dataset.ready")
+    frame = "document.querySelector('#explorer iframe').contentDocument"
     page.wait(f"{frame}.body.innerText.includes('GRAPH INFO')")
     assert page.run("document.title") == CLOSING
     assert page.run("document.querySelectorAll('img').length") == 0
@@ -329,6 +346,7 @@ def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
     file = tmp_path / "diff.html"
     file.write_text(comparison_page(rows, "a.onnx", CLOSING, notes=["10 nodes by scope"]), encoding="utf-8")
     start(page, file)
+    assert page.run("document.getElementById('detail').clientWidth") < 400 < page.run("innerWidth")
     assert shown(page) == ["(root)", "bn", "q.in"]
     page.run("document.getElementById('changed').click()")
     assert shown(page) == ["(root)", "fc", "bn", "q.in"]
@@ -404,7 +422,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     profile = {"modules": {path: {"total_ms": time} for path, time in STACK_TIMES.items()}}
     errors = {"modules": {f"layer.{k}": {"max_abs": 10.0**k} for k in range(4)}}
-    htp_export.view(Stack().eval(), torch.randn(2, 8), file, results=[profile, errors], graph=False)
+    htp_export.view(Stack().eval(), torch.randn(2, 8), file, results=[profile, errors], explorer=False)
     return file
 
 

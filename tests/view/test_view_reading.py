@@ -45,7 +45,7 @@ def constants(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "kernels": [{"name": "node_flat", "ms": 2.0}],
     }
     file = tmp_path_factory.mktemp("constants") / "constants.html"
-    htp_export.view(handmade.model([x], [reshape, last], [shape], modules), file, results=[measured], graph=False)
+    htp_export.view(handmade.model([x], [reshape, last], [shape], modules), file, results=[measured], explorer=False)
     return file
 
 
@@ -75,7 +75,7 @@ def test_nodes_have_their_time_and_say_which_is_an_equal_part(page, constants):
     start(page, constants)
     page.run("document.getElementById('unfold').click(), htp.select(htp.nodes[1]), htp.select(htp.nodes[0])")
     cells = "[...document.querySelectorAll('.row.node')].map((row) => row.querySelector('.number').innerText)"
-    assert page.run(cells) == ["2.00", "≈ 1.00"]
+    assert page.run(cells) == ["2.00 67 %", "≈ 1.00 33 %"]
     assert "2.00 ms" in detail(page)
 
 
@@ -83,8 +83,8 @@ def test_nodes_have_flops_and_are_sorted_by_them(page, encoder):
     start(page, encoder)
     page.run("htp.select(htp.nodes.find((node) => node.name === 'node_layers.0.scores'))")
     cells = "[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"
-    assert page.run(cells) == ["0.283", "16.4k", "", ""]
-    page.run("document.querySelectorAll('#head > div')[2].click()")
+    assert page.run(cells) == ["0.283 0.8 %", "16.4k", "", ""]
+    page.run("document.querySelectorAll('#head > div')[3].click()")
     own = [name for name in shown(page) if name.startswith(("MatMul node_layers.0.", "Add node_layers.0.m"))]
     assert own == ["MatMul node_layers.0.context", "MatMul node_layers.0.scores", "Add node_layers.0.masked"]
 
@@ -111,7 +111,7 @@ def test_statistics_of_weights_are_shown_where_they_were_read(page, encoder, con
 def test_a_tied_weight_is_marked_once_and_says_with_what(page, encoder):
     start(page, encoder)
     page.run("document.getElementById('repeats').click(), document.getElementById('unfold').click()")
-    page.run("document.getElementById('flat').click(), document.getElementById('search').value = 'head'")
+    page.run("document.getElementById('flat').click(), document.getElementById('search').value = 'head.**'")
     page.run("document.getElementById('search').dispatchEvent(new Event('input'))")
     tied = "[...document.querySelectorAll('.row')].filter((row) => row.innerText.includes('tied'))"
     assert page.run(f"{tied}.map((row) => row.querySelector('.name').innerText.trim())") == ["head.decoder"]
@@ -128,9 +128,9 @@ def test_counts_of_nodes_and_modules_agree_between_the_panes(page, encoder):
     modules = page.run("htp.table.state.rows.length")
     nodes = page.run("htp.root.nodes")
     assert f"{nodes} nodes · {modules} modules" in facts
-    go(page, encoder, "#tab=graph")
-    page.wait("document.getElementById('graph').dataset.ready")
-    text = "document.querySelector('#graph iframe').contentDocument.body.innerText"
+    go(page, encoder, "#tab=explorer")
+    page.wait("document.getElementById('explorer').dataset.ready")
+    text = "document.querySelector('#explorer iframe').contentDocument.body.innerText"
     page.wait(f"{text}.includes('op node count')")
     said = page.run(text).replace("\n", " ").replace("\t", " ")
     assert f"{nodes}, and 3 inputs and outputs" in said
@@ -227,9 +227,11 @@ def test_the_facts_are_readable_in_full(page, tmp_path, width):
     node = handmade.tagged_node("Sum", inputs, "", "total")
     model = handmade.model(inputs, [node], [], [ModuleInfo("", "net.Net", 1, "computed")])
     model.graph.name = "a_name_" * 20
-    htp_export.view(model, tmp_path / "many.html", graph=False)
+    htp_export.view(model, tmp_path / "many.html", explorer=False)
     page.size(width, 800)
     start(page, tmp_path / "many.html")
+    assert page.run("document.getElementById('ends').checkVisibility()") is False
+    page.run("document.getElementById('about').open = true")
     for each in ("name", "facts", "ends"):
         box = f"document.getElementById('{each}')"
         assert page.run(
@@ -254,18 +256,18 @@ def test_on_a_phone_the_numbers_stand_beside_the_names(page, encoder):
 
 def test_on_a_phone_the_graph_has_the_whole_width(page, encoder):
     page.size(390, 844)
-    go(page, encoder, "#tab=graph&module=layers.2")
-    page.wait("document.getElementById('graph').dataset.ready")
-    frame = "document.querySelector('#graph iframe').contentDocument"
+    go(page, encoder, "#tab=explorer&module=layers.2")
+    page.wait("document.getElementById('explorer').dataset.ready")
+    frame = "document.querySelector('#explorer iframe').contentDocument"
     page.wait(f"{frame}.querySelector('webgl-renderer canvas')?.clientWidth > 380")
     assert page.run(f"{frame}.querySelector('info-panel')?.offsetParent") is None
     assert "layers.2" in detail(page)
 
 
 def test_arrows_go_through_the_graph(page, encoder):
-    go(page, encoder, "#tab=graph&module=layers.2")
-    page.wait("document.getElementById('graph').dataset.ready")
-    frame = "document.querySelector('#graph iframe')"
+    go(page, encoder, "#tab=explorer&module=layers.2")
+    page.wait("document.getElementById('explorer').dataset.ready")
+    frame = "document.querySelector('#explorer iframe')"
     text = f"{frame}.contentDocument.body.innerText"
     page.wait(f"{text}.includes('LAYER ATTRIBUTES')")
     key = f"(key) => {frame}.contentDocument.body.dispatchEvent(new KeyboardEvent('keydown', {{ key, bubbles: true }}))"
@@ -275,28 +277,28 @@ def test_arrows_go_through_the_graph(page, encoder):
     page.run(f"({key})('ArrowUp'), ({key})('ArrowRight')")
     assert page.run("htp.selected.path") == "layers.3"
     page.wait(f"{text}.includes('layers.3') && {text}.includes('encoder.Layer')")
-    assert at(page) == "#tab=graph&module=layers.3"
+    assert at(page) == "#tab=explorer&module=layers.3"
     assert page.said == []
 
 
 @pytest.mark.slow
 def test_opening_all_of_a_large_graph_is_asked_about_and_levels_open_step_by_step(page, tmp_path):
     htp_export.view(chain(4000), tmp_path / "large.html")
-    go(page, tmp_path / "large.html", "#tab=graph")
-    page.wait("document.getElementById('graph').dataset.ready")
-    frame = "document.querySelector('#graph iframe').contentDocument"
+    go(page, tmp_path / "large.html", "#tab=explorer")
+    page.wait("document.getElementById('explorer').dataset.ready")
+    frame = "document.querySelector('#explorer iframe').contentDocument"
     page.wait(f"{frame}.querySelector('.expand-all')")
     page.run(f"{frame}.querySelector('.expand-all').click()")
-    assert "4,000 nodes" in page.run("document.querySelector('#graph .ask').innerText")
-    page.run("document.querySelector('#graph .ask button').click()")
-    assert page.run("document.querySelector('#graph .ask')") is None
-    levels = "[...document.querySelectorAll('#graph-bar button')]"
+    assert "4,000 nodes" in page.run("document.querySelector('#explorer .ask').innerText")
+    page.run("document.querySelector('#explorer .ask button').click()")
+    assert page.run("document.querySelector('#explorer .ask')") is None
+    levels = "[...document.querySelectorAll('#explorer-bar button')]"
     assert page.run(f"{levels}.map((level) => level.textContent)") == ["0", "1", "2", "3", "4, all"]
     assert page.run(f"{levels}.map((level) => level.className)") == ["", "", "", "", "many"]
     page.run(f"{levels}[4].click()")
-    assert "This lays out" in page.run("document.querySelector('#graph .ask').innerText")
-    page.run(f"document.querySelector('#graph .ask button').click(), {levels}[1].click()")
-    page.wait("document.getElementById('graph').dataset.ready")
+    assert "This lays out" in page.run("document.querySelector('#explorer .ask').innerText")
+    page.run(f"document.querySelector('#explorer .ask button').click(), {levels}[1].click()")
+    page.wait("document.getElementById('explorer').dataset.ready")
     assert page.said == []
 
 
@@ -306,7 +308,9 @@ def test_names_stay_text_in_addresses_searches_and_statistics(page, tmp_path):
     weight = ir.Value(name=hostile + "w", const_value=ir.tensor(np.ones((4, 4), np.float32), name=hostile + "w"))
     nodes = [handmade.tagged_node("MatMul", [x, weight], hostile, hostile + "y")]
     modules = [ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo(hostile, hostile, 1, "computed")]
-    htp_export.view(handmade.model([x], nodes, [weight], modules), tmp_path / "hostile.html", graph=False, weights=True)
+    htp_export.view(
+        handmade.model([x], nodes, [weight], modules), tmp_path / "hostile.html", explorer=False, weights=True
+    )
     start(page, tmp_path / "hostile.html")
     title = page.run("document.title")
     page.run(f"htp.select(htp.byPath.get({json.dumps(hostile)}))")

@@ -131,7 +131,7 @@ def start(page: Page, file: Path) -> None:
 @pytest.fixture(scope="module")
 def drawn(net: Path, file_of_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("drawn") / "net.html"
-    command = ["view", str(net), "--result", str(file_of_results), "--no-graph", "-o", str(file)]
+    command = ["view", str(net), "--result", str(file_of_results), "--no-explorer", "-o", str(file)]
     assert main(command) == 0
     return file
 
@@ -152,7 +152,7 @@ def test_the_table_has_a_column_of_precisions_that_sorts(page, drawn):
 
 
 @needs_chromium
-def test_the_map_and_the_flow_colour_modules_by_precision(page, drawn):
+def test_the_map_and_the_graph_colour_modules_by_precision(page, drawn):
     start(page, drawn)
     page.run("htp.tab('map')")
     options = page.run("[...document.getElementById('map-colour').options].map((each) => each.value)")
@@ -164,9 +164,9 @@ def test_the_map_and_the_flow_colour_modules_by_precision(page, drawn):
         "['0', '2'].map((path) => htp.colours.ofWord(htp.columns.find((each) => each.named), htp.byPath.get(path)))"
     )
     assert len(set(colours)) == 2
-    page.run("htp.tab('flow')")
-    page.run("colour = document.getElementById('flow-colour'), colour.value = 'precision', colour.onchange()")
-    card = "[...document.querySelectorAll('#flow-graph [data-key=precision]')].map((each) => each.innerText)"
+    page.run("htp.tab('graph')")
+    page.run("colour = document.getElementById('graph-colour'), colour.value = 'precision', colour.onchange()")
+    card = "[...document.querySelectorAll('#graph-drawing [data-key=precision]')].map((each) => each.innerText)"
     assert {"int8", "fp16"} <= set(page.run(card))
     assert page.said == []
 
@@ -211,7 +211,7 @@ def test_a_search_is_read_back_from_what_its_command_wrote():
 def test_a_file_that_is_no_search_is_refused_with_its_name(net, tmp_path, capsys, change):
     file = tmp_path / "front.json"
     file.write_text(json.dumps({**FOUND.to_dict(), **change}), encoding="utf-8")
-    assert main(["view", str(net), "--result", str(file), "--no-graph", "-o", str(tmp_path / "net.html")]) == 2
+    assert main(["view", str(net), "--result", str(file), "--no-explorer", "-o", str(tmp_path / "net.html")]) == 2
     assert "front.json: this is no result of a search" in " ".join(capsys.readouterr().err.split())
 
 
@@ -226,7 +226,7 @@ def test_values_that_are_not_finite_are_no_points():
 @needs_chromium
 def test_the_front_of_a_search_is_drawn_and_the_plan_of_a_point_is_read(page, net, tmp_path):
     (tmp_path / "front.json").write_text(json.dumps(FOUND.to_dict()), encoding="utf-8")
-    htp_export.view(net, tmp_path / "net.html", results=[tmp_path / "front.json"], graph=False)
+    htp_export.view(net, tmp_path / "net.html", results=[tmp_path / "front.json"], explorer=False)
     start(page, tmp_path / "net.html")
     page.run("document.getElementById('tab-front').click()")
     assert page.run("document.getElementById('pane-front').innerText").startswith(FOUND.summary)
@@ -262,7 +262,7 @@ def test_the_front_of_a_search_is_drawn_and_the_plan_of_a_point_is_read(page, ne
 def test_names_in_a_search_are_text(page, net, tmp_path):
     hostile = "<img src=x onerror=\"document.title='ran'\"></title><script>document.title='ran'</script>"
     found = replace(FOUND, trials=(trial(0, {hostile: hostile}, 0.1, 5.0), *FOUND.trials))
-    htp_export.view(net, tmp_path / "net.html", results=[found], graph=False)
+    htp_export.view(net, tmp_path / "net.html", results=[found], explorer=False)
     start(page, tmp_path / "net.html")
     page.run("document.getElementById('tab-front').click()")
     assert page.run("document.querySelector('.front dt').innerText") == hostile

@@ -176,7 +176,7 @@ def test_serving_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_the_page_of_a_model_is_served_from_memory_until_ctrl_c(tmp_path: Path) -> None:
     file = tmp_path / "net.onnx"
     ir.save(handmade.encoder(), file)
-    command = [sys.executable, "-m", "htp_export", "view", str(file), "--serve", "--no-graph", "--json"]
+    command = [sys.executable, "-m", "htp_export", "view", str(file), "--serve", "--no-explorer", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = "".join(iter(process.stdout.readline, "}\n"))
@@ -203,8 +203,8 @@ def test_the_page_works_as_it_does_from_the_disk(page: Page) -> None:
         running.start()
         try:
             page.open_address(server.url)
-            page.run("htp.graph.show(htp.byPath.get('layer.1.fc')).then(() => 0)")
-            page.wait("document.getElementById('graph').dataset.ready")
+            page.run("htp.explorer.show(htp.byPath.get('layer.1.fc')).then(() => 0)")
+            page.wait("document.getElementById('explorer').dataset.ready")
             assert [said for said in page.said if "favicon" not in said] == []
             assert [asked for asked in page.asked if "favicon" not in asked] == []
         finally:

@@ -12,6 +12,7 @@ from htp_export.errors import InputError
 from htp_export.exporter.capture.torch_internals import scopes_of
 from htp_export.exporter.exporting import export
 from htp_export.model.tagged import TaggedModel, load
+from htp_export.process.argument_types import checks_arguments
 from htp_export.results.columns import Column
 from htp_export.results.result import Result, Table
 
@@ -88,6 +89,7 @@ _COLUMNS: tuple[Column[tuple[str, str, AttentionRow]], ...] = (
 )
 
 
+@checks_arguments
 def attention_report(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),

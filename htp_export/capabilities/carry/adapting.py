@@ -25,6 +25,7 @@ from htp_export.files.parsing import model_from_proto
 from htp_export.files.targets import check_target
 from htp_export.files.written_check import made_from
 from htp_export.model.tagged import ModelSource, model_of, name_of
+from htp_export.process.argument_types import checks_arguments
 
 __all__ = ["adapter", "library", "share_unchanged"]
 
@@ -62,7 +63,7 @@ def adapter(tool: Callable[Concatenate[Path, Path, P], Any]) -> Adapter[P]:
     summary, _, described = text.partition("\nArgs:\n")
     shown = f"{_EXAMPLE_MODEL}\n{examples}" if examples else ""
     run.__doc__ = "\n\n".join(filter(None, (summary.rstrip(), f"{_ARGS}\n{described}".rstrip(), _RESULT, shown)))
-    return run
+    return checks_arguments(run)
 
 
 _ARGS = """Args:

@@ -131,6 +131,7 @@ class Cost(ModuleTable):
     """
 
     columns = COST_COLUMNS
+    measure = "flops"
     details = ("weight_bytes_by_dtype", "uncounted")
     derived = ("notes",)
 
@@ -144,14 +145,6 @@ class Cost(ModuleTable):
     limits: tuple[str, ...] = field(default=(), repr=False)
     tags: TagFacts | None = None
     assumed: tuple[str, ...] = ()
-
-    def by_path(self, name: str = "flops") -> dict[str, float]:
-        """Module path → one number, to lay over a drawing of the model.
-
-        Args:
-            name: Which: ``flops``, ``self_flops``, ``intensity`` or any other number of ``ModuleCost``.
-        """
-        return {path: float(getattr(module, name)) for path, module in self.modules.items()}
 
     @property
     def drawn(self) -> Sequence[Column[ModuleCost]]:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.results.columns import Column
-from htp_export.results.result import Result, Table
+from htp_export.results.result import Modules, Result, Table
 from htp_export.results.tag_facts import TagFacts
 
 __all__ = ["KINDS", "KIND_COLUMNS", "Finding", "Forensics", "Kind", "node_name", "title_of"]
@@ -133,7 +133,7 @@ class Forensics(Result):
         for finding in self.findings:
             for path in tags.ancestors(finding.module):
                 found.setdefault(path, Counter())[finding.kind] += 1
-        return {path: dict(found[path]) for path in sorted(found, key=tags.path_order)}
+        return Modules({path: dict(found[path]) for path in sorted(found, key=tags.path_order)})
 
     def of(self, kind: str) -> tuple[Finding, ...]:
         """Return the findings of one kind."""

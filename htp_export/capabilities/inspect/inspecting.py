@@ -37,6 +37,7 @@ from htp_export.format.leaves import tensors_in
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.module_paths import module_paths
 from htp_export.format.parameters import parameters_of
+from htp_export.process.argument_types import checks_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,7 @@ __all__ = ["inspect"]
 _log = logging.getLogger(__name__)
 
 
+@checks_arguments
 def inspect(model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any] | None = None) -> Inspected:
     """Make a graph of a PyTorch model with its module tree, also if the model does not export to ONNX.
 

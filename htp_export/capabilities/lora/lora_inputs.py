@@ -68,26 +68,21 @@ class InsertedLora(TaggedResult, ModuleTable):
     """The result of `htp_export.lora.insert`.
 
     Attributes:
-        layers: Module path → the layer, for every linear layer that takes adapters now.
+        modules: Module path → the layer, for every linear layer that takes adapters now.
         scaling: The factor by which the low-rank products are multiplied: ``alpha / rank``.
         model: The model.
     """
 
     columns = LORA_COLUMNS
 
-    layers: Mapping[str, LoraLayer] = field(repr=False)
+    modules: Mapping[str, LoraLayer] = field(repr=False)
     scaling: float
     model: ir.Model = field(repr=False, kw_only=True)
 
     @property
-    def by_module(self) -> Mapping[str, LoraLayer]:
-        """Module path → the layer."""
-        return self.layers
-
-    @property
     def summary(self) -> str:
         """The result in one line."""
-        return f"{len(self.layers)} linear layers take adapters; without one, the model computes what it did before"
+        return f"{len(self.modules)} linear layers take adapters; without one, the model computes what it did before"
 
 
 @names_model_faults("model")
@@ -129,7 +124,7 @@ def insert(
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
         >>> exported = htp_export.export(net, (torch.randn(2, 8),), verbose=False)
         >>> result = htp_export.lora.insert(exported, "0")
-        >>> result.layers["0"].names, result.tagged["0.lora_A"].class_name
+        >>> result.modules["0"].names, result.tagged["0.lora_A"].class_name
         (('0.lora_A.weight', '0.lora_B.weight'), 'torch.nn.modules.linear.Linear')
     """
     check_target(output)

@@ -11,7 +11,7 @@ from htp_export.errors import InputError
 from htp_export.model.source_lines import SourceLine
 from htp_export.results.columns import Column, chosen, csv_text
 from htp_export.results.result import PlainData, Result, Table
-from htp_export.results.tables import data_frame, html_table
+from htp_export.results.tables import data_frame
 from htp_export.results.tag_facts import TagFacts
 
 __all__ = [
@@ -321,11 +321,6 @@ class ModelMap(Result):
     def table(self) -> Table:
         """The nodes."""
         return DRAWN_COLUMNS["nodes"], self.nodes
-
-    def _repr_html_(self) -> str:
-        columns = DRAWN_COLUMNS["nodes"]
-        lines = ([column.cell(node) for column in columns] for node in self.nodes)
-        return html_table([column.heading for column in columns], lines, (self.summary, *self.lines))
 
 
 def map_csv(mapped: ModelMap, table: MapTable = "nodes") -> str:

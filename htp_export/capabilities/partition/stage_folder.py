@@ -16,6 +16,7 @@ from htp_export.files import targets
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.replacing import Move, work_folder
 from htp_export.files.text_files import named_if_unwritable, read_json, write_json
+from htp_export.process.argument_types import checks_arguments
 from htp_export.process.progress import counted
 
 __all__ = ["check_folder", "load_partition", "write_folder"]
@@ -79,6 +80,7 @@ def _files(folder: Path) -> Iterator[str]:
 # --- reading ----------------------------------------------------------------------------------------------
 
 
+@checks_arguments
 def load_partition(folder: str | os.PathLike[str]) -> Partition:
     """Open the stages that ``partition`` wrote into a folder.
 

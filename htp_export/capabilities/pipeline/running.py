@@ -26,11 +26,13 @@ from htp_export.model.content_hash import content_hash
 from htp_export.model.parts import weight_bytes
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of, name_of
+from htp_export.process.argument_types import checks_arguments
 from htp_export.process.progress import counted
 
 __all__ = ["PipelineFile", "PipelineStep", "pipeline", "read_pipeline"]
 
 
+@checks_arguments
 def pipeline(
     steps: str | os.PathLike[str] | Sequence[Any] | PipelineFile,
     model: ModelSource | None = None,

@@ -108,6 +108,7 @@ class Profile(ModuleTable):
     """
 
     columns = PROFILE_COLUMNS
+    measure = "total_ms"
     details = ("by_op",)
     derived = ("notes",)
     optional = ("memory",)
@@ -154,14 +155,6 @@ class Profile(ModuleTable):
             engine=engine,
             timing=measured.timing,
         )
-
-    def by_path(self, field: str = "total_ms") -> dict[str, float]:
-        """Module path → one number, to lay over a drawing of the model.
-
-        Args:
-            field: Which: ``total_ms``, ``self_ms``, ``share`` or any other number of ``ModuleLatency``.
-        """
-        return {path: float(getattr(module, field)) for path, module in self.modules.items()}
 
     def over(self, budgets: Mapping[str, str | float]) -> dict[str, float]:
         """Modules whose total takes longer than their budget: module path → budget in ms, in the order of ``modules``.

@@ -27,7 +27,7 @@ EXAMPLE = "bert.onnx plan.yaml -o mixed.onnx --data inputs.npz"
 PLACE = ("Compress", 1)
 IDLE = (
     Idle(
-        ("data", "metric", "validation", "dims", "shapes", "seed", "share_weights", "in_place"),
+        ("data", "metric", "validation", "dims", "shapes", "seed", "check", "share_weights", "in_place"),
         lambda given: given["dry_run"] or given["plan_for"],
         "--dry-run and --plan-for run nothing",
     ),
@@ -49,6 +49,7 @@ def quantize_command(
     validation: Annotated[list[str] | None, "Inputs for --metric, as --data. Those of --data without."] = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
+    check: Annotated[bool, "Run both models on the data: the worst module, and the time of both."] = False,
     plan_for: Annotated[
         str | None, "Run nothing; write the plan as another tool reads it, to -o: ort, nncf, modelopt."
     ] = None,
@@ -81,6 +82,7 @@ def quantize_command(
             validation=typed_data(validation),
             seed=seed,
             dry_run=dry_run,
+            check=check,
             share_weights=share_weights,
         )
     table.report_modules(result, tagged, **({} if dry_run or output is None else {"file": str(output)}))

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.checking import Check
 from htp_export.errors import InputError
 from htp_export.model.tagged import HoldsModel
 from htp_export.results.columns import CLASS_NAME, Column, percent, si
@@ -56,12 +57,13 @@ class Quantized(ModuleTable, HoldsModel):
         dry: Whether nothing was run: then the bytes are predicted, and there is no model.
         metric_before: The user's metric of the model as it was; None without rules with ``max_drop``.
         metric_after: The same of the result.
+        check: What both models are on the data, with ``check``; None without.
         given: The model; None in a dry run.
     """
 
     columns = QUANTIZED_COLUMNS
     derived = ("tags",)
-    optional = ("metric_before", "metric_after", "tags")
+    optional = ("metric_before", "metric_after", "check", "tags")
 
     modules: Mapping[str, QuantizedModule]
     operators: Mapping[str, Mapping[str, int]]
@@ -70,6 +72,7 @@ class Quantized(ModuleTable, HoldsModel):
     dry: bool = field(default=False, repr=False)
     metric_before: float | None = None
     metric_after: float | None = None
+    check: Check | None = None
     given: ir.Model | None = field(default=None, repr=False, kw_only=True)
 
     @property
@@ -97,12 +100,12 @@ class Quantized(ModuleTable, HoldsModel):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Lines below the summary: first, nodes that stay as they are in modules that have a precision."""
+        """Lines below the summary: nodes that stay as they are, what was checked, what is to be known, and the tags."""
         left = (
             f"{name} leaves as they are: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
             for name, kinds in self.left.items()
         )
-        return (*left, *super().lines)
+        return (*left, *(self.check.lines if self.check else ()), *super().lines)
 
     @property
     def drawn(self) -> Sequence[Column[Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.calibration_data import CalibrationData
+from htp_export.capabilities.quantize.checking import Check, check_of
 from htp_export.capabilities.quantize.choosing import PrecisionChoice, choose
 from htp_export.capabilities.quantize.method import ENGINE, Precision
 from htp_export.capabilities.quantize.precisions import precisions_of
@@ -53,6 +54,7 @@ def quantize(
     shapes: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
     dry_run: bool = False,
+    check: bool = False,
     external_data: str | None = None,
     share_weights: bool = False,
 ) -> Quantized:
@@ -82,6 +84,8 @@ def quantize(
         shapes: For random inputs: input name → shape.
         seed: Seed of the random inputs.
         dry_run: Run nothing and write nothing: the result has the precision and the predicted bytes of each module.
+        check: Run both models on the data (at most 4 runs): the result has the worst module, as `compare` finds it, and
+            the time of a run of both, in turn.
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
             no copy. If that file changes, ``output`` cannot be read any more.
@@ -108,6 +112,8 @@ def quantize(
     """
     check_target(output, reads=files_named_in([data, validation]))
     rules = precisions_of(plan)
+    if dry_run and check:
+        raise InputError("check runs the quantized model, and dry_run makes none: give one of them")
     if not dry_run:
         _check_metric(rules.values(), metric, validation)
     original = read_flat(model)
@@ -117,7 +123,7 @@ def quantize(
     if dry_run:
         return _result(choice, choice.predicted(), _notes(choice))
     name = name_of(model, f"model {original.model.graph.name!r}")
-    readings = sum(precision.how.readings for precision in choice.nodes) + (metric is not None)
+    readings = sum(precision.how.readings for precision in choice.nodes) + (metric is not None) + check
     samples = CalibrationData.of(data, original.model, dims=dims, shapes=shapes, seed=seed, passes=readings)
     notes = _notes(choice)
     if samples.random and any(precision.calibrated for precision in choice.nodes):
@@ -133,12 +139,14 @@ def quantize(
     most_drop = max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=None)
     metrics = None if control is None else (control.before, control.check(changed.model, most_drop))
     sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(changed.refresh()).modules.items()}
+    whole = contents_of(original).modules[""].facts.weight_bytes, sizes[""]
+    checked = check_of(original, changed, samples, whole) if check else None
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
     notes += stayed
     if can_crash(changed.model) and not can_crash(original.model):
         notes.append(_CRASH)
-    return _result(choice, sizes, notes, changed.model, metrics)
+    return _result(choice, sizes, notes, changed.model, metrics, checked)
 
 
 def _check_metric(precisions: Iterable[Precision], metric: Metric | None, validation: object) -> None:
@@ -215,6 +223,7 @@ def _result(
     notes: Sequence[str],
     model: ir.Model | None = None,
     metrics: tuple[float, float] | None = None,
+    checked: Check | None = None,
 ) -> Quantized:
     words = choice.precisions()
     modules = {
@@ -237,5 +246,6 @@ def _result(
         dry=model is None,
         metric_before=before,
         metric_after=after,
+        check=checked,
         given=model,
     )

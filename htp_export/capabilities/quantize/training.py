@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from htp_export.errors import InputError
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.selectors import select_below
+from htp_export.process.argument_types import checks_arguments
 from htp_export.process.restoring import Changes, restored
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _OF_TORCH = ("fake_quant_enabled", "scale", "zero_point", "is_per_channel", "act
 """What the classes of ``torch.ao.quantization`` have, which torch is going to move to another package."""
 
 
+@checks_arguments
 @contextlib.contextmanager
 def frozen_fake_quantize(model: nn.Module) -> Iterator[None]:
     """Run fake quantization with the scales that it has, so that it can be exported.
@@ -123,6 +125,7 @@ def _of_torchao(quantizer: Any, weight: torch.Tensor) -> Forward:
     return lambda x: torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, -128, 127)
 
 
+@checks_arguments
 def module_filter(
     model: nn.Module, plan: str | Sequence[str] | Mapping[str, Any], value: Any = None
 ) -> Callable[[nn.Module, str], bool]:

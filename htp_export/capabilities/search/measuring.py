@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +23,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.metrics import Metric, metric_value, outputs_of
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
+from htp_export.runtime.timing import median_times
 from htp_export.weights.products import weights_of
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ __all__ = ["Measurement", "Measurer", "Plan", "Pruning", "digest_of"]
 Plan: TypeAlias = "Mapping[str, Precision]"
 Pruning: TypeAlias = "Mapping[str, Sparsity]"
 
-_WARMUP = 2
 _NOTHING: Pruning = MappingProxyType({})
 
 
@@ -184,18 +182,10 @@ class Measurer:
             name = tagged.hierarchy.root.simple_class or "model"
             runnable = RunnableModel.of(tagged.model, name, folder)
             outputs = outputs_of(runnable, self.feeds, self.settings)
-            return outputs, _latency(Session(runnable, self.settings), self.feeds[0], runs) if runs else None
-
-
-def _latency(session: Session, feed: Mapping[str, Array], runs: int) -> float:
-    """The median time of a run in ms, after some to warm up."""
-    values = session.values(feed)
-    times = []
-    for _ in range(_WARMUP + runs):
-        begun = time.perf_counter()
-        session.run_values(values)
-        times.append((time.perf_counter() - begun) * 1000)
-    return statistics.median(times[_WARMUP:])
+            if not runs:
+                return outputs, None
+            [latency] = median_times([Session(runnable, self.settings)], self.feeds[:1], runs)
+            return outputs, latency
 
 
 def key_of(plan: Plan, pruning: Pruning = _NOTHING) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from htp_export.command.file_options import (
 from htp_export.command.idle_options import Idle
 from htp_export.command.outputs import Writes, show_next, show_written, written_folder
 from htp_export.command.plan_options import MetricOption, read_metric
-from htp_export.command.terminal import Steps, print_json, show, split_names
+from htp_export.command.terminal import Steps, notice_line, print_json, show, split_names
 from htp_export.process.bounds import MOST_RUNS
 
 EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
@@ -71,23 +72,27 @@ def search_command(
         raise typer.BadParameter("give a file of selector → what modules may become, or --choices")
     if output is not None:
         check_plans(output)
-    with Steps(quiet=as_json).step(f"searching plans for {file.name}"):
-        result = search(
-            file,
-            names or [] if space is None else read_plan(space),
-            objectives=split_names(objective) or ("error", "size"),
-            **runs_on.keywords,
-            select=select or None,
-            depth=depth,
-            trials=trials,
-            sampler=sampler,
-            seed=seed,
-            storage=storage,
-            study=study,
-            metric=read_metric(metric),
-            runs=runs,
-            grace=grace,
-        )
+    try:
+        with Steps(quiet=as_json).step(f"searching plans for {file.name}"):
+            result = search(
+                file,
+                names or [] if space is None else read_plan(space),
+                objectives=split_names(objective) or ("error", "size"),
+                **runs_on.keywords,
+                select=select or None,
+                depth=depth,
+                trials=trials,
+                sampler=sampler,
+                seed=seed,
+                storage=storage,
+                study=study,
+                metric=read_metric(metric),
+                runs=runs,
+                grace=grace,
+            )
+    except KeyboardInterrupt as stopped:
+        _show_stopped(stopped, output, runs_on.data or (), storage, trials)
+        raise
     if output is not None:
         write_plans(result, output, runs_on.data or ())
     if as_json:
@@ -103,3 +108,22 @@ def search_command(
             show_next("htp-export", "pipeline", plan, "-m", file, "-o", "smaller.onnx")
         else:
             show_next("htp-export", "quantize", file, plan, "-o", "quantized.onnx")
+
+
+def _show_stopped(
+    stopped: KeyboardInterrupt, output: Path | None, data: Sequence[str | Path], storage: str | None, trials: int
+) -> None:
+    """Write the front so far, and say how to go on."""
+    from htp_export.capabilities.search.front_files import write_plans
+    from htp_export.capabilities.search.search_results import SearchInterrupted
+
+    measured = stopped.result.trials if isinstance(stopped, SearchInterrupted) else ()
+    written = ""
+    if output is not None and isinstance(stopped, SearchInterrupted) and measured:
+        write_plans(stopped.result, output, data)
+        written = f"; their front is in {output}"
+    notice_line(f"{len(measured)} of {trials} trials are measured{written}")
+    if storage is None:
+        notice_line("nothing is kept to go on from; with --storage study.journal, the same command goes on")
+    else:
+        notice_line(f"the same command goes on from there: all that was measured is in {storage}")

@@ -13,7 +13,16 @@ from htp_export.results.columns import Column, si
 from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["LARGER_IS_BETTER", "OBJECTIVES", "ORIGINS", "Search", "Trial", "search_from", "trial_columns"]
+__all__ = [
+    "LARGER_IS_BETTER",
+    "OBJECTIVES",
+    "ORIGINS",
+    "Search",
+    "SearchInterrupted",
+    "Trial",
+    "search_from",
+    "trial_columns",
+]
 
 OBJECTIVES = ("error", "size", "latency", "metric", "nonzeros")
 LARGER_IS_BETTER = ("metric",)
@@ -118,6 +127,18 @@ class Search(Result):
     def table(self) -> Table:
         """The trials on the front."""
         return trial_columns(self.objectives), self.pareto
+
+
+class SearchInterrupted(KeyboardInterrupt):
+    """A search was interrupted.
+
+    Attributes:
+        result: The search so far: what all processes have measured.
+    """
+
+    def __init__(self, result: Search) -> None:
+        super().__init__(result.summary)
+        self.result = result
 
 
 def trial_columns(objectives: Sequence[str]) -> list[Column[Trial]]:

@@ -157,7 +157,12 @@ class SearchWork:
         return found
 
     def results(self, fronts: Iterable[AdditiveFront]) -> tuple[Trial, ...]:
-        """The finished trials of all processes, and the whole model with each choice."""
+        """The finished trials of all processes, and the whole model with each choice, which may be measured for it."""
+        names = dict.fromkeys(itertools.chain.from_iterable(self.space.variables.values()))
+        return (*self.finished(fronts), *filter(None, map(self._whole, names)))
+
+    def finished(self, fronts: Iterable[AdditiveFront]) -> tuple[Trial, ...]:
+        """The finished trials of all processes; nothing is measured."""
         of_front = [dict(plan) for front in fronts for _, _, plan in front.points]
         uniform = self._uniform()
         found = []
@@ -167,8 +172,7 @@ class SearchWork:
             values = dict(zip(self._objectives, trial.values, strict=True))
             removed, plan = self.space.treatment(decision).written
             found.append(Trial(trial.number, plan, values, origin, trial.user_attrs["measured"], removed))
-        names = dict.fromkeys(itertools.chain.from_iterable(self.space.variables.values()))
-        return (*found, *filter(None, map(self._whole, names)))
+        return tuple(found)
 
     def _whole(self, name: str) -> Trial | None:
         """The whole model with one choice, its nodes outside of modules with weights too."""

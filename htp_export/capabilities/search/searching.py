@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.search.measuring import Measurer, digest_of
-from htp_export.capabilities.search.search_results import LARGER_IS_BETTER, OBJECTIVES, Search
+from htp_export.capabilities.search.search_results import LARGER_IS_BETTER, OBJECTIVES, Search, SearchInterrupted, Trial
 from htp_export.capabilities.search.search_work import SearchWork
 from htp_export.capabilities.search.sensitivities import RANDOM_NOTE
 from htp_export.capabilities.search.spaces import Decision, SearchSpace, Space, read_space
 from htp_export.capabilities.search.studies import SAMPLERS, SharedStudy
+from htp_export.command.interrupts import stems_from_interrupt
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.model.model_faults import names_model_faults
@@ -104,6 +105,7 @@ def search(
         SelectorError: A selector cannot be read or matches no module.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
+        KeyboardInterrupt: On Ctrl-C; once plans are measured, the search so far is its ``.result``.
 
     Examples:
         >>> import torch, htp_export
@@ -147,25 +149,34 @@ def search(
     fronts = work.fronts()
     shared.choose_from(work.space.variables, sampler, seed)
     shared.enqueue(work.first_plans(fronts, min(first, trials)))
-    with report_counts("trials", trials) as count:
-        _measure_plans(work, shared, min(first, trials), trials, lambda done: count(min(done, trials)))
     predicted = next(iter(fronts.values()))
-    return Search(
-        wanted,
-        work.results(fronts.values()),
-        shared.failed,
-        work.space.variables,
-        tuple((size, error) for size, error, _ in predicted.points),
-        predicted.exact,
-        (
-            *([RANDOM_NOTE] if samples.random else []),
-            *measurer.remarks,
-            *work.space.problems,
-            *_dense(choices, wanted),
-            *shared.problems,
-        ),
-        tagged.tag_facts,
-    )
+
+    def result(measured: tuple[Trial, ...]) -> Search:
+        return Search(
+            wanted,
+            measured,
+            shared.failed,
+            work.space.variables,
+            tuple((size, error) for size, error, _ in predicted.points),
+            predicted.exact,
+            (
+                *([RANDOM_NOTE] if samples.random else []),
+                *measurer.remarks,
+                *work.space.problems,
+                *_dense(choices, wanted),
+                *shared.problems,
+            ),
+            tagged.tag_facts,
+        )
+
+    try:
+        with report_counts("trials", trials) as count:
+            _measure_plans(work, shared, min(first, trials), trials, lambda done: count(min(done, trials)))
+        return result(work.results(fronts.values()))
+    except BaseException as error:
+        if not stems_from_interrupt(error):
+            raise
+        raise SearchInterrupted(result(work.finished(fronts.values()))) from error
 
 
 def _measure_plans(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from htp_export.command.interrupts import stems_from_interrupt
 from htp_export.errors import FileError, HtpExportError, InputError, first_line
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ class SharedStudy:
                 if not waiting and (finished >= trials or len(self.complete()) >= everything):
                     return
                 if waiting or finished + len(running) < trials:
-                    self.study.optimize(lambda trial: self._values(trial, measure), n_trials=1, catch=(HtpExportError,))
+                    self._optimize(measure)
                     continue
                 states = [trial.state for trial in all_trials]
                 if states != seen:
@@ -216,6 +217,22 @@ class SharedStudy:
                 elif time.monotonic() - since > self._grace:
                     self._take_up(running)
                 time.sleep(min(self._grace / 4, 1.0))
+
+    def _optimize(self, measure: Measure) -> None:
+        """Run a trial; one that is interrupted is there for the next process."""
+        begun: list[int] = []
+
+        def values(trial: optuna.Trial) -> Sequence[float]:
+            begun.append(trial.number)
+            return self._values(trial, measure)
+
+        try:
+            self.study.optimize(values, n_trials=1, catch=(HtpExportError,))
+        except BaseException as error:  # Optuna makes another one of an interrupt while it holds the lock of a journal
+            if stems_from_interrupt(error):
+                with contextlib.suppress(Exception):
+                    self._take_up([trial for trial in self._of("RUNNING") if trial.number in begun])
+            raise
 
     def _take_up(self, running: Sequence[optuna.trial.FrozenTrial]) -> None:
         """Enqueue again what other processes have begun: where one is only slow, one plan is measured twice."""

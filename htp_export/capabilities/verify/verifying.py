@@ -45,6 +45,7 @@ from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.exporter.caches import prepare_caches
 from htp_export.exporter.capture.calls import arguments_by_name, defaults_of
+from htp_export.exporter.remembered import call_of, model_and_call
 from htp_export.format.leaves import named_leaves, named_tensors_in
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
@@ -54,6 +55,7 @@ from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import SessionSettings
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 __all__ = ["verify"]
@@ -61,8 +63,8 @@ __all__ = ["verify"]
 
 @names_model_faults("onnx")
 def verify(
-    model: nn.Module,
-    onnx: ModelSource,
+    model: nn.Module | torch.onnx.ONNXProgram,
+    onnx: ModelSource | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -79,10 +81,13 @@ def verify(
     returns the tensors that modules return. ``docs/verify.md`` describes how they are compared. The model is restored
     afterwards.
 
+    What `htp_export.export` returned knows its model and example inputs while they are alive: ``verify(program)``.
+    Without arguments, a file that this process exported from the model is verified with those of its export.
+
     Not thread-safe for one PyTorch model: it has hooks while it runs.
 
     Args:
-        model: The PyTorch model.
+        model: The PyTorch model; or what `htp_export.export` returned for it, alone.
         onnx: The exported model: a file, or a model in memory.
         args: Positional arguments of the model.
         kwargs: Keyword arguments of the model.
@@ -101,8 +106,8 @@ def verify(
         The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``, ``.modules[path].status``.
 
     Raises:
-        InputError: The file is of another model, the model or the file cannot run on these arguments, or a selector
-            matches nothing.
+        InputError: The file is of another model, the model or the file cannot run on these arguments, a selector
+            matches nothing, or the model or the inputs that an export was made of are gone.
         FileError: The file cannot be read.
         UntaggedModelError: The file has no module tags.
 
@@ -113,8 +118,10 @@ def verify(
         >>> result = htp_export.verify(net, program, (x,))
         >>> result.ok, result.first_wrong, result.modules["0"].status
         (True, None, 'agrees')
+        >>> htp_export.verify(program).ok
+        True
     """
-    kwargs = dict(kwargs or {})
+    model, onnx, args, kwargs = _what_was_exported(model, onnx, args, kwargs)
     prepare_caches(args, kwargs, None)  # a model adds to its cache: `record_calls` copies what torch takes apart
     tagged, name = read_flat(onnx), name_of(onnx, "the ONNX model")
     check_has_modules(tagged, name)
@@ -125,6 +132,30 @@ def verify(
         run = FileRun(tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes)
         run = with_sorted_results(run)
         return _verified(run, model, args, kwargs, chosen, tolerance_of(tagged, tolerances or {}), isolated=isolated)
+
+
+def _what_was_exported(
+    model: nn.Module | torch.onnx.ONNXProgram,
+    onnx: ModelSource | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+) -> tuple[nn.Module, ModelSource, Sequence[Any], dict[str, Any]]:
+    """The model, its file and a call of it; what was not given is what an export of this process was made of."""
+    from torch.onnx import ONNXProgram
+
+    known = None
+    if isinstance(model, ONNXProgram):
+        if onnx is not None:
+            raise InputError("a program knows the model that it was made of: give verify(program), or that model")
+        onnx = model
+        model, known = model_and_call(onnx)
+    elif onnx is None:
+        raise InputError("verify takes a model and its file, or what htp_export.export returned")
+    elif not args and not kwargs:
+        known = call_of(model, onnx)
+    if args or kwargs or known is None:
+        return model, onnx, args, dict(kwargs or {})
+    return model, onnx, known[0], known[1]
 
 
 def _verified(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -16,7 +17,9 @@ from htp_export.command.idle_options import Idle
 from htp_export.command.interrupts import accept_interrupt
 from htp_export.command.model_options import FILE_IDLE, LookOptions, names_file
 from htp_export.command.outputs import Kind, Writes, check_output, show_written, written_page
+from htp_export.command.quiet import quiet_runtime
 from htp_export.command.terminal import Steps, print_json, show
+from htp_export.drawing.command_words import in_commands
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ PLACE = ("Look", 4)
 IDLE = (
     Idle(("port",), lambda given: not given["serve"], "it is for --serve"),
     Idle(("output",), lambda given: given["serve"], "--serve writes no file"),
-    Idle(("graph", "weights"), lambda given: given["netron"] or given["overlay"], "it is for the page"),
+    Idle(("explorer", "weights"), lambda given: given["netron"] or given["overlay"], "it is for the page"),
     FILE_IDLE,
     Idle(("shapes",), names_file, FILE_IDLE.why),
 )
@@ -55,7 +58,15 @@ def view_command(
     result: Annotated[
         list[Path] | None, "What another command wrote with `--json`: `quantize`, `prune`, `sensitivity`; repeatable."
     ] = None,
-    graph: Annotated[bool, typer.Option("--graph/--no-graph", help="Put the interactive graph into the page.")] = True,
+    measure: Annotated[
+        str | None, "Measure it first: time (as `profile` does), cost, or both by comma: time,cost."
+    ] = None,
+    explorer: Annotated[
+        bool | None,
+        typer.Option(
+            "--explorer/--no-explorer", help="Put Model Explorer into the page.", show_default="up to 20,000 nodes"
+        ),
+    ] = None,
     weights: Annotated[bool, "Read the weights: show mean, spread, range and zeros of each."] = False,
     overlay: Annotated[_Overlay | None, "Write one overlay for Model Explorer (node data JSON), not a page."] = None,
     netron: Annotated[bool, "Write Netron's sidecar, to be dropped onto the open model, not a page."] = False,
@@ -66,18 +77,22 @@ def view_command(
     """Draw a model as one offline page.
 
     Of an ONNX file, or of a PyTorch model, which need not export to ONNX. It shows the module tree, a map of it and the
-    interactive graph, and loads nothing from elsewhere.
+    graph, and loads nothing from elsewhere.
     """
+    from htp_export.capabilities.view.viewing import measured, measured_kinds
+
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
-    results = [path for path in (profile, cost, verify, *(result or ())) if path is not None]
+    kinds = measured_kinds(measure or ())
+    results: list[Any] = [path for path in (profile, cost, verify, *(result or ())) if path is not None]
 
     def draw(page: Path | None) -> tuple[View, dict[str, Any]]:
         from htp_export.capabilities.view.viewing import view
 
         looked = model.look(quiet=as_json)
-        with Steps(quiet=as_json).step(f"drawing {looked.name}"):
-            shown = view(looked.model, page, results=results, graph=graph, weights=weights)
+        doing = "measuring and drawing" if kinds else "drawing"
+        with Steps(quiet=as_json).step(f"{doing} {looked.name}"), quiet_runtime():
+            shown = view(looked.model, page, results=results, measure=kinds, explorer=explorer, weights=weights)
         return shown, {**looked.facts, "modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing}
 
     if serve:
@@ -92,6 +107,8 @@ def view_command(
         _report(target, f"open {target} in a browser", as_json, *draw(target))
         return
     model.check_file()
+    with Steps(quiet=as_json).step(f"measuring {file}") if kinds else nullcontext(), quiet_runtime():
+        results += measured(file, kinds)
     _write_sidecar(target, file, overlay, results)
     viewer = f"Netron, and drop {target} onto it" if netron else f"Model Explorer, and add {target} as node data"
     _report(target, f"open {file} in {viewer}", as_json)
@@ -115,10 +132,10 @@ def _report(
 def _show_counts(shown: View) -> None:
     show(f"{shown.modules:,} modules, {shown.nodes:,} nodes")
     if shown.missing:
-        show(f"without the graph: {shown.missing}")
+        show(f"without Model Explorer: {in_commands(shown.missing)}")
 
 
-def _write_sidecar(target: Path, file: Path, overlay: _Overlay | None, results: list[Path]) -> None:
+def _write_sidecar(target: Path, file: Path, overlay: _Overlay | None, results: list[Any]) -> None:
     """Write what another viewer shows beside the file: an overlay of Model Explorer, or else Netron's sidecar."""
     from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, overlay_of
     from htp_export.capabilities.view.netron import netron_attachment

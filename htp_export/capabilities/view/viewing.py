@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import html
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from htp_export.capabilities.view.inventory import Inventory, take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of
@@ -22,6 +21,7 @@ from htp_export.files.targets import Kind, check_target
 from htp_export.files.text_files import read_json, write_text
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.process.argument_types import check_fits, checks_arguments, is_torch_module
 from htp_export.results.columns import si
 from htp_export.results.drawn_levels import drawn_parents
 from htp_export.results.result import Result
@@ -32,9 +32,21 @@ if TYPE_CHECKING:
     from htp_export.capabilities.inspect.inspected import Inspected, Stop
     from htp_export.capabilities.search.search_results import Search
 
-__all__ = ["ShownGraph", "View", "inventory_of", "page_of", "read_results", "shown_graph", "view"]
+__all__ = [
+    "ShownGraph",
+    "View",
+    "inventory_of",
+    "measured",
+    "measured_kinds",
+    "page_of",
+    "read_results",
+    "shown_graph",
+    "view",
+]
 
 _COSTS = ("flops", "other_flops", "activation_bytes")  # the measures that every graph of a page has, if it has costs
+_MEASURED = ("time", "cost")
+_MOST_NODES = 20_000  # with Model Explorer; a page of 100,000 would have 40 MB
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
 
 Numbers = object
@@ -50,7 +62,7 @@ class View(Result):
         path: The file that was written; None if there is none.
         nodes: Number of nodes in the page.
         modules: Number of modules in the page, without containers that never ran.
-        missing: Why the interactive graph is missing; ``""`` if it is there.
+        missing: Why Model Explorer is not in the page; ``""`` if it is.
         failures: Module path → error, for modules of a PyTorch model that could not be exported.
         way: Which way the graph of a PyTorch model was got, as of `inspect`; ``""`` for an ONNX model.
         stopped: Where each better way ended.
@@ -79,7 +91,7 @@ class View(Result):
     @property
     def lines(self) -> tuple[str, ...]:
         """Why parts are missing, a line each."""
-        missing = [f"without the graph: {self.missing}"] if self.missing else []
+        missing = [f"without Model Explorer: {self.missing}"] if self.missing else []
         failed = (f"{path or '(root)'}: {why}" for path, why in self.failures.items())
         return (*missing, *map(str, self.stopped), *failed)
 
@@ -90,7 +102,8 @@ def view(
     output: str | os.PathLike[str] | None = None,
     *,
     results: Sequence[Numbers] = (),
-    graph: bool = True,
+    measure: str | Sequence[str] = (),
+    explorer: bool | None = None,
     weights: bool = False,
 ) -> View: ...
 
@@ -103,22 +116,25 @@ def view(
     *,
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Numbers] = (),
-    graph: bool = True,
+    measure: str | Sequence[str] = (),
+    explorer: bool | None = None,
     weights: bool = False,
 ) -> View: ...
 
 
+@checks_arguments
 def view(
-    model: Any,
+    model: ModelSource | nn.Module,
     *positional: Any,
     args: Any = None,
     output: str | os.PathLike[str] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Numbers] = (),
-    graph: bool = True,
+    measure: str | Sequence[str] = (),
+    explorer: bool | None = None,
     weights: bool = False,
 ) -> View:
-    """Write or show a model as one offline HTML page: module tree, map, and interactive graph.
+    """Write or show a model as one offline HTML page: module tree, map, graph, and Model Explorer.
 
     ``view("model.onnx", "model.html")`` writes the page; ``view(model, args)`` shows a PyTorch model, by the best way
     that `inspect` finds, and the page says why it is no better one.
@@ -135,45 +151,57 @@ def view(
         results: Numbers by module for columns, sizes and colours, and precisions for colours: results of ``profile``,
             ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or ``sensitivity``, or files that their commands
             wrote with ``--json``. Of a result of ``search``, its front and its plans are drawn.
-        graph: Include Model Explorer's graph. It needs the extra ``view``; without it the page says so.
+        measure: What to measure for the page: ``"time"``, as ``profile`` does, and ``"cost"``.
+        explorer: Include Model Explorer, which needs the extra ``view``; by default up to 20,000 nodes. A page
+            without it says why.
         weights: Read every weight, and show mean, standard deviation, range and share of zeros.
 
     Returns:
         The page; a notebook displays it.
 
     Raises:
-        InputError: The model, a result, or a weight that is to be shown cannot be read.
+        InputError: The model, a result, or a weight that is to be shown cannot be read; or what is to be measured
+            cannot be: a model without tags, or one that does not export, has no times.
         FileError: The page cannot be written, or has the name of a model; existing files are unchanged.
 
     Examples:
         >>> import torch
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> shown = view(net, torch.randn(2, 4), graph=False)
+        >>> shown = view(net, torch.randn(2, 4), explorer=False)
         >>> shown.modules, shown.nodes, shown.html.startswith("<!doctype html>")
         (3, 2, True)
     """
     from htp_export.capabilities.inspect.inspected import Inspected
 
     arguments = list(positional)
-    if _is_module(model):
+    if is_torch_module(model):
         args = arguments.pop(0) if arguments else args
     if arguments:
         output = arguments.pop(0)
     if arguments:
         raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
+    check_fits(view, "output", output)
     path = None if output is None else Path(output)
     if path is not None:
         check_target(path, Kind.PAGE, [result for result in results if isinstance(result, str | os.PathLike)])
+    kinds = measured_kinds(measure)
     measures, searches = read_results(results)
-    if _is_module(model):
+    if is_torch_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
 
-        model = inspect(model, () if args is None else args, kwargs=kwargs)
+        model = inspect(cast(Any, model), () if args is None else args, kwargs=kwargs)
     inspected = model if isinstance(model, Inspected) else None
-    shown = _graph_of(model, weights) if inspected is None else _graph_of_inspected(inspected, weights)
+    if inspected is not None and inspected.way != "onnx" and "time" in kinds:
+        raise InputError(f"times are those of an ONNX model, and this is the {inspected.summary}")
+    if kinds:
+        source = cast(ModelSource, model) if inspected is None else inspected.tagged
+        measures, searches = read_results([*results, *measured(source, kinds)])
+    shown = (
+        _graph_of(cast(ModelSource, model), weights) if inspected is None else _graph_of_inspected(inspected, weights)
+    )
     further = [] if inspected is None else _graphs_between_breaks(inspected)
     whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
-    page, missing = page_of([each_graph.with_results(measures) for each_graph in (whole, *further)], graph, searches)
+    page, missing = page_of([each_graph.with_results(measures) for each_graph in (whole, *further)], explorer, searches)
     if path is not None:
         write_text(path, page)
     drawn = shown.inventory.modules
@@ -213,11 +241,39 @@ def inventory_of(model: ModelSource) -> Inventory:
 
 @names_model_faults("model")
 def _graph_of(model: ModelSource, statistics: bool) -> ShownGraph:
-    return shown_graph(read_flat(model), _name_of(model), statistics)
+    shown = shown_graph(read_flat(model), _name_of(model), statistics)
+    return replace(shown, file=os.fspath(model)) if isinstance(model, str | os.PathLike) else shown
 
 
 def _name_of(model: ModelSource) -> str:
     return Path(model).name if isinstance(model, str | os.PathLike) else ""
+
+
+def measured_kinds(measure: str | Sequence[str]) -> list[str]:
+    """What is to be measured, each once, of names or of a text with commas.
+
+    Raises:
+        InputError: If nothing measures one of them.
+    """
+    names = measure.split(",") if isinstance(measure, str) else measure
+    kinds = list(dict.fromkeys(str(name).strip() for name in names))
+    unknown = [kind for kind in kinds if kind not in _MEASURED]
+    if unknown:
+        raise InputError(f"nothing measures {unknown[0]!r}; there are {', '.join(_MEASURED)}")
+    return kinds
+
+
+def measured(model: ModelSource, kinds: Sequence[str]) -> list[Numbers]:
+    """The results of ``profile`` and ``cost`` of a model.
+
+    Raises:
+        UntaggedModelError: The model has no module tags.
+        InputError: It cannot be run.
+    """
+    from htp_export.capabilities.cost.costing import cost
+    from htp_export.capabilities.profile.latency import profile
+
+    return [profile(model) if kind == "time" else cost(model) for kind in kinds]
 
 
 def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
@@ -267,12 +323,14 @@ class ShownGraph:
         measures: Its own numbers by module and node; results that the user gives come before them.
         title: Its name in the choice; the name of the inventory if it is empty.
         note: How it was got, as a sentence; it is shown with the graph.
+        file: The file, as the user named it.
     """
 
     inventory: Inventory
     measures: Sequence[Measure] = ()
     title: str = ""
     note: str = ""
+    file: str = ""
 
     def with_results(self, results: Sequence[Measure]) -> ShownGraph:
         """The same graph with numbers that the user gave, which replace those of the same key."""
@@ -301,29 +359,33 @@ def shown_graph(tagged: TaggedModel, name: str = "", statistics: bool = False) -
     return ShownGraph(inventory, measures, note=note)
 
 
-def page_of(graphs: Sequence[ShownGraph], interactive: bool = True, searches: Sequence[Search] = ()) -> tuple[str, str]:
-    """A page of one or more graphs, the first of which is shown at first; and why it has no interactive graph.
+def page_of(
+    graphs: Sequence[ShownGraph], explorer: bool | None = None, searches: Sequence[Search] = ()
+) -> tuple[str, str]:
+    """A page of one or more graphs, the first of which is shown at first; and why Model Explorer is not in it.
 
-    It has a choice between their titles if there are several, Model Explorer's drawing of each if it is interactive,
-    and the fronts of the searches.
+    It has a choice between their titles if there are several, Model Explorer's drawing of each unless it is left out,
+    as it is by default from 20,000 nodes on, and the fronts of the searches.
     """
     packed_parts: dict[str, str] = {}
-    missing = "" if interactive else "it was left out"
-    if interactive:
+    nodes = sum(len(graph.inventory.nodes) for graph in graphs)
+    missing = "" if explorer or (explorer is None and nodes <= _MOST_NODES) else _left_out(explorer, nodes)
+    if not missing:
         try:
-            packed_parts["graph-application"] = packed(application(asset("frame.js")))
+            packed_parts["explorer-application"] = packed(application(asset("frame.js")))
             packed_parts |= {
-                f"graph-drawing-{k}": packed(drawing(graph.inventory, graph.measures)) for k, graph in enumerate(graphs)
+                f"explorer-drawing-{k}": packed(drawing(graph.inventory, graph.measures))
+                for k, graph in enumerate(graphs)
             }
         except MissingApplicationError as error:
             missing = str(error)
-    first, *further = (page_data(graph.inventory, graph.measures, missing) for graph in graphs)
+    first, *further = (page_data(graph.inventory, graph.measures, missing, graph.file) for graph in graphs)
     data: dict[str, Any] = {f"data-{k}": graph for k, graph in enumerate(further, 1)}
     data["fronts"] = [front_data(search) for search in searches]
     data["graphs"] = [{"title": graph.title or graph.inventory.name, "note": graph.note} for graph in graphs]
     return document(graphs[0].inventory.name, first, packed_parts, data), missing
 
 
-def _is_module(model: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(model, torch.nn.Module)
+def _left_out(explorer: bool | None, nodes: int) -> str:
+    why = "it was left out" if explorer is False else f"of {nodes:,} nodes, it would make the page large and slow"
+    return f"{why}; view(..., explorer=True) puts it in"

@@ -86,7 +86,7 @@ def packed(data: Any) -> str:
 def _folder() -> Path:
     spec = util.find_spec("model_explorer")  # found, not imported: that starts a part of its server
     if spec is None or not spec.submodule_search_locations:
-        raise MissingApplicationError(f"the interactive graph is Model Explorer's; {_INSTALL}")
+        raise MissingApplicationError(f"it is not installed; {_INSTALL}")
     folder = Path(spec.submodule_search_locations[0]) / "web_app"
     if metadata.version(_PACKAGE) not in _TESTED:
         raise _changed(f"pages were tested with {', '.join(_TESTED)}")

@@ -68,7 +68,7 @@ def _words_overlay(
 
 
 def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
-    """What ``page/assets/graph.js`` reads: the answers to Model Explorer's application, and where modules are in it.
+    """What ``page/assets/explorer.js`` reads: the answers to Model Explorer's application, and where modules are in it.
 
     Overlays are the element types, and each measure of the first rank. The viewer shows the last one at first, which
     is that of the first measure.

@@ -3,7 +3,7 @@ r"""The HTML file: a template, its styles and scripts, and data, put together so
 Data stands in ``<script type="application/json">``, where no browser runs it, with every ``<`` written as ``\u003c``
 so that it cannot close its element. The scripts put text into the page as text. The policy of the page forbids all
 requests, and all scripts but its own, which it names by their hashes, and those that these make (``blob:``, for the
-frame of the graph).
+frame of Model Explorer).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 __all__ = ["SCRIPTS", "asset", "document"]
 
 SCRIPTS = (
-    *("sizes.js", "reasons.js", "model.js", "colours.js", "table.js", "details.js", "map.js"),
-    *("layers.js", "follow.js", "flow.js", "front.js", "graph.js", "main.js"),
+    *("sizes.js", "reasons.js", "model.js", "colours.js", "search.js", "table.js", "details.js", "map.js"),
+    *("layers.js", "follow.js", "graph.js", "front.js", "explorer.js", "main.js"),
 )
 """The scripts of the page of a model, in the order in which they run."""
 

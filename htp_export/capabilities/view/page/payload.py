@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +25,23 @@ __all__ = ["front_data", "page_data", "tags_data"]
 _DIGITS = ("mean", "std", "least", "most")  # statistics that are written with four digits; the others are counts
 
 
-def page_data(inventory: Inventory, measures: Sequence[Measure] = (), missing_graph: str = "") -> dict[str, Any]:
+def page_data(
+    inventory: Inventory, measures: Sequence[Measure] = (), missing_explorer: str = "", file: str = ""
+) -> dict[str, Any]:
     """The data of one graph of a page, in which measures are columns besides those that every page has.
 
     Modules that hold others and never ran themselves are left out: their names stand before those of what they hold.
-    ``missing_graph`` says why there is no interactive graph in the page; it is empty where there is one.
+    ``missing_explorer`` says why Model Explorer is not in the page; it is empty where it is. ``file`` is the
+    name that the user gave, for commands to copy.
     """
     above = drawn_parents(inventory.modules)
     place = {path: position for position, path in enumerate(above)}
     modules = [inventory.modules[path] for path in above]
+    named = f"./{file}" if file.startswith("-") else file if file.isprintable() else ""
     return {
         "name": inventory.name,
+        "file": named,
+        "offer": _offer(inventory, measures, named),
         "facts": _facts(inventory),
         "tags": tags_data(inventory.tags),
         "advice": [in_both(text) for text in (inventory.tags.advice, *inventory.notes) if text],
@@ -55,8 +62,15 @@ def page_data(inventory: Inventory, measures: Sequence[Measure] = (), missing_gr
         },
         "repeats": [[place[path] for path in run] for run in _repeats(above, inventory, measures)],
         "measures": [_measure(measure, list(above), inventory) for measure in measures],
-        "missing_graph": in_both(missing_graph),
+        "missing_explorer": in_both(missing_explorer),
     }
+
+
+def _offer(inventory: Inventory, measures: Sequence[Measure], file: str) -> str:
+    """The command that measures the times that are not among the measures; ``""`` where there is none."""
+    if not file or inventory.tags.source == "none" or any(measure.key == "total_ms" for measure in measures):
+        return ""
+    return shlex.join(["htp-export", "view", file, "--measure", "time,cost"])
 
 
 def tags_data(facts: TagFacts) -> dict[str, Any]:

@@ -1,23 +1,56 @@
 "use strict";
 // Colours of modules and nodes: by class, or by any column, whatever result it comes from.
 (function () {
-  const isDark = () => document.documentElement.dataset.theme === "dark";
-  const empty = () => (isDark() ? "#252a33" : "#eef0f4");
-  const strange = () => (isDark() ? "#b3303e" : "#e5808a");
-  const heated = (part) => {
-    const heat = Math.min(1, Math.max(0, part));
-    return isDark() ? `hsl(${225 - 205 * heat} 52% ${24 + 18 * heat}%)` : `hsl(${225 - 205 * heat} 76% ${90 - 26 * heat}%)`;
-  };
-  // Hues a golden angle apart, in the order in which the classes first occur: those of a file differ.
-  const order = new Map([...new Set(htp.modules.map((module) => module.class))].map((name, k) => [name, k]));
-  const hue = (place) => `hsl(${(210 + place * 137.5) % 360} ${isDark() ? "26% 31%" : "52% 86%"})`;
-  const ofClass = (module) => hue(order.get(module.class));
+  const theme = () => (document.documentElement.dataset.theme === "dark" ? 1 : 0);
+  const empty = () => ["#eef0f4", "#252a33"][theme()];
+  const strange = () => ["#ff9aa5", "#8d1f30"][theme()];
+  // From nothing to the most, lighter to darker or darker to lighter, so that the order is seen without hues.
+  const HEAT = [[[255, 249, 224], [252, 200, 98], [236, 112, 60]], [[38, 36, 34], [94, 58, 24], [158, 60, 26]]];
+  function heated(part) {
+    const at = 2 * Math.min(1, Math.max(0, part));
+    const [from, to] = HEAT[theme()].slice(at < 1 ? 0 : 1);
+    return `rgb(${from.map((channel, k) => Math.round(channel + (to[k] - channel) * (at < 1 ? at : at - 1))).join(" ")})`;
+  }
+
+  // For the light and for the dark theme. Two of them differ, in OKLab, by 0.08, and for readers who do not see red, green or
+  // blue by 0.05, where 0.02 is just seen; text on each has a contrast of 4.5 and more: tests/view/test_view_colours.py.
+  const PALETTE = [
+    ["#da7e7f", "#883438"], ["#eeabaa", "#5a2224"], ["#b5963a", "#4e3d06"], ["#c3c56b", "#626313"], ["#a6f594", "#0d3503"],
+    ["#4aedd3", "#046054"], ["#a1cad8", "#56666c"], ["#43a1f9", "#145fa0"], ["#96aef7", "#243377"], ["#e2dffa", "#434154"],
+    ["#a587d9", "#5c4581"], ["#cf9ac9", "#382036"],
+  ];
+  const SEED = 8471; // one of those for which the most frequent classes of torch.nn have different colours
+  function hashed(name) {
+    let hash = SEED;
+    for (const letter of name) hash = Math.imul(hash ^ letter.codePointAt(0), 16777619);
+    return (hash >>> 8) % PALETTE.length;
+  }
+  // Name → colour, by its hash, so that it is the same in every model. A name that is not `common` to models moves on to the
+  // next colour that is free.
+  function assigned(names, common = () => false) {
+    const places = new Map();
+    for (const name of names) if (common(name)) places.set(htp.simple(name), hashed(htp.simple(name)));
+    const kept = new Set(places.values());
+    const taken = new Set(kept);
+    for (const name of names.map(htp.simple)) {
+      let place = places.get(name) ?? hashed(name);
+      const used = [taken, kept].find((each) => each.size < PALETTE.length); // of more names than colours, some share one
+      while (!places.has(name) && used?.has(place)) place = (place + 1) % PALETTE.length;
+      places.set(name, place);
+      taken.add(place);
+    }
+    return (name) => PALETTE[places.get(htp.simple(name))]?.[theme()];
+  }
+  // Classes of which there are several modules come first.
+  const classes = htp.modules.filter((module) => module.above && (module.nodes || module.parameters)).map((module) => module.class).sort();
+  const several = classes.filter((name, k) => name === classes[k + 1]);
+  const byClass = assigned([...new Set([...several, ...classes])], (name) => name.startsWith("torch."));
+  const ofClass = (module) => byClass(module.class) ?? empty();
   // Of words, such as precisions, too.
+  for (const column of htp.columns) if (column.named) column.colour = assigned(column.kinds.sort());
   function ofWord(column, item) {
     const word = htp.word(item, column);
-    if (!word) return empty();
-    const place = column.kinds.indexOf(word);
-    return place < 0 ? strange() : hue(place);
+    return word ? column.colour(word) ?? strange() : empty();
   }
 
   // The colour of a value, where `most` is the largest that is drawn.
@@ -31,5 +64,5 @@
 
   const option = (value, textContent) => htp.make("option", { value, textContent });
   const options = () => [option("class", "class"), ...htp.columns.filter((column) => column.most > 0 || column.named).map((column) => option(column.key, column.title))];
-  htp.colours = { empty, strange, heated, ofClass, ofWord, ofValue, options };
+  htp.colours = { PALETTE, assigned, empty, strange, heated, ofClass, ofWord, ofValue, options };
 })();

@@ -6,6 +6,7 @@
 
   const section = (title, ...children) => [htp.make("h3", { textContent: title }), ...children];
   const tile = (value, title, exact = "") => htp.make("div", { className: "tile", title: exact }, htp.make("b", { textContent: value }), htp.make("span", { textContent: title }));
+  const titled = (column, value) => [column.title, htp.share(value, column)].filter(Boolean).join(", ");
   const pair = (name, value) => [htp.make("dt", { textContent: name }), htp.make("dd", {}, value)];
 
   // A dotted name, which may be broken after its dots.
@@ -67,10 +68,58 @@
     return htp.make("dl", {}, ...found.flatMap(([text, count, words]) => pair(`${count.toLocaleString("en")} ${text}`, explained(words)[0])));
   }
 
-  function inGraph(item) {
-    if (!htp.graph?.available || (item.kind === "module" && !item.nodes)) return null;
-    const button = htp.make("button", { textContent: "Show in the graph" });
-    button.onclick = () => htp.graph.show(item);
+  // A button that copies a text. A page in a frame may not use the clipboard: there, the text is selected and copied.
+  htp.copier = function (text, label) {
+    const button = htp.make("button", { textContent: label, title: text });
+    button.onclick = async () => {
+      try {
+        await navigator.clipboard.writeText(text);
+      } catch {
+        const field = htp.make("textarea", { value: text, className: "said" });
+        document.body.append(field);
+        field.select();
+        document.execCommand("copy");
+        field.remove();
+      }
+      button.textContent = "Copied";
+      setTimeout(() => (button.textContent = label), 1500);
+    };
+    return button;
+  };
+
+  // The selector of modules, and commands on them, as a POSIX shell reads them: names of modules come from the file.
+  const quoted = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`);
+  const command = (...words) => ["htp-export", ...words].map(quoted).join(" ");
+  function commands(modules) {
+    const { file } = htp.data;
+    const selector = htp.selector(modules);
+    const { path } = modules[0];
+    if (!file) return [];
+    const isPlain = modules.length === 1 && path && !path.startsWith("-") && !/\p{C}/u.test(path);
+    return [
+      ...(isPlain ? [command("extract", file, path, "-o", `${path.replace(/[^\w.-]/g, "_")}.onnx`)] : []),
+      command("tree", file, "--select", selector),
+      command("nodes", file, "--select", selector),
+      command("functions", file, selector, "-o", "functions.onnx"),
+      command("quantize", file, "--rule", `${selector}=int8`, "-o", "int8.onnx"),
+    ];
+  }
+  // A line of a shell, which is broken between its words.
+  const shown = (line, ...before) => htp.make("div", { className: "command" }, ...before, htp.make("code", {}, ...line.split(" ").flatMap((word, k) => [k ? " " : "", htp.make("span", { textContent: word })])), htp.copier(line, "Copy"));
+  function copying(modules) {
+    const lines = commands(modules).map((line) => shown(line));
+    const menu = lines.length ? htp.make("details", {}, htp.make("summary", { textContent: "Copy command" }), ...lines) : null;
+    return [htp.copier(htp.selector(modules), "Copy selector"), menu];
+  }
+  // What measures what the page does not have.
+  function offer() {
+    return htp.data.offer ? htp.make("div", { className: "offer" }, shown(htp.data.offer, "No times are in this page. This measures them:")) : null;
+  }
+
+  function inExplorer(item) {
+    if (!htp.explorer?.available || (item.kind === "module" && !item.nodes)) return null;
+    const button = htp.make("button", { textContent: "Show in Model Explorer" });
+    button.onclick = () => htp.explorer.show(item);
     return button;
   }
 
@@ -82,7 +131,8 @@
     return [
       dotted("h2", "path", `${first.path} … ${fold.members.at(-1).path}`),
       dotted("p", "kind", `${fold.members.length} modules that are alike: ${first.class || "class not known"}`),
-      htp.make("div", { className: "tiles" }, ...measures.map(([column, value]) => tile(htp.withUnit(value, column), `${column.title}${differing.includes(column) ? (column.additive ? ", mean" : ", largest") : " of each"}`, htp.exact(value, column.unit)))),
+      htp.make("div", { className: "tiles" }, ...measures.map(([column, value]) => tile(htp.withUnit(value, column), `${titled(column, value)}${differing.includes(column) ? (column.additive ? ", mean" : ", largest") : " of each"}`, htp.exact(value, column.unit)))),
+      htp.make("div", { className: "tools" }, ...copying(fold.members), inExplorer(fold)),
       htp.make("dl", {}, ...pair("fate", `${first.fate}: ${htp.FATES[first.fate]?.meaning ?? ""}`), ...pair("calls", String(first.calls))),
       ...differing.flatMap((column) => section(`${column.title} of each`, each(fold.members, column))),
       ...(differing.length ? [] : section("Modules", ...some(fold.members, (member) => htp.make("div", { className: "tensor" }, link(member))))),
@@ -109,8 +159,9 @@
       dotted("h2", "path", module.path || "(root)"),
       dotted("p", "kind", module.class || "class not known"),
       module.failure ? htp.make("pre", { className: "failure", textContent: module.failure }) : null,
-      htp.make("div", { className: "tiles" }, ...tiles.map(([column, value]) => tile(htp.withUnit(value, column), column.title, htp.exact(value, column.unit)))),
-      htp.make("p", {}, inGraph(module)),
+      htp.make("div", { className: "tiles" }, ...tiles.map(([column, value]) => tile(htp.withUnit(value, column), titled(column, value), htp.exact(value, column.unit)))),
+      htp.make("div", { className: "tools" }, ...copying([module]), inExplorer(module)),
+      module === htp.root ? offer() : null,
       htp.make("dl", {},
         ...pair("fate", `${module.fate}: ${htp.FATES[module.fate]?.meaning ?? ""}`),
         ...(module.with.length ? pair("merged with", htp.make("span", {}, ...module.with.flatMap((path) => [modulePath(path), " "]))) : []),
@@ -144,7 +195,7 @@
       htp.make("h2", { textContent: node.op }),
       htp.make("p", { className: "kind path", textContent: node.name }),
       measures.length ? htp.make("div", { className: "tiles" }, ...measures.map((column) => nodeTile(node, column))) : null,
-      htp.make("p", {}, inGraph(node)),
+      htp.make("div", { className: "tools" }, inExplorer(node)),
       htp.make("dl", {},
         ...pair(node.owners.length > 1 ? "owners" : "owner", node.owners.length ? htp.make("span", {}, ...node.owners.map((path) => htp.make("div", {}, modulePath(path)))) : "none"),
         ...(node.reason ? pair("known by", `${node.reason}: ${htp.REASONS[node.reason]?.[0] ?? ""}`) : []),
@@ -160,7 +211,7 @@
   function nodeTile(node, column) {
     const value = column.ofNode(node);
     const [sign, said] = column.isSaid(node) ? ["", ""] : ["≈ ", "an equal part of what its module has left"];
-    return tile(sign + htp.withUnit(value, column), column.title, [htp.exact(value, column.unit), said].filter(Boolean).join("\n"));
+    return tile(sign + htp.withUnit(value, column), titled(column, value), [htp.exact(value, column.unit), said].filter(Boolean).join("\n"));
   }
 
   // A path is long; its end says which file it is.

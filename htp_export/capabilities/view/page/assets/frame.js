@@ -61,14 +61,14 @@
       button.click();
       allowed = false;
     };
-    if (parent.htp.graph.openAll(go)) return;
+    if (parent.htp.explorer.openAll(go)) return;
     event.stopImmediatePropagation();
     event.preventDefault();
   }, true);
   // Arrows go through the modules.
   document.addEventListener("keydown", (event) => {
     const other = event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, textarea, select, [role=menu], [role=listbox]");
-    if (other || !event.key.startsWith("Arrow") || !parent.htp.graph.key(event.key)) return;
+    if (other || !event.key.startsWith("Arrow") || !parent.htp.explorer.key(event.key)) return;
     event.stopImmediatePropagation();
     event.preventDefault();
   }, true);

@@ -1,178 +1,413 @@
 "use strict";
-// The interactive graph: Model Explorer's own application, in a frame that is given everything it asks for from here.
+// The graph: modules as boxes that open, nodes as cards with their numbers, and a table of both. Only what is in sight is
+// in the page, so that its size does not matter.
 (function () {
-  const pane = document.getElementById("graph");
-  const bar = document.getElementById("graph-bar");
-  const LARGE = 1500; // nodes and layers; from here on, laying them out at once takes long, and the page does not answer
-  const PHONE = "@media (max-width: 700px) { info-panel, title-bar, legends-panel, snapshot-manager { display: none !important; } }";
-  const packed = document.getElementById("graph-application");
-  const drawing = document.getElementById(`graph-drawing-${htp.shown}`);
-  let unpacked = null;
-  let frame = null;
+  const ROW = 28;
+  const NEAR = 300; // pixels above and below the part in sight that are drawn, too
+  const EDGES = 600; // drawn at once
+  const AT_FIRST = 40; // boxes that are opened to at most, at first
+  const FACTS = ["parameters", "flops", "activation_bytes"];
+  const SHORT = { parameters: " par", flops: " FLOPs" };
+  const byId = (id) => document.getElementById(id);
+  const [graph, canvas, table, rows] = ["graph-drawing", "graph-canvas", "graph-table", "graph-rows"].map(byId);
+  const [merge, listed, colour] = [byId("graph-merge"), byId("graph-list"), byId("graph-colour")];
+  const { CARD, trivial, consumers, levels, laidOut, inSight } = htp.layers;
+  const column = (key) => htp.columns.find((each) => each.key === key);
+  const facts = FACTS.map(column).filter(Boolean);
+  const columns = [...new Set([...(htp.time ? [htp.time] : []), ...facts, ...htp.columns.filter((each) => each.main && each.key !== "nodes")])];
+  const state = { open: new Set([htp.root]), apart: new Set(), groups: new Map(), found: null, base: null, drawn: null, order: [], deepest: [], most: 0 };
 
-  async function inflate(element) {
-    const bytes = Uint8Array.from(atob(element.textContent.trim()), (letter) => letter.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    return JSON.parse(await new Response(stream).text());
+  // --- what is drawn: nodes, or a node with those that are merged into it
+
+  function regroup() {
+    const on = merge.checked;
+    state.base ??= on ? htp.layers.merged() : null;
+    const whole = new Map();
+    state.headOf = htp.nodes.map((node) => {
+      const head = on ? state.base[node.id] : node;
+      if (head !== node) whole.set(head, [...(whole.get(head) ?? [head]), node]);
+      return state.apart.has(head) ? node : head;
+    });
+    state.whole = whole; // every group, those that are taken apart too
+    state.groups = new Map([...whole].filter(([head]) => !state.apart.has(head)));
+    state.found = levels(state.headOf);
+    const count = [...state.groups.values()].reduce((sum, group) => sum + group.length - 1, 0);
+    byId("graph-merged").textContent = on ? `${count.toLocaleString("en")} merged` : "";
+  }
+  const membersOf = (item) => state.groups.get(item) ?? [item];
+
+  // The value of a card: of merged nodes, their sum, or the largest of what does not add up.
+  function valueOf(item, each) {
+    const { ofNode, additive } = each;
+    if (item.kind === "end") return null;
+    if (item.kind !== "node") return htp.value(item, each);
+    const values = membersOf(item).map((node) => ofNode?.(node) ?? null).filter((value) => value !== null);
+    if (!values.length) return null;
+    return additive ? values.reduce((sum, value) => sum + value, 0) : values.some(Number.isNaN) ? NaN : Math.max(...values);
+  }
+  const isSaid = (item, each) => item.kind !== "node" || membersOf(item).every((node) => each.ofNode?.(node) == null || each.isSaid(node));
+  function text(item, each, bare = false) {
+    const value = valueOf(item, each);
+    if (each.named && item.kind !== "end") return htp.word(item, each);
+    return value === null ? "" : `${isSaid(item, each) ? "" : "≈ "}${bare ? htp.compact(value, each.unit) : htp.withUnit(value, each)}${bare ? "" : ` ${htp.share(value, each)}`.trimEnd()}`;
+  }
+  const labelOf = (item) => (item.kind === "node" ? item.name : item.label);
+  const titleOf = (item) => (item.kind === "fold" ? `${item.path} … ${item.members.at(-1).path}` : item.path ?? item.name ?? "");
+  const folds = (item) => item.kind === "fold" || (item.kind === "module" && state.found.get(item).items.size > 0);
+  const outputOf = (item) => (item.kind === "end" ? item.type : item.kind === "node" ? item.outputs[0]?.[1] ?? "" : "");
+  // What stands for an item in the drawing: itself, the node that it is merged into, or the closed module around it.
+  function boxFor(item) {
+    let at = item.kind === "node" ? state.headOf[item.id] : item;
+    while (at && !state.drawn.boxOf.has(at)) at = at.kind === "node" ? htp.layers.home.get(at) : at.above;
+    return state.drawn.boxOf.get(at);
+  }
+  const selectedBox = () => {
+    const item = htp.selected?.kind === "fold" ? htp.selected.members[0] : htp.selected;
+    return item && item.kind !== "loose" && state.drawn ? boxFor(item) : undefined;
+  };
+
+  function arrange() {
+    if (!state.found) regroup();
+    state.drawn = laidOut(state.found, state.open, state.apart);
+    state.order = state.drawn.boxes;
+    state.order.forEach((box, k) => (box.row = k));
+    // How far down the rows up to each one reach: rows and heights grow together.
+    let deepest = 0;
+    state.deepest = state.order.map((box) => (deepest = Math.max(deepest, box.top)));
+    const { width, height } = state.drawn.root;
+    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+    rows.style.height = `${state.order.length * ROW}px`;
+    table.setAttribute("aria-rowcount", state.order.length + 1);
+    const shown = column(colour.value);
+    const finite = shown ? state.order.filter((box) => !box.lines).map((box) => valueOf(box.item, shown)).filter(Number.isFinite) : [];
+    state.most = finite.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
+    drawOverview();
+    draw();
   }
 
-  // The places of modules and nodes, each with the layers that it lies in, the outermost first.
-  function withLayers(drawn) {
-    const known = new Map([["", []]]);
-    const layers = (space) => {
-      if (!known.has(space)) known.set(space, [...layers(space.slice(0, Math.max(space.lastIndexOf("/"), 0))), space + drawn.layer]);
-      return known.get(space);
+  function fill(item) {
+    const shown = column(colour.value);
+    if (shown?.named) return item.kind === "end" ? "" : htp.colours.ofWord(shown, item);
+    if (shown) return htp.colours.ofValue(shown, valueOf(item, shown), state.most);
+    return item.kind === "module" || item.kind === "fold" ? htp.colours.ofClass(item) : "";
+  }
+
+  // --- the graph
+
+  function card(box) {
+    const { item } = box;
+    const open = Boolean(box.lines);
+    const label = labelOf(item);
+    const shown = column(colour.value);
+    const numbers = [...(shown && !facts.includes(shown) ? [shown] : []), ...facts].filter((each) => (each.named ? text(item, each) : valueOf(item, each))).map((each) => [each, text(item, each) + (SHORT[each.key] ?? "")]);
+    const head = htp.make("div", { className: "head" },
+      folds(item) ? htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: "▶" }) : null,
+      item.kind === "node" ? htp.make("span", { className: "chip", textContent: item.op }) : null,
+      htp.make("span", { className: "label path", textContent: label }),
+      item.class ? htp.make("span", { className: "kind", textContent: `${htp.simple(item.class)}${open && item.kind === "fold" ? `, inside: ${item.members[0].label}` : ""}` }) : null,
+      apartButton(item));
+    const said = item.kind === "end" ? [htp.make("span", { textContent: item.type })] : numbers.map(([each, value]) => {
+      const number = htp.make("span", { textContent: value, title: `${each.title} ${htp.exact(valueOf(item, each), each.unit)}` });
+      number.dataset.key = each.key;
+      return number;
+    });
+    const element = htp.make("div", { className: `card ${item.kind}${open ? " open" : ""}${box === selectedBox() ? " selected" : ""}`, title: titleOf(item) },
+      htp.make("div", { className: `face${!open && fill(item) ? " filled" : ""}`, style: { background: open ? "" : fill(item) } }, head, htp.make("div", { className: "numbers" }, ...said)));
+    Object.assign(element.style, { left: `${box.left}px`, top: `${box.top}px`, width: `${box.width}px`, height: `${box.height}px` });
+    if (item.kind === "end") return element;
+    element.onclick = (event) => {
+      event.stopPropagation();
+      if (event.target.classList.contains("arrow")) toggle(item);
+      else choose(box);
     };
-    const modules = drawn.places.modules.map((space) => space && [space + drawn.layer, layers(space).slice(0, -1)]);
-    return { ...drawn, places: { modules, nodes: drawn.places.nodes.map(([id, space]) => [id, layers(space)]) } };
-  }
-
-  // What Model Explorer's server answers; anything else is not found.
-  function answers({ graphs, overlays }) {
-    return {
-      "/api/v1/get_extensions": () => [{ fileExts: ["json"], type: "adapter", id: "builtin_json", name: "JSON adapter", description: "" }],
-      "/api/v1/check_new_version": () => ({ version: "", runningVersion: "", releaseUrl: "", desktopAppUrl: "" }),
-      "/api/v1/notify_user_provided_model_path": () => ({ status: "ok" }),
-      "/api/v1/load_graphs_json": () => graphs,
-      "/api/v1/load_node_data": (query) => ({ content: JSON.stringify(overlays[Number(query.get("node_data_index"))].data) }),
+    element.ondblclick = (event) => {
+      event.stopPropagation();
+      if (!event.target.classList.contains("arrow") && folds(item)) toggle(item);
     };
+    return element;
   }
 
-  function address({ overlays, label }, chosen) {
-    const asked = {
-      models: [{ url: `graphs://${label}/0` }],
-      nodeData: overlays.map((overlay, k) => `node_data://${overlay.name}/${k}`),
-      nodeDataTargets: overlays.map(() => ""),
+  // What is drawn as one with others: how many, and the way to see each.
+  function apartButton(item) {
+    const fold = foldOf(item);
+    if (fold) return timesButton(fold, `× ${fold.members.length}`, state.apart.has(fold) ? "Draw alike modules once (x)" : "Show each of them (x)");
+    const group = item.kind === "node" && state.whole.get(item);
+    if (!group) return null;
+    const apart = state.apart.has(item);
+    const others = new Map();
+    for (const { op } of group.slice(1)) others.set(op, (others.get(op) ?? 0) + 1);
+    const said = [...others].map(([op, count]) => (count > 1 ? `${op} × ${count}` : op)).join(", ");
+    return timesButton(item, `${apart ? "−" : "+"}${group.length - 1}`, `${apart ? "Merge" : "Show"} ${said} (m)`);
+  }
+  // The fold that an item is, or the one that it is the first of, while that is taken apart.
+  const foldOf = (item) => (item.kind === "fold" ? item : item.run?.fold.members[0] === item && state.apart.has(item.run.fold) ? item.run.fold : null);
+  function timesButton(item, textContent, title) {
+    const button = htp.make("button", { className: "times", textContent, tabIndex: -1, title, "aria-pressed": state.apart.has(item) });
+    button.onclick = (event) => {
+      event.stopPropagation();
+      takeApart(item);
     };
-    if (chosen) asked.uiState = { paneStates: [{ deepestExpandedGroupNodeIds: chosen.layers, selectedNodeId: chosen.id, selectedGraphId: chosen.graph, selectedCollectionLabel: chosen.collection, widthFraction: 1 }] };
-    return `?data=${encodeURIComponent(JSON.stringify(asked))}`;
+    button.ondblclick = (event) => event.stopPropagation();
+    return button;
   }
 
-  // How the graph names a module or a node.
-  function chosenIn({ places, graph, collection }, item) {
-    if (!item) return null;
-    if (item.kind === "fold") item = item.members[0];
-    const [id, layers] = (item.kind === "node" ? places.nodes : places.modules)[item.id] ?? [null];
-    return id === null ? null : { id, layers, graph, collection };
+  function svg(tag, attributes, ...children) {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    element.append(...children);
+    return element;
   }
 
-  // What stands in the graph when so many levels of layers are open: a node or a closed layer each.
-  function levels({ places }) {
-    const layers = new Map();
-    for (const [, path] of places.nodes) path.forEach((layer, depth) => layers.set(layer, depth));
-    const depths = [...layers.values()];
-    const deepest = Math.max(-1, ...depths) + 1;
-    return Array.from({ length: deepest + 1 }, (_, level) => ({
-      open: [...layers].filter(([, depth]) => depth < level).map(([layer]) => layer),
-      drawn: places.nodes.filter(([, path]) => path.length <= level).length + depths.filter((depth) => depth <= level).length,
-    }));
+  // Boxes and edges between two heights.
+  function seen(top, bottom) {
+    const [boxes, paths] = [[], []];
+    (function visit(box) {
+      if (box.top > bottom || box.top + box.height < top) return;
+      boxes.push(box);
+      if (!box.lines) return;
+      const found = inSight(box, top, bottom, state.drawn.boxOf);
+      paths.push(...found.paths.slice(0, EDGES));
+      found.lines.forEach((line) => line.boxes.forEach(visit));
+    })(state.drawn.root);
+    return { boxes, paths };
   }
 
-  async function drawBar() {
-    const drawn = (await unpacked)[1];
-    const found = levels(drawn);
-    bar.hidden = found.length < 2;
-    bar.replaceChildren("Open levels", ...found.map(({ open: layers, drawn: count }, level) => {
-      const button = htp.make("button", { textContent: level === found.length - 1 ? `${level}, all` : level, title: `${count.toLocaleString("en")} nodes and layers`, className: count > LARGE ? "many" : "" });
-      button.onclick = () => asked(count, () => open(null, { id: "", layers, graph: drawn.graph, collection: drawn.collection }));
-      return button;
-    }));
+  // What the selected item reads and what reads it, in whatever modules these are.
+  function neighbours(box) {
+    if (!box) return [];
+    if (state.lit?.box !== box) state.lit = { box, pairs: pairsOf(box) };
+    return state.lit.pairs;
+  }
+  function pairsOf(box) {
+    const inside = (node) => {
+      for (let at = boxFor(node); at; at = at.around) if (at === box) return true;
+      return false;
+    };
+    const nodes = box.item.kind === "node" ? membersOf(box.item) : box.item === htp.root || box.item.kind === "end" ? [] : htp.nodes.filter(inside);
+    const pairs = new Map();
+    const pair = (from, to) => from && to && from !== to && pairs.size < 200 && pairs.set(`${from.row} ${to.row}`, [from, to]);
+    for (const node of nodes) {
+      for (const [, from] of node.inputs) if (from !== null && !inside(htp.nodes[from])) pair(boxFor(htp.nodes[from]), box);
+      for (const reader of consumers[node.id]) if (!inside(reader)) pair(box, boxFor(reader));
+    }
+    return [...pairs.values()];
   }
 
-  // Ask before what would not answer for long.
-  function asked(count, go) {
-    if (count <= LARGE) return void go();
-    const close = (then) => () => (dialog.remove(), then?.());
-    const button = (text, then) => Object.assign(htp.make("button", { textContent: text }), { onclick: close(then) });
-    const dialog = htp.make("div", { className: "ask", role: "alertdialog", "aria-label": "Open all layers?" },
-      htp.make("p", { textContent: `This lays out ${count.toLocaleString("en")} nodes and layers at once. It can take minutes, in which the page does not answer. The levels above open the graph step by step.` }),
-      button("Do not open"), button("Open all the same", go));
-    pane.querySelector(".ask")?.remove();
-    pane.append(dialog);
-    dialog.querySelector("button").focus();
+  function draw() {
+    if (!state.drawn || !graph.clientHeight) return;
+    const { width, height } = state.drawn.root;
+    const [top, bottom] = [Math.max(0, graph.scrollTop - NEAR), Math.min(height, graph.scrollTop + graph.clientHeight + NEAR)];
+    const { boxes, paths: edges } = seen(top, bottom);
+    const selected = selectedBox();
+    const paths = edges.slice(0, EDGES).map(({ d, ends, back }) => svg("path", { d, ...(ends ? { "marker-end": "url(#graph-arrow)" } : {}), ...(back ? { class: "back" } : {}) }));
+    const lit = neighbours(selected).map(([from, to]) => {
+      const [x, y, u, v] = [from.left + from.width / 2, from.top + from.height, to.left + to.width / 2, to.top];
+      const bend = Math.max(20, Math.abs(v - y) / 3);
+      return svg("path", { d: `M${x},${y}C${x},${y + bend} ${u},${v - bend} ${u},${v}`, class: "lit", "marker-end": "url(#graph-arrow)" });
+    });
+    const layer = (name, ...drawn) => {
+      const box = svg("svg", { class: name, viewBox: `0 ${top} ${width} ${bottom - top}`, width, height: bottom - top, "aria-hidden": "true" }, ...drawn);
+      box.style.top = `${top}px`;
+      return box;
+    };
+    const arrow = svg("marker", { id: "graph-arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0,0L8,4L0,8Z" }));
+    // Open modules below, then the edges, then cards, so that edges pass behind these.
+    const [opened, closed] = [boxes.filter((box) => box.lines), boxes.filter((box) => !box.lines)];
+    canvas.replaceChildren(...opened.map(card), layer("edges", svg("defs", {}, arrow), ...paths), layer("edges over", ...lit), ...closed.map(card));
+    drawRows();
+    drawSight();
   }
 
-  async function open(item = null, layersOpen = null) {
-    if (!packed) return missing();
-    delete pane.dataset.ready;
-    pane.replaceChildren(htp.make("p", { className: "missing", textContent: "Opening the graph …" }));
-    await new Promise((then) => setTimeout(then, 30));
-    unpacked ??= Promise.all([inflate(packed), inflate(drawing).then(withLayers)]);
-    const [application, drawn] = await unpacked;
-    drawBar();
-    const dark = document.documentElement.dataset.theme === "dark";
-    frame = htp.make("iframe", { title: "Model Explorer" });
-    // The frame has this page's origin and policy: nothing is fetched, and only scripts from here run.
-    htp.frame = { files: application.files, answers: answers(drawn), search: address(drawn, layersOpen ?? chosenIn(drawn, item)), settings: application.settings, theme: dark ? "dark" : "light" };
-    const script = (text, type) => `<script type="${type}" src="${URL.createObjectURL(new Blob([text], { type: "text/javascript" }))}"></` + "script>";
-    const { prelude, polyfills, main, style } = application;
-    const css = `<link rel="stylesheet" href="${URL.createObjectURL(new Blob([style, PHONE], { type: "text/css" }))}">`;
-    frame.srcdoc = `<!doctype html><html lang="en"><head><meta charset="utf-8"><base href="/">${css}</head><body data-metheme="${htp.frame.theme}"><app-root></app-root>`
-      + `${script(prelude, "text/javascript")}${script(polyfills, "module")}${script(main, "module")}</body></html>`;
-    pane.replaceChildren(frame);
+  // --- the table
+
+  function drawHead() {
+    byId("graph-head").replaceChildren(...["module or node", ...columns.map((each) => each.title + (each.unit && each.unit !== "B" ? ` ${each.unit}` : "")), "output"]
+      .map((title, k, { length }) => htp.make("div", { role: "columnheader", "aria-colindex": k + 1, className: !k ? "name" : k < length - 1 ? "number" : "", textContent: title })));
+    table.setAttribute("aria-colcount", columns.length + 2);
+    table.style.setProperty("--layout", `minmax(200px, 2fr) ${"100px ".repeat(columns.length)} minmax(120px, 1fr)`);
+    table.style.setProperty("--least", `${320 + 100 * columns.length}px`);
   }
 
-  function missing() {
-    pane.replaceChildren(htp.make("div", { className: "missing" },
-      htp.make("h2", { textContent: "No graph in this page" }),
-      htp.make("p", { textContent: htp.data.missing_graph })));
+  function rowOf(box, index) {
+    const { item } = box;
+    const open = Boolean(box.lines);
+    const cells = [
+      htp.make("div", { className: "name", role: "gridcell" },
+        htp.make("span", { className: "guide", style: { width: `${box.depth * 12}px` } }),
+        htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: folds(item) ? "▶" : "" }),
+        item.kind === "node" ? htp.make("span", { className: "chip", textContent: item.op }) : null,
+        htp.make("span", { className: "label path", textContent: labelOf(item) }), apartButton(item)),
+      ...columns.map((each) => htp.make("div", { className: "number", role: "gridcell", textContent: text(item, each, each.unit === "ms"), title: htp.exact(valueOf(item, each), each.unit) })),
+      htp.make("div", { className: "class", role: "gridcell", textContent: outputOf(item), title: outputOf(item) }),
+    ];
+    const row = htp.make("div", { className: `row ${item.kind}${box === selectedBox() ? " selected" : ""}`, role: "row", id: `graph-row-${index}`, style: { top: `${index * ROW}px` } }, ...cells);
+    cells.forEach((cell, at) => cell.setAttribute("aria-colindex", at + 1));
+    row.setAttribute("aria-level", box.depth + 1);
+    row.setAttribute("aria-rowindex", index + 2);
+    row.setAttribute("aria-selected", box === selectedBox());
+    if (folds(item)) row.setAttribute("aria-expanded", open);
+    if (item.kind === "end") return row;
+    row.onclick = (event) => (event.target.classList.contains("arrow") && folds(item) ? toggle(item) : choose(box));
+    row.ondblclick = (event) => !event.target.classList.contains("arrow") && folds(item) && toggle(item);
+    return row;
   }
 
-  // What is selected in the graph is shown beside it.
-  window.addEventListener("message", async (event) => {
-    if (!frame || event.source !== frame.contentWindow || !unpacked) return;
-    if (event.data?.cmd === "model-explorer-ready") pane.dataset.ready = "yes";
-    if (event.data?.cmd !== "model-explorer-node-selected") return;
-    const { places } = (await unpacked)[1];
-    const at = (list) => list.findIndex((place) => place && place[0] === event.data.nodeId);
-    const [node, module] = [at(places.nodes), at(places.modules)];
-    if (node >= 0) htp.select(htp.nodes[node], "graph");
-    else if (module >= 0) htp.select(htp.modules[module], "graph");
+  function drawRows() {
+    if (!listed.checked) return;
+    const from = Math.max(0, Math.floor(table.scrollTop / ROW) - 6);
+    const to = Math.min(state.order.length, Math.ceil((table.scrollTop + table.clientHeight) / ROW) + 6);
+    rows.replaceChildren(...state.order.slice(from, to).map((box, k) => rowOf(box, from + k)));
+    const at = selectedBox()?.row ?? -1;
+    if (at >= from && at < to) table.setAttribute("aria-activedescendant", `graph-row-${at}`);
+    else table.removeAttribute("aria-activedescendant");
+  }
+
+  const { scrollTo } = htp.together(graph, table, {
+    tops: () => state.deepest, height: () => state.drawn?.root.height ?? 0, isOn: () => listed.checked, draw, drawRows,
   });
 
-  // Select in the graph what is selected beside it; its layers open.
-  async function point(item) {
-    const chosen = unpacked && chosenIn((await unpacked)[1], item);
-    if (chosen) frame?.contentWindow.postMessage({ cmd: "model-explorer-select-node-by-node-id", nodeId: chosen.id }, "*");
+  // Bring a box into sight in both, where it is not.
+  function reach(box) {
+    const [left, top] = [box.left + canvas.offsetLeft, box.top + canvas.offsetTop];
+    const room = graph.clientHeight - CARD.height;
+    if (top < graph.scrollTop || top > graph.scrollTop + room) scrollTo(graph, top - room / 2);
+    if (left < graph.scrollLeft || left + CARD.width > graph.scrollLeft + graph.clientWidth) graph.scrollLeft = left + CARD.width / 2 - graph.clientWidth / 2;
+    const y = box.row * ROW;
+    if (y < table.scrollTop || y + 2 * ROW > table.scrollTop + table.clientHeight) scrollTo(table, y - (table.clientHeight - 2 * ROW) / 2);
   }
 
-  const ownerOf = (node) => htp.byPath.get(node.owners[0]) ?? htp.root;
-  const inside = (module) => [...module.children.filter((child) => child.nodes), ...module.own];
-  function step(key) {
-    const item = htp.selected?.kind === "fold" ? htp.selected.members[0] : htp.selected ?? htp.root;
-    const above = item.kind === "node" ? ownerOf(item) : item.above;
-    const siblings = above ? inside(above) : [item];
-    const at = siblings.indexOf(item);
-    const next = { ArrowDown: () => (item.kind === "module" ? inside(item)[0] : null), ArrowUp: () => above, ArrowRight: () => siblings[at + 1], ArrowLeft: () => siblings[at - 1] }[key];
-    if (!next) return false;
-    const to = next();
-    if (to) {
-      htp.select(to, "graph");
-      point(to);
+  const [drawOverview, drawSight] = htp.overview(byId("graph-overview"), graph, { drawn: () => state.drawn, fill });
+
+  // --- what users do
+
+  function choose(box) {
+    if (!box || box.item.kind === "end") return;
+    htp.select(box.item, "graph");
+    say(box);
+    reach(box);
+    draw();
+  }
+  function say(box) {
+    const numbers = facts.map((each) => [each.title, text(box.item, each)]).filter(([, value]) => value).map((pair) => pair.join(" "));
+    byId("graph-said").textContent = [box.item.kind === "node" ? `${box.item.op} ${box.item.name}` : titleOf(box.item) || "the whole model", ...numbers].join(", ");
+  }
+  // An item keeps its height on the screen while what is above it changes.
+  function kept(item, change) {
+    const before = state.drawn?.boxOf.get(item);
+    const offset = before ? before.top - graph.scrollTop : 0;
+    change();
+    arrange();
+    const after = state.drawn.boxOf.get(item);
+    if (before && after) graph.scrollTop = after.top - offset;
+    draw();
+  }
+  function toggle(item, open = !state.open.has(item)) {
+    kept(item, () => (open ? state.open.add(item) : state.open.delete(item)));
+  }
+  // A node and those that are merged into it, or modules that are drawn as one.
+  function takeApart(item, apart = !state.apart.has(item)) {
+    const shown = item.kind === "fold" && htp.selected && (apart ? htp.selected === item : item.members.includes(htp.selected));
+    kept(item.members?.[0] ?? item, () => {
+      state.apart[apart ? "add" : "delete"](item);
+      if (item.kind === "node") regroup();
+      else state.found.get(item.members[0].above).drawn = null;
+    });
+    if (shown) choose(boxFor(item.members[0]));
+  }
+  const above = (item) => (item.kind === "node" ? htp.layers.home.get(item) : item.above);
+  function reveal(item, alone = true) {
+    if (!state.drawn) return;
+    for (let at = alone && item.kind === "module" ? item : above(item); at; at = at.above) {
+      if (at !== item) state.open.add(at).add(at.run?.fold ?? at);
+      if (!at.run || !alone) continue;
+      state.apart.add(at.run.fold);
+      state.found.get(at.above).drawn = null;
     }
-    return true;
+    arrange();
+    const box = boxFor(item);
+    if (box) reach(box);
+    draw();
   }
 
-  let shown = null;
-  htp.listeners.push((item) => (shown = item === htp.root ? null : item));
+  function onKey(event) {
+    const box = selectedBox();
+    const at = box?.row ?? -1;
+    const page = Math.max(1, Math.floor(table.clientHeight / ROW) - 2);
+    const go = (to, step) => {
+      let row = Math.max(0, Math.min(state.order.length - 1, to));
+      while (state.order[row]?.item.kind === "end") row += step;
+      choose(state.order[row]);
+    };
+    const keys = {
+      ArrowDown: () => go(at + 1, 1),
+      ArrowUp: () => go(at - 1, -1),
+      PageDown: () => go(at + page, -1),
+      PageUp: () => go(at - page, 1),
+      Home: () => go(0, 1),
+      End: () => go(state.order.length - 1, -1),
+      ArrowRight: () => (box && folds(box.item) && !box.lines ? toggle(box.item, true) : go(at + 1, 1)),
+      ArrowLeft: () => (box?.lines && box.around ? toggle(box.item, false) : choose(box?.around)),
+      Enter: () => box && folds(box.item) && toggle(box.item),
+      " ": () => box && folds(box.item) && toggle(box.item),
+      x: () => {
+        const fold = box && (box.item.kind === "fold" ? box.item : box.item.run?.fold);
+        if (fold) takeApart(fold);
+      },
+      m: () => {
+        const node = htp.selected?.kind === "node" ? state.base?.[htp.selected.id] : null;
+        if (node && state.whole.has(node)) takeApart(node);
+      },
+    };
+    if (!keys[event.key] || event.ctrlKey || event.metaKey || event.altKey || !state.drawn) return;
+    event.preventDefault();
+    keys[event.key]();
+  }
+  graph.addEventListener("keydown", onKey);
+  table.addEventListener("keydown", onKey);
+
+  merge.disabled = !trivial.includes(true);
+  merge.parentElement.title += merge.disabled ? "; there are none" : "";
+  merge.onchange = () => kept(selectedBox()?.item, () => ((state.apart = new Set([...state.apart].filter((item) => item.kind === "fold"))), regroup()));
+  listed.checked = false;
+  listed.onchange = () => {
+    table.hidden = !listed.checked;
+    draw();
+  };
+  table.hidden = !listed.checked;
+  colour.append(...htp.colours.options());
+  if (htp.time) colour.value = htp.time.key;
+  colour.onchange = arrange;
+  byId("graph-fold").onclick = () => kept(null, () => (state.open = new Set([htp.root])));
+  byId("graph-unfold").onclick = () => kept(null, () => (state.open = new Set([...htp.modules, ...htp.modules.map((module) => module.run?.fold)])));
+  drawHead();
+
+  // At first, what holds alike modules is open, and these are drawn once each; without any, as much as fits on a screen.
+  function first() {
+    regroup();
+    const holding = new Set();
+    for (const module of htp.modules) for (let at = module.run && module.above; at; at = at.above) holding.add(at);
+    let level = [htp.root];
+    let count = 1;
+    while (level.length) {
+      const inside = level.flatMap((module) => [...state.found.get(module).items]).filter((item) => !item.run || item.run.fold.members[0] === item);
+      count += inside.length;
+      if (count > AT_FIRST && level[0] !== htp.root) break;
+      level.forEach((module) => state.open.add(module));
+      level = inside.filter((item) => item.kind === "module" && !item.run && (!holding.size || holding.has(item)));
+    }
+    arrange();
+    graph.scrollLeft = (canvas.offsetWidth + 24 - graph.clientWidth) / 2;
+    show(htp.selected);
+  }
+  function show(item) {
+    if (!item || item === htp.root || item.kind === "loose") return;
+    reveal(item.kind === "fold" ? item.members[0] : item, item.kind !== "fold");
+  }
+  htp.listeners.push((item, by) => by !== "graph" && state.drawn && show(item));
+  new ResizeObserver(() => state.drawn && graph.clientHeight && (drawOverview(), draw())).observe(graph);
   htp.graph = {
-    available: Boolean(packed),
-    open: () => (pane.childElementCount ? shown && point(shown) : open(shown)),
-    // It has colours of its own, from when it was opened.
-    restyle() {
-      if (frame) pane.offsetParent ? open(shown) : pane.replaceChildren();
-    },
-    // What the frame asks: see frame.js.
-    key: step,
-    openAll(go) {
-      const count = htp.nodes.length;
-      if (count > LARGE) asked(count, go);
-      return count <= LARGE;
-    },
-    show(item) {
-      htp.tab("graph");
-      htp.select(item);
-      return open(item);
-    },
+    state,
+    open: () => (state.drawn ? (drawOverview(), draw()) : first()),
+    restyle: () => state.drawn && (drawOverview(), draw()),
   };
 })();

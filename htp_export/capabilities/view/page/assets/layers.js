@@ -91,6 +91,37 @@
     return found;
   }
 
+  // Whether a path leads out of some items of a level and back into them.
+  function leadsBack({ next }, items) {
+    const pending = [...items].flatMap((item) => [...(next.get(item) ?? [])]).filter((item) => !items.has(item));
+    const seen = new Set(pending);
+    while (pending.length) {
+      for (const reader of next.get(pending.pop()) ?? []) {
+        if (items.has(reader)) return true;
+        if (!seen.has(reader)) pending.push(reader);
+        seen.add(reader);
+      }
+    }
+    return false;
+  }
+
+  // A level with alike modules as one item each, but for those that are taken apart, and where the one would read itself.
+  function joined(level, apart) {
+    for (const fold of new Set([...level.items].map((item) => item.run?.fold).filter((fold) => fold && !apart.has(fold)))) {
+      const members = new Set(fold.members);
+      if (!fold.members.every((member) => level.items.has(member)) || leadsBack(level, members)) continue;
+      const one = (item) => (members.has(item) ? fold : item);
+      const [items, entries, exits] = [level.items, level.entries, level.exits].map((each) => new Set([...each].map(one)));
+      const next = new Map();
+      for (const [from, readers] of level.next) {
+        if (!next.has(one(from))) next.set(one(from), new Set());
+        for (const to of readers) if (one(to) !== one(from)) next.get(one(from)).add(one(to));
+      }
+      level = { items, next, entries, exits };
+    }
+    return level;
+  }
+
   // Items in an order in which producers come first, as far as there is one, and the line that each is drawn in.
   function ranked({ items, next, entries }) {
     const before = new Map([...items].map((item) => [item, []]));
@@ -169,16 +200,20 @@
     return { direct, starts, ends, trunks: [...trunks.values()], lanes: ending.length };
   }
 
-  // A module or node with its size; an open module with what stands in it, and where.
-  function boxOf(item, found, open) {
-    if (item.kind !== "module" || !open.has(item)) return { item, ...CARD };
-    const level = found.get(item);
-    level.lines ??= ranked(level);
-    level.edges ??= edgesOf(level);
-    const { edges } = level;
+  // A module or node with its size; an open module with what stands in it, and where. Of several modules that are drawn as
+  // one, that is what stands in the first.
+  function boxOf(item, found, open, apart) {
+    if (!open.has(item)) return { item, ...CARD };
+    const whole = found.get(item.members?.[0] ?? item);
+    if (!whole.drawn) {
+      whole.drawn = joined(whole, apart);
+      whole.lines = ranked(whole.drawn);
+      whole.edges = edgesOf({ ...whole.drawn, lines: whole.lines });
+    }
+    const { edges } = whole;
     const { lanes } = edges;
-    const lines = level.lines.map((line) => {
-      const boxes = line.map((each) => boxOf(each, found, open));
+    const lines = whole.lines.map((line) => {
+      const boxes = line.map((each) => boxOf(each, found, open, apart));
       const width = boxes.reduce((sum, box) => sum + box.width + GAP.x, -GAP.x);
       return { boxes, width, height: Math.max(...boxes.map((box) => box.height)) };
     });
@@ -198,8 +233,8 @@
   }
 
   // All boxes, each after the one around it, with their places in the whole drawing.
-  function laidOut(found, open) {
-    const root = boxOf(htp.root, found, open);
+  function laidOut(found, open, apart) {
+    const root = boxOf(htp.root, found, open, apart);
     const boxes = [];
     const pending = [[root, 0, 0, 0, null]];
     while (pending.length) {
@@ -208,7 +243,7 @@
       boxes.push(box);
       for (const child of (box.lines ?? []).flatMap((line) => line.boxes).reverse()) pending.push([child, left + child.x, top + child.y, depth + 1, box]);
     }
-    return { root, boxes, boxOf: new Map(boxes.map((box) => [box.item, box])) };
+    return { root, boxes, boxOf: new Map(boxes.flatMap((box) => [box.item, ...(box.item.members ?? [])].map((item) => [item, box]))) };
   }
 
   // The edges of an open module between two heights, as paths, and the first and last of its lines that are in sight.

@@ -15,35 +15,36 @@
   choice.onchange = () => {
     const state = new URLSearchParams(location.hash.slice(1));
     for (const key of ["node", "modules", "search"]) state.delete(key);
-    state.set("graph", choice.value);
+    state.set("part", choice.value);
     location.hash = state;
   };
   byId("note").textContent = htp.graphs[htp.shown].note;
   byId("note").hidden = !byId("note").textContent;
   const inside = data.count - htp.modules.length;
   const facts = [htp.simple(htp.root.class), count(htp.nodes.length, "node"), count(htp.modules.length, "module"),
-    `${htp.compact(htp.root.parameters)} parameters`, htp.compact(htp.root.bytes, "B"), ...data.facts].filter(Boolean);
+    `${htp.compact(htp.root.parameters)} parameters`, htp.compact(htp.root.bytes, "B"), htp.time && `${htp.withUnit(htp.time.of(htp.root), htp.time)} a run`, data.tags.headline].filter(Boolean);
   byId("facts").append(...facts.flatMap((fact, k) => [k ? " · " : "", htp.make("span", { textContent: fact })]));
   if (inside) byId("facts").children[facts.indexOf(count(htp.modules.length, "module"))].title = `and ${count(inside, "container")}, whose names stand before those of the modules in them`;
+  byId("origin").textContent = data.facts.join(" · ");
   const end = (word) => ([name, type]) => htp.make("span", {}, `${word} `, htp.make("span", { className: "path", textContent: name }), ` ${type}`);
   const ends = [...data.inputs.map(end("in")), ...data.outputs.map(end("out"))];
   const more = ends.splice(ends.length > ENDS ? ENDS - 1 : ENDS);
   byId("ends").append(...ends);
   if (more.length) byId("ends").append(htp.make("details", {}, htp.make("summary", { textContent: `and ${more.length} more inputs and outputs` }), ...more));
 
-  byId("trust").append(
-    tagsLine(htp.make, "", data.tags),
+  byId("trust").append(tagsLine(htp.make, "", data.tags));
+  byId("advice").append(
     ...data.advice.map((text) => htp.make("div", { className: "advice", textContent: text })),
     ...data.failures.map((text) => htp.make("div", { className: "advice failure", textContent: text })));
   const KEYS = {
-    modules: "↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches",
+    modules: "A click on a head sorts · ↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches",
     map: "← → beside · ↓ into a module · ↑ out of it · Enter or a double click makes it the whole map · Escape comes back · / searches",
-    flow: "↑ ↓ through modules and nodes · → opens a module · ← closes it · m merges trivial nodes or shows them · Tab to the table and the overview · / searches",
+    graph: "↑ ↓ through modules and nodes · → opens a module · ← closes it · x shows each of several that are drawn as one · m merges trivial nodes or shows them · Tab to the table and the overview · / searches",
     front: "A click on a point, or Enter on a line, shows its plan",
-    graph: "Tab or click into the graph, then ← → beside · ↓ into a module · ↑ out of it · space fits the graph into the window",
+    explorer: "Tab or click into the graph, then ← → beside · ↓ into a module · ↑ out of it · space fits the graph into the window",
   };
 
-  const TABS = ["modules", "map", "flow", ...(htp.front.available ? ["front"] : []), "graph"];
+  const TABS = ["modules", "map", "graph", ...(htp.front.available ? ["front"] : []), "explorer"];
   const phone = matchMedia("(max-width: 700px)");
   let tab = "modules";
   htp.tab = function (name) {
@@ -53,21 +54,29 @@
       byId(`tab-${each}`).setAttribute("aria-selected", each === name);
       byId(`pane-${each}`).hidden = each !== name;
     }
-    byId("detail").hidden = name === "front" || (name === "graph" && !phone.matches); // these have panels of their own, the graph where there is room for it
-    if (name === "graph") htp.graph.open();
+    byId("side").hidden = name === "front" || (name === "explorer" && !phone.matches); // these have panels of their own, Model Explorer where there is room for it
+    if (name === "explorer") htp.explorer.open();
     if (name === "modules") htp.table.open();
     if (name === "map") htp.map.draw();
-    if (name === "flow") htp.flow.open();
+    if (name === "graph") htp.graph.open();
     remember();
   };
   phone.addEventListener("change", () => htp.tab(tab));
+  // What is selected is described beside the panes; on a phone, in a line that opens.
+  function fold(folded) {
+    byId("side").classList.toggle("folded", folded);
+    byId("side-fold").setAttribute("aria-expanded", !folded);
+  }
+  byId("side-fold").onclick = () => fold(!byId("side").classList.contains("folded"));
+  fold(phone.matches);
+  htp.listeners.push((item) => (byId("side-fold").firstChild.textContent = item?.kind === "fold" ? item.label : item ? htp.title(item) : ""));
   TABS.forEach((name) => (byId(`tab-${name}`).onclick = () => htp.tab(name)));
 
   const theme = (name) => {
     document.documentElement.dataset.theme = name;
     htp.map.draw();
-    htp.flow.restyle();
     htp.graph.restyle();
+    htp.explorer.restyle();
   };
   theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   byId("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
@@ -98,7 +107,7 @@
     if (!begun) return;
     const state = new URLSearchParams();
     const item = htp.selected;
-    if (htp.shown) state.set("graph", htp.shown);
+    if (htp.shown) state.set("part", htp.shown);
     if (tab !== "modules") state.set("tab", tab);
     if (item?.kind === "node") state.set("node", nameOf.get(item));
     else if (item?.kind === "fold") state.set("modules", item.path);

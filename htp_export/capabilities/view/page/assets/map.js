@@ -161,7 +161,6 @@
     const style = getComputedStyle(document.documentElement);
     const [text, ground, accent] = ["--text", "--ground", "--accent"].map((name) => style.getPropertyValue(name));
     pen.scale(devicePixelRatio, devicePixelRatio);
-    pen.font = "12px system-ui, sans-serif";
     pen.textBaseline = "middle";
     const most = byKind() ? 0 : mostDrawn();
     drawLegend(most);
@@ -193,12 +192,11 @@
     pen.fillStyle = colourOfText;
     const middle = y + (shape.value === "flame" ? height : Math.min(height, TITLE)) / 2;
     const label = labelOf(module);
+    pen.font = "600 12px system-ui, sans-serif";
     pen.fillText(label, x + 5, middle);
-    const room = width - 12 - pen.measureText(label).width;
-    if (room > pen.measureText(value).width + 8) {
-      pen.globalAlpha = 0.62;
-      pen.fillText(value, x + 5 + pen.measureText(label).width + 8, middle);
-    }
+    const end = pen.measureText(label).width + 8;
+    pen.font = "12px system-ui, sans-serif";
+    if (width - 12 - end > pen.measureText(value).width) pen.fillText(value, x + 5 + end, middle);
     pen.restore();
   }
 

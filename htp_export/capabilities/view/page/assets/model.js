@@ -6,7 +6,7 @@ const htp = (window.htp = {}); // a property, so that the frame of the graph see
 // A page has one graph or several; the address says which one is shown, so that the others need not be read.
 htp.graphs = JSON.parse(document.getElementById("graphs").textContent);
 htp.asked = () => {
-  const asked = new URLSearchParams(location.hash.slice(1)).get("graph");
+  const asked = new URLSearchParams(location.hash.slice(1)).get("part");
   return Object.hasOwn(htp.graphs, asked) ? Number(asked) : 0;
 };
 htp.shown = htp.asked();
@@ -144,6 +144,14 @@ htp.word = function (item, column) {
   const modules = item.kind === "fold" ? item.members : item.kind === "node" ? item.owners.map((path) => htp.byPath.get(path)) : [item];
   const said = new Set(modules.map((module) => (module?.kind === "module" && column.words[module.id]) || ""));
   return said.size === 1 ? [...said][0] : [...said].filter(Boolean).join(", ");
+};
+
+// Times have shares of the whole.
+htp.time = htp.columns.find((column) => column.unit === "ms" && column.main && column.of(htp.root) > 0);
+htp.part = (value, column) => (column === htp.time && Number.isFinite(value) ? value / column.of(htp.root) : null);
+htp.share = function (value, column) {
+  const percent = 100 * htp.part(value, column);
+  return percent ? `${percent < 0.1 ? "<0.1" : percent < 9.95 ? percent.toFixed(1) : percent.toFixed(0)} %` : "";
 };
 
 // What tells alike modules apart: of their paths, the part that differs, with the name before a number.

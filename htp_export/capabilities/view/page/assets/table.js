@@ -2,15 +2,16 @@
 // The tree as a table. Only the rows in sight are in the page, so that its length does not matter.
 (function () {
   const ROW = 28;
+  const MOST_COPIED = 200; // modules in a selector that a search makes
   const table = document.getElementById("table");
   const head = document.getElementById("head");
   const body = document.getElementById("rows");
   const search = document.getElementById("search");
-  const state = { open: new Set(), apart: new Set(), repeats: htp.data.repeats.length > 0, sort: null, descending: true, flat: false, query: null, hits: 0, rows: [] };
+  const state = { open: new Set(), apart: new Set(), repeats: htp.data.repeats.length > 0, sort: htp.time ?? null, descending: true, flat: false, query: null, hits: 0, rows: [] };
   // Where there is little room, classes are said of what is selected alone; names stay in sight while numbers are scrolled.
   const room = () => (table.clientWidth >= 720 ? "wide" : table.clientWidth >= 480 ? "narrow" : "phone");
   const WIDE = Math.min(240, Math.max(110, 22 + 7.4 * Math.max(...htp.modules.map((module) => htp.simple(module.class).length))));
-  const WIDTHS = { wide: { name: 264, class: WIDE, number: 100, fate: 110 }, narrow: { name: 196, class: 0, number: 92, fate: 98 }, phone: { name: 168, class: 0, number: 86, fate: 92 } };
+  const WIDTHS = { wide: { name: 264, class: WIDE, number: 106, fate: 110 }, narrow: { name: 196, class: 0, number: 92, fate: 98 }, phone: { name: 166, class: 0, number: 86, fate: 92 } };
   let drawnFor = room();
   const hasClass = () => drawnFor === "wide";
   const nothing = document.getElementById("nothing");
@@ -72,32 +73,26 @@
     draw(true);
   }
 
-  // Search: words that must all be in the path, class or operator; class:, op:, fate: and reason: look there alone.
+  // What the search field means, with what is above it and, to be unfolded, what is below.
   function parse(text) {
-    const terms = text.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
-      const [, field, value] = word.match(/^(class|op|fate|reason):(.*)$/) || [null, "", word];
-      return { field, value };
-    });
-    if (!terms.length) return null;
-    const says = {
-      module: { "": (m) => `${m.path}\n${m.class}`, class: (m) => m.class, op: () => "", fate: (m) => m.fate, reason: () => "" },
-      node: { "": (n) => `${n.name}\n${n.op}`, class: () => "", op: (n) => n.op, fate: () => "", reason: (n) => n.reason },
-    };
-    const matches = (item) => terms.every(({ field, value }) => says[item.kind][field](item).toLowerCase().includes(value));
-    const query = { hits: new Set(), seen: new Set(), open: new Set(), words: terms.map((term) => term.value) };
+    let found;
+    try {
+      found = htp.search(text);
+    } catch (error) {
+      found = { hits: new Set(), words: [], problem: error.message };
+    }
+    if (!found) return null;
+    const query = { ...found, seen: new Set([htp.root]), open: new Set() };
     function look(item) {
       let inside = false;
       for (const child of item.kind === "module" ? [...item.children, ...item.own] : []) inside = look(child) || inside;
-      const hit = matches(item);
-      if (hit) query.hits.add(item);
       if (inside) query.open.add(item);
-      if (hit || inside) query.seen.add(item);
-      return hit || inside;
+      if (inside || query.hits.has(item)) query.seen.add(item);
+      return query.seen.has(item);
     }
     look(htp.root);
-    // What lies below a hit can be unfolded, too.
-    for (const hit of [...query.hits]) if (hit.kind === "module") walk(hit, (item) => query.seen.add(item));
-    query.seen.add(htp.root);
+    for (const hit of query.hits) if (hit.kind === "module") walk(hit, (item) => query.seen.add(item));
+    for (const node of OTHER.own) if (query.hits.has(node)) [node, OTHER].forEach((item) => query.seen.add(item) && query.open.add(OTHER));
     return query;
   }
 
@@ -139,19 +134,28 @@
       { title: "fate", text: (m) => m.fate },
     ];
     const wide = WIDTHS[drawnFor];
-    const inner = `${wide.class ? `minmax(${wide.class}px, 1fr) ` : ""}${columns().map(() => `${wide.number}px `).join("")}`;
+    const widths = columns().map((column) => wide.number + (column === htp.time ? 50 : 0));
+    const inner = `${wide.class ? `minmax(${wide.class}px, 1fr) ` : ""}${widths.map((width) => `${width}px `).join("")}`;
     const layout = `minmax(${wide.name}px, 2.6fr) ${inner}${wide.fate}px`;
     document.documentElement.style.setProperty("--layout", layout);
     // Every row is a grid of its own: all have the same width, whatever stands in them.
-    document.documentElement.style.setProperty("--least", `${wide.name + wide.class + columns().length * wide.number + wide.fate}px`);
+    document.documentElement.style.setProperty("--least", `${wide.name + wide.class + widths.reduce((sum, width) => sum + width, 0) + wide.fate}px`);
     head.setAttribute("aria-rowindex", 1);
     head.replaceChildren(...cells.map((cell, at) => {
       const sorted = state.sort?.title === cell.title;
       const arrow = sorted ? (state.descending ? " ↓" : " ↑") : "";
-      const unit = cell.unit && cell.unit !== "B" ? ` ${cell.unit}` : "";
-      const element = htp.make("div", { role: "columnheader", "aria-colindex": at + 1, className: cell.of ? "number" : at ? "" : "name", textContent: cell.title + unit + arrow });
+      const unit = `${cell.unit && cell.unit !== "B" ? ` ${cell.unit}` : ""}${cell === htp.time ? ", %" : ""}`;
+      const element = htp.make("div", { role: "columnheader", "aria-colindex": at + 1, className: cell.of ? "number" : at ? "" : "name", textContent: cell.title + unit + arrow, title: "A click sorts, a second one the other way, a third one as in the model" });
       element.setAttribute("aria-sort", sorted ? (state.descending ? "descending" : "ascending") : "none");
+      element.tabIndex = 0;
       element.onclick = () => sortBy(cell);
+      element.onkeydown = (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        event.stopPropagation();
+        sortBy(cell);
+        head.children[at].focus();
+      };
       return element;
     }));
   }
@@ -171,7 +175,7 @@
       ? [htp.make("span", { className: "chip" }, ...marked(item.op)), htp.make("span", { className: "label path" }, ...marked(item.name))]
       : [htp.make("span", { className: "label path" }, ...marked(state.flat ? item.path || "(root)" : item.label))];
     const name = htp.make("div", { className: "name", role: "gridcell", title: item.kind === "fold" ? item.label : item.path || item.name || "" },
-      htp.make("span", { className: "guide", style: { width: `${depth * 16}px` } }),
+      htp.make("span", { className: "guide", style: { width: `${depth * (drawnFor === "phone" ? 10 : 16)}px` } }),
       htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: folds ? "▶" : "" }),
       ...label, item.kind === "fold" && item.sets.length > 1 ? times(item) : null);
     const cells = [name];
@@ -231,9 +235,10 @@
     const bad = /^differs/.test(words) || Number.isNaN(value);
     if (column.most && Number.isFinite(value) && value !== 0) {
       const width = `${Math.max(1.5, 88 * Math.min(1, Math.abs(value) / column.most))}%`;
-      cell.append(htp.make("i", { className: `fill${bad ? " bad" : ""}`, style: { width } }));
+      cell.append(htp.make("i", { className: `fill${bad ? " bad" : ""}`, style: { width, background: column === htp.time ? htp.colours.heated(Math.sqrt(htp.part(value, column))) : "" } }));
     }
     cell.append(htp.make("span", { className: value === 0 ? "empty" : "", textContent: (parted ? "≈ " : "") + htp.compact(value, column.unit) }));
+    if (column === htp.time) cell.append(" ", htp.make("span", { className: "share", textContent: htp.share(value, column) }));
     return cell;
   }
 
@@ -358,8 +363,11 @@
   function look() {
     state.query = parse(search.value);
     const hits = state.query?.hits.size ?? 0;
-    document.getElementById("hits").textContent = state.query ? `${hits.toLocaleString("en")} found` : "";
+    const found = [...(state.query?.hits ?? [])].filter((item) => item.kind === "module").slice(0, MOST_COPIED + 1);
+    document.getElementById("hits").replaceChildren(state.query ? `${hits.toLocaleString("en")} found ` : "",
+      ...(found.length && found.length <= MOST_COPIED ? [htp.copier(htp.selector(found), "Copy selector")] : []));
     document.getElementById("sought").textContent = search.value.trim();
+    document.getElementById("problem").textContent = state.query?.problem ? `It cannot be read: ${state.query.problem}. ` : "";
     table.scrollTop = 0;
     arrange();
   }

@@ -1,4 +1,4 @@
-"""The flow of a page: the graph by module, its table and overview, and trivial nodes that are merged."""
+"""The graph of a page, by module: its table and overview, and trivial nodes that are merged."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ COSTS = ("flops", "activation_bytes")
 PART = "(it) => [it.scrollTop / it.scrollHeight, it.clientHeight / it.scrollHeight]"
 IN_SIGHT = """
 (() => {
-  const [pane, table] = ['flow-graph', 'flow-table'].map((id) => document.getElementById(id));
-  const rows = (it, place, height) => htp.flow.state.order
+  const [pane, table] = ['graph-drawing', 'graph-table'].map((id) => document.getElementById(id));
+  const rows = (it, place, height) => htp.graph.state.order
     .filter((box) => place(box) > it.scrollTop - height && place(box) < it.scrollTop + it.clientHeight)
     .map((box) => box.row);
   return [rows(table, (box) => 28 * box.row, 28), rows(pane, (box) => box.top, 44)];
 })()
 """
 NUMBERS = """
-[...document.querySelectorAll('#flow-canvas .card')].map((card) => {
+[...document.querySelectorAll('#graph-canvas .card')].map((card) => {
   const numbers = [...card.querySelectorAll(':scope > .face .numbers span')];
   return [card.title, Object.fromEntries(numbers.map((it) => [it.dataset.key, it.textContent + '|' + it.title]))];
 })
@@ -51,7 +51,7 @@ OTHER_NODE = """
 """
 COLOURS_OF_OVERVIEW = """
 (() => {
-  const paper = document.querySelector('#flow-overview canvas');
+  const paper = document.querySelector('#graph-overview canvas');
   const { data } = paper.getContext('2d').getImageData(0, 0, paper.width, paper.height);
   return new Set(new Uint32Array(data.buffer)).size;
 })()
@@ -85,8 +85,8 @@ class Net(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, htp_export.Cost, Any]:
-    folder = tmp_path_factory.mktemp("flow")
+def net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, htp_export.results.Cost, Any]:
+    folder = tmp_path_factory.mktemp("graph")
     torch.manual_seed(0)
     htp_export.export(Net().eval(), (torch.randn(2, 6, 8),), folder / "net.onnx", verbose=False)
     times = {"modules": {"": {"total_ms": 9.0}, "layer.1": {"total_ms": 6.0}, "layer.0": {"total_ms": 3.0}}}
@@ -94,12 +94,12 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, htp_export.Cost
     return folder / "net.html", htp_export.cost(folder / "net.onnx"), load(folder / "net.onnx")
 
 
-def flow(page: Page, file: Path, size: tuple[int, int] = (1400, 850), table: bool = True) -> None:
+def open_graph(page: Page, file: Path, size: tuple[int, int] = (1400, 850), table: bool = True) -> None:
     page.size(*size)
     start(page, file)
-    page.run("document.getElementById('tab-flow').click()")
-    if table != page.run("document.getElementById('flow-list').checked"):
-        page.run("document.getElementById('flow-list').click()")
+    page.run("document.getElementById('tab-graph').click()")
+    if table != page.run("document.getElementById('graph-list').checked"):
+        page.run("document.getElementById('graph-list').click()")
 
 
 def box(page: Page, element: str) -> list[float]:
@@ -115,7 +115,7 @@ def click(page: Page, element: str) -> None:
 
 def choose_colour(page: Page, number: int) -> None:
     page.run(
-        f"it = document.getElementById('flow-colour'), it.selectedIndex = ({number} + it.length) % it.length, "
+        f"it = document.getElementById('graph-colour'), it.selectedIndex = ({number} + it.length) % it.length, "
         "it.dispatchEvent(new Event('change'))"
     )
 
@@ -133,15 +133,15 @@ def scroll(page: Page, element: str, top: str) -> None:
 
 def order(page: Page) -> list[str]:
     """Paths of modules, names of nodes and of inputs and outputs, as they are drawn."""
-    return list(page.run("htp.flow.state.order.map(({ item }) => item.path ?? item.name)"))
+    return list(page.run("htp.graph.state.order.map(({ item }) => item.path ?? item.name)"))
 
 
 def cards(page: Page) -> dict[str, dict[str, str]]:
     """Everything that is drawn: path or name → key of a number → what is written, and its exact value."""
     found: dict[str, dict[str, str]] = {}
-    height = page.run("document.getElementById('flow-canvas').offsetHeight")
+    height = page.run("document.getElementById('graph-canvas').offsetHeight")
     for top in range(0, height + 400, 400):
-        scroll(page, "flow-graph", str(top))
+        scroll(page, "graph-drawing", str(top))
         found |= dict(page.run(NUMBERS))
     return found
 
@@ -154,8 +154,8 @@ def exact(numbers: dict[str, str], key: str) -> int:
 @pytest.mark.parametrize("size", SIZES)
 def test_numbers_on_modules_and_nodes_are_those_of_cost(page, net, size):
     file, costs, tagged = net
-    flow(page, file, size)
-    press_switch(page, "flow-unfold")
+    open_graph(page, file, size)
+    press_switch(page, "graph-unfold")
     found = cards(page)
     modules = [path for path, module in costs.modules.items() if path and module.nodes and module.calls]
     assert len(modules) == 11
@@ -175,12 +175,12 @@ def test_numbers_on_modules_and_nodes_are_those_of_cost(page, net, size):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_table_has_the_numbers_of_the_graph(page, net, size):
     file, costs, _ = net
-    flow(page, file, size)
-    press_switch(page, "flow-fold")
-    heads = page.run("[...document.querySelectorAll('#flow-head > div')].map((cell) => cell.textContent)")
-    assert heads == ["module or node", "parameters", "FLOPs", "activations", "time ms", "output"]
+    open_graph(page, file, size)
+    press_switch(page, "graph-fold")
+    heads = page.run("[...document.querySelectorAll('#graph-head > div')].map((cell) => cell.textContent)")
+    assert heads == ["module or node", "time ms", "parameters", "FLOPs", "activations", "output"]
     rows = page.run(
-        "[...document.querySelectorAll('#flow-rows .row')].map((row) => [...row.children].slice(0, 5)"
+        "[...document.querySelectorAll('#graph-rows .row')].map((row) => [...row.children].slice(0, 5)"
         ".map((cell) => cell.title || cell.querySelector?.('.label')?.textContent || ''))"
     )
     drawn = {name: numbers for name, *numbers in rows}
@@ -188,24 +188,24 @@ def test_the_table_has_the_numbers_of_the_graph(page, net, size):
     for label, path in {"(root)": "", "layer.0": "layer.0", "head": "head"}.items():
         module = costs.modules[path]
         numbers = [f"{module.parameters:,}", f"{module.flops:,}", f"{module.activation_bytes:,} B"]
-        assert drawn[label][:3] == numbers
-    assert [drawn[label][3] for label in ("(root)", "layer.0", "head")] == ["9 ms", "3 ms", ""]
+        assert drawn[label][1:] == numbers
+    assert [drawn[label][0] for label in ("(root)", "layer.0", "head")] == ["9 ms", "3 ms", ""]
     assert page.said == []
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_trivial_nodes_are_merged_into_a_neighbour_of_their_module_and_shown_again(page, net, size):
     file, costs, tagged = net
-    flow(page, file, size)
-    press_switch(page, "flow-unfold")
+    open_graph(page, file, size)
+    press_switch(page, "graph-unfold")
     before = order(page)
-    press_switch(page, "flow-merge")
+    press_switch(page, "graph-merge")
     trivial = [node.name for node in costs.nodes if node.op_type in ("Reshape", "Transpose")]
     assert len(trivial) == 16  # three reshapes and transposes in, one each out, and one of the keys, in two layers
-    assert page.run("document.getElementById('flow-merged').textContent") == f"{len(trivial)} merged"
+    assert page.run("document.getElementById('graph-merged').textContent") == f"{len(trivial)} merged"
     assert sorted(set(before) - set(order(page))) == sorted(trivial)
     owner = {node.name: node.metadata_props["htp.module"] for node in tagged.nodes}
-    groups = page.run("[...htp.flow.state.groups.values()].map((group) => group.map((node) => node.name))")
+    groups = page.run("[...htp.graph.state.groups.values()].map((group) => group.map((node) => node.name))")
     assert all(len({owner[name] for name in group}) == 1 for group in groups)
     by_name = {node.name: node for node in costs.nodes}
     found = cards(page)
@@ -214,19 +214,19 @@ def test_trivial_nodes_are_merged_into_a_neighbour_of_their_module_and_shown_aga
         assert {key: exact(found[head], key) for key in COSTS} == summed
     head, *others = groups[0]
     page.run(f"htp.select(htp.nodes.find((node) => node.name === {json.dumps(head)}))")
-    button = "document.querySelector('#flow-canvas .card.selected .times')"
+    button = "document.querySelector('#graph-canvas .card.selected .times')"
     assert page.run(f"{button}.textContent") == f"+{len(others)}"
     assert "Transpose" in page.run(f"{button}.title")
     click(page, button)
     assert set(order(page)) == set(before) - set(trivial) | set(others)
     assert page.run(f"{button}.textContent") == f"−{len(others)}"  # noqa: RUF001 - "minus"
-    page.run("document.getElementById('flow-graph').focus()")
+    page.run("document.getElementById('graph-drawing').focus()")
     page.press("m")
     assert set(order(page)) == set(before) - set(trivial)
     # What is merged is found where it is drawn.
     page.run(f"htp.select(htp.nodes.find((node) => node.name === {json.dumps(others[0])}))")
-    assert page.run("document.querySelector('#flow-canvas .card.selected').title") == head
-    press_switch(page, "flow-merge")
+    assert page.run("document.querySelector('#graph-canvas .card.selected').title") == head
+    press_switch(page, "graph-merge")
     assert order(page) == before
     assert page.said == []
 
@@ -236,9 +236,9 @@ def test_a_page_without_costs_of_its_nodes_merges_nothing(page, tmp_path):
     htp_export.view(
         handmade.model([x], [handmade.tagged_node("Identity", [x], "", "y")], [], []), tmp_path / "bare.html"
     )
-    flow(page, tmp_path / "bare.html")
-    assert page.run("document.getElementById('flow-merge').disabled")
-    assert page.run("document.querySelectorAll('#flow-canvas .card').length") == 4  # root, input, node, output
+    open_graph(page, tmp_path / "bare.html")
+    assert page.run("document.getElementById('graph-merge').disabled")
+    assert page.run("document.querySelectorAll('#graph-canvas .card').length") == 4  # root, input, node, output
     assert page.said == []
 
 
@@ -260,8 +260,8 @@ def tangle(seed: int) -> ir.Model:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_merging_leaves_a_graph_without_cycles_whose_nodes_are_connected(page, tmp_path, seed):
     model = tangle(seed)
-    htp_export.view(model, tmp_path / "tangle.html", graph=False)
-    flow(page, tmp_path / "tangle.html")
+    htp_export.view(model, tmp_path / "tangle.html", explorer=False)
+    open_graph(page, tmp_path / "tangle.html")
     head = page.run("htp.layers.merged().map((node) => node.id)")
     nodes = list(model.graph)
     place = {node: k for k, node in enumerate(nodes)}
@@ -292,9 +292,9 @@ def test_merging_leaves_a_graph_without_cycles_whose_nodes_are_connected(page, t
 
 def test_edges_of_each_module_are_those_of_what_it_holds(page, net):
     file, _, tagged = net
-    flow(page, file)
+    open_graph(page, file)
     drawn = page.run(
-        "Object.fromEntries([...htp.flow.state.found].map(([module, { next }]) => [module.path, [...next].flatMap("
+        "Object.fromEntries([...htp.graph.state.found].map(([module, { next }]) => [module.path, [...next].flatMap("
         "([from, readers]) => [...readers].map((to) => [from.path ?? from.name, to.path ?? to.name]))]))"
     )
     names = {node: node.name for node in tagged.nodes}
@@ -322,13 +322,13 @@ def test_edges_of_each_module_are_those_of_what_it_holds(page, net):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_table_follows_the_graph_and_the_graph_the_table(page, net, size):
     file, _, _ = net
-    flow(page, file, size)
-    press_switch(page, "flow-unfold")
+    open_graph(page, file, size)
+    press_switch(page, "graph-unfold")
     tops = (
-        "['flow-graph', 'flow-table'].map((id) => document.getElementById(id))"
+        "['graph-drawing', 'graph-table'].map((id) => document.getElementById(id))"
         ".map((it) => it.scrollTop / (it.scrollHeight - it.clientHeight))"
     )
-    for mover in ("flow-graph", "flow-table"):
+    for mover in ("graph-drawing", "graph-table"):
         scroll(page, mover, "1e9")
         assert page.run(tops) == pytest.approx([1, 1], abs=0.01)
         for part in (0.25, 0.5, 0.75):
@@ -347,22 +347,22 @@ def test_the_table_follows_the_graph_and_the_graph_the_table(page, net, size):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_overview_follows_the_scroll_position_and_moves_it(page, net, size):
     file, _, _ = net
-    flow(page, file, size, table=False)
-    press_switch(page, "flow-unfold")
+    open_graph(page, file, size, table=False)
+    press_switch(page, "graph-unfold")
     sight = (
         "(([outer, inner]) => [(inner.top - outer.top) / outer.height, inner.height / outer.height])"
-        "(['flow-overview', 'flow-sight'].map((id) => document.getElementById(id).getBoundingClientRect()))"
+        "(['graph-overview', 'graph-sight'].map((id) => document.getElementById(id).getBoundingClientRect()))"
     )
-    seen = f"({PART})(document.getElementById('flow-graph'))"
+    seen = f"({PART})(document.getElementById('graph-drawing'))"
     for part in (0, 0.3, 1):
-        scroll(page, "flow-graph", f"{part} * (it.scrollHeight - it.clientHeight)")
+        scroll(page, "graph-drawing", f"{part} * (it.scrollHeight - it.clientHeight)")
         assert page.run(sight) == pytest.approx(page.run(seen), abs=0.03)
-        assert page.run("document.getElementById('flow-overview').ariaValueNow") == str(round(100 * part))
-    click(page, "document.getElementById('flow-overview')")
-    scroll(page, "flow-graph", "it.scrollTop")
+        assert page.run("document.getElementById('graph-overview').ariaValueNow") == str(round(100 * part))
+    click(page, "document.getElementById('graph-overview')")
+    scroll(page, "graph-drawing", "it.scrollTop")
     top, height = page.run(seen)
     assert top + height / 2 == pytest.approx(0.5, abs=0.03)
-    page.run("document.getElementById('flow-overview').focus()")
+    page.run("document.getElementById('graph-overview').focus()")
     page.press("Home")
     assert page.run(seen)[0] == 0
     assert page.run(COLOURS_OF_OVERVIEW) > 5
@@ -372,20 +372,20 @@ def test_the_overview_follows_the_scroll_position_and_moves_it(page, net, size):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_click_on_a_card_or_a_row_selects_it_everywhere(page, net, size):
     file, _, _ = net
-    flow(page, file, size)
-    press_switch(page, "flow-unfold")
-    scroll(page, "flow-graph", "0")
+    open_graph(page, file, size)
+    press_switch(page, "graph-unfold")
+    scroll(page, "graph-drawing", "0")
     page.run("htp.select(htp.byPath.get('layer.1.out'))")
-    assert page.run("document.querySelector('#flow-canvas .card.selected').title") == "layer.1.out"
-    assert page.run("document.querySelector('#flow-rows .row.selected .label').textContent") == "out"
-    assert page.run("document.querySelectorAll('#flow-canvas .lit').length") == 2  # from the reshape, and to the sum
-    for pane in ("flow-graph", "flow-table"):
+    assert page.run("document.querySelector('#graph-canvas .card.selected').title") == "layer.1.out"
+    assert page.run("document.querySelector('#graph-rows .row.selected .label').textContent") == "out"
+    assert page.run("document.querySelectorAll('#graph-canvas .lit').length") == 2  # from the reshape, and to the sum
+    for pane in ("graph-drawing", "graph-table"):
         before = page.run("htp.selected.name ?? ''")
         click(page, OTHER_NODE.replace("PANE", pane))
         node = page.run("htp.selected.name")
         assert node != before
-        assert page.run("document.querySelector('#flow-rows .row.selected .label').textContent") == node
-        assert page.run("document.querySelector('#flow-canvas .card.selected').title") == node
+        assert page.run("document.querySelector('#graph-rows .row.selected .label').textContent") == node
+        assert page.run("document.querySelector('#graph-canvas .card.selected').title") == node
         assert node in page.run("document.getElementById('detail').innerText")
     page.run("document.getElementById('tab-modules').click()")
     page.wait("document.querySelector('#rows .row.selected .label')")  # drawn after the table has scrolled to it
@@ -393,29 +393,29 @@ def test_a_click_on_a_card_or_a_row_selects_it_everywhere(page, net, size):
     assert page.said == []
 
 
-@pytest.mark.parametrize("pane", ["flow-graph", "flow-table"])
+@pytest.mark.parametrize("pane", ["graph-drawing", "graph-table"])
 def test_the_keyboard_opens_modules_and_walks_through_them(page, net, pane):
     file, _, _ = net
-    flow(page, file)
-    press_switch(page, "flow-fold")
+    open_graph(page, file)
+    press_switch(page, "graph-fold")
     page.run(f"document.getElementById('{pane}').focus()")
     page.press("Home", "ArrowDown")
     assert page.run("htp.selected.path") == "layer.0"  # past the input, which is not a part of the model
     page.press("ArrowRight", "ArrowDown")
     assert page.run("htp.selected.above.path") == "layer.0"
-    assert page.run("htp.flow.state.open.size") == 2
-    said = page.run("document.getElementById('flow-said').textContent")
+    assert page.run("htp.graph.state.open.size") == 2
+    said = page.run("document.getElementById('graph-said').textContent")
     assert said.startswith(page.run("htp.selected.path"))
     assert "FLOPs 1.54k" in said
     page.press("ArrowLeft")
     assert page.run("htp.selected.path") == "layer.0"
     page.press("ArrowLeft")
-    assert page.run("htp.flow.state.open.size") == 1
+    assert page.run("htp.graph.state.open.size") == 1
     page.press("Enter")
-    assert page.run("document.querySelector('#flow-rows .row.selected').getAttribute('aria-expanded')") == "true"
+    assert page.run("document.querySelector('#graph-rows .row.selected').getAttribute('aria-expanded')") == "true"
     page.press("End")
     assert page.run("htp.selected.path") == "head"
-    active = page.run("document.getElementById('flow-table').getAttribute('aria-activedescendant')")
+    active = page.run("document.getElementById('graph-table').getAttribute('aria-activedescendant')")
     assert page.run(f"document.getElementById('{active}').getAttribute('aria-selected')") == "true"
     assert page.said == []
 
@@ -425,26 +425,26 @@ def test_cards_are_coloured_by_any_measure_in_both_themes(page, net):
     grounds = {}
     for theme in ("light", "dark"):
         page.theme(theme)
-        flow(page, file)
-        press_switch(page, "flow-fold")
-        choices = page.run("[...document.querySelectorAll('#flow-colour option')].map((option) => option.value)")
+        open_graph(page, file)
+        press_switch(page, "graph-fold")
+        choices = page.run("[...document.querySelectorAll('#graph-colour option')].map((option) => option.value)")
         assert choices[:3] == ["class", "total_ms", "flops"]
         choose_colour(page, 1)
-        face = "(path) => document.querySelector(`#flow-canvas .card[title='${path}'] .face`)"
+        face = "(path) => document.querySelector(`#graph-canvas .card[title='${path}'] .face`)"
         colours = page.run(f"['layer.0', 'layer.1', 'head'].map({face}).map((it) => it.style.background)")
         assert len(set(colours)) == 3
         grounds[theme] = colours
         shown = page.run(f"[...({face})('layer.1').querySelectorAll('.numbers span')].map((it) => it.textContent)")
-        assert shown[0] == "6.00 ms"
+        assert shown[0] == "6.00 ms 67 %"
     assert not set(grounds["light"]) & set(grounds["dark"])
     page.theme("light")
     assert page.said == []
 
 
 def test_a_node_of_several_modules_is_drawn_once_in_the_module_above_them(page, tmp_path):
-    htp_export.view(handmade.encoder(), tmp_path / "encoder.html", graph=False)
-    flow(page, tmp_path / "encoder.html")
-    press_switch(page, "flow-unfold")
+    htp_export.view(handmade.encoder(), tmp_path / "encoder.html", explorer=False)
+    open_graph(page, tmp_path / "encoder.html")
+    press_switch(page, "graph-unfold")
     names = order(page)
     assert len(names) == len(set(names))
     mask = page.run("htp.layers.home.get(htp.nodes.find((node) => node.name === 'node_mask')).path")
@@ -453,32 +453,137 @@ def test_a_node_of_several_modules_is_drawn_once_in_the_module_above_them(page, 
 
 
 @pytest.mark.slow
-def test_a_flow_of_20000_nodes_draws_no_more_than_can_be_seen(page, tmp_path):
-    htp_export.view(chain(20_000), tmp_path / "large.html", graph=False)
-    flow(page, tmp_path / "large.html")
-    press_switch(page, "flow-unfold")
-    assert page.run("htp.flow.state.order.length") > 20_000
+def test_a_graph_of_20000_nodes_draws_no_more_than_can_be_seen(page, tmp_path):
+    htp_export.view(chain(20_000), tmp_path / "large.html", explorer=False)
+    open_graph(page, tmp_path / "large.html")
+    press_switch(page, "graph-unfold")
+    assert page.run("htp.graph.state.order.length") < 100  # alike modules are drawn once
+    page.run(
+        "htp.modules.forEach((module) => { if (module.run) htp.graph.state.apart.add(module.run.fold);"
+        "htp.graph.state.found.get(module).drawn = null; })"
+    )
+    press_switch(page, "graph-unfold")
+    assert page.run("htp.graph.state.order.length") > 20_000
     drawn: Any = page.run(
-        "(async () => { const graph = document.getElementById('flow-graph'); let drawn = 0;"
+        "(async () => { const graph = document.getElementById('graph-drawing'); let drawn = 0;"
         "new MutationObserver((records) => records.forEach((record) => record.addedNodes.forEach((node) => {"
-        "drawn += 1; }))).observe(document.getElementById('flow'), { childList: true, subtree: true });"
+        "drawn += 1; }))).observe(document.getElementById('graph'), { childList: true, subtree: true });"
         "for (let k = 0; k < 20; k++) { graph.scrollTop += graph.scrollHeight / 25;"
         "await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); } return drawn; })()"
     )
     assert 20 * 20 < drawn < 20 * 3 * 200
-    assert page.run("document.querySelectorAll('#flow *').length") < 3000
+    assert page.run("document.querySelectorAll('#graph *').length") < 3000
     page.run("htp.select(htp.nodes[19_990])")
-    assert page.run("document.querySelector('#flow-canvas .card.selected').title") == "node_v19990"
-    assert page.run("document.querySelector('#flow-rows .row.selected .label').textContent") == "node_v19990"
+    assert page.run("document.querySelector('#graph-canvas .card.selected').title") == "node_v19990"
+    assert page.run("document.querySelector('#graph-rows .row.selected .label').textContent") == "node_v19990"
     assert page.said == []
 
 
 def test_many_nodes_beside_each_other_stand_in_several_lines(page, tmp_path):
     x = handmade.value("x")
     nodes = [handmade.tagged_node("Neg", [x], "", f"v{k}") for k in range(100)]
-    htp_export.view(handmade.model([x], nodes, [], []), tmp_path / "wide.html", graph=False)
-    flow(page, tmp_path / "wide.html")
-    tops = page.run("htp.flow.state.order.filter(({ item }) => item.kind === 'node').map((box) => box.top)")
+    htp_export.view(handmade.model([x], nodes, [], []), tmp_path / "wide.html", explorer=False)
+    open_graph(page, tmp_path / "wide.html")
+    tops = page.run("htp.graph.state.order.filter(({ item }) => item.kind === 'node').map((box) => box.top)")
     assert max(map(tops.count, tops)) == 8
     assert len(set(tops)) == 13
+    assert page.said == []
+
+
+class Blocks(torch.nn.Module):
+    """Alike blocks between two layers; with ``around``, sums of the model itself stand between the blocks."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.around = around
+        self.first = torch.nn.Linear(8, 8)
+        self.h = torch.nn.ModuleList([Heads() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.h:
+            x = x + block(x) if self.around else block(x)
+        return x
+
+
+def labels(page: Page) -> list[str]:
+    return list(page.run("htp.graph.state.order.map(({ item }) => item.label ?? item.op)"))
+
+
+def paths_drawn(page: Page) -> int:
+    return int(page.run("document.querySelectorAll('#graph-canvas .edges:not(.over) > path').length"))
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("blocks") / "blocks.html"
+    times = {"modules": {"": {"total_ms": 16.0}, **{f"h.{k}": {"total_ms": k + 1.0} for k in range(4)}}}
+    htp_export.view(Blocks(around=False).eval(), torch.randn(2, 6, 8), file, results=[times], explorer=False)
+    return file
+
+
+FOLD = "h.0 … h.3"
+
+
+def test_the_graph_opens_with_alike_modules_drawn_once(page, blocks):
+    open_graph(page, blocks)
+    assert labels(page) == ["(root)", "in x", "first", FOLD, *labels(page)[4:]]
+    assert len(labels(page)) == 5
+    assert paths_drawn(page) == 3
+    card = "document.querySelector('#graph-canvas .card.fold')"
+    assert page.run(f"{card}.querySelector('.times').textContent") == "× 4"  # noqa: RUF001 - "times"
+    numbers = f"[...{card}.querySelectorAll('.numbers span')].map((it) => it.textContent)"
+    assert page.run(numbers)[:2] == ["2.50 ms 16 %", "288 par"]  # the mean of 1, 2, 3 and 4 ms
+    assert page.run("document.querySelector('#graph-rows .row.fold .label').textContent") == FOLD
+    click(page, f"{card}.querySelector('.label')")
+    assert page.run("htp.selected.kind") == "fold"
+    assert "4 modules that are alike" in page.run("document.getElementById('detail').innerText")
+    assert page.said == []
+
+
+def test_what_stands_in_alike_modules_is_drawn_once_or_in_each(page, blocks):
+    open_graph(page, blocks)
+    page.run("document.getElementById('graph-drawing').focus()")
+    page.press("Home", "ArrowDown", "ArrowDown", "ArrowRight")
+    assert page.run("htp.selected.kind") == "fold"
+    inside = labels(page)[4:]
+    assert {"query", "key", "value", "out"} <= set(inside)
+    page.press("ArrowDown")
+    assert page.run("(htp.selected.path ?? htp.selected.owners[0]).startsWith('h.0')")
+    page.press("ArrowLeft", "x")  # to the fold; each of them
+    assert page.run("htp.selected.path") == "h.0"
+    assert [label for label in labels(page) if label.startswith("h.")] == ["h.0", "h.1", "h.2", "h.3"]
+    page.press("x")
+    assert FOLD in labels(page)
+    assert "h.1" not in labels(page)
+    assert page.run("htp.selected.kind") == "fold"
+    page.run("htp.select(htp.byPath.get('h.2.key'))")  # elsewhere in the page
+    assert page.run("document.querySelector('#graph-canvas .card.selected').title") == "h.2.key"
+    assert page.said == []
+
+
+def test_alike_modules_with_others_between_them_are_drawn_each(page, tmp_path):
+    htp_export.view(Blocks(around=True).eval(), torch.randn(2, 6, 8), tmp_path / "around.html", explorer=False)
+    open_graph(page, tmp_path / "around.html")
+    assert [label for label in labels(page) if label.startswith("h.")] == ["h.0", "h.1", "h.2", "h.3"]
+    assert page.run("document.querySelectorAll('#graph-canvas .back').length") == 0
+    assert page.said == []
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_drawing_has_the_width_and_columns_do_not_collide(page, net, width):
+    file, _, _ = net
+    open_graph(page, file, (width, 850), table=False)
+    drawing = box(page, "document.getElementById('graph-drawing')")
+    assert drawing[2] > 0.68 * width
+    assert drawing[3] > 500
+    if width > 1000:
+        click(page, "document.getElementById('side-fold')")
+        assert box(page, "document.getElementById('graph-drawing')")[2] > 0.9 * width
+        click(page, "document.getElementById('side-fold')")
+        press_switch(page, "graph-list")
+    for head in ("#graph-head", "#head"):
+        page.run(f"htp.tab('{'modules' if head == '#head' else 'graph'}')")
+        overflow = "(cell) => getComputedStyle(cell).overflow"
+        assert set(page.run(f"[...document.querySelectorAll('{head} > div')].map({overflow})")) == {"hidden"}
     assert page.said == []
