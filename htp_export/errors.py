@@ -150,6 +150,20 @@ class SelectorError(InputError):
         self.pattern = pattern
 
 
+class RuleError(InputError):
+    """A rule of a plan cannot be used.
+
+    Args:
+        selector: The selector of the rule.
+        problem: The problem, and what to do.
+    """
+
+    def __init__(self, selector: str, problem: str) -> None:
+        super().__init__(f"rule {selector!r}: {problem}")
+        self.selector = selector
+        self.problem = problem
+
+
 class UntaggedModelError(InputError):
     """The function needs module tags, and the model has none."""
 

@@ -26,7 +26,7 @@ COMMANDS: dict[str, str] = {
     "functions --undo": "FILE -o out.onnx",
     "rename": "FILE -o out.onnx",
     "partition": "FILE 2 -o stages",
-    "place": "FILE .=cpu -o out.onnx",
+    "place": "FILE --rule .=cpu -o out.onnx",
     "place --show": "FILE",
     "optimize": "FILE -o out.onnx",
     "quantize": "FILE --rule first=int8-dynamic -o out.onnx",

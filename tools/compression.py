@@ -82,7 +82,14 @@ def searched_plan(
 ) -> Mapping[str, object]:
     """The plan of the smallest error among those of a search that are no larger than int8 in the whole model."""
     found = htp_export.search(
-        file, SPACE, ("error", "size"), samples, depth=depth, trials=trials, first=max(1, trials // 2), storage=storage
+        file,
+        SPACE,
+        objectives=("error", "size"),
+        data=samples,
+        depth=depth,
+        trials=trials,
+        first=max(1, trials // 2),
+        storage=storage,
     )
     sizes = [trial.values["size"] for trial in found.trials if dict(trial.plan) == {WHOLE: "int8"}]
     limit = min(sizes, default=math.inf)

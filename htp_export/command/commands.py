@@ -25,6 +25,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from htp_export.command.idle_options import Idle, check_options
 from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, reading
+from htp_export.command.plan_options import rules_as_typed
 from htp_export.discovery import capability_modules
 
 __all__ = ["GROUPS", "CommandGroup", "command_groups", "command_names", "flattened"]
@@ -195,7 +196,8 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
                     check_output(given[name], mark.kind)
             for name, kind in groups.items():
                 given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
-            command(**given)
+            with rules_as_typed(given.get("plan"), given.get("rule")):
+                command(**given)
 
     called.__doc__, called.__name__ = command.__doc__, command.__name__
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

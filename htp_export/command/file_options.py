@@ -12,14 +12,16 @@ import typer
 from htp_export.command.outputs import Kind, Writes
 from htp_export.command.terminal import print_json, print_text, show, split_names
 from htp_export.process.bounds import MOST_RUNS, MOST_SEED
+from htp_export.results.columns import MODULE, csv_text, sorted_by
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from htp_export.model.tagged import TaggedModel
+    from htp_export.results.tables import ModuleTable
+
 __all__ = [
     "DepthOption",
-    "FeedDimsOption",
-    "FeedOption",
     "FileArgument",
     "JsonOption",
     "MapOption",
@@ -38,17 +40,15 @@ FileArgument: TypeAlias = Annotated[Path, "The ONNX file."]
 _OUTPUT = typer.Option("--output", "-o", help="The ONNX file to write.")
 OutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL, in_place=True)]
 NewOutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL)]
-ShareOption: TypeAlias = Annotated[bool, "Refer to the data file of the input instead of writing a copy of it."]
-ModuleArgument: TypeAlias = Annotated[str, "Path of the module: encoder.layer.0"]
+ShareOption: TypeAlias = Annotated[
+    bool, "Write no weights: refer to the data file of the model that is read. It must stay, in the folder of OUTPUT."
+]
+ModuleArgument: TypeAlias = Annotated[str, "Path of the module: encoder.layer.0; . is the root."]
 JsonOption: TypeAlias = Annotated[bool, "Write the result as JSON."]
 SelectOption: TypeAlias = Annotated[
     list[str] | None, "Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."
 ]
 DepthOption: TypeAlias = Annotated[int | None, typer.Option(min=0, help="Levels below the root.")]
-FeedOption: TypeAlias = Annotated[
-    Path | None, 'Inputs: values in an .npz file, or shapes in JSON: {"input_ids": [2, 16]}.'
-]
-FeedDimsOption: TypeAlias = Annotated[list[str] | None, "Open sizes of inputs, by comma: batch=1,sequence=16."]
 ProviderOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -93,3 +93,17 @@ class TableOptions:
             print_text(csv())
         else:
             show(draw())
+
+    def report_modules(self, result: ModuleTable, tagged: TaggedModel, **facts: Any) -> None:
+        """Write a result of some modules of a model; JSON has all of them, and ``facts`` in front."""
+        from htp_export.drawing.module_table import render_modules
+        from htp_export.model.visible_modules import visible
+
+        rows, listed = result.by_module, {row.path for row in result.listed}
+        shown = [rows[path] for path in visible(tagged, self.depth, self.select or None) if path in rows]
+        drawn = [row for row in shown if row.path in listed]
+        self.report(
+            {**facts, **result.to_dict()},
+            lambda: csv_text([MODULE, *result.columns], sorted_by(shown, result.columns, self.sort)),
+            lambda: render_modules(result, drawn, fold=self.fold, sort=self.sort),
+        )

@@ -116,6 +116,10 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
     shown = getattr(error, "format_message", None)
     if shown is not None:
         message = " ".join(shown().split()).replace("Value error, ", "")  # so typer says it of a choice
+        message = message.removeprefix("Invalid value: ")
+        example = getattr(getattr(getattr(error, "ctx", None), "command", None), "epilog", None)
+        if message.startswith("Missing") and example:
+            message = f"{message.rstrip('.')}; {example[0].lower()}{example[1:]}"
         if message.startswith("No such command"):
             above = getattr(getattr(error, "ctx", None), "command_path", "htp-export")
             message = f"{message.rstrip('.')}; {above} --help lists the commands"

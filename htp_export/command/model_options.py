@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from htp_export.command.file_options import FeedOption, seed_option
+from htp_export.command.data_options import ShapesOption
+from htp_export.command.file_options import seed_option
 from htp_export.command.idle_options import Idle
 from htp_export.command.sources import SourceCall, call_entry, parse_overrides
 from htp_export.command.terminal import Steps, notice_line
@@ -40,7 +41,7 @@ class ModelOptions:
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; may be repeated.")
     ] = None
     dtype: Annotated[Literal["float32", "float16", "bfloat16", "fp32", "fp16", "bf16"] | None, "Of the weights."] = None
-    inputs: Annotated[Path | None, 'JSON file of shapes: {"input_ids": [2, 16]}.'] = None
+    shapes: ShapesOption = None
     attention: Annotated[str | None, "transformers' attention: eager, sdpa."] = None
     revision: Annotated[str | None, "Branch, tag or commit on the hub."] = None
     trust_remote_code: Annotated[bool, "Run the model's own code."] = False
@@ -69,7 +70,7 @@ class ModelOptions:
             raise InputError(f"{self.source}: a factory is named with --entry {self.source}")
         if stream_weights and (self.entry is not None or self.random_weights):
             raise InputError("--stream-weights is for a SOURCE with weights in safetensors files")
-        ours = {**self._changes, "--inputs": self.inputs}
+        ours = {**self._changes, "--shapes": self.shapes}
         for name, value in ours.items():
             if self.entry is not None and value:
                 raise InputError(f"{name} is for a SOURCE; with --entry, the factory decides")
@@ -100,7 +101,7 @@ class ModelOptions:
     ) -> SourceCall:
         """The model, and example inputs; ``batch`` is for where nothing else says it.
 
-        Shapes are those of inputs of a file. The model takes those that it has; ``--inputs`` go before.
+        Shapes are those of inputs of a file. The model takes those that it has; ``--shapes`` go before.
 
         Raises:
             InputError: If there is no such model, or it cannot be built as asked.
@@ -175,7 +176,6 @@ class LookOptions(ModelOptions):
     source: Annotated[
         str | None, typer.Argument(metavar="file", help="The ONNX file; or a model: hub id, local folder, model type.")
     ] = None
-    inputs: FeedOption = None
 
     @property
     def is_file(self) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from htp_export.command.terminal import print_json, show
 from htp_export.files.filesystem import is_special
 from htp_export.files.targets import Kind, check_target, files_named_in
+from htp_export.process.factories import factory_file
 from htp_export.process.user_code import noting_files
 from htp_export.results.columns import si
 
@@ -85,7 +84,7 @@ def reading(values: Iterable[Any], *, force: bool = False, in_place: bool = Fals
     With ``force``, files of another kind may be replaced; with ``in_place``, a model that is read.
     """
     listed = list(values)
-    sources = (_source_of(word) for value in listed for word in (value if isinstance(value, list) else [value]))
+    sources = (factory_file(word) for value in listed for word in (value if isinstance(value, list) else [value]))
     files = (*files_named_in(listed), *(file for file in sources if file is not None))
     token = _check.set(partial(check_target, reads=files, in_place=in_place, replaces_others=force))
     try:
@@ -93,16 +92,6 @@ def reading(values: Iterable[Any], *, force: bool = False, in_place: bool = Fals
             yield
     finally:
         _check.reset(token)
-
-
-def _source_of(word: object) -> Path | None:
-    """The file of the module in ``package.module:factory``; None for other words."""
-    if not isinstance(word, str) or re.fullmatch(r"[\w.]+:\w+", word) is None:
-        return None
-    module = Path(*word.partition(":")[0].split("."))
-    files = (Path(f"{module}.py"), module / "__init__.py")
-    places = (folder / file for folder in map(Path, ("", *sys.path)) for file in files)
-    return next((file for file in places if file.is_file()), None)
 
 
 def check_output(output: Path, kind: Kind) -> None:

@@ -1,39 +1,42 @@
-"""Plans and data as they are typed: rules, files of rules, names of presets, files of inputs, factories."""
+"""Plans and metrics as they are typed: rules, files of rules, names of presets, factories."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from htp_export.command.sources import call_factory
-from htp_export.errors import InputError
+from htp_export.errors import InputError, RuleError
+from htp_export.process.factories import call_factory
 
 __all__ = [
-    "DataOption",
-    "EntryOption",
     "MetricOption",
     "PlanArgument",
     "RuleOption",
-    "read_data",
     "read_metric",
     "read_rules",
+    "rule_option",
+    "rules_as_typed",
+    "typed_pairs",
 ]
 
 PlanArgument: TypeAlias = Annotated[
-    str | None, typer.Argument(help="A plan, .yaml or .json, or a preset: int8, w4, fp16.")
+    str | None,
+    typer.Argument(help="A plan, .yaml or .json; or a precision for the whole model: int8, int4, fp16, ..."),
 ]
-RuleOption: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(metavar="SELECTOR=PRECISION", help="A rule after those of the plan; may be repeated."),
-]
-DataOption: TypeAlias = Annotated[list[Path] | None, "Inputs of a run as .npz; may be repeated."]
-EntryOption: TypeAlias = Annotated[
-    str | None, "package.module:factory that returns the runs: dicts of input name and array."
-]
+_PLANS = (".yaml", ".yml", ".json")
+
+
+def rule_option(value: str, examples: str) -> Any:
+    """The option ``--rule``, whose values are such."""
+    return typer.Option(metavar=f"SELECTOR={value}", help=f"After the rules of the plan: {examples}; may be repeated.")
+
+
+RuleOption: TypeAlias = Annotated[list[str] | None, rule_option("PRECISION", "encoder.**=int8")]
 
 MetricOption: TypeAlias = Annotated[
     str | None,
@@ -43,40 +46,73 @@ MetricOption: TypeAlias = Annotated[
 
 
 def read_rules(
-    plan: str | Path | None, typed: list[str] | None, presets: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    plan: str | Path | None, typed: list[str] | None, value: str = "VALUE", *, named: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The rules of a file or a preset, and then those that are typed, ``SELECTOR=VALUE``.
+    """The rules of a file, or a value of ``named`` for the whole model, and then those that are typed.
 
     Raises:
-        BadParameter: If there is no rule.
         FileError: If the file cannot be read.
-        InputError: If a rule cannot be read.
+        InputError: If there is no rule, or one cannot be read.
     """
-    from htp_export.plans.rules import read_plan, rules_of
+    from htp_export.plans.rules import read_plan
 
     rules: dict[str, Any] = {}
     if plan is not None:
-        rules.update(presets[str(plan)] if str(plan) in presets else read_plan(plan))
-    for selector, value in rules_of(typed or ()).items():
+        rules.update({".": str(plan)} if str(plan) in named else read_plan(_plan_file(str(plan), named)))
+    for selector, given in typed_pairs(typed or (), "--rule", f"SELECTOR={value}").items():
         rules.pop(selector, None)  # it holds at its new place
-        rules[selector] = value
+        rules[selector] = given
     if not rules:
-        named = f"a plan, a preset ({', '.join(presets)})" if presets else "a plan"
-        raise typer.BadParameter(f"give {named}, or --rule SELECTOR={'PRECISION' if presets else 'VALUE'}")
+        precisions = f", a precision ({', '.join(named)})" if named else ""
+        raise InputError(f"the rules are missing: give a plan (.yaml or .json){precisions}, or --rule SELECTOR={value}")
     return rules
 
 
-def read_data(data: list[Path] | None, entry: str | None, seed: int = 0) -> Any:
-    """The runs of files, or those that a factory returns; None without either.
+def _plan_file(plan: str, named: Iterable[str]) -> Path:
+    """The file of a plan; an `InputError` says what else was meant."""
+    if Path(plan).suffix.lower() in _PLANS or Path(plan).exists():
+        return Path(plan)
+    if "=" in plan:
+        raise InputError(f"{plan}: a rule is an option: --rule {shlex.quote(plan)}")
+    if named:
+        raise InputError(f"no file and no precision {plan!r}; there are {', '.join(named)}")
+    raise InputError(f"no file {plan!r}; for the whole model, write --rule .={plan}")
+
+
+def typed_pairs(texts: Iterable[str], option: str, form: str) -> dict[str, str]:
+    """Pairs as they are typed, ``NAME=VALUE``; of equal names, the last one holds, at its place.
 
     Raises:
-        InputError: If both are given, or the factory fails.
+        InputError: If one has no name or no value.
+
+    Examples:
+        >>> typed_pairs(["encoder.**=int8", "lm_head=fp16"], "--rule", "SELECTOR=VALUE")
+        {'encoder.**': 'int8', 'lm_head': 'fp16'}
     """
-    if data and entry:
-        raise InputError("data come from --data or from --entry, not from both")
-    if entry is not None:
-        return call_factory(entry, seed)
-    return _NpzRuns(tuple(data)) if data else None
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, found, value = (part.strip() for part in text.rpartition("="))  # a regular expression may hold one
+        if not (found and name and value):
+            what, _, number = form.partition("=")
+            example = f"{name or what}={value or number}" if found else f"{value or what}={number}"
+            raise InputError(f"{option} {text}: write {form}, as in {option} {example}")
+        pairs.pop(name, None)
+        pairs[name] = value
+    return pairs
+
+
+@contextlib.contextmanager
+def rules_as_typed(plan: object, typed: Sequence[str] | None) -> Iterator[None]:
+    """Raise errors of rules again with the option or the file in which the rule is, inside a ``with`` block."""
+    try:
+        yield
+    except RuleError as error:
+        rules = (text for text in reversed(typed or ()) if text.rpartition("=")[0].strip() == error.selector)
+        place = next((f"--rule {text}" for text in rules), None)
+        if place is None:
+            is_file = Path(str(plan)).suffix.lower() in _PLANS
+            place = f"{plan}: rule {error.selector!r}" if is_file else str(plan)
+        raise InputError(f"{place}: {error.problem}") from error
 
 
 def read_metric(entry: str | None) -> Any:
@@ -91,15 +127,3 @@ def read_metric(entry: str | None) -> Any:
     if not callable(metric):
         raise InputError(f"{entry} returned no function, but {type(metric).__name__}")
     return metric
-
-
-class _NpzRuns:
-    """Runs in files, each read when it is its turn."""
-
-    def __init__(self, files: tuple[Path, ...]) -> None:
-        self._files = files
-
-    def __iter__(self) -> Iterator[Any]:
-        from htp_export.files.npz_file import read_npz
-
-        return (read_npz(file) for file in self._files)

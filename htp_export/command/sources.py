@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from htp_export.errors import FileError, InputError, ModelSourceError
-from htp_export.files.text_files import read_json
-from htp_export.process.user_code import user_code
+from htp_export.errors import InputError, ModelSourceError
+from htp_export.process.factories import call_factory
 
 if TYPE_CHECKING:
     from torch import nn
 
     from htp_export.files.checkpoint import Checkpoint
 
-__all__ = ["SourceCall", "call_entry", "call_factory", "parse_overrides", "read_shapes"]
+__all__ = ["SourceCall", "call_entry", "parse_overrides"]
 
 
 @dataclass(frozen=True)
@@ -93,37 +88,6 @@ def call_entry(entry: str, seed: int = 0) -> SourceCall:
     return _by_keyword(model, tuple(inputs))
 
 
-def call_factory(entry: str, seed: int = 0) -> Any:
-    """What ``package.module:factory`` returns. The current folder is looked in first.
-
-    Torch's generator starts from the seed while the factory runs, and is as it was afterwards.
-
-    Raises:
-        ModelSourceError: If there is no such factory, or if it raises (the cause).
-    """
-    import torch
-
-    module_name, colon, attribute = entry.partition(":")
-    if not (colon and module_name and attribute):
-        raise ModelSourceError(entry, "an entry is package.module:factory")
-    if module_name.endswith(".py"):
-        name = ".".join(Path(module_name).with_suffix("").parts)
-        raise ModelSourceError(entry, f"an entry names a module, not its file: {name}:{attribute}")
-    folder = os.fspath(Path.cwd())
-    sys.path.insert(0, folder)
-    try:
-        with user_code(entry):
-            module = importlib.import_module(module_name)
-            factory = getattr(module, attribute, None)
-            if not callable(factory):
-                raise ModelSourceError(entry, f"module {module_name!r} has no function {attribute!r}")
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)
-                return factory()
-    finally:
-        sys.path.remove(folder)
-
-
 def _by_keyword(model: nn.Module, args: tuple[Any, ...]) -> SourceCall:
     """Positional arguments by keyword, where the signature has names for all of them."""
     named = [
@@ -158,20 +122,3 @@ def parse_overrides(settings: Sequence[str]) -> dict[str, object]:
         except ValueError:
             overrides[key.strip()] = value
     return overrides
-
-
-def read_shapes(path: Path | None) -> dict[str, Any]:
-    """The inputs' shapes in a JSON file; empty without one.
-
-    Raises:
-        FileError: If it cannot be read or holds no JSON object.
-    """
-    if path is None:
-        return {}
-    if path.suffix == ".npz":
-        problem = "holds values, and inputs are made here: give their shapes, as JSON"
-        raise FileError(path, f'{problem} {{"input_ids": [2, 16]}}')
-    shapes = read_json(path)
-    if not isinstance(shapes, dict):
-        raise FileError(path, 'is no JSON object such as {"input_ids": [2, 16]}')
-    return shapes

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from htp_export.drawing.command_words import in_commands
 from htp_export.drawing.folding import folded
-from htp_export.results.columns import Column
+from htp_export.results.columns import Column, sorted_by
 from htp_export.results.drawn_levels import Drawn, drawn_parents
+from htp_export.results.tables import ModuleTable
 
 if TYPE_CHECKING:  # rich is imported to draw: the names of columns are needed to show help
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["ModuleOf", "TreeTable", "equal_cells", "flat_table", "with_lines"]
+__all__ = ["ModuleOf", "TreeTable", "equal_cells", "flat_table", "render_modules", "with_lines"]
 
 _GAP = 3
 _SHORTEST_NAME = 24
@@ -109,6 +110,22 @@ class TreeTable(Generic[M]):
             for number, inside in enumerate(reversed(list(zip(*(below[path] for path in paths), strict=True)))):
                 corner, following = ("└── ", "    ") if not number else ("├── ", "│   ")
                 waiting.append((start + corner, start + following, depth + 1, inside))
+
+
+def render_modules(
+    result: ModuleTable, rows: Sequence[Any] | None = None, *, fold: bool = True, sort: str | None = None
+) -> RenderableType:
+    """A tree of modules, of all that are listed or of some, then what is known of the whole, in words.
+
+    Siblings with the same cells are one line, unless ``fold`` is False. With ``sort``, a column, it is a list, the
+    largest first.
+
+    Raises:
+        InputError: If there is no such column.
+    """
+    listed = sorted_by(result.listed if rows is None else rows, result.columns, sort)
+    table = TreeTable(listed, result.drawn, equal_cells(result.drawn) if fold else None, flat=sort is not None)
+    return with_lines(table, (result.summary, *result.lines))
 
 
 def flat_table(columns: Sequence[Column[R]], rows: Iterable[R], gap: int = _GAP) -> Table:

@@ -75,7 +75,8 @@ def plan_data(
     if share:
         for path, name in names.items():
             if name is None:
-                raise FileError(target, f"cannot share the weights in {path}, as they lie in another folder")
+                advice = "write into that folder, or copy the weights"
+                raise FileError(target, f"cannot share the weights in {path}: they lie in another folder; {advice}")
     usual = target.with_name(f"{target.name}.data").resolve()
     ours = {usual} if share or not names else {usual, *own()}
     stays = all(name is not None and (share or Path(path).resolve() in ours) for path, name in names.items())

@@ -84,7 +84,7 @@ _GENERATED = ("torch.fx.graph_module.", "torch.export.", "torch.nn.modules.modul
 
 
 class Hierarchy(Mapping[str, ModuleInfo]):
-    """Module path → module, in the order of ``named_modules()``; never changed once made.
+    """Module path → module, in the order of ``named_modules()``; never changed once made. ``"."`` is the root, too.
 
     Args:
         modules: The modules, the root among them; the paths differ.
@@ -218,7 +218,12 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         return Hierarchy(modules.values())
 
     def __getitem__(self, path: str) -> ModuleInfo:
-        return self._modules[path]
+        try:
+            return self._modules[path]
+        except KeyError:
+            if path == ".":  # the root, as in selectors
+                return self._modules[""]
+            raise
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)

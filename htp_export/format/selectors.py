@@ -126,9 +126,13 @@ class _Term:
         wanted = self.text.removeprefix("!").removeprefix(self.kind + ":")
         known = {name.rpartition(".")[2] for name in classes.values()} if self.kind == "class" else classes
         nearest = difflib.get_close_matches(wanted, sorted(known), n=3, cutoff=0.4)
-        return f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
+        if nearest:
+            return f"; nearest: {', '.join(map(repr, nearest))}"
+        some = sorted(name or "." for name in known)
+        return f"; there are {', '.join(map(repr, some[:_MOST_LISTED]))}{' and more' if some[_MOST_LISTED:] else ''}"
 
 
+_MOST_LISTED = 5  # modules in a message that has none that is near
 _BRACKETS = r"\[!?\]?[^\]]*\]"  # "]" is literal where it stands first; a bracket that is never closed is no bracket
 
 

@@ -71,6 +71,7 @@ class Cutter:
     def cut(self, path: str, call: int = 0) -> Cut:
         """Cut one call of a module out; see the function `cut`."""
         region = self._region(path, call)
+        path = region.path
         members = frozenset(node for node in region.nodes if node in self._order)
         inputs, wanted = self._ends(region, path, call)
         walk = _Walk(self, members, frozenset(inputs.values()), self.is_free)

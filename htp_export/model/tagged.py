@@ -128,6 +128,7 @@ class TaggedModel:
         self.require_tags()
         if path not in self.hierarchy:
             raise UnknownModuleError(path, self.hierarchy)
+        path = "" if path == "." else path
         region = self._regions.get(path)
         if region is None:
             region = self._regions[path] = Region(self.index, self.hierarchy, self.calls, path)
@@ -331,7 +332,7 @@ class TaggedModel:
         said = f"{problem}; {advice} htp_export.carry(model, file)"
         if tags.MODULES in self.model.metadata_props:
             said = "its nodes have lost their module tags; htp_export.carry(before, after) brings them back"
-        raise UntaggedModelError(f"model {self.model.graph.name!r}: {said}")
+        raise UntaggedModelError(f"{self._file or f'model {self.model.graph.name!r}'}: {said}")
 
 
 ModelSource: TypeAlias = str | os.PathLike[str] | onnx.ModelProto | ir.Model | TaggedModel | _HasModel

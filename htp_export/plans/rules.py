@@ -35,7 +35,7 @@ from htp_export.format.selectors import chosen_and_excluded
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.deciders import Deciders, parts_of
 
-__all__ = ["Assigned", "assigned", "modules_within", "read_plan", "rules_of"]
+__all__ = ["Assigned", "assigned", "modules_within", "read_plan"]
 
 V = TypeVar("V")
 
@@ -214,26 +214,6 @@ class _Rules:
         mine = [path for path in inside if first in self._naming.get(path, ())]
         others = [path for path in around if later in self._naming.get(path, ())]
         return any(not any(tags.is_under(path, other) for other in others) for path in mine)
-
-
-def rules_of(texts: Iterable[str], separator: str = "=") -> dict[str, str]:
-    """Rules as they are typed: ``SELECTOR=VALUE``; of equal selectors, the last one holds, at its place.
-
-    Raises:
-        InputError: If a rule has no selector or no value.
-
-    Examples:
-        >>> rules_of(["encoder.**=int8", "lm_head=fp16"])
-        {'encoder.**': 'int8', 'lm_head': 'fp16'}
-    """
-    rules: dict[str, str] = {}
-    for text in texts:
-        selector, found, value = text.rpartition(separator)  # a regular expression may hold the separator
-        if not found or not selector.strip() or not value.strip():
-            raise InputError(f"rule {text!r}: write SELECTOR{separator}VALUE, such as 'encoder.layer.*{separator}int8'")
-        rules.pop(selector.strip(), None)
-        rules[selector.strip()] = value.strip()
-    return rules
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def random_array(wanted: Input, shape: Sequence[int], generator: np.random.Gener
     """Create a random array for an input, see `Inputs.random`; an `InputError` if it is not a tensor of numbers."""
     kind = wanted.type
     if kind is None or kind == ir.DataType.STRING:
-        raise InputError(f"input {wanted.name!r}: no random value can be made of {wanted}; give inputs")
+        raise InputError(f"input {wanted.name!r}: no random value can be made of {wanted}; give data")
     if kind == ir.DataType.BOOL:
         return np.asarray(generator.random(shape) < true)
     if kind.is_floating_point():

@@ -46,7 +46,7 @@ class Bound:
             example = (
                 f"dims ({', '.join(f'{name}=...' for name in named)})" if len(named) == len(self.open) else "shapes"
             )
-            problem = f"sizes are open: {', '.join(map(repr, self.open))}; give {example}, or example inputs"
+            problem = f"sizes are open: {', '.join(map(repr, self.open))}; give {example} or data"
             raise OpenDimensionError(self.open, problem)
 
 
@@ -191,7 +191,9 @@ class Inputs:
         for declared in self:
             shape = bound.shapes[declared.name]
             if shape is None:
-                raise InputError(f"input {declared.name!r}: no random value can be made of {declared}; give inputs")
+                raise InputError(
+                    f"input {declared.name!r}: no random value can be made of {declared}; give shapes or data"
+                )
             arrays[declared.name] = random_array(
                 declared, [size for size in shape if size is not None], generator, true
             )
@@ -216,7 +218,7 @@ class Inputs:
         for declared in self:
             known = bound.shapes[declared.name]
             if known is None and declared.tensor:
-                problem = f"input {declared.name!r}: the model does not tell its shape; give inputs, or its shape"
+                problem = f"input {declared.name!r}: the model does not tell its shape; give shapes or data"
                 raise OpenDimensionError([f"{declared.name}: all"], problem)
             shape = []
             for place, size in enumerate(known or ()):

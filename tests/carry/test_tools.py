@@ -188,7 +188,7 @@ def test_quantizers_belong_to_the_modules_that_they_serve(tmp_path):
     _, kwargs = NETS["siblings"].build()
     feeds = {name: tensor.numpy() for name, tensor in kwargs.items()}
     before = htp_export.load(tmp_path / "model.onnx")
-    tools.quantize_static(before, tmp_path / "out.onnx", inputs=[feeds])
+    tools.quantize_static(before, tmp_path / "out.onnx", data=[feeds])
     written = onnx.load(tmp_path / "out.onnx")
     assert untagged(written) == []
     by_output = {output: node for node in written.graph.node for output in node.output}
@@ -353,4 +353,4 @@ def test_a_library_that_is_not_installed_is_named_with_what_to_install():
 def test_inputs_of_a_run_may_lie_in_a_file(attention, tmp_path):
     name = onnx.load(attention[2]).graph.input[0].name
     np.savez(tmp_path / "run.npz", **{name: attention[1]["x"].numpy()})
-    assert tools.quantize_static(attention[2], inputs=tmp_path / "run.npz").nodes > 50
+    assert tools.quantize_static(attention[2], data=tmp_path / "run.npz").nodes > 50

@@ -111,7 +111,7 @@ class TestExport:
 
     def test_shapes_come_from_a_file(self, folder):
         Path("shapes.json").write_text('{"input_ids": [2, 7]}')
-        assert main([*BERT, "--torchscript", "--inputs", "shapes.json", "-o", "bert.onnx", "--quiet"]) == 0
+        assert main([*BERT, "--torchscript", "--shapes", "shapes.json", "-o", "bert.onnx", "--quiet"]) == 0
         shape = onnx.load("bert.onnx").graph.input[0].type.tensor_type.shape
         assert [dim.dim_value for dim in shape.dim] == [2, 7]
 
@@ -256,17 +256,17 @@ class TestVerify:
         assert main([*verify, "--dims", "batch=3", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["assumed"] == ["size 'sequence' is 16"]
         Path("shapes.json").write_text('{"input_ids": {"shape": [2, 7]}}')
-        assert main([*verify, "--dims", "batch=2", "--inputs", "shapes.json", "--json"]) == 0
+        assert main([*verify, "--dims", "batch=2", "--shapes", "shapes.json", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["assumed"] == ["size 'sequence' is 7"]
 
     @pytest.mark.parametrize(
         ("command", "message"),
         [
             ("verify {} bert --dims nosuch=3", "no open dimension 'nosuch' in this model, only 'batch', 'sequence'"),
-            ("verify {} bert --dims batch=3 --inputs s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
-            ("cost {} --dims batch=3 --inputs s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
-            ("profile {} --dims batch=3 --inputs s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
-            ("compare {0} {0} --dims batch=3 --inputs s.npz", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("verify {} bert --dims batch=3 --shapes s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("cost {} --dims batch=3 --shapes s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("profile {} --dims batch=3 --shapes s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("compare {0} {0} --dims batch=3 --data s.npz", "'input_ids' is [2, 7], but --dims has batch = 3"),
             ("verify {} --entry nets:made --dims batch=3", "--dims is for a SOURCE; with --entry, the factory decides"),
         ],
     )
@@ -302,7 +302,7 @@ class TestVerify:
         assert json.loads(capsys.readouterr().out)["first_wrong"] == "encoder.layer.0.intermediate.dense"
         shape = [1, 16]
         np.savez("x.npz", input_ids=np.ones(shape, np.int64), attention_mask=np.ones(shape, np.int64))
-        assert main(["compare", str(exported), wrong, "--inputs", "x.npz"]) in (1, 2)
+        assert main(["compare", str(exported), wrong, "--data", "x.npz"]) in (1, 2)
 
 
 def test_debug_shows_the_traceback(folder, capsys):  # other wrong inputs are in test_wrong_input.py
@@ -397,7 +397,7 @@ def test_carry_runs_both_files_on_inputs(tmp_path, capsys):
     np.savez(tmp_path / "run.npz", x=np.random.default_rng(0).uniform(0.5, 2, (2, 4)).astype(np.float32))
     (tmp_path / "shapes.json").write_text('{"x": [2, 4]}')
     command = ["carry", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx"), "-o", str(tmp_path / "c.onnx"), "--json"]
-    for inputs in ("run.npz", "shapes.json"):
-        assert main([*command, "--inputs", str(tmp_path / inputs)]) == 0
+    for option, file in (("--data", "run.npz"), ("--shapes", "shapes.json")):
+        assert main([*command, option, str(tmp_path / file)]) == 0
         assert "values" in json.loads(capsys.readouterr().out)["recovered"]
     assert main([*command, "--dims", "batch=2"]) == 2

@@ -28,7 +28,7 @@ COMMANDS = [
     "tree FILE", "tree FILE --no-fold --csv", "tree FILE --json", "tree --entry {code}:net", "cost FILE", "nodes FILE",
     "nodes FILE --csv", "profile FILE --runs 1", "verify FILE --entry {code}:net --all", "compare FILE FILE --all",
     "diff FILE OTHER", "forensics FILE", "forensics FILE --list", "fingerprint FILE", "place FILE --show",
-    "place FILE .=cpu -o o.onnx", "quantize FILE int8 --dry-run", "quantize FILE --rule **=int4 -o o.onnx",
+    "place FILE --rule .=cpu -o o.onnx", "quantize FILE int8 --dry-run", "quantize FILE --rule **=int4 -o o.onnx",
     "prune FILE --rule **=0.5 -o o.onnx", "sensitivity FILE --precision int4", "search FILE --choices int4 --trials 1",
     "optimize FILE -o o.onnx --attribution", "optimize --list", "partition FILE 2 -o stages", "rename FILE -o o.onnx",
     "functions FILE ** -o o.onnx", "extract FILE {name}0 -o o.onnx", "export --entry {code}:net -o o.onnx --verify",

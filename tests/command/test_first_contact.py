@@ -361,7 +361,7 @@ def test_sizes_of_open_inputs_are_given_alike(tmp_path, monkeypatch, capsys):
     np.savez("values.npz", input=np.ones((3, 8), np.float32))
     name = onnx.load("open.onnx").graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for command in ("tree open.onnx", "cost open.onnx", "profile open.onnx --runs 1", "compare open.onnx open.onnx"):
-        for sizes in (["--dims", f"{name}=3"], ["--inputs", "shapes.json"], ["--inputs", "values.npz"]):
+        for sizes in (["--dims", f"{name}=3"], ["--shapes", "shapes.json"], ["--data", "values.npz"]):
             assert main([*command.split(), *sizes]) == 0, (command, sizes, capsys.readouterr().err)
 
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
+from htp_export.command.commands import command_names
 from htp_export.command.main import main
 from htp_export.drawing import command_words
 from htp_export.files.model_files import read_model, write_model
@@ -26,6 +27,13 @@ def fails():
 
 def gives_nothing():
     return None
+
+def runs():
+    return [{"x": [[1.0] * 16] * 16}] * 2
+
+def array():
+    import numpy
+    return numpy.ones(3)
 
 number = 3
 """
@@ -59,12 +67,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "none.json": b"{}",
         "list.json": b"[1, 2]",
         "negative.json": b'{"x": [-1, 2]}',
+        "ok.json": b'{"x": [16, 16]}',
         "text.json": b'{"x": "a"}',
         "modules.json": b'{"modules": 3}',
+        "rules.yaml": b"layer.0: int9\n",
+        "steps.yaml": b"- nosuch\n",
         f"made_{folder.name}.py": FACTORY.encode(),
     }
     for name, content in texts.items():
         (folder / name).write_bytes(content)
+    for name in ("empty", "many"):
+        (folder / name).mkdir()
+    for number in range(2):
+        np.savez(folder / "many" / f"{number}.npz", x=np.ones((16, 16), np.float32))
     (folder / "folder.onnx").mkdir()
     (folder / "circle.data").symlink_to("circle.data")
     np.savez(folder / "none.npz")
@@ -178,21 +193,21 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("run quantize_dynamic short.onnx -o o.onnx", SHORT),
     ("optimize net.onnx -o folder.onnx/o.onnx --share-weights", "cannot share the weights in"),
     # values and sizes
-    *((f"{command} --inputs none.npz", "none.npz: holds no arrays") for command in TAKE_INPUTS),
-    *((f"{command} --inputs none.json", "none.json: holds no shapes") for command in TAKE_INPUTS),
-    ("run quantize_static net.onnx -o o.onnx --set inputs=none.npz", "none.npz: holds no arrays"),
-    ("compare net.onnx net.onnx --inputs name.npz", "no input 'foo' in this model, only 'x'"),
-    ("compare net.onnx net.onnx --inputs shape.npz", "input 'x': is float [2, 3], and the model wants float [16, 16]"),
-    ("compare net.onnx net.onnx --inputs pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
-    ("profile net.onnx --inputs no.npz", "no.npz: is no .npz file of plain arrays"),
-    ("profile net.onnx --inputs cut.npz", "cut.npz: is no .npz file of plain arrays"),
-    ("run quantize_static net.onnx -o o.onnx --set inputs=pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
-    ("run quantize_static net.onnx -o o.onnx", "needs inputs to see activations on: --set inputs=FILE.npz"),
-    ("cost net.onnx --inputs bad.json", "bad.json: is not JSON"),
-    ("cost net.onnx --inputs list.json", 'list.json: is no JSON object such as {"input_ids": [2, 16]}'),
-    ("cost net.onnx --inputs negative.json", "negative.json: the shape of 'x' is no list of whole numbers: [-1, 2]"),
-    ("cost net.onnx --inputs text.json", "text.json: the shape of 'x' is no list of whole numbers: 'a'"),
-    ("cost net.onnx --inputs nowhere.npz", "nowhere.npz: cannot be read: No such file or directory"),
+    *((f"{command} --data none.npz", "none.npz: holds no arrays") for command in TAKE_INPUTS),
+    *((f"{command} --shapes none.json", "none.json: holds no shapes") for command in TAKE_INPUTS),
+    ("run quantize_static net.onnx -o o.onnx --set data=none.npz", "none.npz: holds no arrays"),
+    ("compare net.onnx net.onnx --data name.npz", "no input 'foo' in this model, only 'x'"),
+    ("compare net.onnx net.onnx --data shape.npz", "input 'x': is float [2, 3], and the model wants float [16, 16]"),
+    ("compare net.onnx net.onnx --data pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
+    ("profile net.onnx --data no.npz", "no.npz: is no .npz file of plain arrays"),
+    ("profile net.onnx --data cut.npz", "cut.npz: is no .npz file of plain arrays"),
+    ("run quantize_static net.onnx -o o.onnx --set data=pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
+    ("run quantize_static net.onnx -o o.onnx", "needs data to see activations on: --set data=FILE.npz"),
+    ("cost net.onnx --shapes bad.json", "bad.json: is not JSON"),
+    ("cost net.onnx --shapes list.json", 'list.json: is no JSON object such as {"input_ids": [2, 16]}'),
+    ("cost net.onnx --shapes negative.json", "negative.json: the shape of 'x' is no list of whole numbers: [-1, 2]"),
+    ("cost net.onnx --shapes text.json", "text.json: the shape of 'x' is no list of whole numbers: 'a'"),
+    ("cost net.onnx --data nowhere.npz", "nowhere.npz: cannot be read: No such file or directory"),
     ("cost net.onnx --dims batch", "--dims batch: write name=size"),
     ("cost net.onnx --dims batch=x", "--dims batch=x: write name=size"),
     ("compare net.onnx net.onnx --dims nosuch=3", "'nosuch'"),
@@ -252,7 +267,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     (f"{BERT} -o o.onnx --dtype int8", "int8"),
     (f"{BERT} -o o.onnx --opset ten", "--opset"),
     (f"{BERT} -o o.onnx --dynamic length", "no dynamic axis 'length'"),
-    (f"{BERT} -o o.onnx --inputs nowhere.json", "cannot be read"),
+    (f"{BERT} -o o.onnx --shapes nowhere.json", "cannot be read"),
     ("export --entry json:dumps --task fill-mask -o o.onnx", "--task is for a SOURCE"),
     ("verify net.onnx", "give one model"),
     ("verify net.onnx bert --tolerance **=1", "write SELECTOR=ABSOLUTE,RELATIVE"),
@@ -264,9 +279,95 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("export --entry {module} -o o.onnx", "an entry is package.module:factory"),
     ("export {module}:number -o o.onnx", "{module}:number: a factory is named with --entry {module}:number"),
     ("export --entry {module}.py:net -o o.onnx", "an entry names a module, not its file: {module}:net"),
-    (f"{BERT} --inputs name.npz -o o.onnx", "name.npz: holds values, and inputs are made here"),
-    ("verify net.onnx bert --random-weights --inputs name.npz", "name.npz: holds values, and inputs are made here"),
+    (f"{BERT} --shapes name.npz -o o.onnx", "name.npz: holds values: --shapes is for a JSON file of shapes"),
+    ("cost net.onnx --shapes name.npz", "name.npz: holds values: --shapes is for a JSON file of shapes"),
     ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is no text"),
+    # data
+    ("compare net.onnx net.onnx --data many", "compare takes one run, and --data has several; give one .npz file, or"),
+    ("profile net.onnx --data {module}:runs", "profile takes one run, and --data has several; give one .npz file, or"),
+    ("cost net.onnx --data many", "cost takes one run, and --data has several"),
+    ("place net.onnx --rule .=cpu -o o.onnx --data many", "place takes one run, and --data has several"),
+    ("carry net.onnx net.onnx -o o.onnx --data many", "carry takes one run, and --data has several"),
+    ("quantize net.onnx int8 -o o.onnx --data name.npz", "name.npz: no input 'foo' in this model, only 'x'"),
+    (
+        "sensitivity net.onnx --data shape.npz",
+        "shape.npz: input 'x': is float [2, 3], and the model wants float [16, 16]",
+    ),
+    ("optimize net.onnx -o o.onnx --verify --data name.npz", "name.npz: no input 'foo' in this model, only 'x'"),
+    ("optimize net.onnx -o o.onnx --data many", "--data has no effect: it is for --verify"),
+    ("compare net.onnx net.onnx --data empty", "empty: is a folder without .npz files; write them with numpy.savez"),
+    ("compare net.onnx net.onnx --data list.json", "list.json: is no .npz file of arrays; shapes in JSON are given as"),
+    ("compare net.onnx net.onnx --data many --shapes ok.json", "--shapes are those of random inputs, and --data have"),
+    ("profile net.onnx --data {module}:gives_nothing", "{module}:gives_nothing: returns NoneType, and data are arrays"),
+    ("profile net.onnx --data {module}:array", "{module}:array: returns ndarray, and data are arrays by input name"),
+    ("profile net.onnx --data {module}:fails", "{module}:fails: raised RuntimeError: the weights are elsewhere"),
+    ("profile net.onnx --data {module}:nosuch", "{module}:nosuch: module '{module}' has no function 'nosuch'"),
+    ("profile net.onnx --data {module}.py:runs", "an entry names a module, not its file: {module}:runs"),
+    # rules
+    ("quantize net.onnx int9 -o o.onnx", "no file and no precision 'int9'; there are int8, u8s8, uint8, int16"),
+    ("quantize net.onnx -o o.onnx", "the rules are missing: give a plan (.yaml or .json), a precision (int8, u8s8"),
+    ("quantize net.onnx rules.yaml -o o.onnx", "rules.yaml: rule 'layer.0': there is no precision 'int9'; there are"),
+    ("quantize net.onnx nowhere.yaml -o o.onnx", "nowhere.yaml: cannot be read: No such file or directory"),
+    ("quantize net.onnx layer.0=int8 -o o.onnx", "layer.0=int8: a rule is an option: --rule layer.0=int8"),
+    ("quantize net.onnx --rule layer.0 -o o.onnx", "--rule layer.0: write SELECTOR=PRECISION, as in --rule layer.0="),
+    ("quantize net.onnx --rule =int8 -o o.onnx", "--rule =int8: write SELECTOR=PRECISION, as in --rule SELECTOR=int8"),
+    ("quantize net.onnx --rule layer.0=int9 -o o.onnx", "--rule layer.0=int9: there is no precision 'int9'; there are"),
+    ("quantize net.onnx --rule layer.7=int8 -o o.onnx", "selector 'layer.7': matches no module; nearest: 'layer.1'"),
+    ("quantize net.onnx --rule dropout=int8 -o o.onnx", "--rule dropout=int8: no operator of module 'dropout' takes"),
+    (
+        "quantize net.onnx int8 --plan-for nosuch -o o.json",
+        "plans are written for modelopt, nncf, ort, not for",
+    ),
+    ("quantize net.onnx int8", "give the file to write with -o, or --dry-run"),
+    ("quantize net.onnx int8 -o net.onnx", "net.onnx: is read by this command; name another file to write"),
+    ("quantize untagged.onnx int8 -o o.onnx", "untagged.onnx: it has no module tags; export it with htp-export export"),
+    ("quantize net.onnx int8 -o o.onnx --metric {module}:gives_nothing", "{module}:gives_nothing returned no function"),
+    ("sensitivity net.onnx --precision int9", "there is no precision 'int9'; there are int8"),
+    ("prune net.onnx 0.5 -o o.onnx", "no file '0.5'; for the whole model, write --rule .=0.5"),
+    ("prune net.onnx -o o.onnx", "the rules are missing: give a plan (.yaml or .json), or --rule SELECTOR=VALUE"),
+    ("prune net.onnx --rule layer.0=abc -o o.onnx", "--rule layer.0=abc: sparsity 'abc': write a share such as 0.5"),
+    ("prune net.onnx --rule dropout=0.5 -o o.onnx", "--rule dropout=0.5: the modules that it names have no weights"),
+    ("place net.onnx -o o.onnx", "the rules are missing: give a plan (.yaml or .json), or --rule SELECTOR=DEVICE"),
+    ("place net.onnx .=cpu -o o.onnx", ".=cpu: a rule is an option: --rule .=cpu"),
+    ("place net.onnx --rule .=toaster -o o.onnx", "--rule .=toaster: there is no device 'toaster'; write cpu, gpu"),
+    ("place net.onnx --rule dropout=cpu -o o.onnx", "--rule dropout=cpu: its modules have no nodes"),
+    ("place net.onnx --budget gpu -o o.onnx", "--budget gpu: write DEVICE=SIZE, as in --budget gpu=SIZE"),
+    ("place net.onnx --budget gpu=lots -o o.onnx", "budget of gpu: 'lots' is no size; write bytes, or a number with"),
+    ("place net.onnx --budget gpu=1 -o o.onnx", "the smallest part, of module '(root)', needs 2.048 kB"),
+    ("place net.onnx --rule .=cpu", "give the file to write with -o, or --show"),
+    ("place net.onnx --show --provider nosuch", "this ONNX Runtime has no nosuch, only"),
+    ("profile net.onnx --budget layer.0", "--budget layer.0: write SELECTOR=LIMIT, as in --budget layer.0=LIMIT"),
+    ("profile net.onnx --budget layer.0=x", "budget 'x' of 'layer.0': write a time or a share below 100 %"),
+    # others of each command
+    ("info nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
+    ("info cut.onnx", NOT_ONNX.format("cut.onnx")),
+    ("nodes net.onnx --select nosuch", "selector 'nosuch': matches no module; there are '.', 'dropout', 'layer'"),
+    ("nodes net.onnx --table nosuch", "'nosuch' is not one of 'nodes', 'modules', 'parameters', 'initializers'"),
+    ("view net.onnx --overlay latency -o o.json", "give --profile with the JSON of htp-export profile"),
+    ("diff net.onnx", "Missing argument 'after'; example: htp-export diff bert.onnx small.onnx"),
+    ("forensics net.onnx --level nosuch", "level 'nosuch' is none of exact, tolerant, fused"),
+    ("fingerprint nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
+    ("compare untagged.onnx net.onnx", "untagged.onnx: has no module tags"),
+    ("profile net.onnx --engine nosuch", "no plug-in 'nosuch'; there are: openvino, tensorrt"),
+    ("extract net.onnx dropout -o o.onnx", "module 'dropout' has no nodes: it gives back what it is given"),
+    ("extract net.onnx . --call 3 -o o.onnx", "has no call 3: it ran 1 times, counted from 0"),
+    ("splice net.onnx layer.9 net.onnx -o o.onnx", "no module 'layer.9' in this model; nearest: 'layer.1'"),
+    ("functions net.onnx -o o.onnx", "give the modules, ** for all, or --undo"),
+    ("pipeline steps.yaml -m net.onnx -o o.onnx", "steps.yaml: line 1: step 1: there is no step 'nosuch'; there are"),
+    ("search net.onnx", "give a file of selector → what modules may become, or --choices"),
+    ("search net.onnx --choices int9", "there is no precision 'int9'; there are int8"),
+    ("search net.onnx --choices int8 --objective nosuch", "objectives are some of error, size, latency, metric"),
+    ("lora insert net.onnx dropout -o o.onnx", "there is no linear layer at or below the modules of 'dropout'"),
+    ("lora adapter net.onnx nowhere -o a.onnx_adapter", "htp-export lora insert gives its linear layers inputs"),
+    ("lora fuse net.onnx nowhere -o o.onnx", "nowhere: there is no such adapter"),
+    ("lora nosuch", "No such command 'nosuch'; htp-export lora --help lists the commands"),
+    ("rename net.onnx --style nosuch -o o.onnx", "there is no style of names 'nosuch'; there is 'path'"),
+    ("rename net.onnx -o empty/o.onnx --share-weights", "they lie in another folder; write into that folder, or copy"),
+    ("partition net.onnx layer.7 -o stages", "no module 'layer.7' in this model; nearest: 'layer.1'"),
+    (
+        "partition net.onnx 2 -o stages --balance nosuch",
+        "--balance nosuch: balance parameters or flops, or name",
+    ),
     # in another order
     ("verify bert net.onnx", "bert: cannot be read: No such file or directory; the file comes first: verify net.on"),
     ("extract layer.0 net.onnx -o o.onnx", "; the file comes first: extract net.onnx layer.0"),
@@ -274,6 +375,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("compare nowhere.onnx layer.0", "nowhere.onnx: cannot be read: No such file or directory\n"),
     ("extract net.onnx layer.* -o o.onnx", "no module 'layer.*' in this model; this takes one module, and no selector"),
     ("extract net.onnx class:Linear -o o.onnx", "; this takes one module, and no selector"),
+    ("adopt net.onnx -o o.onnx", "name two models: the original, and the file that someone else exported from it"),
     ("carry net.onnx -o o.onnx", "name the model before it too, htp-export carry BEFORE AFTER, or use --embed-map"),
     ("nosuch", "No such command 'nosuch'; htp-export --help lists the commands"),
     ("tree", "name an ONNX file, a model, or --entry"),
@@ -298,11 +400,16 @@ def test_a_line_says_what_is_wrong_and_nothing_is_written(
     assert contents(folder) == before
 
 
+def test_every_command_has_wrong_inputs() -> None:
+    typed = [command if isinstance(command, str) else " ".join(command) for command, _ in WRONG]
+    assert [name for name in command_names() if not any(each.startswith(name) for each in typed)] == []
+
+
 @pytest.mark.parametrize("use", [htp_export.profile, htp_export.compare, htp_export.carry])
 def test_python_refuses_a_mapping_without_inputs(use: Callable[..., object], folder: Path) -> None:
     files = ["net.onnx"] if use is htp_export.profile else ["net.onnx", "net.onnx"]
     with pytest.raises(htp_export.InputError, match="no value for input 'x'"):
-        use(*files, **{"data" if use is htp_export.carry else "inputs": {}})
+        use(*files, data={})
 
 
 def test_files_that_may_not_be_read(tmp_path: Path) -> None:

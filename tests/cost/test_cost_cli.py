@@ -84,8 +84,8 @@ def test_cost_takes_open_sizes_as_numbers_shapes_or_values_and_else_says_that_th
     np.savez(tmp_path / "values.npz", x=np.zeros((2, 4), np.float32))
     for given in (
         ["--dims", "batch=2"],
-        ["--inputs", f"{tmp_path}/shapes.json"],
-        ["--inputs", f"{tmp_path}/values.npz"],
+        ["--shapes", f"{tmp_path}/shapes.json"],
+        ["--data", f"{tmp_path}/values.npz"],
     ):
         assert main(["cost", str(open_file), "--json", *given]) == 0
         data = json.loads(capsys.readouterr().out)
@@ -99,7 +99,7 @@ def test_cost_takes_open_sizes_as_numbers_shapes_or_values_and_else_says_that_th
         (["--dims", "length=3"], "this model has no open dimensions, and so none named 'length'"),
         (["--columns", "colour"], "no column 'colour'"),
         (["--sort", "colour"], "no column 'colour'"),
-        (["--inputs", "nowhere.npz"], "cannot be read"),
+        (["--data", "nowhere.npz"], "cannot be read"),
         (["--select", "nowhere"], "nowhere"),
     ],
 )

@@ -13,6 +13,7 @@ from htp_export.capabilities.cost.drawing import render
 from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree, tree_rows
 from htp_export.errors import InputError, SelectorError
 from htp_export.model.tagged import load
+from htp_export.model.visible_modules import visible
 from htp_export.results.columns import csv_text
 from htp_export.results.tag_facts import TagFacts
 from tests.handmade import encoder
@@ -53,6 +54,17 @@ def test_a_selection_shows_what_lies_above_it_too() -> None:
     assert paths == ["", "layer", "layer.1", "layer.1.fc"]
     with pytest.raises(SelectorError):
         tree_rows(load(encoder()), select="nowhere")
+
+
+def test_depth_counts_from_what_is_selected() -> None:
+    def shown(**options: Any) -> list[str]:
+        return visible(load(encoder()), **options)
+
+    assert shown(select="layer.1", depth=0) == ["", "layer", "layer.1"]
+    assert shown(select="layer.1", depth=1) == ["", "layer", "layer.1", "layer.1.fc"]
+    assert shown(select="layer.**", depth=0) == ["", "layer", "layer.0", "layer.1"]  # the container is no level
+    assert "layer.0" not in shown(select="layer.**,!layer.0", depth=3)
+    assert shown(select=".", depth=1) == shown(depth=1)
 
 
 def test_the_tree_prints_as_a_table_and_is_plain_data() -> None:

@@ -51,7 +51,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "run",
     [
         lambda file, data: htp_export.quantize(file, {".": "int8"}, data=data),
-        lambda file, data: htp_export.sensitivity(file, ["fp16"], data),
+        lambda file, data: htp_export.sensitivity(file, ["fp16"], data=data),
     ],
     ids=["quantize", "sensitivity"],
 )
@@ -66,16 +66,23 @@ def test_a_metric_without_a_number_is_refused(file: Path) -> None:
         return NAN
 
     with pytest.raises(InputError, match="the metric returned nan: the outputs that it was given have none"):
-        htp_export.sensitivity(file, ["int8"], example(), metric=metric)
+        htp_export.sensitivity(file, ["int8"], data=example(), metric=metric)
     pytest.importorskip("optuna")
     with pytest.raises(InputError, match="the metric returned nan"):
-        htp_export.search(file, ["int8", "fp32"], ["metric", "size"], example(), metric=metric, trials=3)
+        htp_export.search(
+            file, ["int8", "fp32"], objectives=["metric", "size"], data=example(), metric=metric, trials=3
+        )
 
 
 def test_a_metric_of_outputs_with_nan_says_which(broken: Path) -> None:
     with pytest.raises(InputError, match=r"the metric returned nan: output 'linear_1' of run 0 has NaN"):
         htp_export.search(
-            broken, ["fp16"], ["metric"], example(), metric=lambda runs: float(runs[0]["linear_1"].sum()), trials=3
+            broken,
+            ["fp16"],
+            objectives=["metric"],
+            data=example(),
+            metric=lambda runs: float(runs[0]["linear_1"].sum()),
+            trials=3,
         )
 
 
@@ -86,7 +93,9 @@ def test_search_says_which_choices_have_no_number(file: Path) -> None:
     def metric(outputs: Any) -> float:
         return 1.0 if np.array_equal(outputs[0]["linear_1"], expected) else NAN
 
-    found = htp_export.search(file, ["fp16", "fp32"], ["metric", "size"], example(), metric=metric, trials=3)
+    found = htp_export.search(
+        file, ["fp16", "fp32"], objectives=["metric", "size"], data=example(), metric=metric, trials=3
+    )
     assert [note for note in found.notes if note.startswith("2 in fp16: the metric returned nan")]
     assert all(set(trial.plan.values()) == {"fp32"} for trial in found.trials)
 
@@ -150,13 +159,13 @@ def partly(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_outputs_with_some_nan_are_said_beside_their_errors(partly: Path) -> None:
     data = {"x": example()["input"]}
-    found = htp_export.sensitivity(partly, ["fp16"], data)
+    found = htp_export.sensitivity(partly, ["fp16"], data=data)
     assert found.notes[0] == "data, run 0: output 'log' of the model has NaN, which counts as no error"
     assert htp_export.search(partly, ["fp16"], data=data, trials=3).notes[0] == found.notes[0]
 
 
 def test_outputs_with_nan_are_said_where_passes_were_verified(file: Path, partly: Path) -> None:
-    found = htp_export.optimize(partly, verify=True, inputs={"x": example()["input"]})
+    found = htp_export.optimize(partly, verify=True, data={"x": example()["input"]})
     assert found.nan == ("log",)
     assert found.summary.endswith(
         "outputs differ by 0 at most; of elements that are NaN before and after, in 'log', nothing is known"
@@ -171,7 +180,7 @@ def test_a_metric_without_a_number_for_all_modules_but_one_is_a_row(file: Path) 
         calls.append(outputs)
         return 1.0 if len(calls) <= 3 else NAN
 
-    found = htp_export.sensitivity(file, ["fp16"], example(), metric=metric)
+    found = htp_export.sensitivity(file, ["fp16"], data=example(), metric=metric)
     assert [row.alone is not None and row.all_but is None for row in found.ranking] == [True, True]
     assert found.modules["0"]["fp16"].problem.startswith("all modules but this one: the metric returned nan")
     assert any(note.startswith("2 in fp16: all modules but this one") for note in found.notes)

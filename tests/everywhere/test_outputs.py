@@ -21,7 +21,7 @@ ENTRY = "import torch\n\ndef net():\n    return torch.nn.Linear(4, 4), torch.one
 
 # Each command that writes, without -o; FILE is an ONNX file with its weights beside it.
 MODELS = {
-    "carry": "FILE FILE --inputs shapes.json",
+    "carry": "FILE FILE --shapes shapes.json",
     "export": "--entry {net}:net",
     "extract": "FILE 0",
     "functions": "FILE 0",
@@ -31,7 +31,7 @@ MODELS = {
     "rename": "FILE",
     "optimize": "FILE",
     "pipeline": "steps.yaml -m FILE",
-    "place": "FILE plan.json --inputs shapes.json",
+    "place": "FILE plan.json --shapes shapes.json",
     "prune": "FILE plan.json",
     "quantize": "FILE plan.json --data data.npz",
     "run": "onnxruntime FILE",
@@ -133,7 +133,7 @@ def test_what_is_read_is_not_replaced_by_force_either(
     ("command", "output"),
     [("export --entry {code}:net", "teacher.onnx"), ("export --entry {code}:net --torchscript", "teacher.onnx"),
      ("export --entry {code}:net", "helper_{code}.py"), ("export --entry {code}:net", "config.json"),
-     ("quantize net.onnx --rule 0=int8 --entry {code}:data", "teacher.onnx")],
+     ("quantize net.onnx --rule 0=int8 --data {code}:data", "teacher.onnx")],
 )  # fmt: skip
 def test_what_the_code_of_an_entry_reads_is_not_replaced(
     folder: Path, capsys: pytest.CaptureFixture[str], command: str, output: str

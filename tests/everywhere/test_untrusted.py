@@ -173,6 +173,8 @@ def made_by(net: Path, target: Path, step: str, options: dict[str, Any]) -> Path
     [
         ("verify", {"entry": ENTRY}, "which may name code to run"),
         ("verify", {"source": "bert", "random_weights": True}, "which may name code to run"),
+        ("compare", {"data": ENTRY}, "which may name code to run"),
+        ("quantize", {"plan": "int8", "data": [ENTRY]}, "which may name code to run"),
         ("onnxsim", {"custom_lib": "outside_secret/evil.so"}, "which may name code to run"),
         ("onnxslim", {"model_check_inputs": ["x:outside_secret/x.npy"]}, "which may name code to run"),
         ("compare", {"providers": [["CPUExecutionProvider", {"library": "evil.so"}]]}, "which may name code to run"),
@@ -181,7 +183,7 @@ def made_by(net: Path, target: Path, step: str, options: dict[str, Any]) -> Path
         ("splice", {"path": "first", "replacement": "/etc/passwd"}, "names a file that is not in the folder"),
         ("compare", {"a": "link/secret.onnx"}, "names a file that is not in the folder"),
         ("quantize", {"plan": "int8", "data": ["../outside_secret/x.npz"]}, "names a file that is not in the folder"),
-        ("quantize_static", {"inputs": "../outside_secret/x.npz"}, "names a file that is not in the folder"),
+        ("quantize_static", {"data": "../outside_secret/x.npz"}, "names a file that is not in the folder"),
     ],
 )
 def test_steps_of_a_model_file_name_no_code_and_no_file_elsewhere(

@@ -71,7 +71,7 @@ def test_data_that_raise_are_told_with_their_line(folder: Path) -> None:
     [
         ("sensitivity FILE --precision int4 --metric CODE:metric", "division by zero (CODE.py:8, in measure)"),
         ("search FILE --choices int4 --objective metric --metric CODE:metric", "raised ZeroDivisionError"),
-        ("quantize FILE --rule 0=int8 -o o.onnx --entry CODE:data", "more data in this folder (CODE.py:12, in data)"),
+        ("quantize FILE --rule 0=int8 -o o.onnx --data CODE:data", "more data in this folder (CODE.py:12, in data)"),
         ("export --entry CODE:leaves -o o.onnx", "CODE:leaves: raised SystemExit: 3 (CODE.py:15, in leaves)"),
         ("quantize FILE --rule 0=int8 -o o.onnx --metric CODE:leaves", "raised SystemExit: 3"),
         *((f"{command} --seed {seed}", "--seed") for seed in ("-1", "5000000000") for command in (

@@ -75,7 +75,7 @@ WRITERS: dict[str, Callable[[dict[str, Path], Path], Any]] = {
     "embed_map": lambda given, out: htp_export.embed_map(given["net"], out),
     "rename": lambda given, out: htp_export.rename(given["net"], output=out),
     "place": lambda given, out: htp_export.place(given["net"], {"body": "cpu"}, out),
-    "lora.insert": lambda given, out: htp_export.lora.insert(given["net"], "head", 2, output=out),
+    "lora.insert": lambda given, out: htp_export.lora.insert(given["net"], "head", rank=2, output=out),
     "lora.fuse": lambda given, out: htp_export.lora.fuse(given["net"], given["adapter"], out),
     "pipeline": lambda given, out: htp_export.pipeline([{"prune": {"plan": {"body": 0.5}}}], given["net"], out),
     "tool": lambda given, out: tools.quantize_dynamic(given["net"], out),

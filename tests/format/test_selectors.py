@@ -72,7 +72,7 @@ def test_a_selector_names_these_modules_in_the_order_of_the_model(
         ("layer..0", "between two dots"),
         ("layer.0.attentoin", "matches no module; nearest: 'layer.0.attention'"),
         ("class:LayreNorm", "matches no module; nearest: 'LayerNorm'"),
-        ("layer.0,nothing_like_it", "selector 'nothing_like_it': matches no module$"),
+        ("layer.0,nothing_like_it", "selector 'nothing_like_it': matches no module; there are '.', "),
         ("layer.0,!layer.7.attention", "selector '!layer.7.attention': matches no module; nearest"),
         ("layer.0,!layer.*", "excludes every module that it selects"),
         ([3], "a selector is a string"),

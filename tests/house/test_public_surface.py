@@ -77,6 +77,23 @@ def test_a_public_function_documents_arguments_result_and_errors_with_an_example
     assert documented == list(inspect.signature(function).parameters), name
 
 
+SHARED = ["data", "dims", "shapes", "select", "depth", "seed", "providers", "session_options", "external_data",
+          "share_weights"]  # fmt: skip
+TORCH_LIKE = {"export", "verify", "inspect", "view", "attention_report", "adopt"}  # args and kwargs, as torch has them
+
+
+@pytest.mark.parametrize("name", public_functions())
+def test_what_comes_after_the_output_is_given_by_keyword_and_shared_parameters_have_one_order(name):
+    parameters = inspect.signature(public_functions()[name]).parameters
+    positional = [each.name for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert [each for each in parameters if each in SHARED] == [each for each in SHARED if each in parameters], name
+    assert not {"inputs", "out"} & {*parameters}, name
+    if "output" in parameters and name not in TORCH_LIKE:
+        assert positional[-1] == "output", name
+        assert parameters["output"].default is None, name
+    assert not {*SHARED[1:]} & {*positional} - {"select"}, name
+
+
 def test_public_functions_say_whether_they_are_thread_safe():
     texts = {name: inspect.getdoc(function).lower() for name, function in public_functions().items()}
     silent = {name for name, text in texts.items() if "thread" not in text and not name.startswith("tools.")}

@@ -117,7 +117,7 @@ def test_without_an_adapter_the_model_computes_what_it_did_before(exporter: str,
 @BOTH
 def test_nodes_and_names_that_were_there_stay(exporter: str, tmp_path: Path) -> None:
     _, file = made(exporter, tmp_path)
-    before, after = htp_export.load(file), htp_export.lora.insert(file, "down", 4, 8).tagged
+    before, after = htp_export.load(file), htp_export.lora.insert(file, "down", rank=4, alpha=8).tagged
     kept = {node.name: node for node in after.nodes}
     assert all(kept[node.name].op_type == node.op_type for node in before.nodes)
     names = {node.name for node in before.nodes}
@@ -196,9 +196,9 @@ def test_merged_projections_take_adapters_but_no_fusing(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = spread(Attention()).eval()
     file = exported_to(tmp_path / "net.onnx", model, feeds(), "dynamo")
-    htp_export.optimize(file, tmp_path / "merged.onnx", ["merge_parallel_projections"], "tolerant")
+    htp_export.optimize(file, tmp_path / "merged.onnx", passes=["merge_parallel_projections"], level="tolerant")
     assert "Slice" in {node.op_type for node in htp_export.load(tmp_path / "merged.onnx").nodes}
-    htp_export.lora.insert(tmp_path / "merged.onnx", "q, v", 2, 4, tmp_path / "lora.onnx")
+    htp_export.lora.insert(tmp_path / "merged.onnx", "q, v", rank=2, alpha=4, output=tmp_path / "lora.onnx")
     layers = factors(model, ["q", "v"], 2, seed=5)
     folder = adapter(tmp_path, "a", layers, 4)
     htp_export.lora.adapter(tmp_path / "lora.onnx", folder, tmp_path / "a.onnx_adapter")
@@ -242,7 +242,7 @@ def test_a_model_in_blocks_of_four_bits_takes_adapters_of_floats_and_no_fusing(e
     base = copy.deepcopy(model)
     for path in ("up", "down"):
         base.get_submodule(path).weight.data = dequantized(quantized, path)
-    result = htp_export.lora.insert(tmp_path / "int4.onnx", "**", 4, 8, tmp_path / "lora.onnx")
+    result = htp_export.lora.insert(tmp_path / "int4.onnx", "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
     assert list(result.modules) == ["up", "down", "head"]
     assert np.array_equal(run(tmp_path / "lora.onnx"), run(tmp_path / "int4.onnx"))
     assert np.allclose(run(tmp_path / "int4.onnx"), base(**feeds()).detach().numpy(), rtol=1e-3, atol=1e-4)
@@ -352,7 +352,7 @@ def test_modules_that_cannot_take_adapters_are_refused(tmp_path: Path) -> None:
         (4, float("nan"), "alpha"),
     ):
         with pytest.raises(InputError, match=message):
-            htp_export.lora.insert(file, "up", rank, alpha)
+            htp_export.lora.insert(file, "up", rank=rank, alpha=alpha)
     net = nn.Sequential(nn.Embedding(4, 3), nn.ReLU()).eval()
     exported = htp_export.export(net, (torch.tensor([[1, 2]]),), verbose=False)
     with pytest.raises(InputError, match="there is no linear layer"):
@@ -361,8 +361,8 @@ def test_modules_that_cannot_take_adapters_are_refused(tmp_path: Path) -> None:
 
 def test_layers_can_be_added_later(tmp_path: Path) -> None:
     _, file = made("torchscript", tmp_path)
-    first = htp_export.lora.insert(file, "up", 4, 8)
-    both = htp_export.lora.insert(first.tagged, "down", 4, 4)
+    first = htp_export.lora.insert(file, "up", rank=4, alpha=8)
+    both = htp_export.lora.insert(first.tagged, "down", rank=4, alpha=4)
     assert json.loads(both.model.metadata_props["htp.lora"]) == {"up": {"scaling": 2.0}, "down": {"scaling": 1.0}}
     assert first.tagged.paths != both.tagged.paths
 
@@ -370,7 +370,7 @@ def test_layers_can_be_added_later(tmp_path: Path) -> None:
 def test_half_precision(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 4)).half().eval()
     file = exported_to(tmp_path / "net.onnx", model, {"input": x(2, 6).half()}, "dynamo")
-    result = htp_export.lora.insert(file, "0", 4, 8)
+    result = htp_export.lora.insert(file, "0", rank=4, alpha=8)
     graph = result.model.graph
     assert {str(value.dtype) for value in graph.inputs} == {"FLOAT16"}
     folder = adapter(tmp_path, "a", {"0": (x(4, 6).bfloat16(), x(4, 4).bfloat16())}, 8)
@@ -410,7 +410,7 @@ def test_outputs_are_those_of_peft(kind: str, exporter: str, tmp_path: Path) -> 
         plain = base(**inputs)
     wanted, plain = (each if isinstance(each, torch.Tensor) else each[0] for each in (wanted, plain))
     assert not close(wanted, plain)
-    htp_export.lora.insert(file, [f"**.{name}" for name in targets], 4, 10, tmp_path / "lora.onnx")
+    htp_export.lora.insert(file, [f"**.{name}" for name in targets], rank=4, alpha=10, output=tmp_path / "lora.onnx")
     converted = htp_export.lora.adapter(tmp_path / "lora.onnx", tmp_path / "adapter", tmp_path / "a.onnx_adapter")
     htp_export.lora.fuse(file, tmp_path / "adapter", tmp_path / "fused.onnx")
     active, options = ort.LoraAdapter(), ort.RunOptions()
@@ -488,7 +488,7 @@ def test_the_result_of_a_layer_in_eight_bits_is_not_clipped_to_the_range_without
     without = model(**feeds()).detach().numpy()
     errors = {}
     for each in (file, quantized):
-        htp_export.lora.insert(each, "head", 4, 4, tmp_path / "lora.onnx")
+        htp_export.lora.insert(each, "head", rank=4, alpha=4, output=tmp_path / "lora.onnx")
         found = run(tmp_path / "lora.onnx", arrays)
         errors[each.stem] = np.abs(found - wanted).max() / np.abs(wanted).max()
     assert np.abs(without - wanted).max() / np.abs(wanted).max() > 0.5

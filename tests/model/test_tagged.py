@@ -308,3 +308,15 @@ def test_a_model_that_was_changed_finds_its_regions_and_tensors_anew() -> None:
     assert "spy" in tagged.values
     assert tagged["layer"] is not before
     assert "head" in tagged.refresh(tagged.hierarchy.including({"head": 1}))
+
+
+def test_a_dot_is_the_root_wherever_a_path_is_taken() -> None:
+    tagged = load(encoder())
+    assert tagged["."] is tagged[""]
+    assert "." in tagged
+    assert tagged.hierarchy["."] is tagged.hierarchy[""]
+    assert list(tagged).count(".") == 0
+    whole = htp_export.extract(encoder(), ".")
+    assert (whole.path, whole.nodes, whole.outside) == ("", len(tagged.nodes), ())
+    replaced = htp_export.splice(encoder(), ".", whole.model)
+    assert (replaced.path, replaced.nodes_after) == ("", len(tagged.nodes))

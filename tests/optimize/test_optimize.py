@@ -19,6 +19,7 @@ from htp_export.capabilities.optimize.running import OutputCheck
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, PassError
 from htp_export.model.regions import all_nodes
+from htp_export.runtime.data import Samples
 from tests.exporting import exported
 from tests.graphs import Builder, array, ops, owners, passed, run
 from tests.truth import inexact
@@ -228,9 +229,24 @@ def test_values_that_are_not_numbers_are_compared():
     one = net.model("y")
     other = Builder(x=[2])
     other.add("Relu", "x", "y", "a")
-    check = OutputCheck(one, {"x": np.float32([-1, 1])})
+    check = OutputCheck(one, Samples.of({"x": np.float32([-1, 1])}, one))
     assert check.fault(one, "exact") == ""
     assert "off by inf" in check.fault(other.model("y"), "tolerant")
+
+
+def test_every_run_of_the_data_is_verified():
+    def model(op_type):
+        net = Builder(x=[2])
+        net.add(op_type, "x", "y", "a")
+        return net.model("y")
+
+    relu, other = model("Relu"), model("Identity")
+    runs = [{"x": np.float32([1, 2])}, {"x": np.float32([-1, 2])}]  # the second one shows the difference
+    assert OutputCheck(relu, Samples.of(runs[:1], relu)).fault(other, "exact") == ""
+    assert "output 'y, run 1' is off by 1" in OutputCheck(relu, Samples.of(runs, relu)).fault(other, "exact")
+    assert htp_export.optimize(relu, verify=True, data=runs).max_abs == 0
+    with pytest.raises(htp_export.InputError, match="are for verify, which runs the model"):
+        htp_export.optimize(relu, data=runs)
 
 
 class TwoInOne(ir.passes.InPlacePass):

@@ -232,7 +232,7 @@ def test_a_model_becomes_smaller_in_steps(exported: Path, tmp_path: Path) -> Non
     assert {"MatMulInteger", "DynamicQuantizeLinear"} <= {node.op_type for node in made["first"].nodes}
     assert "second.lora_A" in made.paths
     with pytest.raises(InputError, match="step quantize: there is no option 'dry_run'"):
-        htp_export.pipeline([{"quantize": {"plan": "w4", "dry_run": True}}], exported, tmp_path / "dry.onnx")
+        htp_export.pipeline([{"quantize": {"plan": "int4", "dry_run": True}}], exported, tmp_path / "dry.onnx")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,10 @@ def test_a_model_becomes_smaller_in_steps(exported: Path, tmp_path: Path) -> Non
         ([], "a pipeline is a list of steps"),
         ("optimize", "cannot be read"),
         ([{"optimise": {}}], "step 1: there is no step 'optimise'; there are optimize, "),
-        (["inline", {"optimize": {"lvl": 1}}], "step optimize: there is no option 'lvl'; it has inputs, keep_exact"),
+        (
+            ["inline", {"optimize": {"lvl": 1}}],
+            "step optimize: there is no option 'lvl'; it has data, dims, keep_exact",
+        ),
         ([{"optimize": {"output": "x.onnx"}}], "there is no option 'output'"),
         ([{"onnxslim": {"output": "x.onnx"}}], "there is no option 'output'"),
         ([{"verify": {}}], "step verify: the option 'model' is missing"),

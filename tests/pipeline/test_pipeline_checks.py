@@ -30,7 +30,7 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"quantize": {"plan": {"first": "int9"}}}, "step quantize: rule 'first': "),
-    ({"quantize": {"plan": "int9"}}, "step quantize: there is no preset 'int9'"),
+    ({"quantize": {"plan": "int9"}}, "step quantize: there is no precision 'int9'"),
     ({"quantize": {"plan": {"frist": "int8"}}}, "step quantize: selector 'frist': matches no module; nearest: 'first'"),
     ({"quantize": {"plan": "int8", "data": ["gone.npz"]}}, "step quantize: gone.npz: there is no such file"),
     ({"quantize": {"plan": "int8", "dims": {"batch": "two"}}}, "step quantize: dims is {'batch': 'two'}, and takes "),
@@ -64,7 +64,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"version_converter": {"opset": 99}}, "step version_converter: version_converter: opset 99 is none of"),
     ({"matmul_nbits": {"bits": 3}}, "step matmul_nbits: matmul_nbits: bits are 3"),
     ({"float16": {"no_such_option": 3}}, "step float16: float16: "),
-    ({"quantize_static": {}}, "step quantize_static: quantize_static needs inputs"),
+    ({"quantize_static": {}}, "step quantize_static: quantize_static needs data"),
 ]
 
 
@@ -129,7 +129,7 @@ def test_modules_that_a_step_adds_are_not_missed(net: Path, tmp_path: Path) -> N
 def test_options_of_every_kind_that_are_right_are_taken(net: Path, tmp_path: Path) -> None:
     data = str(net.parent / "x.npz")
     steps: list[Any] = [
-        {"optimize": {"passes": ["default"], "level": "tolerant", "inputs": {"x": np.ones((2, 32), np.float32)}}},
+        {"optimize": {"passes": ["default"], "verify": True, "data": {"x": np.ones((2, 32), np.float32)}}},
         {"rename": {"style": "path"}},
         {"compare": {"select": ["first", "second"], "tolerances": {"**": [0.1, 0.1]}, "seed": 1, "shapes": None}},
         {"quantize": {"plan": {"first": "int8"}, "data": data}},

@@ -192,7 +192,7 @@ def test_rules_that_say_nothing_are_refused(plan: dict[str, Any], problem: str, 
 
 
 def test_modules_without_nodes_and_untagged_models_are_refused() -> None:
-    with pytest.raises(InputError, match="'dropout' names modules without nodes"):
+    with pytest.raises(InputError, match="rule 'dropout': its modules have no nodes"):
         htp_export.place(encoder(), {"layer.0": "gpu", "dropout": "cpu"})
     relu = ir.node("Relu", [value("x")], outputs=[value("y")])
     with pytest.raises(UntaggedModelError):
@@ -497,7 +497,7 @@ def basic() -> onnxruntime.SessionOptions:
 @lists_nodes
 def test_missing_providers_and_old_versions_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="this ONNX Runtime has no NoSuchExecutionProvider"):
-        htp_export.placement(file, ["NoSuchExecutionProvider"])
+        htp_export.placement(file, providers=["NoSuchExecutionProvider"])
     for base in onnxruntime.InferenceSession.__mro__:
         if "get_provider_graph_assignment_info" in vars(base):
             monkeypatch.delattr(base, "get_provider_graph_assignment_info")
@@ -532,7 +532,7 @@ def test_openvino_and_the_cpu(tmp_path: Path) -> None:
     )
     nodes = [first.inputs[0].producer(), first, nan, chosen, last.inputs[0].producer(), last]
     modules = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "a", "b", "c")]
-    result = htp_export.placement(model([x], nodes, weights, modules), [OPENVINO, CPU])
+    result = htp_export.placement(model([x], nodes, weights, modules), providers=[OPENVINO, CPU])
     assert {path: result.modules[path].device for path in "abc"} == {"a": OPENVINO, "b": CPU, "c": OPENVINO}
     assert ("first", "a", ("b",)) in {(each.tensor, each.producer, each.consumers) for each in result.crossings}
     assert {each.copied for each in result.crossings} == {None}
@@ -542,7 +542,7 @@ def test_openvino_and_the_cpu(tmp_path: Path) -> None:
 def test_cuda_takes_exactly_what_is_placed_there(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "placed.onnx"
     htp_export.place(file, {".": "cpu", "blocks": "gpu"}, out)
-    result = htp_export.placement(out, [CUDA, CPU])
+    result = htp_export.placement(out, providers=[CUDA, CPU])
     assert not result.misplaced
     assert {path: result.modules[path].device for path in ("stem", "blocks", "head")} == {
         "stem": CPU,
@@ -586,7 +586,7 @@ def test_commands(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.yaml").write_text(".: cpu\nblocks: gpu\n")
-    assert main(["place", str(file), "plan.yaml", "blocks.0=cpu", "-o", "placed.onnx", "--json"]) == 0
+    assert main(["place", str(file), "plan.yaml", "--rule", "blocks.0=cpu", "-o", "placed.onnx", "--json"]) == 0
     placed = json.loads(capsys.readouterr().out)
     found = {path: module["device"] for path, module in placed["modules"].items()}
     assert (found["blocks.0"], found["blocks.1"], found["stem"]) == ("cpu", "gpu", "cpu")
@@ -644,7 +644,7 @@ def test_a_plugin_takes_exactly_the_tower_that_is_placed_there(
     program = htp_export.export(spread(Towers()).eval(), inputs, verbose=False)
     here = "right" if there == "left" else "left"
     placed = htp_export.place(program, {here: "cpu", there: name})
-    result = htp_export.placement(placed, (), options)
+    result = htp_export.placement(placed, providers=(), session_options=options)
     assert {path: result.modules[path].device for path in (here, there)} == {here: CPU, there: name}
     assert not result.misplaced
     ends = {(crossing.source, crossing.target) for crossing in result.crossings}
@@ -663,7 +663,7 @@ def test_a_part_that_a_plugin_cannot_take_is_explained(
     placed = htp_export.place(file, {".": "cpu", "blocks": name})
     problem, where = "", {}
     try:
-        result = htp_export.placement(placed, (), options)
+        result = htp_export.placement(placed, providers=(), session_options=options)
         where = {path: result.modules[path].device for path in ("stem", "blocks", "head")}
     except OnnxRuntimeError as error:
         problem = str(error)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.quantize.calibration_data import samples_of
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.errors import InputError
 from htp_export.plans.rules import assigned
+from htp_export.runtime.data import Samples
 from tests.exporting import SharedFiles
 from tests.nets import spread
 
@@ -115,7 +115,7 @@ def test_all_capabilities_cover_the_same_nodes(plan: dict[str, str], file: Path)
 def test_sensitivity_and_search_measure_the_region(file: Path) -> None:
     pytest.importorskip("optuna")
     data = _data(file)
-    whole = htp_export.sensitivity(file, ["fp16"], data, select="a", all_but=False).modules["a"]["fp16"]
+    whole = htp_export.sensitivity(file, ["fp16"], data=data, select="a", all_but=False).modules["a"]["fp16"]
     made = htp_export.quantize(file, {"a": "fp16"}).tagged
     assert whole.alone == _measured(file, made, data)
     found = htp_export.search(file, {"a": ["fp16", "fp32"]}, data=data, trials=2)
@@ -177,7 +177,7 @@ def test_a_merged_batch_norm_is_one_decision_with_its_conv(merged: Path) -> None
 
 
 def test_sensitivity_lists_a_merged_batch_norm_once(merged: Path) -> None:
-    found = htp_export.sensitivity(merged, ["int8"], _data(merged))
+    found = htp_export.sensitivity(merged, ["int8"], data=_data(merged))
     assert list(found.modules) == ["0", "3"]
     assert not found.notes
     assert all(row["int8"].alone and row["int8"].all_but for row in found.modules.values())
@@ -218,5 +218,5 @@ def _data(file: Path) -> list[dict[str, Array]]:
 
 def _measured(file: Path, made: Any, data: Any) -> Any:
     tagged = htp_export.load(file)
-    measurer = Measurer(tagged, samples_of(data, tagged.model))
+    measurer = Measurer(tagged, Samples.of(data, tagged.model))
     return measurer._measured(made, measurer.original.nonzeros)

@@ -8,11 +8,12 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from htp_export.capabilities.quantize.precisions import PRECISIONS, PRESETS, Precision, precision_of, precisions_of
+from htp_export.capabilities.quantize.precisions import PRECISIONS, Precision, precision_of, precisions_of
+from htp_export.command.plan_options import typed_pairs
 from htp_export.errors import FileError, InputError, SelectorError, UntaggedModelError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tagged import TaggedModel, load
-from htp_export.plans.rules import assigned, read_plan, rules_of
+from htp_export.plans.rules import assigned, read_plan
 
 
 def _tagged(nodes: dict[str, list[str]], fates: dict[str, str] | None = None) -> TaggedModel:
@@ -92,11 +93,14 @@ def test_a_rule_that_matches_nothing_is_refused_with_the_nearest_paths() -> None
 
 
 def test_rules_are_typed_with_an_equals_sign_and_the_last_of_equal_selectors_holds() -> None:
-    assert rules_of(["re:a=b=int8", " c = fp16"]) == {"re:a=b": "int8", "c": "fp16"}
-    assert list(rules_of(["a=int8", "b=fp16", "a=int4"]).items()) == [("b", "fp16"), ("a", "int4")]
-    for text in ("a", "=int8", "a="):
-        with pytest.raises(InputError, match="write SELECTOR=VALUE"):
-            rules_of([text])
+    def read(*texts: str) -> dict[str, str]:
+        return typed_pairs(texts, "--rule", "SELECTOR=PRECISION")
+
+    assert read("re:a=b=int8", " c = fp16") == {"re:a=b": "int8", "c": "fp16"}
+    assert list(read("a=int8", "b=fp16", "a=int4").items()) == [("b", "fp16"), ("a", "int4")]
+    for text, example in {"a": "a=PRECISION", "=a": "SELECTOR=a", "a=": "a=PRECISION"}.items():
+        with pytest.raises(InputError, match=f"--rule {text}: write SELECTOR=PRECISION, as in --rule {example}$"):
+            read(text)
 
 
 def test_a_plan_file_is_an_ordered_mapping_in_yaml_or_json(tmp_path: Path) -> None:
@@ -127,7 +131,7 @@ def test_a_plan_file_that_is_no_mapping_is_refused(text: str, problem: str, tmp_
         read_plan(tmp_path / "other.yaml")
 
 
-def test_the_named_precisions_and_presets_are_these() -> None:
+def test_the_named_precisions_are_these() -> None:
     assert list(PRECISIONS) == [
         "int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16", "bf16", "fp32",
     ]  # fmt: skip
@@ -135,7 +139,6 @@ def test_the_named_precisions_and_presets_are_these() -> None:
         "int8": 8, "u8s8": 8, "uint8": 8, "int16": 8, "int8-dynamic": 8, "int8-weights": 8, "int4": 4, "fp16": 16,
         "bf16": 16, "fp32": 32,
     }  # fmt: skip
-    assert list(PRESETS) == ["int8", "w4", "fp16"]
     calibrated = [name for name, precision in PRECISIONS.items() if precision.calibrated]
     assert calibrated == ["int8", "u8s8", "uint8", "int16"]
 
@@ -168,6 +171,7 @@ def test_a_precision_that_cannot_be_is_refused_with_its_rule(value: object, prob
         precisions_of({"lm_head": value})
 
 
-def test_a_preset_that_there_is_not_is_refused() -> None:
-    with pytest.raises(InputError, match="no preset 'w3'; there are int8, w4, fp16"):
+def test_any_precision_is_a_plan_for_the_whole_model() -> None:
+    assert all(precisions_of(name) == {".": precision} for name, precision in PRECISIONS.items())
+    with pytest.raises(InputError, match="no precision 'w3'; there are int8, u8s8"):
         precisions_of("w3")

@@ -408,9 +408,9 @@ class TestAccuracyControl:
         file, x = trained
         options: dict[str, Any] = {"select": "2", "all_but": False}
         rule = [INT8 | {"max_drop": 0.05}]
-        found = htp_export.sensitivity(file, rule, {"input": x}, metric=self.metric(file, x), **options)
+        found = htp_export.sensitivity(file, rule, data={"input": x}, metric=self.metric(file, x), **options)
         assert found.modules["2"]["int8"].alone.metric >= 0.95
-        without = htp_export.sensitivity(file, rule, {"input": x}, **options)
+        without = htp_export.sensitivity(file, rule, data={"input": x}, **options)
         assert "give the metric that may fall by it" in without.modules["2"]["int8"].problem
 
     def test_other_rules_that_cost_more_are_an_error_and_no_file_is_written(

@@ -354,14 +354,14 @@ class TestCommandLine:
     def test_inputs_come_from_npz_or_shapes(self, file, capsys):
         np.savez("inputs.npz", x=np.ones((2, 4), np.float32))
         Path("shapes.json").write_text('{"x": [2, 4]}')
-        for given in ("inputs.npz", "shapes.json"):
-            assert main(["profile", file, "--runs", "1", "--inputs", given]) == 0
+        for given in (["--data", "inputs.npz"], ["--shapes", "shapes.json"]):
+            assert main(["profile", file, "--runs", "1", *given]) == 0
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             (["--dims", "batch=1"], "no open dimensions, and so none named 'batch'"),
-            (["--inputs", "pickle.npz"], "pickle.npz: is no .npz file of plain arrays"),
+            (["--data", "pickle.npz"], "pickle.npz: is no .npz file of plain arrays"),
             (["--provider", "cuda2"], "no cuda2, only"),
             (["--engine", "tvm"], "no plug-in 'tvm'"),
             (["--engine", "onnxruntime", "--measured", "times.json"], "are for other engines"),

@@ -244,16 +244,31 @@ class TestCommand:
         assert "wrote pruned.onnx" in out
         assert "zeros take as many bytes as other numbers" in out
 
+    def test_alike_modules_are_one_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6))).eval()
+        htp_export.export(layers, (torch.randn(2, 8),), "net.onnx", verbose=False)
+        command = ["prune", "net.onnx", "--rule", ".=0.5", "-o", "pruned.onnx", "--force", "--in-place"]
+        lines = {}
+        for more in ([], ["--no-fold"], ["--depth", "1", "--select", "2"]):
+            assert main([*command, *more]) == 0
+            lines[" ".join(more)] = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+        assert len(lines[""]) == 4
+        assert lines[""][2].startswith("└── 0 … 5 \N{MULTIPLICATION SIGN} 6")
+        assert (len(lines["--no-fold"]), len(lines["--depth 1 --select 2"])) == (14, 4)
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             (["--rule", "fc=0.5", "-o", "model.onnx"], "model.onnx: is read by this command"),
             (["--rule", "fc=5", "-o", "x.onnx"], "a share is from 0 to 1"),
-            (["--rule", "fc", "-o", "x.onnx"], "rule 'fc': write SELECTOR=VALUE"),
-            (["-o", "x.onnx"], "give a plan, or --rule SELECTOR=VALUE"),
+            (["--rule", "fc", "-o", "x.onnx"], "--rule fc: write SELECTOR=VALUE, as in --rule fc=VALUE"),
+            (["-o", "x.onnx"], "the rules are missing: give a plan (.yaml or .json), or --rule SELECTOR=VALUE"),
             (["--rule", "fc=0.5", "--method", "l3", "-o", "x.onnx"], "'l3' is not one of 'l1'"),
             (["nowhere.yaml", "--rule", "fc=0.5", "-o", "x.onnx"], "nowhere.yaml: cannot be read"),
-            (["int8", "-o", "x.onnx"], "int8: cannot be read"),  # presets are precisions
+            (["int8", "-o", "x.onnx"], "no file 'int8'; for the whole model, write --rule .=int8"),
         ],
     )
     def test_wrong_input_ends_with_status_2_and_leaves_files(

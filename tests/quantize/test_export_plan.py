@@ -252,7 +252,7 @@ class TestModelOpt:
             ({"layers.1": "int8", "layers.2": "int4"}, "not both"),
             ({"layers.1": "uint8"}, "modelopt has no uint8"),
             ({"layers.1": "fp16", "layers.2": "bf16"}, "one high precision"),
-            ({"layers.1": "int8-dynamic"}, r"modelopt has no int8-dynamic \(rule 'layers.1'\)"),
+            ({"layers.1": "int8-dynamic"}, r"rule 'layers.1': modelopt has no int8-dynamic"),
             ({"layers.1": "int4", "layers.2": {"precision": "int4", "block_size": 64}}, "one block size"),
         ],
     )
@@ -309,7 +309,7 @@ class TestFiles:
             (["head=int8"], "ort", "model.onnx", "is the name of a model"),
             (["head=int8"], "ort", "p.onnx", "is the name of a model"),
             (["head=int8"], "ort", "none/p.json", "its folder does not exist"),
-            ([], "ort", "p.json", "give a plan, a preset (int8, w4, fp16), or --rule SELECTOR=PRECISION"),
+            ([], "ort", "p.json", "give a plan (.yaml or .json), a precision (int8, "),
         ],
     )
     def test_bad_input_ends_with_status_2_and_files_stay(

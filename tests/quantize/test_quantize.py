@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.quantize.calibration_data import samples_of
 from htp_export.errors import FileError, InputError, SelectorError, ToolError, UntaggedModelError
 from htp_export.format import tags
+from htp_export.runtime.data import Samples
 from htp_export.weights.rebuilding import narrowed
 from tests.exporting import SharedFiles
 from tests.nets import EXPORTERS, TiedWeights, image, spread
@@ -500,7 +500,7 @@ class TestRefused:
 
 
 def test_a_dry_run_has_no_model_and_prints_what_is_predicted(net: Path) -> None:
-    result = htp_export.quantize(net, "w4", dry_run=True)
+    result = htp_export.quantize(net, "int4", dry_run=True)
     assert "predicted: weights" in str(result)
     assert result.modules["first"].precision == "int4"
     assert result.to_dict()["modules"]["first"]["bytes_after"] == result.modules["first"].bytes_after
@@ -583,4 +583,4 @@ def test_data_may_be_several_files(tmp_path: Path) -> None:
     for number in range(2):
         np.savez(tmp_path / f"{number}.npz", **{given: np.full((2, 4), number, np.float32)})
     files = [tmp_path / "0.npz", str(tmp_path / "1.npz")]
-    assert [run[given].mean() for run in samples_of(files, model)] == [0, 1]
+    assert [run[given].mean() for run in Samples.of(files, model)] == [0, 1]

@@ -81,7 +81,7 @@ def test_files_of_data_are_runs(net: Path, folder: Path, capsys: pytest.CaptureF
     (folder / "runs_of_data.py").write_text(
         "import numpy as np\n\ndef make():\n    return [{'ids': np.arange(14).reshape(2, 7)}]\n"
     )
-    assert first_scale("--entry", "runs_of_data:make") == first_scale("--data", "ids.npz")
+    assert first_scale("--data", "runs_of_data:make") == first_scale("--data", "ids.npz")
 
 
 def test_random_inputs_are_warned_of(net: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,12 +92,12 @@ def test_random_inputs_are_warned_of(net: Path, folder: Path, capsys: pytest.Cap
     assert "next: htp-export compare" in ended.out
 
 
-@pytest.mark.parametrize("preset", ["int8", "w4", "fp16"])
-def test_presets_are_for_the_whole_model(
+@pytest.mark.parametrize("preset", ["int8", "int4", "fp16"])
+def test_a_precision_is_for_the_whole_model(
     net: Path, folder: Path, preset: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["quantize", str(net), preset, "-o", "q.onnx", "--data", "ids.npz", "--json"]) == 0
-    assert said(capsys)["modules"][""]["precision"] == {"w4": "int4"}.get(preset, preset)
+    assert said(capsys)["modules"][""]["precision"] == preset
     onnx.checker.check_model("q.onnx")
 
 
@@ -105,15 +105,16 @@ def test_presets_are_for_the_whole_model(
     ("words", "problem"),
     [
         (["plan.yaml"], "give the file to write with -o, or --dry-run"),
-        (["-o", "q.onnx"], "give a plan, a preset (int8, w4, fp16), or --rule"),
+        (["-o", "q.onnx"], "give a plan (.yaml or .json), a precision (int8, u8s8"),
         (["none.yaml", "-o", "q.onnx"], "none.yaml: cannot be read"),
         (["--rule", "frist=int8", "-o", "q.onnx"], "selector 'frist': matches no module; nearest: 'first'"),
-        (["--rule", "first", "-o", "q.onnx"], "rule 'first': write SELECTOR=VALUE"),
-        (["--rule", "first=int5", "-o", "q.onnx"], "rule 'first': there is no precision 'int5'"),
-        (["--rule", "norm=int4", "-o", "q.onnx"], "no operator of module 'norm' takes int4"),
+        (["--rule", "first", "-o", "q.onnx"], "--rule first: write SELECTOR=PRECISION, as in --rule first=PRECISION"),
+        (["--rule", "first=int5", "-o", "q.onnx"], "--rule first=int5: there is no precision 'int5'; there are int8"),
+        (["--rule", "norm=int4", "-o", "q.onnx"], "--rule norm=int4: no operator of module 'norm' takes int4"),
         (["plan.yaml", "-o", "q.onnx", "--data", "none.npz"], "none.npz: cannot be read"),
-        (["plan.yaml", "-o", "q.onnx", "--data", "ids.npz", "--entry", "a:b"], "not from both"),
-        (["plan.yaml", "-o", "q.onnx", "--entry", "nowhere:make"], "nowhere:make: raised ModuleNotFoundError"),
+        (["int9", "-o", "q.onnx"], "no file and no precision 'int9'; there are int8, u8s8"),
+        (["first=int8", "-o", "q.onnx"], "first=int8: a rule is an option: --rule first=int8"),
+        (["plan.yaml", "-o", "q.onnx", "--data", "nowhere:make"], "nowhere:make: raised ModuleNotFoundError"),
         (["plan.yaml", "-o", "none/q.onnx"], "folder does not exist"),
         (["plan.yaml", "-o", "plan.yaml/q.onnx"], ""),
     ],
@@ -132,7 +133,7 @@ def test_the_file_that_is_read_is_written_only_if_asked(
     file = folder / "own.onnx"
     htp_export.load(net).save(file)
     before = file.read_bytes()
-    assert main(["quantize", str(file), "w4", "-o", str(file)]) == 2
+    assert main(["quantize", str(file), "int4", "-o", str(file)]) == 2
     assert file.read_bytes() == before
-    assert main(["quantize", str(file), "w4", "-o", str(file), "--in-place"]) == 0
+    assert main(["quantize", str(file), "int4", "-o", str(file), "--in-place"]) == 0
     assert "MatMulNBits" in {node.op_type for node in htp_export.load(file).nodes}

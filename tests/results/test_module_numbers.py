@@ -156,7 +156,7 @@ def carried(model: onnx.ModelProto) -> ir.Model:
 def int8(model: onnx.ModelProto, **options: Any) -> ir.Model:
     """Quantized by what one image gives, with one scale and one zero point for each channel."""
     name = model.graph.input[0].name
-    return quantize_static(model, inputs=[{name: IMAGE["x"].numpy()}], per_channel=True, **options).model
+    return quantize_static(model, data=[{name: IMAGE["x"].numpy()}], per_channel=True, **options).model
 
 
 def functions(model: onnx.ModelProto) -> ir.Model:

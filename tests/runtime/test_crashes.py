@@ -109,7 +109,7 @@ def test_sessions_of_the_package_survive(at_risk: Path, tmp_path: Path) -> None:
         print(options.get_session_config_entry("optimization.disable_specified_optimizers"))
         htp_export.profile(quantized, data, runs=1, warmup=0)
         htp_export.tools.onnxruntime(quantized, target)
-        found = htp_export.sensitivity(file, ["fp16"], data, select="encoder.self_attn", runs=1, all_but=False)
+        found = htp_export.sensitivity(file, ["fp16"], data=data, select="encoder.self_attn", runs=1, all_but=False)
         print("fp16" in found.modules["encoder.self_attn"])
     """
     files = at_risk.with_name("net.onnx"), at_risk, tmp_path / "optimised.onnx"

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.quantize.calibration_data import samples_of
 from htp_export.capabilities.quantize.precisions import PRECISIONS
 from htp_export.capabilities.search.fronts import Choice, additive_front, pareto
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.output_errors import OutputErrors
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, SelectorError
+from htp_export.runtime.data import Samples
 from tests import documents
 from tests.nets import spread, x
 from tests.refusing import assert_refused
@@ -164,7 +164,7 @@ class TestFronts:
 
 @pytest.fixture(scope="module")
 def found(file: Path, data: list[dict[str, Array]]) -> Any:
-    return htp_export.sensitivity(file, ["int4", "fp16"], data)
+    return htp_export.sensitivity(file, ["int4", "fp16"], data=data)
 
 
 class TestSensitivity:
@@ -186,7 +186,7 @@ class TestSensitivity:
     def test_estimates_rank_alike_and_run_nothing_quantized(
         self, file: Path, data: list[dict[str, Array]], found
     ) -> None:
-        estimated = htp_export.sensitivity(file, ["int4", "fp16"], data, estimate=True)
+        estimated = htp_export.sensitivity(file, ["int4", "fp16"], data=data, estimate=True)
         assert not estimated.measured
         assert estimated.original is None
         assert all(row.alone is None for row in estimated.ranking)
@@ -216,14 +216,14 @@ class TestSensitivity:
             seen.append(len(outputs))
             return float(sum((output.values().__iter__().__next__()).sum() for output in outputs))
 
-        found = htp_export.sensitivity(file, ["int8-dynamic"], data, depth=1, metric=metric, all_but=False)
+        found = htp_export.sensitivity(file, ["int8-dynamic"], data=data, depth=1, metric=metric, all_but=False)
         assert list(found.modules) == ["blocks.0", "blocks.1", "head"]
         assert seen == [3] * 4
         assert found.original.metric != found.modules["head"]["int8-dynamic"].alone.metric
-        assert list(htp_export.sensitivity(file, ["fp16"], data, select="blocks.0").modules) == ["blocks.0"]
+        assert list(htp_export.sensitivity(file, ["fp16"], data=data, select="blocks.0").modules) == ["blocks.0"]
 
     def test_errors_by_module_begin_where_it_is_quantized(self, file: Path, data: list[dict[str, Array]]) -> None:
-        found = htp_export.sensitivity(file, ["int4"], data, select="blocks.1.0", by_module=True, all_but=False)
+        found = htp_export.sensitivity(file, ["int4"], data=data, select="blocks.1.0", by_module=True, all_but=False)
         cosines = found.modules["blocks.1.0"]["int4"].by_module
         assert cosines["blocks.0"] == pytest.approx(1, abs=1e-9)
         assert cosines["blocks.1.0"] < 1 - 1e-4
@@ -231,12 +231,12 @@ class TestSensitivity:
     def test_each_model_is_quantized_once_to_be_measured_and_compared(
         self, file: Path, data: list[dict[str, Array]], made: list[Any]
     ) -> None:
-        found = htp_export.sensitivity(file, ["int4", "fp16"], data, select="head", by_module=True, all_but=False)
+        found = htp_export.sensitivity(file, ["int4", "fp16"], data=data, select="head", by_module=True, all_but=False)
         assert len(made) == 2
         assert found.modules["head"]["int4"].by_module["head"] < 1
 
     def test_times_are_measured_if_asked_for(self, file: Path, data: list[dict[str, Array]]) -> None:
-        found = htp_export.sensitivity(file, ["fp16"], data, select="head", runs=3, all_but=False)
+        found = htp_export.sensitivity(file, ["fp16"], data=data, select="head", runs=3, all_but=False)
         row = found.modules["head"]["fp16"]
         assert found.original.latency_ms > 0
         assert row.saved_ms == found.original.latency_ms - row.alone.latency_ms
@@ -245,18 +245,18 @@ class TestSensitivity:
         self, file: Path, data: list[dict[str, Array]], tmp_path: Path, made: list[Any]
     ) -> None:
         results = tmp_path / "runs.jsonl"
-        first = htp_export.sensitivity(file, ["int4"], data, results=results)
+        first = htp_export.sensitivity(file, ["int4"], data=data, results=results)
         lines = results.read_text().splitlines(keepends=True)
         results.write_text("".join(lines[:-7]))  # the process was killed
         made.clear()
-        again = htp_export.sensitivity(file, ["int4"], data, results=results)
+        again = htp_export.sensitivity(file, ["int4"], data=data, results=results)
         assert len(made) == 7
         assert again.to_dict() == first.to_dict()
         made.clear()
-        assert htp_export.sensitivity(file, ["int4"], data, results=results).to_dict() == first.to_dict()
+        assert htp_export.sensitivity(file, ["int4"], data=data, results=results).to_dict() == first.to_dict()
         assert not made
         other = [{"x": 2 * feed["x"]} for feed in data]
-        htp_export.sensitivity(file, ["int4"], other, results=results, all_but=False)
+        htp_export.sensitivity(file, ["int4"], data=other, results=results, all_but=False)
         assert len(made) == 5
 
     def test_a_module_that_cannot_have_a_precision_is_said(self, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ class TestSensitivity:
         assert out.splitlines()[0].split()[:3] == ["module", "class", "precision"]
         assert main([*command, "--json", "--results", str(tmp_path / "runs.jsonl")]) == 0
         printed = json.loads(capsys.readouterr().out)
-        expected = htp_export.sensitivity(file, ["int4", "fp16"], data[0], results=tmp_path / "runs.jsonl")
+        expected = htp_export.sensitivity(file, ["int4", "fp16"], data=data[0], results=tmp_path / "runs.jsonl")
         assert printed == {"schema_version": 1, **json.loads(json.dumps(expected.to_dict()))}
 
     @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ class TestSensitivity:
 
 def measurer_of(file: Path, data: list[dict[str, Array]], *metric: Any) -> Measurer:
     tagged = htp_export.load(file)
-    return Measurer(tagged, samples_of(data, tagged.model), *metric)
+    return Measurer(tagged, Samples.of(data, tagged.model), *metric)
 
 
 class Digits(nn.Module):
@@ -387,7 +387,9 @@ def bars(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return float((output.argmax(-1) == labels.numpy()).mean())
 
     space = ["int8", "int8-weights", "int4", "fp16", "fp32"]
-    result = htp_export.search(file, space, ["error", "size", "metric"], data, metric=accuracy, trials=40)
+    result = htp_export.search(
+        file, space, objectives=["error", "size", "metric"], data=data, metric=accuracy, trials=40
+    )
     return file, data, accuracy, result
 
 
@@ -412,7 +414,7 @@ class TestBars:
 
 def brief(file: Path, data: Any, **options: Any) -> Any:
     given = {"trials": 14, "first": 4} | options
-    return htp_export.search(file, ["int4", "fp16", "fp32"], ["error", "size"], data, **given)
+    return htp_export.search(file, ["int4", "fp16", "fp32"], objectives=["error", "size"], data=data, **given)
 
 
 class TestSearch:
@@ -448,14 +450,14 @@ class TestSearch:
         assert list(found.modules) == ["blocks.0", "blocks.1", "head"]
 
     def test_all_combinations_end_the_search(self, file: Path, data: list[dict[str, Array]]) -> None:
-        found = htp_export.search(file, {"head": ["int4", "fp32"]}, ["size"], data, trials=50)
+        found = htp_export.search(file, {"head": ["int4", "fp32"]}, objectives=["size"], data=data, trials=50)
         assert len([trial for trial in found.trials if trial.number is not None]) == 2
         assert [trial.values["size"] for trial in found.pareto] == [min(t.values["size"] for t in found.trials)]
 
     def test_a_space_by_selector_and_fields_of_a_precision(self, file: Path, data: list[dict[str, Array]]) -> None:
         small = htp_export.Precision("small blocks", "weights", weight="int4", block_size=16)
         space = {"blocks.**": ["int4", "fp32"], "blocks.1.0": [small, "fp16"]}
-        found = htp_export.search(file, space, ["error", "size"], data, trials=30)
+        found = htp_export.search(file, space, objectives=["error", "size"], data=data, trials=30)
         assert found.modules["blocks.1.0"] == ("small blocks", "fp16")
         assert found.modules["blocks.0.0"] == ("int4", "fp32")
         assert "head" not in found.modules
@@ -463,7 +465,9 @@ class TestSearch:
         assert htp_export.quantize(file, plan).modules["blocks.1.0"].bytes_after < 32 * 64
 
     def test_latency_is_an_objective(self, file: Path, data: list[dict[str, Array]]) -> None:
-        found = htp_export.search(file, {"head": ["int4", "fp32"]}, ["error", "latency"], data, trials=2, runs=2)
+        found = htp_export.search(
+            file, {"head": ["int4", "fp32"]}, objectives=["error", "latency"], data=data, trials=2, runs=2
+        )
         assert all(trial.values["latency"] > 0 for trial in found.trials)
 
     @pytest.mark.parametrize("kind", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
@@ -481,7 +485,7 @@ class TestSearch:
         with pytest.raises(InputError, match="is of another search: its model and data differs"):
             brief(file, [{"x": 2 * data[0]["x"]}], storage=storage)
         with pytest.raises(InputError, match="its choices differs"):
-            htp_export.search(file, ["int4"], ["error", "size"], data, storage=storage)
+            htp_export.search(file, ["int4"], objectives=["error", "size"], data=data, storage=storage)
         assert brief(file, data[:1], storage=storage, study="another", trials=5).trials
 
     def test_the_page_runs_as_it_stands(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

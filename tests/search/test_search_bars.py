@@ -63,7 +63,12 @@ class Net:
 
     def searched(self) -> Any:
         return htp_export.search(
-            self.file, SPACE, ["error", "size", "metric"], self.feed, metric=self.accuracy, trials=TRIALS
+            self.file,
+            SPACE,
+            objectives=["error", "size", "metric"],
+            data=self.feed,
+            metric=self.accuracy,
+            trials=TRIALS,
         )
 
 
@@ -140,7 +145,9 @@ def test_the_front_is_below_one_precision_on_the_shapes_of_real_models(build: An
     file = tmp_path / "net.onnx"
     inputs = {name: torch.from_numpy(array) for name, array in feed.items()}
     htp_export.export(model.eval(), (), file, kwargs=inputs, verbose=False)
-    found = htp_export.search(file, ["int8", "int4", "fp16"], ["error", "size"], feed, depth=depth, trials=16, first=10)
+    found = htp_export.search(
+        file, ["int8", "int4", "fp16"], objectives=["error", "size"], data=feed, depth=depth, trials=16, first=10
+    )
     uniform = {trial.plan["."]: trial.values for trial in found.trials if list(trial.plan) == ["."]}
     assert set(uniform) == {"int8", "int4", "fp16"}
     for name, whole in uniform.items():

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.quantize.calibration_data import samples_of
 from htp_export.capabilities.quantize.precisions import PRECISIONS
 from htp_export.capabilities.search.front_files import front_svg
 from htp_export.capabilities.search.measuring import Measurer
@@ -26,6 +25,7 @@ from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.files.slots import slots
 from htp_export.format.provenance_notes import read_provenance
+from htp_export.runtime.data import Samples
 from htp_export.weights.products import weights_of
 from tests.nets import x
 
@@ -85,7 +85,9 @@ THREE = ("error", "size", "nonzeros")
 
 def searched(file: Path, data: Any, objectives: Sequence[str] = THREE, space: Any = None, **options: Any) -> Any:
     pytest.importorskip("optuna")
-    return htp_export.search(file, SPACE if space is None else space, objectives, data, **({"trials": 30} | options))
+    return htp_export.search(
+        file, SPACE if space is None else space, objectives=objectives, data=data, **({"trials": 30} | options)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +144,7 @@ class TestPlans:
     def test_values_are_those_of_prune_and_then_quantize(
         self, file: Path, data: list[dict[str, Array]], found: Any
     ) -> None:
-        measurer = Measurer(htp_export.load(file), samples_of(data, htp_export.load(file).model))
+        measurer = Measurer(htp_export.load(file), Samples.of(data, htp_export.load(file).model))
         studied = [trial for trial in found.trials if trial.number is not None and trial.prune]
         assert len(studied) > 10
         for trial in studied[:6]:
@@ -233,7 +235,7 @@ class TestFront:
         space = {"blocks.*": ["drop", "fp32"], "blocks.*.*": ["int4", "fp16"], "head": ["int4", "fp32"]}
         result = searched(file, data, ("error", "size"), space, trials=1)
         tagged = htp_export.load(file)
-        measurer = Measurer(tagged, samples_of(data, tagged.model))
+        measurer = Measurer(tagged, Samples.of(data, tagged.model))
         original = measurer.original
 
         def cost(pruning: dict[str, str], plan: dict[str, str]) -> tuple[int, float]:
@@ -304,7 +306,7 @@ def test_modules_with_the_same_channels_have_one_share(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=problem):
         htp_export.search(program, {"1.down": ["channels:0.5"], "2.down": ["channels:0.25", "fp32"]})
     space = {"*.down": ["channels:0.5", "fp32"], "*.up": ["channels:0.5", "channels:0.25"]}
-    found = htp_export.search(program, space, ("error", "size"), trials=12, first=4)
+    found = htp_export.search(program, space, objectives=("error", "size"), trials=12, first=4)
     assert found.failed == 0
     assert {len(trial.prune) for trial in found.trials if trial.number is not None} == {2, 3, 4}
 

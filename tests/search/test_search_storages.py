@@ -140,8 +140,8 @@ if word == "hangs":  # in its second trial
                 time.sleep(600)
         return measure(self, plan, pruning)
     Measurer.measure = hanging
-found = htp_export.search(file, ["int4", "0.5", "rank:25%+fp16", "fp32"], ["error", "size"], trials=12, first=4,
-    storage=storage, grace=2.0)
+found = htp_export.search(file, ["int4", "0.5", "rank:25%+fp16", "fp32"],
+    objectives=["error", "size"], trials=12, first=4, storage=storage, grace=2.0)
 print(len(found.trials), found.failed, flush=True)
 """
 

@@ -72,7 +72,7 @@ def test_a_pruned_model_has_its_sparsity_by_module(net):
 
 
 def test_a_sensitivity_has_errors_by_module_for_each_precision(net, data):
-    found = htp_export.sensitivity(net, ["int8", "int4"], data)
+    found = htp_export.sensitivity(net, ["int8", "int4"], data=data)
     for result in (found, json.loads(json.dumps(found.to_dict()))):
         measures = by_key(result)
         assert [key for key, measure in measures.items() if measure.main] == ["error:int8", "error:int4"]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.capabilities.carry import LEAST_KNOWN
-from htp_export.command.file_options import FeedDimsOption, JsonOption, OutputOption, ShareOption
+from htp_export.command.data_options import DataOption, DataOptions, DimsOption
+from htp_export.command.file_options import JsonOption, OutputOption, ShareOption
 from htp_export.command.model_options import LookOptions
 from htp_export.command.outputs import report
-from htp_export.command.sizes import read_sizes
 from htp_export.command.sources import SourceCall
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.errors import InputError
@@ -41,7 +41,8 @@ def carry_command(
     model: BeforeOptions,
     output: OutputOption,
     after: Annotated[Path | None, typer.Argument(help="What a tool made of it, or someone else exported.")] = None,
-    dims: FeedDimsOption = None,
+    data: DataOption = None,
+    dims: DimsOption = None,
     require: Annotated[
         float,
         typer.Option(min=0, max=1, help="Fail, and write nothing, if a smaller share of the nodes has known owners."),
@@ -64,14 +65,18 @@ def carry_command(
     before: Any = Path(str(model.source))
     if model.is_file or before.is_file():
         model.check_file()
-        data = read_sizes(model.inputs, dims).arrays(before, model.seed)
+        inputs = DataOptions(data, dims, model.shapes).arrays(before, "carry", model.seed)
     elif after is None:
         raise InputError("name two models: the original, and the file to put tags on")
+    elif data or dims:
+        raise InputError(
+            f"{'--data' if data else '--dims'} is for a tagged file; of a model, give shapes with --shapes"
+        )
     else:
         with steps.step(f"exporting {model.name}"):
-            before, data = _exported(model, after, dims)
+            before, inputs = _exported(model, after)
     with steps.step("carrying tags"):
-        result = carry(before, after, data=data, seed=model.seed, require=0)
+        result = carry(before, after, data=inputs, seed=model.seed, require=0)
         enough = result.share_known >= require
         if enough:
             write_model(result.model, output, share_weights=share_weights)
@@ -81,14 +86,12 @@ def carry_command(
         raise CheckFailed(f"{known}: {output} was not written")
 
 
-def _exported(model: LookOptions, after: Path, dims: list[str] | None) -> tuple[Any, Mapping[str, Any]]:
+def _exported(model: LookOptions, after: Path) -> tuple[Any, Mapping[str, Any]]:
     """A fresh export of the model, and the inputs with which it was exported."""
     from htp_export.capabilities.carry.feeds import inputs_of_call
     from htp_export.exporter.exporting import export
     from htp_export.model.tagged import model_of
 
-    if dims:
-        raise InputError("--dims is for a tagged file; of a model, give shapes with --inputs")
     foreign = model_of(after)  # a file that cannot be read is refused before anything is exported
     calls = model.calls_by_task(two_files=False)
     call = _most_alike(calls, foreign) if calls else model.call()

@@ -27,6 +27,7 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, load, model_of, name_of
 from htp_export.process.argument_types import is_torch_module
 from htp_export.process.garbage_collection import no_collection
+from htp_export.runtime.data import Data, single_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -118,7 +119,7 @@ def carry(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     require: float = LEAST_KNOWN,
-    data: Mapping[str, Any] | None = None,
+    data: Data | None = None,
     seed: int = 0,
     share_weights: bool = False,
 ) -> Carried:
@@ -130,8 +131,7 @@ def carry(
 
     Evidence is taken in this order, until the owners of all nodes are known:
 
-    1. Names and structure, if the names show that ``after`` was made of ``before``. Nothing is run, and no weights are
-       read but those that the tool renamed.
+    1. Names and structure, if the names show that ``after`` was made of ``before``. Nothing is run.
     2. Weights: equal, or cast, transposed, joined, cut, scaled or quantized.
     3. Values: both models run in ONNX Runtime, without its optimisations.
 
@@ -150,8 +150,9 @@ def carry(
         kwargs: Example keyword inputs of an ``nn.Module``.
         require: The share of nodes whose owners have to be known, from 0 to 1: with fewer, the models are not the same,
             or too different.
-        data: For a tagged model: input name → array, on which both models run if values are needed; None for random
-            inputs. Inputs that are constant or zero give little evidence.
+        data: For a tagged model: the inputs of one run, as for `quantize`, with the names of ``before``, on which both
+            models run if values are needed; None for random inputs. Those that are constant or zero give little
+            evidence.
         seed: Of random inputs.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
             no copy. If that file changes, ``output`` cannot be read any more.
@@ -190,10 +191,12 @@ def carry(
         if is_torch_module(before):
             if data is not None:
                 raise InputError("data are for a tagged model; for an nn.Module, give args and kwargs")
-            before, data = exported(before, args, kwargs)
+            before, inputs = exported(before, args, kwargs)
         elif args or kwargs:
             raise InputError("args and kwargs are example inputs of an nn.Module; for a tagged model, give data")
-        result = _carried(_origin(before, model, data), model, data, seed)
+        else:
+            inputs = single_run(data, "carry")
+        result = _carried(_origin(before, model, inputs), model, inputs, seed)
     if result.share_known < require:
         raise InputError(
             f"{result.share_known:.1%} of the nodes of {name_of(after, 'the second model')} have known owners, less "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from htp_export.capabilities.cost.columns import COST_COLUMNS, FUSED
-from htp_export.command.file_options import FeedDimsOption, TableOptions
+from htp_export.command.data_options import DataOption, DimsOption, runs_on
+from htp_export.command.file_options import TableOptions
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.model_options import FILE_IDLE, LookOptions
-from htp_export.command.sizes import read_sizes
 from htp_export.command.terminal import Steps, split_names
 from htp_export.results.columns import names_of
 
@@ -30,7 +30,8 @@ IDLE = (
 def cost_command(
     model: LookOptions,
     table: TableOptions,
-    dims: FeedDimsOption = None,
+    data: DataOption = None,
+    dims: DimsOption = None,
     columns: Annotated[list[str] | None, f"By comma, of {', '.join(names_of(COST_COLUMNS))}."] = None,
     fused: Annotated[bool, "What fusing each module would save: an estimate."] = False,
     nodes: Annotated[bool, "With --csv, a line for each node."] = False,
@@ -41,15 +42,15 @@ def cost_command(
     """
     from htp_export.capabilities.cost.costing import cost
     from htp_export.capabilities.cost.drawing import cost_csv, nodes_csv, render_cost
-    from htp_export.capabilities.cost.module_tree import visible
     from htp_export.model.tagged import load
+    from htp_export.model.visible_modules import visible
 
     quiet = table.as_json or table.as_csv
     looked = model.look(quiet=quiet)
-    sizes = read_sizes(model.inputs if looked.file else None, dims)
+    given = runs_on(data, dims, model.shapes if looked.file else None)
     with Steps(quiet=quiet).step(f"counting {looked.name}"):
         tagged = load(looked.model)
-        report = cost(tagged, sizes.inputs, dims=sizes.dims, shapes=sizes.shapes)
+        report = cost(tagged, **given)
     rows = [report.modules[path] for path in visible(tagged, table.depth, table.select or None)]
     names = split_names(columns) or (list(FUSED) if fused else None)
     table.report(

@@ -16,6 +16,7 @@ from htp_export.editing.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import Contents, contents_of
 from htp_export.model.tagged import ModelSource, TaggedModel
+from htp_export.runtime.data import Data, single_run
 
 __all__ = ["cost"]
 
@@ -26,7 +27,7 @@ _Sums: TypeAlias = defaultdict[str, Counter[str]]
 @names_model_faults("model")
 def cost(
     model: ModelSource,
-    inputs: Mapping[str, Any] | None = None,
+    data: Data | None = None,
     *,
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
@@ -43,7 +44,8 @@ def cost(
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
             Without tags, the result has the whole model and its nodes.
-        inputs: Input name → example, an array or tensor. Its shape is used, and its values if they are a few integers.
+        data: The inputs of one run, as for `quantize`; not all have to be there. Their shapes are used, and the values
+            of a few integers.
         dims: Name of an open dimension → size. Dimensions that are not given are 1, and `assumed` lists them.
         shapes: Input name → shape.
         formulas: ``(domain, operator)`` → a function of one run of a node that gives `htp_export.Work`, for operators
@@ -67,7 +69,7 @@ def cost(
         (56, {})
     """
     tagged = read_flat(model)
-    run = run_by_shapes(tagged, inputs, dims, shapes)
+    run = run_by_shapes(tagged, single_run(data, "cost"), dims, shapes)
     nodes = _nodes(run, all_formulas(formulas))
     timeline = Timeline(run)
     contents = contents_of(tagged)

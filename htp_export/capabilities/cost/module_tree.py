@@ -8,16 +8,15 @@ from typing import Any
 
 from htp_export.capabilities.cost.columns import TREE_COLUMNS
 from htp_export.capabilities.cost.result import Cost
-from htp_export.errors import InputError
-from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import TaggedModel
+from htp_export.model.visible_modules import visible
 from htp_export.results.columns import Column, chosen
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["ModuleRow", "ModuleTree", "tree_rows", "visible"]
+__all__ = ["ModuleRow", "ModuleTree", "tree_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,29 +113,3 @@ def tree_rows(
         for path in visible(tagged, depth, select)
     )
     return ModuleTree(rows, tagged.tag_facts, cost.assumed if cost is not None else ())
-
-
-def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None) -> list[str]:
-    """The modules that a tree shows.
-
-    Args:
-        tagged: The model.
-        depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None.
-            Containers that never run (``nn.ModuleList``) are no level: they are as deep as what they hold.
-        select: Only the modules that this selector names, and those above them, which say where they are.
-
-    Raises:
-        SelectorError: If the selector cannot be read or matches nothing.
-        UntaggedModelError: If the model has no tags, and some modules are selected.
-        InputError: If ``depth`` is negative.
-    """
-    if depth is not None and depth < 0:
-        raise InputError(f"depth counts levels from 0, not {depth}")
-    shown = set(tagged.paths if select is None else tagged.select(select))
-    shown |= tags.all_above(shown)
-    level: dict[str, int] = {}
-    for path in tagged.paths:  # a module stands after those above it
-        parent = tagged.hierarchy.parent(path)
-        above = 0 if parent is None else level.get(parent, 0)
-        level[path] = above + (parent is not None and (parent in tagged.hierarchy.called or not parent))
-    return [path for path in tagged.paths if path in shown and (depth is None or level[path] <= depth)]

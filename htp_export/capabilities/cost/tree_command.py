@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from htp_export.capabilities.cost.columns import TREE_COLUMNS
-from htp_export.command.file_options import FeedDimsOption, TableOptions
+from htp_export.command.data_options import DataOption, DimsOption, runs_on
+from htp_export.command.file_options import TableOptions
 from htp_export.command.model_options import FILE_IDLE, LookOptions
-from htp_export.command.sizes import Sizes, read_sizes
 from htp_export.command.terminal import split_names
 from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json
@@ -30,7 +30,8 @@ def tree_command(
     model: LookOptions,
     table: TableOptions,
     columns: Annotated[list[str] | None, f"By comma, of {', '.join(names_of(TREE_COLUMNS))}."] = None,
-    dims: FeedDimsOption = None,
+    data: DataOption = None,
+    dims: DimsOption = None,
     profile: Annotated[Path | None, "Times: what profile --json wrote."] = None,
     verify: Annotated[Path | None, "Errors: what verify or compare --json wrote."] = None,
 ) -> None:
@@ -45,7 +46,7 @@ def tree_command(
 
     looked = model.look(quiet=table.as_json or table.as_csv)
     tagged = read_flat(looked.model)
-    model_cost, note = _cost(tagged, read_sizes(model.inputs if looked.file else None, dims))
+    model_cost, note = _cost(tagged, runs_on(data, dims, model.shapes if looked.file else None))
     measured = read_measured(profile, verify)
     tree = tree_rows(tagged, table.depth, table.select or None, cost=model_cost, measured=measured)
     if note:
@@ -58,14 +59,14 @@ def tree_command(
     )
 
 
-def _cost(tagged: TaggedModel, sizes: Sizes) -> tuple[Cost | None, str]:
+def _cost(tagged: TaggedModel, given: Mapping[str, Any]) -> tuple[Cost | None, str]:
     """What the model costs; else why that is not known."""
     from htp_export.capabilities.cost.costing import cost
 
     try:
-        return cost(tagged, sizes.inputs, dims=sizes.dims, shapes=sizes.shapes), ""
+        return cost(tagged, **given), ""
     except InputError as error:
-        if sizes.given:
+        if any(given.values()):
             raise
         return None, f"no FLOPs: {error}"
 

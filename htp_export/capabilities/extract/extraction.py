@@ -99,14 +99,14 @@ def extract(
     extracted = cut_model(tagged, part)
     ends = (extracted.graph.inputs, extracted.graph.outputs)
     inputs, outputs = ({str(value.name): _type_and_shape(value) for value in values} for values in ends)
-    signature = tagged.signature(path, call)
+    signature = tagged.signature(part.path, call)
     arguments = signature.inputs if signature is not None else ()
-    outside = tuple(name for name in part.inputs if name not in arguments) if path else ()
+    outside = tuple(name for name in part.inputs if name not in arguments) if part.path else ()
     if output is not None:
         write_model(extracted, output, True if has_external_data(extracted) else None)
     nodes = sum(1 for _ in extracted.graph.all_nodes())
     file = None if output is None else Path(output)
-    return Extraction(extracted, path, call, inputs, outputs, nodes, outside, file)
+    return Extraction(extracted, part.path, call, inputs, outputs, nodes, outside, file)
 
 
 def _type_and_shape(value: ir.Value) -> str:

@@ -107,7 +107,7 @@ def splice(
     source, copied = read_flat(model, others=False), load(replacement)
     if copied.model is source.model:
         raise InputError("a model cannot be put into itself; give a replacement that was cut out of it")
-    changed = source.clone()
+    changed, path = source.clone(), source[path].path
     before = sum(1 for _ in changed.model.graph.all_nodes())
     calls = _outermost(changed, path) if call is None else (call,)
     cutter = Cutter(changed)

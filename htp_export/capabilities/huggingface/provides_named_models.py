@@ -13,8 +13,9 @@ from htp_export.capabilities.huggingface.processors import processor_of
 from htp_export.capabilities.huggingface.sources import Source
 from htp_export.capabilities.huggingface.streaming import released_when_read
 from htp_export.capabilities.huggingface.tasks import AUTO, generates
+from htp_export.command.data_options import read_shapes
 from htp_export.command.model_options import ModelOptions
-from htp_export.command.sources import SourceCall, read_shapes
+from htp_export.command.sources import SourceCall
 from htp_export.files.checkpoint import Checkpoint
 
 __all__ = ["calls_by_task", "has_guessed_task", "one_call"]
@@ -29,7 +30,7 @@ def one_call(
     model, checkpoint = _load(source, options, task, stream_weights)
     taken = named_parameters(model)
     fitting = {name: shape for name, shape in (shapes or {}).items() if name in taken}
-    wanted = {**fitting, **read_shapes(options.inputs)}
+    wanted = {**fitting, **read_shapes(options.shapes)}
     kwargs = example_inputs(model, shapes=wanted, batch=batch, seed=options.seed, processor=processor_of(source))
     return SourceCall(model, (), dict(kwargs), checkpoint=checkpoint)
 
@@ -62,7 +63,7 @@ def calls_by_task(
             two_files=two_files,
             cache_names=cache_names,  # type: ignore[arg-type] # it was checked
             sizes=sizes,
-            shapes=read_shapes(options.inputs) or None,
+            shapes=read_shapes(options.shapes) or None,
             seed=options.seed,
             processor=processor_of(source),
             right_padding=right_padding,

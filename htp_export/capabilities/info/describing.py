@@ -261,6 +261,6 @@ def _next_steps(
     if whole and facts.source == "htp" and "com.microsoft" not in tagged.model.opset_imports:
         steps[f"htp-export optimize {file} -o small.onnx"] = "fewer nodes, and the same modules"
         if not integers and sizes["float32"] > _MANY_BYTES:
-            steps[f"htp-export quantize {file} w4 -o w4.onnx"] = "smaller weights, by module"
+            steps[f"htp-export quantize {file} int4 -o int4.onnx"] = "smaller weights, by module"
     steps[f"htp-export view {file}"] = "one page with all of it"
     return steps

@@ -90,9 +90,10 @@ class InsertedLora(TaggedResult, ModuleTable):
 def insert(
     model: ModelSource,
     select: str | Sequence[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
     rank: int = 8,
     alpha: float | None = None,
-    output: str | os.PathLike[str] | None = None,
 ) -> InsertedLora:
     """Give linear layers inputs for LoRA adapters, so that one file serves many of them.
 
@@ -106,9 +107,9 @@ def insert(
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         select: A selector of modules: all linear layers at or below them, and those that they call.
+        output: The file to write.
         rank: The rank of the adapters, for the factor ``alpha / rank``.
         alpha: PEFT's ``lora_alpha``; None for ``rank``, which is the factor 1.
-        output: The file to write.
 
     Returns:
         The model, and its layers that take adapters.

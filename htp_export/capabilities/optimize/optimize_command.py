@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from htp_export.command.file_options import JsonOption, ShareOption
+from htp_export.command.data_options import DataOptions
+from htp_export.command.file_options import JsonOption, ShareOption, seed_option
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import Kind, Writes, check_output, show_next, show_written, written_files
 from htp_export.command.terminal import Steps, print_json, print_text, show
@@ -22,12 +23,14 @@ IDLE = (
         lambda given: given["list_passes"],
         "--list shows the passes, and ends",
     ),
+    Idle(("data", "dims", "shapes", "seed"), lambda given: not given["verify"], "it is for --verify"),
     Idle(("attribution", "depth"), lambda given: given["as_json"], JSON_HAS_ALL),
     Idle(("depth",), lambda given: not given["attribution"], "it is for --attribution"),
 )
 
 
 def optimize_command(
+    runs_on: DataOptions,
     files: Annotated[list[Path] | None, typer.Argument(help="The ONNX file, or several.")] = None,
     output: Annotated[
         Path | None, "The file to write; for several a folder that is there.", Writes(in_place=True)
@@ -38,6 +41,7 @@ def optimize_command(
         "exact: the same results, bit for bit; tolerant: to 1e-5; fused: for ONNX Runtime only.",
     ] = "exact",
     verify: Annotated[bool, "Run it before and after every pass; undo what is off."] = False,
+    seed: Annotated[int, seed_option("Of random inputs, for --verify.")] = 0,
     keep_exact: Annotated[bool, "No fusion across the boundary of a module whose tensors all stay."] = False,
     attribution: Annotated[bool, "A line for each module of each pass, for several files too."] = False,
     depth: Annotated[
@@ -69,7 +73,15 @@ def optimize_command(
         for file, target in targets:
             with steps.step(f"optimising {file.name}"):
                 results[file.name] = optimize(
-                    file, target, passes, level, verify, keep_exact=keep_exact, share_weights=share_weights
+                    file,
+                    target,
+                    passes=passes,
+                    level=level,
+                    verify=verify,
+                    keep_exact=keep_exact,
+                    **runs_on.keywords,
+                    seed=seed,
+                    share_weights=share_weights,
                 )
     several = OptimizedModels(results) if len(results) > 1 else None
     if as_json:

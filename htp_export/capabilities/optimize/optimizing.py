@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from htp_export.capabilities.optimize.registry import Level, choose
 from htp_export.capabilities.optimize.results import Optimized
 from htp_export.capabilities.optimize.running import OutputCheck, Pipeline
 from htp_export.editing.flattening import read_flat
+from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
+from htp_export.runtime.data import Data, Samples
 
 __all__ = ["optimize"]
 
@@ -22,12 +23,15 @@ __all__ = ["optimize"]
 def optimize(
     model: ModelSource,
     output: str | os.PathLike[str] | None = None,
+    *,
     passes: str | Sequence[str] = "default",
     level: Level = "exact",
     verify: bool = False,
-    *,
     keep_exact: bool = False,
-    inputs: Mapping[str, Any] | None = None,
+    data: Data | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    seed: int = 0,
     external_data: str | None = None,
     share_weights: bool = False,
 ) -> Optimized:
@@ -49,7 +53,10 @@ def optimize(
             allows is undone and listed in the result.
         keep_exact: Leave out rewrites that make a module inexact although all its inputs and outputs stay in the graph.
             Takes a few more nodes at level ``"fused"``.
-        inputs: Input name → array, for ``verify``; None for random inputs.
+        data: The runs of ``verify``, as for `quantize`; None for one run on random inputs.
+        dims: Name of an open dimension → size. ``data`` of other sizes are refused.
+        shapes: For random inputs: input name → shape.
+        seed: Seed of the random inputs.
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
             no copy. If that file changes, ``output`` cannot be read any more.
@@ -74,7 +81,10 @@ def optimize(
     chosen = choose(passes, level)
     original = read_flat(model, others=False)
     nodes_before = len(original.nodes)
-    check = OutputCheck(original.model, inputs) if verify else None
+    if not verify and (data is not None or dims or shapes or seed):
+        raise InputError("data, sizes and seed are for verify, which runs the model; give verify, or leave them out")
+    samples = Samples.of(data, original.model, dims=dims, shapes=shapes, seed=seed)
+    check = OutputCheck(original.model, samples) if verify else None
     pipeline = Pipeline(chosen, check, keep_exact=keep_exact)
     optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
     if output is not None:

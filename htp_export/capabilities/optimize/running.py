@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -23,7 +22,7 @@ from htp_export.files.filesystem import temporary_folder
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array, nan_in
-from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.data import Samples
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
 
 __all__ = ["OutputCheck", "Pipeline"]
@@ -59,17 +58,17 @@ class _Account:
 class OutputCheck:
     """Compares outputs of a model with what they were before each pass, and at first.
 
-    Without ``inputs`` they are random: floats of a normal distribution, integers 0 and 1, and booleans half of them
-    true. The largest difference so far is ``max_abs``; ``nan`` names outputs with NaN, of which no difference is known.
+    Without data they are random: floats of a normal distribution, integers 0 and 1, and booleans half of them true.
+    The largest difference so far is ``max_abs``; ``nan`` names outputs with NaN, of which no difference is known.
 
     Raises:
         InputError: If the model cannot be run on the inputs.
     """
 
-    def __init__(self, model: ir.Model, inputs: Mapping[str, Any] | None = None) -> None:
-        if inputs is None:
-            inputs = Inputs.of(model).random(open_sizes=_SIZES, true=0.5).arrays
-        self._inputs = {name: np.asarray(array) for name, array in inputs.items()}
+    def __init__(self, model: ir.Model, samples: Samples) -> None:
+        inputs, sizes = samples.inputs, (samples.dims, samples.shapes, samples.seed)
+        random = [inputs.random(*sizes, open_sizes=_SIZES, true=0.5).arrays] if samples.random else None
+        self._runs = random or list(samples)
         try:
             self._expected = self._latest = self._outputs(model)
         except FileError:
@@ -100,7 +99,12 @@ class OutputCheck:
     def _outputs(self, model: ir.Model) -> dict[str, Array]:
         with temporary_folder() as folder:
             session = Session(RunnableModel.of(model, "the model", folder), changes=as_written(threads=1))
-            return session.run(self._inputs)
+            outputs = [session.run(inputs) for inputs in self._runs]
+        return {
+            f"{name}, run {number}" if number else name: array
+            for number, run in enumerate(outputs)
+            for name, array in run.items()
+        }
 
 
 def _distance(expected: Array, actual: Array) -> tuple[float, float]:

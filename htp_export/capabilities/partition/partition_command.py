@@ -11,6 +11,7 @@ from htp_export.command.file_options import FileArgument, JsonOption
 from htp_export.command.idle_options import Idle
 from htp_export.command.outputs import Writes, show_next, show_written, written_folder
 from htp_export.command.terminal import Steps, print_json, show
+from htp_export.errors import InputError
 
 EXAMPLE = "bert.onnx 4 -o stages/"
 PLACE = ("Deploy", 3)
@@ -46,6 +47,8 @@ def partition_command(
     from htp_export.capabilities.partition.staging import partition
 
     check_folder(output)
+    if balance not in ("parameters", "flops") and not Path(balance).suffix and not Path(balance).exists():
+        raise InputError(f"--balance {balance}: balance parameters or flops, or name a JSON file")
     weights: Any = balance if balance in ("parameters", "flops") else read_weights(balance)
     wanted = int(stages[0]) if _is_count(stages) else stages
     with Steps(quiet=as_json).step(f"cutting {file}"):

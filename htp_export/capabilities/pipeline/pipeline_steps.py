@@ -17,6 +17,7 @@ from htp_export.capabilities.pipeline.step_options import described_options, is_
 from htp_export.discovery import exported_in
 from htp_export.errors import FileError, InputError
 from htp_export.process.argument_types import parameter_type
+from htp_export.process.factories import names_factory
 
 __all__ = ["STEPS", "PipelineStep", "StepKind", "StepOptionError", "blamed", "steps_of"]
 
@@ -97,6 +98,8 @@ class StepKind:
         """Whether an option may name code: a factory, a library that a tool or an execution provider loads."""
         if option in _LOAD_LIBRARIES:
             return not (isinstance(value, list) and all(isinstance(each, str) for each in value))
+        if option in _DATA and any(map(names_factory, texts_in(value))):
+            return True
         return self.takes(option) is None and not is_plain(value)
 
     @property
@@ -130,6 +133,9 @@ _SET_HERE = ("output", "external_data", "share_weights", "dry_run")
 _LOAD_LIBRARIES = ("providers", "session_options")
 """Parameters whose values are handed to ONNX Runtime. Names of providers load nothing; their options name libraries."""
 
+_DATA = ("data", "validation")
+"""Parameters that may name a factory, which is called."""
+
 _SEED = ".process.bounds:check_seed"
 _RUN_CHECKS = ("verify.reporting:check_tolerances", ".runtime.sessions:check_providers")
 
@@ -142,7 +148,7 @@ _KINDS = [
         "quantize",
         "quantize.quantizing",
         packages=("onnxruntime",),
-        checks=("quantize.precisions:precisions_of", "quantize.calibration_data:check_data", _SEED),
+        checks=("quantize.precisions:precisions_of", ".runtime.data:check_data", _SEED),
     ),
     StepKind("prune", "prune.pruning", checks=("prune.sparsities:sparsities_of", _SEED), keeps_modules=False),
     StepKind("lora.insert", "lora.lora_inputs", checks=("lora.lora_inputs:scaling_of",), keeps_modules=False),

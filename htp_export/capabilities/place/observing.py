@@ -23,6 +23,7 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames
 from htp_export.runtime.assignments import HOST, Assignment, assign
+from htp_export.runtime.data import Data, single_run
 from htp_export.runtime.sessions import RunnableModel, SessionSettings
 
 __all__ = ["placement"]
@@ -39,12 +40,12 @@ _KINDS = ("gpu", "npu", "fpga", "accelerator", "cuda", "dml")
 @names_model_faults("model")
 def placement(
     model: ModelSource,
-    providers: Sequence[Any] = (HOST,),
-    session_options: Any = None,
     *,
-    inputs: Mapping[str, Any] | None = None,
+    data: Data | None = None,
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
+    providers: Sequence[Any] = (HOST,),
+    session_options: Any = None,
 ) -> Placement:
     """Show which execution provider of ONNX Runtime runs each module, and what crosses between them.
 
@@ -56,12 +57,12 @@ def placement(
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        data: The inputs of one run, for the sizes of tensors, as in `htp_export.cost`.
+        dims: Name of an open dimension → size. Dimensions that are not given are 1.
+        shapes: Input name → shape.
         providers: Execution providers, in order of preference, as for ``onnxruntime.InferenceSession``; empty for those
             that ``session_options`` has, as those of plugins.
         session_options: An ``onnxruntime.SessionOptions``. It is restored afterwards.
-        inputs: Input name → example, for the sizes of tensors, as in `htp_export.cost`.
-        dims: Name of an open dimension → size. Dimensions that are not given are 1.
-        shapes: Input name → shape.
 
     Returns:
         Providers by module, the tensors that cross, and nodes that run elsewhere than their device in the file.
@@ -80,6 +81,7 @@ def placement(
     """
     settings = SessionSettings(tuple(providers), session_options)
     settings.check()
+    example = single_run(data, "placement")
     original = load(model)
     tagged = read_flat(original)
     tagged.require_tags()
@@ -102,7 +104,7 @@ def placement(
             if entries and _BORDER_FAULT in error.problem:
                 raise OnnxRuntimeError(error.model, error.action, f"{_BORDER}: {error.problem}") from error
             raise
-    return _result(named, assignment, entries, remarks, needs_of(load(assignment.graph), inputs, dims, shapes))
+    return _result(named, assignment, entries, remarks, needs_of(load(assignment.graph), example, dims, shapes))
 
 
 def _entries(tagged: TaggedModel, options: Any) -> tuple[dict[str, str], tuple[str, ...]]:

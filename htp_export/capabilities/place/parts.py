@@ -121,8 +121,9 @@ def nodes_that_fit(
     if not chosen:
         item, (path, _) = min(zip(items, parts, strict=True), key=lambda pair: pair[0].memory)
         raise InputError(
-            f"nothing fits into {si(memory, 'B')} on {device}: the smallest part, of module {path!r}, needs "
-            f"{si(item.memory, 'B')}: {si(item.memory - item.peak, 'B')} weights and {si(item.peak, 'B')} activations"
+            f"nothing fits into {si(memory, 'B')} on {device}: the smallest part, of module {path or '(root)'!r}, "
+            f"needs {si(item.memory, 'B')}: {si(item.memory - item.peak, 'B')} weights "
+            f"and {si(item.peak, 'B')} activations"
         )
     return {node for number in chosen for node in parts[number][1]}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import onnx_ir as ir
 
@@ -14,7 +13,7 @@ from htp_export.capabilities.place.devices import ANNOTATION, SETTINGS, assignme
 from htp_export.capabilities.place.parts import Needs, needs_of, nodes_that_fit
 from htp_export.capabilities.place.placed import DeviceUse, Placed, placed_modules
 from htp_export.editing.flattening import read_flat
-from htp_export.errors import InputError
+from htp_export.errors import InputError, RuleError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format.placement_entries import write_placement
@@ -23,6 +22,7 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes, twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.plans.rules import assigned
+from htp_export.runtime.data import Data, single_run
 
 __all__ = ["bytes_of", "place"]
 
@@ -41,7 +41,7 @@ def place(
     *,
     budget: Mapping[str, int | str] | None = None,
     slack: float = 0.1,
-    inputs: Mapping[str, Any] | None = None,
+    data: Data | None = None,
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
     external_data: str | None = None,
@@ -65,7 +65,7 @@ def place(
         output: The file to write.
         budget: Device → bytes for weights and activations: a number, or a text such as ``4GiB`` or ``500 MB``.
         slack: Which part of the operations on the device may be given up, so that fewer tensors cross.
-        inputs: Input name → example, for the sizes of tensors, as in `htp_export.cost`.
+        data: The inputs of one run, for the sizes of tensors, as in `htp_export.cost`.
         dims: Name of an open dimension → size. Dimensions that are not given are 1.
         shapes: Input name → shape.
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
@@ -94,12 +94,12 @@ def place(
     check_target(output)
     if not 0 <= slack < 1:
         raise InputError(f"slack is a share from 0 to less than 1, not {slack!r}")
-    limits = {device_named(device): bytes_of(size) for device, size in (budget or {}).items()}
+    limits = {device_named(device): _budget(device, size) for device, size in (budget or {}).items()}
     rules = _rules(plan, limits)
     source = load(model)
     original = read_flat(source)
     devices = _devices(original, rules)
-    needs = needs_of(original, inputs, dims, shapes, required=bool(limits))
+    needs = needs_of(original, single_run(data, "place"), dims, shapes, required=bool(limits))
     for device, memory in limits.items():
         assert needs is not None
         _keep_what_fits(devices, needs, device, memory, slack)
@@ -137,6 +137,13 @@ def bytes_of(size: int | str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])
 
 
+def _budget(device: str, size: int | str) -> int:
+    try:
+        return bytes_of(size)
+    except InputError as error:
+        raise InputError(f"budget of {device}: {error}") from error
+
+
 def _rules(plan: Mapping[str, str] | None, limits: Mapping[str, int]) -> Mapping[str, str]:
     if not plan:
         if len(limits) != 1:
@@ -144,7 +151,7 @@ def _rules(plan: Mapping[str, str] | None, limits: Mapping[str, int]) -> Mapping
                 "the plan has no rules; give selectors and devices, as in {'encoder': 'gpu'}, or one budget"
             )
         return dict.fromkeys(["."], next(iter(limits)))
-    wanted = {device_named(device) for device in plan.values()}
+    wanted = {_device_of(selector, device) for selector, device in plan.items()}
     for device in limits:
         if device == _REST:
             raise InputError(f"there is no budget for {_REST}: what fits on no other device goes there")
@@ -153,12 +160,19 @@ def _rules(plan: Mapping[str, str] | None, limits: Mapping[str, int]) -> Mapping
     return plan
 
 
+def _device_of(selector: str, device: str) -> str:
+    try:
+        return device_named(device)
+    except InputError as error:
+        raise RuleError(selector, str(error)) from error
+
+
 def _devices(tagged: TaggedModel, plan: Mapping[str, str]) -> dict[ir.Node, str]:
     """Node → its device; of modules that differ, that of the first one, where the result is needed first."""
-    found = assigned(tagged, {selector: device_named(device) for selector, device in plan.items()})
+    found = assigned(tagged, {selector: _device_of(selector, device) for selector, device in plan.items()})
     empty = next((selector for selector, nodes in found.reached.items() if not nodes), None)
     if empty is not None:
-        raise InputError(f"selector {empty!r} names modules without nodes: they return their input, or were merged")
+        raise RuleError(empty, "its modules have no nodes: they return their input, or were merged")
     devices = {**found.nodes, **{node: next(iter(said.values())) for node, said in found.disputed.items()}}
     return {node: devices[node] for node in tagged.nodes if node in devices}
 

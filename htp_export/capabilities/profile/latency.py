@@ -18,7 +18,7 @@ from htp_export.files.filesystem import temporary_folder
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, load, name_of
 from htp_export.process.bounds import MOST_RUNS, check_whole
-from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.sessions import RunnableModel, SessionSettings
 
 __all__ = ["profile"]
@@ -29,12 +29,12 @@ _TIMINGS = ("auto", "kernels", "modules")
 @names_model_faults("model")
 def profile(
     model: ModelSource,
-    inputs: Mapping[str, Any] | None = None,
+    data: Data | None = None,
     *,
-    runs: int = 20,
-    warmup: int = 3,
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
+    runs: int = 20,
+    warmup: int = 3,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     session_options: Any = None,
     memory: bool = False,
@@ -54,13 +54,12 @@ def profile(
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
             Nothing is written beside a file.
-        inputs: Input name → numpy array or torch tensor. Random ones without: floats are normal, integers 0 or 1,
+        data: The inputs of one run, as for `quantize`. Random ones without: floats are normal, integers 0 or 1,
             booleans true.
+        dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other sizes are refused.
+        shapes: For random inputs: input name → shape.
         runs: Number of measured runs, each with the profiler and without.
         warmup: Number of runs before those.
-        dims: Name of an open dimension → size. Random inputs have 1 if it is not given; ``inputs`` of another size are
-            rejected.
-        shapes: For random inputs: input name → shape.
         providers: Execution providers, in order of preference, as for ``onnxruntime.InferenceSession``.
         session_options: An ``onnxruntime.SessionOptions``: threads, level of optimisation and so on. It is restored
             afterwards.
@@ -108,8 +107,8 @@ def profile(
     tagged.require_tags()
     name = name_of(model, "the model")
     if other is not None and measured is not None:
-        if inputs or dims or shapes or options:
-            raise InputError("measured reads times of a run that took place; inputs, sizes and options have no effect")
+        if data is not None or dims or shapes or options:
+            raise InputError("measured reads times of a run that took place; data, sizes and options have no effect")
         if not hasattr(other, "read"):
             raise InputError(f"{engine} runs models here, and reads no files: leave out measured")
         return Profile.of(tagged, other.read(tagged, measured, name=name), engine)
@@ -117,8 +116,7 @@ def profile(
         raise InputError(f"{engine} is not run here: give the files of its measurements, measured=(...)")
     check_whole("runs", runs, 1, MOST_RUNS)
     check_whole("warmup", warmup, 0, MOST_RUNS)
-    wanted = Inputs.of(tagged.model)
-    feed = wanted.random(dims, shapes) if inputs is None else wanted.feed(inputs, dims)
+    feed = Samples.of(data, tagged.model, dims=dims, shapes=shapes).only("profile")
     with temporary_folder() as folder:
         if other is not None:
             result = other.measure(tagged, feed, runs, warmup, name=name, options=options, folder=folder)

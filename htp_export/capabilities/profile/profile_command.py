@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
+from htp_export.command.data_options import DataOptions
 from htp_export.command.file_options import (
     DepthOption,
-    FeedDimsOption,
-    FeedOption,
     FileArgument,
     JsonOption,
     ProviderOption,
@@ -19,8 +18,8 @@ from htp_export.command.file_options import (
 )
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import report
+from htp_export.command.plan_options import typed_pairs
 from htp_export.command.quiet import quiet_runtime
-from htp_export.command.sizes import read_sizes
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.discovery import plug_in
 from htp_export.errors import InputError
@@ -43,8 +42,7 @@ _Level: TypeAlias = Literal["disable", "basic", "extended", "all"]
 
 def profile_command(
     file: FileArgument,
-    inputs: FeedOption = None,
-    dims: FeedDimsOption = None,
+    runs_on: DataOptions,
     runs: Annotated[
         int, typer.Option(min=1, max=MOST_RUNS, help="Measured runs, each with the profiler and without.")
     ] = 20,
@@ -82,21 +80,18 @@ def profile_command(
     from htp_export.capabilities.profile.drawing import render_profile
     from htp_export.capabilities.profile.latency import profile
     from htp_export.model.tagged import load
-    from htp_export.plans.rules import rules_of
 
     if threads is not None:
         check_whole(f"--threads, on {os.cpu_count()} cores:", threads, 1, most_threads())
-    sizes, budgets = read_sizes(inputs, dims), rules_of(budget or ())
+    budgets = typed_pairs(budget or (), "--budget", "SELECTOR=LIMIT")
     if budgets:  # wrong ones are refused before anything is measured
         budgets_by_module(budgets, load(file).hierarchy.classes)
     with Steps(quiet=as_json).step(f"profiling {file}"), quiet_runtime():  # it warns of options that are set again
         result = profile(
             file,
-            sizes.inputs or None,
+            **runs_on.keywords,
             runs=runs,
             warmup=warmup,
-            dims=sizes.dims,
-            shapes=sizes.shapes,
             **_options(engine, provider, threads, optimization),
             engine=engine,
             measured=measured or None,

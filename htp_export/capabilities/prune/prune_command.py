@@ -7,45 +7,49 @@ from typing import Annotated, Literal
 
 import typer
 
-from htp_export.command.file_options import FileArgument, JsonOption, OutputOption, seed_option
-from htp_export.command.idle_options import Idle
-from htp_export.command.outputs import report
-from htp_export.command.plan_options import read_rules
+from htp_export.command.file_options import FileArgument, OutputOption, TableOptions, seed_option
+from htp_export.command.idle_options import JSON_HAS_ALL, Idle
+from htp_export.command.outputs import show_model
+from htp_export.command.plan_options import read_rules, rule_option
 from htp_export.command.terminal import Steps
 
 EXAMPLE = 'bert.onnx --rule "encoder.**=0.5" --rule "encoder.layer.*.output=2:4" -o sparse.onnx'
 PLACE = ("Compress", 4)
-IDLE = (Idle(("seed",), lambda given: given["method"] != "random", "it is for --method random"),)
+IDLE = (
+    Idle(("seed",), lambda given: given["method"] != "random", "it is for --method random"),
+    Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
+)
 
 
 def prune_command(
     file: FileArgument,
+    table: TableOptions,
     plan: Annotated[Path | None, typer.Argument(help="A plan, .yaml or .json.")] = None,
     rule: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SELECTOR=VALUE",
-            help="A rule after those of the plan: 0.5, 2:4, channels:0.25, heads:0.5, rank:25% or drop; repeatable.",
-        ),
+        rule_option("VALUE", "encoder.**=0.5, or 2:4, channels:0.25, heads:0.5, rank:25%, drop"),
     ] = None,
     *,
     output: OutputOption,
     method: Annotated[Literal["l1", "random"], "l1: the smallest values go; random."] = "l1",
     scope: Annotated[Literal["local", "global"], "local: the share of each weight; global: of all together."] = "local",
     seed: Annotated[int, seed_option("For --method random.")] = 0,
-    as_json: JsonOption = False,
 ) -> None:
     """Remove the least important weights of modules."""
     from htp_export.capabilities.prune.pruning import prune
+    from htp_export.model.tagged import load
 
     rules = read_rules(plan, rule)
-    with Steps(quiet=as_json).step(f"pruning {file.name}"):
+    with Steps(quiet=table.as_json or table.as_csv).step(f"pruning {file.name}"):
+        tagged = load(file)
         result = prune(
-            file,
+            tagged,
             rules,
             output,
             method=method,
             scope=scope,
             seed=seed,
         )
-    report(result, as_json, output=output)
+    table.report_modules(result, tagged)
+    if not table.as_json and not table.as_csv:
+        show_model(output)

@@ -25,12 +25,14 @@ class PrunedModule(CompressedModule):
     """One module with all below it: how much of its weights is zero or gone.
 
     Attributes:
+        nodes: Its nodes after.
         weights_before: Elements of its weights before: initializers that its products multiply with, and tables.
         weights_after: Elements after; fewer if channels, heads or blocks were cut out.
         zeros_before: Of ``weights_before``, those that were zero.
         zeros_after: Of ``weights_after``, those that are zero.
     """
 
+    nodes: int = 0
     weights_before: int = 0
     weights_after: int = 0
     zeros_before: int = 0
@@ -163,6 +165,7 @@ def pruned_modules(
         rows[module.path] = PrunedModule(
             **{each.name: getattr(module, each.name) for each in fields(ModuleInfo)},
             precision=weight_precision(module.weight_bytes_by_dtype) if module.weight_bytes_by_dtype else None,
+            nodes=module.nodes,
             weights_before=weights_before,
             weights_after=weights_after,
             zeros_before=zeros_before,

@@ -16,7 +16,7 @@ from htp_export.capabilities.prune.residual_blocks import remove_blocks
 from htp_export.capabilities.prune.sparsities import Sparsity, sparsities_of
 from htp_export.capabilities.prune.structured import cut_channels
 from htp_export.editing.flattening import read_flat
-from htp_export.errors import InputError
+from htp_export.errors import InputError, RuleError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
@@ -196,7 +196,7 @@ def _refuse_empty_rules(owners: Mapping[Weight, Sequence[str]], wanted: Assigned
     prunable |= {path for path, value in wanted.modules.items() if value.kind == "blocks"}
     for selector, paths in wanted.named.items():
         if prunable.isdisjoint(paths):
-            raise InputError(f"rule {selector!r}: the modules that it names have no weights that can be pruned")
+            raise RuleError(selector, "the modules that it names have no weights that can be pruned")
 
 
 def _refuse_full_ranks(
@@ -210,7 +210,7 @@ def _refuse_full_ranks(
         named = {weight for weight in (*factors, *whole) if not set(paths).isdisjoint(owners[weight])}
         if named and named.isdisjoint(factors):
             weight = next(weight for weight in whole if weight in named)
-            raise InputError(f"rule {selector!r}: weight {weight.name!r} keeps its rank: {whole[weight]}")
+            raise RuleError(selector, f"weight {weight.name!r} keeps its rank: {whole[weight]}")
 
 
 def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> dict[Weight, Mask]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from htp_export.errors import InputError
+from htp_export.errors import InputError, RuleError
 
 __all__ = ["Kind", "Sparsity", "sparsities_of", "sparsity_of"]
 
@@ -100,7 +100,7 @@ def sparsities_of(plan: Mapping[str, Any]) -> dict[str, Sparsity]:
         try:
             rules[selector] = sparsity_of(value)
         except InputError as error:
-            raise InputError(f"rule {selector!r}: {error}") from error
+            raise RuleError(selector, str(error)) from error
     return rules
 
 

@@ -6,10 +6,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from htp_export.capabilities.quantize.calibration_data import Samples
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.tagged import TaggedModel
 from htp_export.results.result import PlainData
+from htp_export.runtime.data import Samples
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 from htp_export.runtime.timing import median_times

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from htp_export.capabilities.quantize.method import Precision
 from htp_export.capabilities.quantize.work import Facts
 from htp_export.editing.submodels import constant_of
-from htp_export.errors import InputError
+from htp_export.errors import RuleError
 from htp_export.format import tags
 from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import TaggedModel
@@ -160,9 +160,10 @@ def _check_rules(choice: PrecisionChoice, rules: Mapping[str, Precision]) -> Non
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) or "no operators"
         paths = sorted(choice.found.named[selector], key=tags.path_order)
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        raise InputError(
-            f"rule {selector!r}: no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; "
-            f"there are: {listed}{_said_otherwise(choice, nodes, precision)}"
+        raise RuleError(
+            selector,
+            f"no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; "
+            f"there are: {listed}{_said_otherwise(choice, nodes, precision)}",
         )
 
 

@@ -66,7 +66,7 @@ class PlanFile(Result):
 def export_plan(
     model: ModelSource,
     plan: Mapping[str, Any] | str,
-    out: str | os.PathLike[str] | None = None,
+    output: str | os.PathLike[str] | None = None,
     *,
     to: str,
 ) -> PlanFile:
@@ -83,7 +83,7 @@ def export_plan(
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         plan: Selector → precision, in order, or the name of a preset; as for ``quantize``.
-        out: The file to write; None for none.
+        output: The file to write; None for none.
         to: The tool.
 
     Returns:
@@ -103,7 +103,7 @@ def export_plan(
         >>> plan.content["steps"][0]["arguments"]["nodes_to_quantize"]
         ['node_linear']
     """
-    check_target(out, Kind.JSON)
+    check_target(output, Kind.JSON)
     if to not in targets():
         raise InputError(f"plans are written for {', '.join(targets())}, not for {to!r}")
     rules = precisions_of(plan)
@@ -112,7 +112,7 @@ def export_plan(
     planned.check_names()
     written: TargetFile = import_module(f"{_FOLDER}.{to}").plan_file(planned)
     counts = Counter(str(precision) for precision in planned.precisions.values())
-    result = PlanFile(to, written.content, dict(counts), written.notes, None if out is None else os.fspath(out))
-    if out is not None:
-        write_text(out, result.text, Kind.JSON)
+    result = PlanFile(to, written.content, dict(counts), written.notes, None if output is None else os.fspath(output))
+    if output is not None:
+        write_text(output, result.text, Kind.JSON)
     return result

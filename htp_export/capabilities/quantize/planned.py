@@ -10,7 +10,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.precisions import Precision
-from htp_export.errors import InputError
+from htp_export.errors import InputError, RuleError
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.products import Product, products_of
 
@@ -72,7 +72,7 @@ class PlannedModel:
         for selector, precision in self.rules.items():
             if precision.method not in methods:
                 known = ", ".join(sorted(methods))
-                raise InputError(f"{target} has no {precision} (rule {selector!r}); it takes the methods {known}")
+                raise RuleError(selector, f"{target} has no {precision}; it takes the methods {known}")
 
     def check_names(self) -> None:
         """Refuse nodes without a name of their own (`InputError`): tools know a node by its name."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from htp_export.capabilities.quantize.method import FIELDS, Precision
-from htp_export.errors import InputError
+from htp_export.errors import InputError, RuleError
 
-__all__ = ["PRECISIONS", "PRESETS", "Precision", "precision_of", "precisions_of", "weight_precision"]
+__all__ = ["PRECISIONS", "Precision", "precision_of", "precisions_of", "weight_precision"]
 
 PRECISIONS: Mapping[str, Precision] = {
     precision.name: precision
@@ -27,13 +27,6 @@ PRECISIONS: Mapping[str, Precision] = {
     )
 }
 """The precisions that have a name."""
-
-PRESETS: Mapping[str, Mapping[str, str]] = {
-    "int8": {".": "int8"},
-    "w4": {".": "int4"},
-    "fp16": {".": "fp16"},
-}
-"""Plans that have a name."""
 
 
 def precision_of(value: Any) -> Precision:
@@ -59,24 +52,22 @@ def precision_of(value: Any) -> Precision:
 
 
 def precisions_of(plan: Mapping[str, Any] | str) -> dict[str, Precision]:
-    """The rules of a plan, or of a preset, as precisions; an InputError names the selector.
+    """The rules of a plan, or of a precision for the whole model, as precisions; a `RuleError` names the selector.
 
     Examples:
-        >>> {selector: precision.name for selector, precision in precisions_of("w4").items()}
+        >>> {selector: precision.name for selector, precision in precisions_of("int4").items()}
         {'.': 'int4'}
     """
     if isinstance(plan, str):
-        if plan not in PRESETS:
-            raise InputError(f"there is no preset {plan!r}; there are {', '.join(PRESETS)}")
-        plan = PRESETS[plan]
+        return {".": precision_of(plan)}
     if not isinstance(plan, Mapping):
-        raise InputError(f"a plan is a mapping from selectors to precisions, or a preset, not {type(plan).__name__}")
+        raise InputError(f"a plan is a mapping from selectors to precisions, or a precision, not {type(plan).__name__}")
     rules: dict[str, Precision] = {}
     for selector, value in plan.items():
         try:
             rules[selector] = precision_of(value)
         except InputError as error:
-            raise InputError(f"rule {selector!r}: {error}") from error
+            raise RuleError(selector, str(error)) from error
     return rules
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from htp_export.command.file_options import FeedDimsOption, FileArgument, ShareOption, TableOptions, seed_option
+from htp_export.command.data_options import DATA_HAS_VALUES, DataOptions, typed_data
+from htp_export.command.file_options import FileArgument, ShareOption, TableOptions, seed_option
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import (
     Kind,
@@ -19,48 +20,33 @@ from htp_export.command.outputs import (
     written_files,
     written_page,
 )
-from htp_export.command.plan_options import (
-    DataOption,
-    EntryOption,
-    MetricOption,
-    PlanArgument,
-    RuleOption,
-    read_data,
-    read_metric,
-    read_rules,
-)
-from htp_export.command.sizes import parse_dims
+from htp_export.command.plan_options import MetricOption, PlanArgument, RuleOption, read_metric, read_rules
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx plan.yaml -o mixed.onnx --data inputs.npz"
 PLACE = ("Compress", 1)
 IDLE = (
     Idle(
-        ("data", "entry", "metric", "validation", "dims", "seed", "check", "share_weights", "in_place"),
+        ("data", "metric", "validation", "dims", "shapes", "seed", "check", "share_weights", "in_place"),
         lambda given: given["dry_run"] or given["plan_for"],
         "--dry-run and --plan-for run nothing",
     ),
     Idle(("output", "force"), lambda given: given["dry_run"] and not given["plan_for"], "--dry-run writes nothing"),
     Idle(("depth", "select", "sort", "as_csv", "fold"), lambda given: given["plan_for"], "--plan-for has no table"),
     Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
-    Idle(("seed", "dims"), lambda given: given["data"], "the inputs are those of --data"),
-    Idle(("dims",), lambda given: given["entry"], "the inputs are those of --entry"),
+    DATA_HAS_VALUES,
 )
 
 
 def quantize_command(
     file: FileArgument,
     table: TableOptions,
+    runs_on: DataOptions,
     plan: PlanArgument = None,
     rule: RuleOption = None,
     output: Annotated[Path | None, "The ONNX file to write.", Writes(in_place=True)] = None,
-    data: DataOption = None,
-    entry: EntryOption = None,
     metric: MetricOption = None,
-    validation: Annotated[
-        list[Path] | None, "Inputs for --metric as .npz; may be repeated. Those of --data without."
-    ] = None,
-    dims: FeedDimsOption = None,
+    validation: Annotated[list[str] | None, "Inputs for --metric, as --data. Those of --data without."] = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
     check: Annotated[bool, "Run both models on the data: the worst module, and the time of both."] = False,
@@ -71,11 +57,9 @@ def quantize_command(
 ) -> None:
     """Give modules other precisions: int8, int4, fp16.
 
-    Exactly the modules of the plan change. Without --data or --entry, ranges of activations are those of random inputs.
+    Exactly the modules of the plan change. Without --data, ranges of activations are those of random inputs.
     """
-    from htp_export.capabilities.cost.module_tree import visible
-    from htp_export.capabilities.quantize.drawing import compression_csv, render_quantized
-    from htp_export.capabilities.quantize.precisions import PRESETS
+    from htp_export.capabilities.quantize.precisions import PRECISIONS
     from htp_export.capabilities.quantize.quantizing import quantize
     from htp_export.model.tagged import load
 
@@ -83,7 +67,7 @@ def quantize_command(
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
     if output is not None:
         check_output(output, Kind.MODEL if plan_for is None else Kind.JSON)
-    rules = read_rules(plan, rule, PRESETS)
+    rules = read_rules(plan, rule, "PRECISION", named=PRECISIONS)
     if plan_for is not None:
         _write_plan(file, rules, output, plan_for, table.as_json)
         return
@@ -93,24 +77,15 @@ def quantize_command(
             tagged,
             rules,
             None if dry_run else output,
-            data=None if dry_run else read_data(data, entry, seed),
-            metric=None if dry_run else read_metric(metric),
-            validation=None if dry_run else read_data(validation, None),
-            dims=parse_dims(dims or []),
+            **runs_on.keywords,
+            metric=read_metric(metric),
+            validation=typed_data(validation),
             seed=seed,
             dry_run=dry_run,
             check=check,
             share_weights=share_weights,
         )
-    rows = [
-        result.modules[path] for path in visible(tagged, table.depth, table.select or None) if path in result.modules
-    ]
-    written = {} if dry_run or output is None else {"file": str(output)}
-    table.report(
-        {**written, **result.to_dict()},
-        lambda: compression_csv(rows, table.sort),
-        lambda: render_quantized(result, rows, fold=table.fold, sort=table.sort),
-    )
+    table.report_modules(result, tagged, **({} if dry_run or output is None else {"file": str(output)}))
     if output is not None and not dry_run and not table.as_json and not table.as_csv:
         show_written(written_files(output))
         show_next("htp-export", "compare", file, output)

@@ -100,16 +100,12 @@ class Quantized(ModuleTable, HoldsModel):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What was checked, what is to be known, and the tags, a line each."""
-        return (*(self.check.lines if self.check else ()), *super().lines)
-
-    @property
-    def left_lines(self) -> list[str]:
-        """Sentences on nodes that stay as they are in modules that have a precision, which are most often few kinds."""
-        return [
+        """Lines below the summary: nodes that stay as they are, what was checked, what is to be known, and the tags."""
+        left = (
             f"{name} leaves as they are: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
             for name, kinds in self.left.items()
-        ]
+        )
+        return (*left, *(self.check.lines if self.check else ()), *super().lines)
 
     @property
     def drawn(self) -> Sequence[Column[Any]]:

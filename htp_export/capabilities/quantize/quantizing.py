@@ -11,7 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.calibration_data import Data, Samples, samples_of
+from htp_export.capabilities.quantize.calibration_data import CalibrationData
 from htp_export.capabilities.quantize.checking import Check, check_of
 from htp_export.capabilities.quantize.choosing import PrecisionChoice, choose
 from htp_export.capabilities.quantize.method import ENGINE, Precision
@@ -27,6 +27,7 @@ from htp_export.model.module_facts import contents_of
 from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
+from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.metrics import Metric
 
 __all__ = ["quantize"]
@@ -50,6 +51,7 @@ def quantize(
     metric: Metric | None = None,
     validation: Data | None = None,
     dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
     dry_run: bool = False,
     check: bool = False,
@@ -70,14 +72,16 @@ def quantize(
         plan: Selector → precision, in order: ``int8``, ``u8s8``, ``uint8``, ``int16`` (QDQ, calibrated; ``u8s8`` is
             the fast one on x86), ``int8-dynamic``, ``int4``, ``int8-weights`` (weights in blocks), ``fp16``, ``bf16``,
             ``fp32`` (as it is), a `Precision`, or a mapping with the name as ``precision`` and other fields of it. Or a
-            preset: ``int8``, ``w4``, ``fp16``.
+            precision for the whole model.
         output: The file to write.
-        data: For precisions that are calibrated: input name → array, or an ``.npz`` file, for one run; or several of
-            these, of which one is in memory at a time. None for random inputs, with which accuracy means nothing.
+        data: For precisions that are calibrated: input name → array, or an ``.npz`` file, for one run; several of
+            these, of which one is in memory at a time; a folder of ``.npz`` files; or ``"package.module:factory"``,
+            a function that returns such data. None for random inputs, with which accuracy means nothing.
         metric: For rules with ``max_drop``: a number of your own, as the accuracy: called with the outputs of the whole
             model, name → array, for each of the runs; larger is better.
         validation: The runs that ``metric`` is computed on, as ``data``; None for ``data``.
-        dims: Name of an open dimension → size, for random inputs.
+        dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other sizes are refused.
+        shapes: For random inputs: input name → shape.
         seed: Seed of the random inputs.
         dry_run: Run nothing and write nothing: the result has the precision and the predicted bytes of each module.
         check: Run both models on the data (at most 4 runs): the result has the worst module, as `compare` finds it, and
@@ -120,14 +124,16 @@ def quantize(
         return _result(choice, choice.predicted(), _notes(choice))
     name = name_of(model, f"model {original.model.graph.name!r}")
     readings = sum(precision.how.readings for precision in choice.nodes) + (metric is not None) + check
-    samples = samples_of(data, original.model, dims, seed, passes=readings)
+    samples = CalibrationData.of(data, original.model, dims=dims, shapes=shapes, seed=seed, passes=readings)
     notes = _notes(choice)
     if samples.random and any(precision.calibrated for precision in choice.nodes):
         _log.warning("no data: %s", _RANDOM)
         notes.insert(0, _RANDOM)
     control = None
     if metric is not None:
-        held_out = samples if validation is None else samples_of(validation, original.model, dims, seed)
+        held_out = (
+            samples if validation is None else CalibrationData.of(validation, original.model, dims=dims, seed=seed)
+        )
         control = Validation(metric, held_out, original.model, name)
     changed, stayed = _changed(choice, samples, name, control)
     most_drop = max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=None)

@@ -10,13 +10,14 @@ from functools import cached_property
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.calibration_data import Samples, activations
+from htp_export.capabilities.quantize.calibration_data import activations
 from htp_export.editing.submodels import Submodel, cut_out, in_copy, put_back, remove_unused
 from htp_export.errors import InputError
 from htp_export.files.parsing import model_from_proto
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import Names
 from htp_export.runtime.arrays import Array
+from htp_export.runtime.data import Samples
 from htp_export.runtime.metrics import Metric, measured_metric
 
 __all__ = ["Facts", "Validation", "Work"]

@@ -38,7 +38,7 @@ def plan_file(number: int, trial: Trial) -> str:
     return f"{_STEPS if trial.prune else _PLAN}{number}.json"
 
 
-def write_plans(search: Search, folder: Path, data: Sequence[Path] = ()) -> None:
+def write_plans(search: Search, folder: Path, data: Sequence[str | Path] = ()) -> None:
     """Write ``front.json``, ``front.svg`` (with two objectives or more) and a file for each point of the front.
 
     The files are those of `plan_file`, in the order of ``Search.pareto``. Files of an earlier search in the folder are
@@ -60,7 +60,7 @@ def write_plans(search: Search, folder: Path, data: Sequence[Path] = ()) -> None
             work.commit([Move(work.new / name, folder / name) for name in texts], lambda: old)
 
 
-def _with_data(steps: list[dict[str, Any]], data: Sequence[Path]) -> list[dict[str, Any]]:
+def _with_data(steps: list[dict[str, Any]], data: Sequence[str | Path]) -> list[dict[str, Any]]:
     """The steps, in which quantizing has data."""
     for step in steps:
         if data and "quantize" in step:

@@ -28,8 +28,8 @@ from htp_export.weights.products import weights_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
-    from htp_export.capabilities.quantize.calibration_data import Data, Samples
     from htp_export.capabilities.quantize.precisions import Precision
+    from htp_export.runtime.data import Data, Samples
 
 __all__ = ["Measurement", "Measurer", "Plan", "Pruning", "digest_of"]
 

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from htp_export.command.data_options import DataOptions
 from htp_export.command.file_options import (
     DepthOption,
-    FeedDimsOption,
     FileArgument,
     JsonOption,
     SelectOption,
@@ -18,8 +18,7 @@ from htp_export.command.file_options import (
 )
 from htp_export.command.idle_options import Idle
 from htp_export.command.outputs import Writes, show_next, show_written, written_folder
-from htp_export.command.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
-from htp_export.command.sizes import parse_dims
+from htp_export.command.plan_options import MetricOption, read_metric
 from htp_export.command.terminal import Steps, notice_line, print_json, show, split_names
 from htp_export.process.bounds import MOST_RUNS
 
@@ -28,12 +27,12 @@ PLACE = ("Compress", 3)
 IDLE = (
     Idle(("study", "grace"), lambda given: given["storage"] is None, "it is for --storage"),
     Idle(("runs",), lambda given: "latency" not in ",".join(given["objective"] or ()), "it is for --objective latency"),
-    Idle(("dims",), lambda given: given["data"] or given["entry"], "the inputs are given"),
 )
 
 
 def search_command(
     file: FileArgument,
+    runs_on: DataOptions,
     space: Annotated[
         Path | None, typer.Argument(help="A .yaml or .json file: for each selector, what modules may become.")
     ] = None,
@@ -41,8 +40,6 @@ def search_command(
         list[str] | None, "By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8."
     ] = None,
     objective: Annotated[list[str] | None, "By comma, of error, size, latency, metric, nonzeros (error,size)."] = None,
-    data: DataOption = None,
-    entry: EntryOption = None,
     metric: MetricOption = None,
     select: SelectOption = None,
     depth: DepthOption = None,
@@ -57,7 +54,6 @@ def search_command(
     runs: Annotated[
         int, typer.Option(min=1, max=MOST_RUNS, help="Timed runs of each plan, for the objective latency.")
     ] = 20,
-    dims: FeedDimsOption = None,
     seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0,
     output: Annotated[Path | None, "A folder for the plans of the front, and its picture.", Writes()] = None,
     as_json: JsonOption = False,
@@ -81,8 +77,8 @@ def search_command(
             result = search(
                 file,
                 names or [] if space is None else read_plan(space),
-                split_names(objective) or ("error", "size"),
-                read_data(data, entry, seed),
+                objectives=split_names(objective) or ("error", "size"),
+                **runs_on.keywords,
                 select=select or None,
                 depth=depth,
                 trials=trials,
@@ -92,14 +88,13 @@ def search_command(
                 study=study,
                 metric=read_metric(metric),
                 runs=runs,
-                dims=parse_dims(dims or []),
                 grace=grace,
             )
     except KeyboardInterrupt as stopped:
-        _show_stopped(stopped, output, data or (), storage, trials)
+        _show_stopped(stopped, output, runs_on.data or (), storage, trials)
         raise
     if output is not None:
-        write_plans(result, output, data or ())
+        write_plans(result, output, runs_on.data or ())
     if as_json:
         print_json(result.to_dict())
         return
@@ -116,7 +111,7 @@ def search_command(
 
 
 def _show_stopped(
-    stopped: KeyboardInterrupt, output: Path | None, data: Sequence[Path], storage: str | None, trials: int
+    stopped: KeyboardInterrupt, output: Path | None, data: Sequence[str | Path], storage: str | None, trials: int
 ) -> None:
     """Write the front so far, and say how to go on."""
     from htp_export.capabilities.search.front_files import write_plans

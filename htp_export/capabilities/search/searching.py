@@ -22,7 +22,7 @@ from htp_export.runtime.metrics import Metric
 from htp_export.runtime.sessions import SessionSettings
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.calibration_data import Data
+    from htp_export.runtime.data import Data
 
 __all__ = ["search"]
 
@@ -35,9 +35,11 @@ _REFINED_AT_ONCE = 4  # then predictions use what was measured of them
 def search(
     model: ModelSource,
     space: Space,
+    *,
     objectives: Sequence[str] = ("error", "size"),
     data: Data | None = None,
-    *,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
     select: str | Sequence[str] | None = None,
     depth: int | None = None,
     trials: int = 50,
@@ -49,7 +51,6 @@ def search(
     runs: int = _TIMED_RUNS,
     first: int = 20,
     calibration: Data | None = None,
-    dims: Mapping[str, int] | None = None,
     grace: float = 60.0,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> Search:
@@ -76,6 +77,8 @@ def search(
         objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors), ``latency``, ``metric``, and
             ``nonzeros`` (elements of weights that are neither zero nor removed).
         data: Inputs, as for ``sensitivity``.
+        dims: Name of an open dimension → size, as for ``sensitivity``.
+        shapes: For random inputs: input name → shape.
         select: For choices alone: the modules, as for ``sensitivity``.
         depth: For choices alone: the level of the modules, as for ``sensitivity``.
         trials: Number of measured plans in the study, those of step 2 included.
@@ -89,7 +92,6 @@ def search(
         runs: Runs that are timed for the objective ``latency``.
         first: Plans of the computed front that are measured first.
         calibration: Inputs for calibration; None for ``data``.
-        dims: For random inputs: name of an open dimension → size.
         grace: Seconds without a sign of another process after which what it has begun is taken up.
         providers: ONNX Runtime's execution providers, in order of preference.
 
@@ -109,12 +111,12 @@ def search(
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).eval()
         >>> program = htp_export.export(net, (torch.randn(2, 64),), verbose=False)
-        >>> data = {"input": torch.randn(2, 64)}
-        >>> found = htp_export.search(program, ["int4", "fp32"], ["size"], data, trials=4)  # doctest: +SKIP
+        >>> settings = {"objectives": ["size"], "data": {"input": torch.randn(2, 64)}, "trials": 4}
+        >>> found = htp_export.search(program, ["int4", "fp32"], **settings)  # doctest: +SKIP
         >>> found.pareto[0].plan  # doctest: +SKIP
         {'0': 'int4', '2': 'int4'}
     """
-    from htp_export.capabilities.quantize.calibration_data import samples_of
+    from htp_export.capabilities.quantize.calibration_data import CalibrationData
 
     wanted = _check_objectives(objectives, metric)
     if sampler not in SAMPLERS:
@@ -125,7 +127,7 @@ def search(
     choices = read_space(tagged, space, select, depth)
     if any(each.is_quantized for each in choices.choices.values()):
         tagged.require_exact_tags()
-    samples = samples_of(data, tagged.model, dims, seed, passes=2)
+    samples = CalibrationData.of(data, tagged.model, dims=dims, shapes=shapes, seed=seed, passes=2)
     settings = SessionSettings(tuple(providers))
     settings.check()
     timed = runs if "latency" in wanted else 0

@@ -24,8 +24,8 @@ from htp_export.runtime.metrics import Metric
 from htp_export.runtime.sessions import SessionSettings
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.calibration_data import Data
     from htp_export.capabilities.quantize.precisions import Precision
+    from htp_export.runtime.data import Data
 
 __all__ = ["RANDOM_NOTE", "sensitivity"]
 
@@ -39,8 +39,10 @@ RANDOM_NOTE = "the inputs are random: errors on real data may be others, and an 
 def sensitivity(
     model: ModelSource,
     precisions: Sequence[Any] | str = ("int8", "int4"),
-    data: Data | None = None,
     *,
+    data: Data | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
     select: str | Sequence[str] | None = None,
     depth: int | None = None,
     metric: Metric | None = None,
@@ -50,7 +52,6 @@ def sensitivity(
     runs: int = 0,
     results: str | os.PathLike[str] | None = None,
     calibration: Data | None = None,
-    dims: Mapping[str, int] | None = None,
     seed: int = 0,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> Sensitivity:
@@ -64,8 +65,9 @@ def sensitivity(
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         precisions: Precisions, as in a plan of ``quantize``: names, or `Precision`s.
-        data: Inputs: name → array, an ``.npz`` file, or an iterable of these; None for random ones, whose errors
-            say little about those on real data.
+        data: Inputs, as for ``quantize``; None for random ones, whose errors say little about those on real data.
+        dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other sizes are refused.
+        shapes: For random inputs: input name → shape.
         select: These modules; see ``TaggedModel.select``. None for the innermost modules with weights.
         depth: In place of ``select``: the modules at this level below the root, and those above it that hold weights.
         metric: A number of your own, as the accuracy: called with the outputs, name → array, for each of the inputs.
@@ -76,7 +78,6 @@ def sensitivity(
         runs: Runs that are timed for each model; 0 for no times.
         results: A file in which finished runs are kept, a journal of Optuna.
         calibration: Inputs for calibration; None for ``data``.
-        dims: For random inputs: name of an open dimension → size.
         seed: Seed of random inputs.
         providers: ONNX Runtime's execution providers, in order of preference.
 
@@ -93,11 +94,11 @@ def sensitivity(
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).eval()
         >>> program = htp_export.export(net, (torch.randn(2, 64),), verbose=False)
-        >>> found = htp_export.sensitivity(program, ["fp16"], {"input": torch.randn(2, 64)})
+        >>> found = htp_export.sensitivity(program, ["fp16"], data={"input": torch.randn(2, 64)})
         >>> sorted(row.path for row in found.ranking), found.modules["0"]["fp16"].alone.sqnr_db > 40
         (['0', '2'], True)
     """
-    from htp_export.capabilities.quantize.calibration_data import samples_of
+    from htp_export.capabilities.quantize.calibration_data import CalibrationData
 
     check_whole("runs", runs, 0, MOST_RUNS)
     idle = {"runs": runs, "results": results, "by_module": by_module, "metric": metric}
@@ -108,7 +109,7 @@ def sensitivity(
     if not estimate:
         tagged.require_exact_tags()
     paths = deciding_modules(tagged, select, depth)
-    samples = samples_of(data, tagged.model, dims, seed, passes=2)
+    samples = CalibrationData.of(data, tagged.model, dims=dims, shapes=shapes, seed=seed, passes=2)
     settings = SessionSettings(tuple(providers))
     settings.check()
     measurer = Measurer(tagged, samples, metric, runs, settings, results, calibration)

@@ -7,17 +7,16 @@ from typing import Annotated
 
 import typer
 
+from htp_export.command.data_options import DATA_HAS_VALUES, DataOptions
 from htp_export.command.file_options import (
     DepthOption,
-    FeedDimsOption,
     FileArgument,
     JsonOption,
     SelectOption,
     seed_option,
 )
 from htp_export.command.idle_options import Idle
-from htp_export.command.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
-from htp_export.command.sizes import parse_dims
+from htp_export.command.plan_options import MetricOption, read_metric
 from htp_export.command.terminal import Steps, print_json, print_text, show, split_names
 from htp_export.process.bounds import MOST_RUNS
 
@@ -30,16 +29,14 @@ IDLE = (
         "--estimate quantizes nothing",
     ),
     Idle(("by_module",), lambda given: not given["as_json"], "it is for --json"),
-    Idle(("seed", "dims"), lambda given: given["data"], "the inputs are those of --data"),
-    Idle(("dims",), lambda given: given["entry"], "the inputs are those of --entry"),
+    DATA_HAS_VALUES,
 )
 
 
 def sensitivity_command(
     file: FileArgument,
+    runs_on: DataOptions,
     precision: Annotated[list[str] | None, "By comma: int8, int4, fp16, ... (int8,int4)."] = None,
-    data: DataOption = None,
-    entry: EntryOption = None,
     select: SelectOption = None,
     depth: DepthOption = None,
     metric: MetricOption = None,
@@ -48,7 +45,6 @@ def sensitivity_command(
     all_but: Annotated[bool, typer.Option("--all-but/--alone", help="Measure all modules but one, too.")] = True,
     by_module: Annotated[bool, "Compare all modules in each quantized model; for --json."] = False,
     runs: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="Timed runs of each model.")] = 0,
-    dims: FeedDimsOption = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, "Write CSV."] = False,
@@ -64,7 +60,7 @@ def sensitivity_command(
         result = sensitivity(
             file,
             split_names(precision) or ("int8", "int4"),
-            read_data(data, entry, seed),
+            **runs_on.keywords,
             select=select or None,
             depth=depth,
             metric=read_metric(metric),
@@ -73,7 +69,6 @@ def sensitivity_command(
             by_module=by_module,
             runs=runs,
             results=results,
-            dims=parse_dims(dims or []),
             seed=seed,
         )
     if as_json:

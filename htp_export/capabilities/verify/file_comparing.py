@@ -26,6 +26,7 @@ from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, StoredArray
+from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.inputs import Feed, Inputs, infer_bound
 from htp_export.runtime.sessions import SessionSettings
 
@@ -36,12 +37,12 @@ __all__ = ["compare"]
 def compare(
     a: ModelSource,
     b: ModelSource,
-    inputs: Mapping[str, Any] | None = None,
+    data: Data | None = None,
     *,
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
-    seed: int = 0,
     select: str | Sequence[str] | None = None,
+    seed: int = 0,
     tolerances: Mapping[str, tuple[float, float]] | None = None,
     portion_bytes: int = PORTION_BYTES,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
@@ -58,12 +59,12 @@ def compare(
     Args:
         a: The reference: a file, or a model in memory.
         b: The model to compare with it.
-        inputs: Input name of ``a`` → array; None for random inputs.
-        dims: Name of an open dimension of ``a`` → size. Random inputs have 1 if it is not given; ``inputs`` of another
-            size are rejected.
+        data: The inputs of one run, as for `quantize`, with the names of ``a``; None for random inputs.
+        dims: Name of an open dimension of ``a`` → size. Random inputs have 1 without; ``data`` of other sizes are
+            refused.
         shapes: For random inputs: input name → shape.
-        seed: Seed of the random inputs.
         select: Only these modules; see ``TaggedModel.select``.
+        seed: Seed of the random inputs.
         tolerances: As for ``verify``.
         portion_bytes: As for ``verify``.
         providers: ONNX Runtime's execution providers, in order of preference.
@@ -92,8 +93,7 @@ def compare(
     _check_one_model(ours, theirs, first_name, second_name)
     allowed = tolerance_of(ours, tolerances or {})
     chosen = set(ours.paths if select is None else ours.select(select))
-    known = Inputs.of(ours.model)
-    feed = known.random(dims, shapes, seed) if inputs is None else known.feed(inputs, dims)
+    feed = Samples.of(data, ours.model, dims=dims, shapes=shapes, seed=seed).only("compare")
     other_feed = _other_feed(ours, theirs, feed, second_name)
     settings = SessionSettings(tuple(providers), session_options)
     runs = (ours, first_name, feed.arrays), (theirs, second_name, other_feed)

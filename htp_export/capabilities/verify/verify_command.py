@@ -14,10 +14,10 @@ from htp_export.capabilities.verify.comparisons import (
     report_runs,
     verified_runs,
 )
-from htp_export.command.file_options import FeedDimsOption, FileArgument, JsonOption, SelectOption
+from htp_export.command.data_options import DimsOption, parse_dims, read_shapes
+from htp_export.command.file_options import FileArgument, JsonOption, SelectOption
 from htp_export.command.model_options import ModelOptions
-from htp_export.command.sizes import parse_dims
-from htp_export.command.sources import SourceCall, read_shapes
+from htp_export.command.sources import SourceCall
 from htp_export.command.terminal import Steps
 from htp_export.errors import InputError
 
@@ -33,7 +33,7 @@ PLACE = ("Check and measure", 1)
 def verify_command(
     file: FileArgument,
     options: ModelOptions,
-    dims: FeedDimsOption = None,
+    dims: DimsOption = None,
     isolated: Annotated[bool, "Run each module alone, on what PyTorch gives it."] = False,
     select: SelectOption = None,
     tolerance: ToleranceOption = None,
@@ -55,7 +55,7 @@ def verify_command(
     with steps.step(f"loading {options.name}"):
         call = _call_by_task(tagged, options, sizes)
         if call is None:
-            call = options.call(shapes=_shapes(tagged, sizes, read_shapes(options.inputs)))
+            call = options.call(shapes=_shapes(tagged, sizes, read_shapes(options.shapes)))
     assumed = _assumed(tagged, call, sizes) if call.example is None else ()
     with steps.step("verifying"):
         results = verified_runs(call, file, isolated=isolated, select=select or None, tolerances=tolerances)
@@ -95,7 +95,7 @@ def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str
 def _shapes(tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, list[int | None]]:
     """Argument of the model → the shape that a file wants of it; None in place of a size that stays open.
 
-    ``dims`` and ``given`` (argument → shape) are those of ``--dims`` and of the file of ``--inputs``.
+    ``dims`` and ``given`` (argument → shape) are those of ``--dims`` and of the file of ``--shapes``.
 
     Raises:
         InputError: If the file leaves no such size open, or sizes contradict each other.

@@ -32,7 +32,7 @@ IDLE = (
     Idle(("output",), lambda given: given["serve"], "--serve writes no file"),
     Idle(("explorer", "weights"), lambda given: given["netron"] or given["overlay"], "it is for the page"),
     FILE_IDLE,
-    Idle(("inputs",), names_file, FILE_IDLE.why),
+    Idle(("shapes",), names_file, FILE_IDLE.why),
 )
 
 

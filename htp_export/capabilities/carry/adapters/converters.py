@@ -51,6 +51,7 @@ def symbolic_shape_infer(
     _source: Path,
     _target: Path,
     /,
+    *,
     int_max: int = 2**31 - 1,
     auto_merge: bool = False,
     guess_output_rank: bool = False,

@@ -54,7 +54,7 @@ def onnxsim(_source: Path, _target: Path, /, **options: Any) -> Any:
 
 @adapter
 def onnxoptimizer(
-    _source: Path, _target: Path, /, passes: Sequence[str] | None = None, fixed_point: bool = False
+    _source: Path, _target: Path, /, *, passes: Sequence[str] | None = None, fixed_point: bool = False
 ) -> Any:
     """Run onnxoptimizer and restore the tags.
 
@@ -72,7 +72,7 @@ def onnxoptimizer(
 
 
 @adapter
-def onnxscript(_source: Path, _target: Path, /, fusions: bool = False, **options: Any) -> Any:
+def onnxscript(_source: Path, _target: Path, /, *, fusions: bool = False, **options: Any) -> Any:
     """Run the optimizer and the rewriter of onnxscript and restore the tags.
 
     Args:
@@ -94,7 +94,7 @@ def onnxscript(_source: Path, _target: Path, /, fusions: bool = False, **options
 
 @adapter
 def onnxruntime(
-    _source: Path, _target: Path, /, level: str = "all", providers: Sequence[str] = ("CPUExecutionProvider",)
+    _source: Path, _target: Path, /, *, level: str = "all", providers: Sequence[str] = ("CPUExecutionProvider",)
 ) -> None:
     """Write the graph that ONNX Runtime optimises when it loads a model, and restore the tags.
 
@@ -118,7 +118,7 @@ def onnxruntime(
 
 
 @adapter
-def onnxruntime_transformers(_source: Path, _target: Path, /, model_type: str = "bert", **options: Any) -> None:
+def onnxruntime_transformers(_source: Path, _target: Path, /, *, model_type: str = "bert", **options: Any) -> None:
     """Run ONNX Runtime's optimizer for transformers and restore the tags.
 
     Args:

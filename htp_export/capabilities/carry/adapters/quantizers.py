@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
 
 from htp_export.capabilities.carry.adapting import adapter, library
 from htp_export.errors import InputError
-from htp_export.files.npz_file import read_npz
-
-if TYPE_CHECKING:
-    import numpy as np
+from htp_export.files.model_files import read_model
+from htp_export.runtime.data import Data, Samples
 
 __all__ = ["matmul_nbits", "quantize_dynamic", "quantize_static"]
 
@@ -50,23 +47,26 @@ def quantize_static(
     _source: Path,
     _target: Path,
     /,
-    inputs: Iterable[Mapping[str, np.ndarray[Any, Any]]] | str | os.PathLike[str] | None = None,
+    *,
+    data: Data | None = None,
     **options: Any,
 ) -> None:
     """Quantize weights and activations, calibrated on inputs, and restore the tags.
 
     Args:
-        inputs: Input name → array, one mapping for each run; or an ``.npz`` file with the inputs of one run.
-        **options: Options of ``onnxruntime.quantization.quantize_static``; its data reader is built from ``inputs``.
+        data: Inputs, as for `htp_export.quantize`.
+        **options: Options of ``onnxruntime.quantization.quantize_static``; its data reader is built from ``data``.
 
     Examples:
-        >>> name, inputs = program.model.graph.inputs[0].name, torch.randn(2, 4).numpy()
-        >>> result = htp_export.tools.quantize_static(program, inputs=[{name: inputs}])
+        >>> name, array = program.model.graph.inputs[0].name, torch.randn(2, 4)
+        >>> result = htp_export.tools.quantize_static(program, data={name: array})
         >>> result.recovered["inserted"] > 0
         True
     """
     tool = library("onnxruntime.quantization", None)
-    runs = iter(_runs(inputs))
+    if data is None:
+        raise InputError("quantize_static needs data to see activations on: data={name: array}, or an .npz file")
+    runs = iter(Samples.of(data, read_model(_source)))
 
     class Reader(tool.CalibrationDataReader):  # type: ignore[misc, name-defined] # it asks for this very class
         def get_next(self) -> Mapping[str, Any] | None:
@@ -76,7 +76,7 @@ def quantize_static(
 
 
 @adapter
-def matmul_nbits(_source: Path, _target: Path, /, bits: int = 4, **options: Any) -> Any:
+def matmul_nbits(_source: Path, _target: Path, /, *, bits: int = 4, **options: Any) -> Any:
     """Quantize the weights of matrix products to a few bits and restore the tags.
 
     Args:
@@ -116,12 +116,3 @@ def saturates() -> bool:
         return False
     flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set[str]())
     return "avx2" in flags and not flags & {"avx512_vnni", "avx_vnni"}
-
-
-def _runs(inputs: Iterable[Mapping[str, Any]] | str | os.PathLike[str] | None) -> list[Mapping[str, Any]]:
-    if isinstance(inputs, str | os.PathLike):
-        return [dict(read_npz(inputs))]
-    runs = list(inputs or ())
-    if not runs:
-        raise InputError("quantize_static needs inputs to see activations on: inputs=[{name: array}, ...]")
-    return runs

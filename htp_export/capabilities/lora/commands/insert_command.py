@@ -26,5 +26,5 @@ def insert_command(
     from htp_export.capabilities.lora.lora_inputs import insert
 
     with Steps(quiet=as_json).step(f"inserting LoRA layers into {file.name}"):
-        result = insert(file, select, rank, alpha, output)
+        result = insert(file, select, output, rank=rank, alpha=alpha)
     report(result, as_json, output=output)
