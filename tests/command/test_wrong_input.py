@@ -375,7 +375,6 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("compare nowhere.onnx layer.0", "nowhere.onnx: cannot be read: No such file or directory\n"),
     ("extract net.onnx layer.* -o o.onnx", "no module 'layer.*' in this model; this takes one module, and no selector"),
     ("extract net.onnx class:Linear -o o.onnx", "; this takes one module, and no selector"),
-    ("adopt net.onnx -o o.onnx", "name two models: the original, and the file that someone else exported from it"),
     ("carry net.onnx -o o.onnx", "name the model before it too, htp-export carry BEFORE AFTER, or use --embed-map"),
     ("nosuch", "No such command 'nosuch'; htp-export --help lists the commands"),
     ("tree", "name an ONNX file, a model, or --entry"),
