@@ -79,7 +79,7 @@ def test_a_public_function_documents_arguments_result_and_errors_with_an_example
 
 SHARED = ["data", "dims", "shapes", "select", "depth", "seed", "providers", "session_options", "external_data",
           "share_weights"]  # fmt: skip
-TORCH_LIKE = {"export", "verify", "inspect", "view", "attention_report", "carry"}  # args and kwargs, as torch has them
+TORCH_LIKE = {"export", "verify", "inspect", "view", "attention_report"}  # args and kwargs, as torch has them
 
 
 @pytest.mark.parametrize("name", public_functions())
