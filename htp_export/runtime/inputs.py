@@ -16,6 +16,7 @@ from htp_export.files.npz_file import NpzArrays
 from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, array_for, check_array, in_precision_of, random_array
+from htp_export.shapes.sizes import computed
 from htp_export.shapes.symbolic import Symbolic
 
 __all__ = ["Bound", "Feed", "Inputs", "infer_bound"]
@@ -102,7 +103,8 @@ class Inputs:
             if not _is_size(size):
                 raise InputError(f"size {name!r} is a whole number, not {size!r}")
         given_shapes = {name: self._given_shape(name, shape) for name, shape in (shapes or {}).items()}
-        conflicts = [
+        conflicts = [*_expressions_that_contradict(sizes)]
+        conflicts += [
             text
             for name, shape in given_shapes.items()
             for text in _match(self._by_name[name], shape, sizes, dims or {})
@@ -116,7 +118,7 @@ class Inputs:
                 bound[declared.name] = None
                 open_sizes.update({f"{declared.name}: all": None} if declared.tensor else {})
             else:
-                shape = tuple(sizes.get(dim) if isinstance(dim, str) else dim for dim in declared.shape)
+                shape = tuple(computed(dim, sizes) if isinstance(dim, str) else dim for dim in declared.shape)
                 bound[declared.name] = shape
                 stays = ((k, dim) for k, dim in enumerate(declared.shape) if shape[k] is None)
                 open_sizes.update({dim if isinstance(dim, str) else f"{declared.name}: {k}": None for k, dim in stays})
@@ -204,7 +206,8 @@ class Inputs:
         """Assume sizes for the dimensions that stay open; returns a note for each, too.
 
         The ``open_sizes`` are taken one after another. Dimensions with the same name have the same size, and so have
-        those without a name. A tensor of unknown rank is an error.
+        those without a name. The size of an expression of others, such as ``past + length``, is computed. A tensor of
+        unknown rank is an error.
 
         Examples:
             >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])
@@ -213,6 +216,9 @@ class Inputs:
             ({'x': (1, 4)}, ("size 'batch' is 1",))
         """
         numbers, assumed = itertools.cycle(open_sizes), dict[str, int]()
+        for name in dict.fromkeys(dim for declared in self for dim in declared.shape or () if isinstance(dim, str)):
+            if name in bound.open and name.isidentifier():  # before the expressions of them
+                assumed[name] = next(numbers)
         notes: dict[str, None] = {}
         shapes: dict[str, tuple[int | None, ...] | None] = {}
         for declared in self:
@@ -225,7 +231,8 @@ class Inputs:
                 if size is None:
                     name = declared.shape[place] if declared.shape is not None else None
                     key = name if isinstance(name, str) else ""
-                    size = assumed[key] if key in assumed else assumed.setdefault(key, next(numbers))
+                    size = computed(key, {**bound.sizes, **assumed})
+                    size = assumed.setdefault(key, next(numbers) if size is None else size)
                     notes.setdefault(
                         f"size {name!r} is {size}" if key else f"size {place} of input {declared.name!r} is {size}"
                     )
@@ -274,6 +281,15 @@ def _match(wanted: Input, shape: tuple[int, ...], sizes: dict[str, int], dims: M
             named = f"size {dim!r} of it is" if isinstance(dim, str) else "a size of it is"
             named = f"dims has {dim} =" if dim in dims else named
             yield f"input {wanted.name!r} is {list(shape)}, but {named} {expected}"
+
+
+def _expressions_that_contradict(dims: Mapping[str, int]) -> Iterator[str]:
+    """Iterate over the sizes that others contradict: ``past + length`` is not 4 where ``past`` and ``length`` are 1."""
+    for name, size in dims.items():
+        others = {other: number for other, number in dims.items() if other != name}
+        expected = computed(name, others)
+        if expected not in (None, size):
+            yield f"size {name!r} is {size}, and the others make it {expected}; leave it out"
 
 
 def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symbolic:

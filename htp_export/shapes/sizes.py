@@ -7,15 +7,18 @@ less is known of it then, and nothing that is wrong.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
+
+import onnx_ir as ir
 
 __all__ = [
     "LARGEST",
     "Dim",
     "Size",
+    "computed",
     "divide",
     "equal",
     "is_natural",
@@ -106,6 +109,25 @@ def symbol(name: str) -> Size:
     if len(name) > _LONGEST:
         name = f"{_UNNAMED}{hashlib.blake2b(name.encode(errors='replace'), digest_size=12).hexdigest()}"
     return Size((((name,), 1),))
+
+
+def computed(text: str, sizes: Mapping[str, int]) -> int | None:
+    """The number of the name of a dimension that is an expression of others; None where not all of them have a size.
+
+    Examples:
+        >>> computed("past + length", {"past": 3, "length": 4}), computed("past + length", {"past": 3})
+        (7, None)
+    """
+    if text in sizes:
+        return sizes[text]
+    if text.isidentifier() or not sizes:
+        return None
+    try:
+        dim = ir.SymbolicDim(text)
+        size = dim.evaluate(dict(sizes)) if dim.free_symbols() <= set(sizes) else None
+    except Exception:  # whatever onnx_ir says of a text that is no expression
+        return None
+    return size if isinstance(size, int) and size >= 0 else None
 
 
 def unnamed(name: str, place: int) -> Size:
