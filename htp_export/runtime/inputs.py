@@ -216,9 +216,9 @@ class Inputs:
             ({'x': (1, 4)}, ("size 'batch' is 1",))
         """
         numbers, assumed = itertools.cycle(open_sizes), dict[str, int]()
-        for name in dict.fromkeys(dim for declared in self for dim in declared.shape or () if isinstance(dim, str)):
-            if name in bound.open and name.isidentifier():  # before the expressions of them
-                assumed[name] = next(numbers)
+        for dim in dict.fromkeys(dim for declared in self for dim in declared.shape or () if isinstance(dim, str)):
+            if dim in bound.open and dim.isidentifier():  # before the expressions of them
+                assumed[dim] = next(numbers)
         notes: dict[str, None] = {}
         shapes: dict[str, tuple[int | None, ...] | None] = {}
         for declared in self:

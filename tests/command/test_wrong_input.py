@@ -395,6 +395,10 @@ WRONG: list[tuple[str | list[str], str]] = [
     # names that shells and users leave empty, folders, and options by their first names
     (["extract", "net.onnx", "", "-o", "o.onnx"], "MODULE is empty: give a value"),
     (["functions", "net.onnx", "layer.0", "", "-o", "o.onnx"], "SELECT is empty: give a value"),
+    ("run net.onnx float16 -o o.onnx", "; the tool comes first: run float16 net.onnx"),
+    ("prune net.onnx --rule .=1.5 -o o.onnx", "--rule .=1.5: sparsity '1.5': a share is from 0 to 1\n"),
+    ("cost open.onnx --dims length=16,lenght=1", "no open dimension 'lenght' in this model, only 'length'; nearest"),
+    ("quantize net.onnx --rule **= -o o.onnx", "--rule **=: write SELECTOR=PRECISION, as in --rule **=PRECISION"),
     ("info many", "many: is a folder; name a file in it"),
     ("diff net.onnx many", "many: is a folder; name a file in it"),
     ("quantize net.onnx folder.onnx -o o.onnx", "folder.onnx: is a folder; name a file in it"),

@@ -115,5 +115,5 @@ def _rank(text: str) -> Sparsity:
 def _share(number: float, value: Any) -> float:
     if 0 <= number <= 1:
         return float(number)
-    hint = "; YAML reads 2:4 without quotes as a number: write '2:4'" if number > 1 else ""
+    hint = "; YAML reads 2:4 without quotes as a number: write '2:4'" if number > 1 and not isinstance(value, str) else ""
     raise InputError(f"sparsity {value!r}: a share is from 0 to 1{hint}")
