@@ -27,18 +27,6 @@ def test_a_size_of_one_name_is_the_same_wherever_it_stands() -> None:
     bound.check()
 
 
-def test_the_size_of_an_expression_is_computed_of_the_others() -> None:
-    model = inputs(mask=["batch", "past + length"], ids=["batch", "length"], cache=["batch", "past"], odd=["a name"])
-    bound, notes = model.assume(model.bind(), [2, 3])
-    assert bound.shapes == {"mask": (2, 5), "ids": (2, 3), "cache": (2, 2), "odd": (3,)}
-    assert "size 'past + length' is 5" in notes
-    assert model.bind(dims={"past": 6, "length": 1}).shapes["mask"] == (None, 7)
-    assert not model.bind(dims={"past": 6, "length": 1, "past + length": 7}).conflicts
-    contradicting = model.bind(dims={"past": 6, "length": 1, "past + length": 4})
-    with pytest.raises(InputError, match=r"size 'past \+ length' is 4, and the others make it 7; leave it out"):
-        contradicting.check()
-
-
 def test_what_stays_open_is_named() -> None:
     bound = inputs(x=["batch", None], y=None, z=["batch", 2]).bind()
     assert bound.shapes == {"x": (None, None), "y": None, "z": (None, 2)}
