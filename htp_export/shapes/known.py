@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.shapes.sizes import LARGEST, Dim, computed, is_unnamed, symbol, unnamed
+from htp_export.shapes.sizes import LARGEST, Dim, evaluate, is_unnamed, symbol, unnamed
 
 __all__ = [
     "LARGEST_CONTENTS",
@@ -216,8 +216,10 @@ class Known:
     def _named(self, dim: Any) -> Dim:
         """An open dimension, or the number that stands for it; expressions of open dimensions are computed."""
         text = str(dim.value)
+        if not self._sizes:
+            return symbol(text)
         if text not in self._dims:
-            self._dims[text] = computed(text, self._sizes)
+            self._dims[text] = evaluate(text, self._sizes)
         known = self._dims[text]
         return symbol(text) if known is None else known
 

@@ -18,12 +18,13 @@ __all__ = [
     "LARGEST",
     "Dim",
     "Size",
-    "computed",
     "divide",
     "equal",
+    "evaluate",
     "is_natural",
     "is_smaller_of",
     "is_unnamed",
+    "names_in",
     "not_negative",
     "product",
     "smaller_of",
@@ -111,21 +112,34 @@ def symbol(name: str) -> Size:
     return Size((((name,), 1),))
 
 
-def computed(text: str, sizes: Mapping[str, int]) -> int | None:
-    """The number of the name of a dimension that is an expression of others; None where not all of them have a size.
+def names_in(text: str) -> frozenset[str]:
+    """The open dimensions in the expression that a file writes for a size; none, if it is no expression.
 
     Examples:
-        >>> computed("past + length", {"past": 3, "length": 4}), computed("past + length", {"past": 3})
+        >>> sorted(names_in("past + 2*sequence")), names_in("past +")
+        (['past', 'sequence'], frozenset())
+    """
+    try:
+        return ir.SymbolicDim(text).free_symbols()
+    except Exception:  # whatever sympy says of a text that is no expression
+        return frozenset()
+
+
+def evaluate(text: str, sizes: Mapping[str, int]) -> int | None:
+    """A size that a file writes as a name or as an expression; None if not all sizes in it are known.
+
+    Examples:
+        >>> evaluate("past + sequence", {"past": 3, "sequence": 4}), evaluate("past + sequence", {"past": 3})
         (7, None)
     """
-    if text in sizes:
-        return sizes[text]
-    if text.isidentifier() or not sizes:
+    if text in sizes or text.isidentifier():
+        return sizes.get(text)
+    names = names_in(text)
+    if not names or not names <= sizes.keys():
         return None
     try:
-        dim = ir.SymbolicDim(text)
-        size = dim.evaluate(dict(sizes)) if dim.free_symbols() <= set(sizes) else None
-    except Exception:  # whatever onnx_ir says of a text that is no expression
+        size = ir.SymbolicDim(text).evaluate(dict(sizes))
+    except Exception:  # as above
         return None
     return size if isinstance(size, int) and size >= 0 else None
 
