@@ -115,5 +115,6 @@ def _rank(text: str) -> Sparsity:
 def _share(number: float, value: Any) -> float:
     if 0 <= number <= 1:
         return float(number)
-    hint = "; YAML reads 2:4 without quotes as a number: write '2:4'" if number > 1 and not isinstance(value, str) else ""
+    is_pair = number > 1 and not isinstance(value, str)
+    hint = "; YAML reads 2:4 without quotes as a number: write '2:4'" if is_pair else ""
     raise InputError(f"sparsity {value!r}: a share is from 0 to 1{hint}")
