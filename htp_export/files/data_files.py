@@ -186,8 +186,9 @@ class DataTensor(ir.ExternalTensor):
                 left -= len(part)
 
     def is_stored_as(self, other: DataTensor) -> bool:
-        """Whether both are the same bytes of one file, under whatever name, that did not change between them."""
-        return self._file.is_same(other.file) and (self.offset or 0, self.nbytes) == (other.offset or 0, other.nbytes)
+        """Whether both are the same numbers in one file, under whatever name, that did not change between them."""
+        is_there = self.dtype == other.dtype and (self.offset or 0) == (other.offset or 0)
+        return is_there and self.nbytes == other.nbytes and self._file.is_same(other.file)
 
     def release(self) -> None:
         """Forget the values; the file is closed when no array of them is in use."""
