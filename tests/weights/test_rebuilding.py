@@ -278,6 +278,26 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("as_message", [False, True])
+def test_recipes_stay_and_are_written_once_however_often_a_file_is(
+    external: bool, as_message: bool, tmp_path: Path
+) -> None:
+    """onnx_ir would write those of a tensor once more each time."""
+    file = exported("layers", tmp_path, dynamo=False).file
+    texts = _texts(file)
+    for again in (tmp_path / "again.onnx", tmp_path / "again2.onnx"):
+        load(onnx.load(file) if as_message else file).save(again, external_data=external)
+        file = again
+        assert _texts(file) == texts
+    assert len(texts) > 2
+
+
+def _texts(file: Path) -> list[tuple[str, str, str]]:
+    tensors = onnx.load(file, load_external_data=False).graph.initializer
+    return sorted((tensor.name, entry.key, entry.value) for tensor in tensors for entry in tensor.metadata_props)
+
+
 @pytest.mark.parametrize("text", BAD)
 def test_a_recipe_that_is_none_names_its_initializer(text: str, tmp_path: Path) -> None:
     of = exported("layers", tmp_path, dynamo=True)
