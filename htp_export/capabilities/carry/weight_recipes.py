@@ -7,6 +7,7 @@ import contextlib
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.capabilities.carry.stored_weights import holds_numbers
 from htp_export.errors import FileError
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_to_text, step
@@ -31,16 +32,11 @@ def carry_recipes(before: ir.Model | None, after: ir.Model) -> None:
     for graph in after.graphs():
         for name, value in graph.initializers.items():
             tensor = value.const_value
-            if tensor is None or not _is_weight(tensor) or originals.is_said_anew(name, tensor):
+            if tensor is None or not holds_numbers(tensor.dtype) or originals.is_said_anew(name, tensor):
                 continue
             recipe = originals.recipe(name, tensor)
             if recipe != name or tags.RECIPE in tensor.metadata_props:
                 value.const_value = recorded(tensor, recipe)
-
-
-def _is_weight(tensor: ir.TensorProtocol) -> bool:
-    """Whether a tensor holds numbers; longer integers are positions and sizes."""
-    return tensor.dtype.is_floating_point() or (tensor.dtype.is_integer() and tensor.dtype.bitwidth <= 8)
 
 
 class _Originals:
@@ -55,7 +51,7 @@ class _Originals:
         self._named = {
             str(value.name): (tensor, recipe_of(value))
             for value, tensor in stored
-            if tensor is not None and _is_weight(tensor)
+            if tensor is not None and holds_numbers(tensor.dtype)
         }
 
     def is_said_anew(self, name: str, tensor: ir.TensorProtocol) -> bool:
