@@ -53,7 +53,7 @@ class _OpenFile:
                     raise OSError("it ends too soon")
                 done += count
         except OSError as error:
-            raise FileError(self.path, f"cannot be read: {error.strerror or error}") from error
+            raise FileError.unreadable(self.path, error) from error
 
 
 class FileTensor(ir.TensorProtoTensor):
