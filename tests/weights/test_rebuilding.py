@@ -99,9 +99,7 @@ class Exported:
 def exported(name: str, folder: Path, *, dynamo: bool) -> Exported:
     make, sample = NETS[name]
     model, given, file = ready(make()), sample(), folder / "net.onnx"
-    program = htp_export.export(model, (given,), None if dynamo else file, dynamo=dynamo, verbose=False)
-    if program is not None:
-        program.save(file)
+    htp_export.export(model, (given,), file, dynamo=dynamo, verbose=False)
     return Exported(model, given, file)
 
 
@@ -239,6 +237,17 @@ def test_what_was_not_made_of_parameters_alone_is_said(tmp_path: Path) -> None:
     unknown = rebuilt(carried.tagged, of.model.state_dict()).unknown
     assert {str(value.name): why for value, why in unknown.items()} == {"2.weight": "another tool"}
     assert not is_exact(recipe_of(next(iter(unknown))))
+
+
+def test_carry_reads_no_weights_that_lie_in_the_same_place(tmp_path: Path) -> None:
+    of = exported("layers", tmp_path, dynamo=True)
+    load(of.file).save(again := tmp_path / "again.onnx")
+    first, second, other = (load(file).model for file in (of.file, of.file, again))
+    for file in tmp_path.glob("*.data"):
+        file.unlink()
+    assert not rebuilt(htp_export.carry(first, second).tagged, of.model.state_dict()).unknown
+    unknown = rebuilt(htp_export.carry(first, other).tagged, of.model.state_dict()).unknown
+    assert {*unknown.values()} == {"another tool"}
 
 
 def test_zeros_that_a_tool_made_are_not_taken_for_the_zeros_of_another_parameter(tmp_path: Path) -> None:
