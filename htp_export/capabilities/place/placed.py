@@ -81,12 +81,15 @@ class _ByDevice(ModuleTable):
     derived = ("notes",)
 
     crossings: tuple[Crossing, ...]
+    free: int = 0
 
     @property
     def listed(self) -> Sequence[PlacedModule]:
-        """The modules with nodes; of those below a module on one device, only it."""
+        """The modules with nodes; of those below a module on one device, with no nodes that may run anywhere, only it."""
         modules: Mapping[str, PlacedModule] = self.by_module
         whole = {path for path, module in modules.items() if module.device and _AND not in module.device}
+        if self.free:
+            whole = {path for path in whole if sum(modules[path].by_device.values()) >= modules[path].nodes}
         return [
             module
             for path, module in modules.items()
