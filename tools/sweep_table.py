@@ -39,7 +39,8 @@ exposed, and compares the tensors at the boundary of each module. It does not us
 _RESULTS = """## Results
 
 `dynamo` and `TorchScript` are `torch.onnx.export` and `htp_export.export` with the same arguments. In the column
-`transformers`, `OnnxExporter().export(...)` runs inside `htp_export.tagging()`. Numbers refer to the reasons below.
+`transformers`, `OnnxExporter().export(...)` runs inside `htp_export.tagging()`. Numbers refer to the reasons below. Models
+with the same result stand in one row.
 
 | cell | meaning |
 |---|---|
@@ -56,14 +57,17 @@ _SUMMARY = (
     "exporter", "others export", "we export", "of theirs", "same graph", "nodes untagged", "modules exact", "fused",
     "time, median",
 )  # fmt: skip
-_COLUMNS = ("model", *_SHORT.values(), "transformers")
+_COLUMNS = (*_SHORT.values(), "transformers", "models")
 
 
 def page(rows: Iterable[Row], listed: int) -> str:
     """The whole page; ``listed`` is how many architectures there are to run."""
     rows = sorted(rows, key=lambda row: row["name"])
     reasons: dict[str, int] = {}
-    lines = [_line(row, reasons) for row in rows]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        groups.setdefault(_cells(row, reasons), []).append(row["name"])
+    lines = [f"| {' | '.join([*cells, ', '.join(names)])} |" for cells, names in groups.items()]
     table = "\n".join([*_header(_COLUMNS), *lines])
     numbered = "\n".join(f"{number}. `{_plain(reason)}`" for reason, number in reasons.items())
     parts = [
@@ -127,14 +131,13 @@ class _Cell:
         self.comparable = not row.get("random") and bool(self.one.get("agrees")) and "exact" in self.one
 
 
-def _line(row: Row, reasons: dict[str, int]) -> str:
+def _cells(row: Row, reasons: dict[str, int]) -> tuple[str, ...]:
     if "error" in row:
-        cells = [f"not built {_note(row['error'], reasons)}", "", ""]
-    else:
-        cells = [_found(row, exporter, reasons) for exporter in (*EXPORTERS, "transformers")]
+        return (f"not built {_note(row['error'], reasons)}", "", "")
+    cells = [_found(row, exporter, reasons) for exporter in (*EXPORTERS, "transformers")]
     if "ended" in row:
         cells[-1] = f"{cells[-1]} stopped {_note(row['ended'], reasons)}".strip()
-    return f"| {' | '.join([row['name'], *cells])} |"
+    return tuple(cells)
 
 
 def _found(row: Row, exporter: str, reasons: dict[str, int]) -> str:
