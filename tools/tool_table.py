@@ -116,7 +116,7 @@ ROWS = {
     "symbolic_shape_infer": Row("symbolic_shape_infer", lambda _path, _inputs: {"auto_merge": True}),
     "float16": Row("float16", lambda _path, _inputs: {"keep_io_types": True}, exact=False),
     "quantize_dynamic": Row("quantize_dynamic", exact=False),
-    "quantize_static": Row("quantize_static", lambda path, inputs: {"inputs": [feeds(path, inputs)]}, exact=False),
+    "quantize_static": Row("quantize_static", lambda path, inputs: {"data": [feeds(path, inputs)]}, exact=False),
     "matmul_nbits": Row("matmul_nbits", lambda _path, _inputs: {"block_size": 32}, exact=False),
 }
 
@@ -157,7 +157,7 @@ def measure(row: Row, model: torch.nn.Module, inputs: Inputs, path: Path, wrong:
         kept = kept_by_tool(row, path, inputs)
         result = getattr(tools, row.tool)(path, out, **row.options(path, inputs))
     except htp_export.HtpExportError as error:
-        return f"the tool fails: {str(error.__cause__)[:60]!r}"
+        return f"the tool fails: {str(error.__cause__ or error)[:60]!r}"
     nodes = onnx.load(str(out)).graph.node
     untagged = sum(not owners_of(node) for node in nodes)
     parts = [f"{len(nodes)}: {kept / len(nodes):.0%}"]
