@@ -39,12 +39,13 @@ exposed, and compares the tensors at the boundary of each module. It does not us
 _RESULTS = """## Results
 
 `dynamo` and `TorchScript` are `torch.onnx.export` and `htp_export.export` with the same arguments. In the column
-`transformers`, `OnnxExporter().export(...)` runs inside `htp_export.tagging()`. Numbers refer to the reasons below. Models
-with the same result stand in one row.
+`transformers`, `OnnxExporter().export(...)` runs inside `htp_export.tagging()`. Numbers refer to the reasons below.
+Models with the same result stand in one row. *Yes* alone says that the other exporter writes a file and we write the
+same graph, that ONNX Runtime and PyTorch compute the same, on the example inputs and on other ones, that every node
+has an owner, and that every module is exact.
 
 | cell | meaning |
 |---|---|
-| yes | torch (transformers) exports it, and so do we, as the same graph; ONNX Runtime and PyTorch compute the same, on the example inputs and on other ones; every node has an owner, and every module is exact |
 | no | neither exports it |
 | yes, torch: no | only `htp_export` does |
 | first inputs | ONNX Runtime and PyTorch agree on the example inputs only, as a trace holds for them alone |

@@ -25,9 +25,9 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, *DOCS]
 # Pages that start from files that they make; the others start from those that README makes.
 ALONE = {
-    "attention", "carry", "coming_from", "compatibility", "concepts", "deploy", "files", "format", "functions", "optimize",
-    "owners", "partition", "passes", "placement", "questions", "rename", "selectors", "surgery", "tools", "tutorial",
-    "untrusted",
+    "attention", "carry", "coming_from", "compatibility", "concepts", "deploy", "files", "format", "functions",
+    "optimize", "owners", "partition", "passes", "placement", "questions", "rename", "selectors", "surgery", "tools",
+    "tutorial", "untrusted",
 }  # fmt: skip
 EXAMPLE = """# A page
 

@@ -1,4 +1,4 @@
-"""The tables of docs/tool_tables.md, docs/optimize.md and docs/passes.md hold what is measured: names always, numbers with -m slow."""
+"""The tables of docs/tool_tables.md, optimize.md and passes.md hold what is measured: numbers with -m slow."""
 
 from __future__ import annotations
 

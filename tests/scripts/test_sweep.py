@@ -103,7 +103,9 @@ def test_the_page_counts_what_is_exported_exact_and_tagged() -> None:
     assert "3 architectures are listed, 3 were run, and 3 of these could be built." in text
     assert "| dynamo | 3 | 3 | 3 of 3 | 3 of 3 | 0 | 20 of 21 | 3 | 2.00 |" in text
     assert "| TorchScript | 1 | 1 | 1 of 1 | 1 of 1 | 0 | 0 of 0 | 0 | 2.00 |" in text
-    assert text.index("| yes, 6 of 7 (1) | yes, differs |  | a/one |") < text.index("| yes | no (2) |  | b/two, c/too |")
+    assert text.index("| yes, 6 of 7 (1) | yes, differs |  | a/one |") < text.index(
+        "| yes | no (2) |  | b/two, c/too |"
+    )
     assert "1. `gate: view leaves, and is no output of it`" in text
     assert "2. `TypeError: no`" in text
     assert "and by us with none: none." in text
