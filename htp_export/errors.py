@@ -115,6 +115,14 @@ class FileError(InputError):
         self.path = Path(path)
         self.problem = problem
 
+    @classmethod
+    def unreadable(cls, path: str | os.PathLike[str], error: OSError) -> FileError:
+        """The error for a file that the operating system does not open or read."""
+        is_folder = isinstance(error, IsADirectoryError) or (isinstance(error, PermissionError) and Path(path).is_dir())
+        return cls(
+            path, "is a folder; name a file in it" if is_folder else f"cannot be read: {error.strerror or error}"
+        )
+
 
 class UnknownModuleError(InputError, KeyError):
     """The model has no such module; the message has the nearest paths.

@@ -44,14 +44,17 @@ def check_options(
     times = Counter(parameter.name for parameter in typed)
     for name, count in times.items():
         option = options.get(name)
+        values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
+        if any(isinstance(value, str) and not value.strip(" ,") for value in values):
+            shown = f"{name.upper()} is empty: give a value"
+            raise InputError(
+                shown if option is None else f"{_shown(option, given)} is empty: give a value, or leave it out"
+            )
         if option is None:
             continue
         switch = option.is_flag and not option.secondary_opts
         if count > 1 and not option.multiple and not switch:
             raise InputError(f"{_shown(option, given)} is given {count} times, and one value counts: give it once")
-        values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
-        if any(isinstance(value, str) and not value.strip(" ,") for value in values):
-            raise InputError(f"{_shown(option, given)} is empty: give a value, or leave it out")
     for rule in (*(rule for rule in _ALWAYS if {*rule.options} & {*options}), *idle):
         found = next((name for name in rule.options if name in times and given[name] not in (None, [], ())), None)
         if found is not None and rule.when(given):
@@ -62,4 +65,4 @@ def check_options(
 def _shown(option: Any, given: Mapping[str, Any]) -> str:
     """The option as it is typed; of a pair of switches the one that was."""
     names = option.secondary_opts if option.secondary_opts and given[option.name] is False else option.opts
-    return str(max(names, key=len))
+    return next((str(name) for name in names if name.startswith("--")), str(names[0]))

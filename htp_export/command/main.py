@@ -11,7 +11,6 @@ import platform
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,7 +21,7 @@ from htp_export.command.commands import CommandGroup
 from htp_export.command.interrupts import Interrupts
 from htp_export.command.quiet import quiet_libraries
 from htp_export.command.terminal import CheckFailed, error_line
-from htp_export.errors import FileError, HtpExportError, InputError, described
+from htp_export.errors import HtpExportError, InputError, described
 from htp_export.process.garbage_collection import rare_collections
 
 __all__ = ["app", "main"]
@@ -90,20 +89,13 @@ def _status(arguments: list[str]) -> int:
         if debug:
             traceback.print_exception(error)
         message, code = _explained(error, debug)
-        error_line(message + _other_order(error, arguments))
+        error_line(message)
         return code
     if interrupts.seen:  # swallowed, and the command was done before it was raised again
         status = _INTERRUPTED
     if status == _INTERRUPTED:  # typer itself may have caught it
         error_line("interrupted")
     return status if isinstance(status, int) else 0
-
-
-def _other_order(error: Exception, typed: Sequence[str]) -> str:
-    """A hint, where the first argument is a file that is not there, and the next one is a file that is."""
-    if not isinstance(error, FileError) or len(typed) < 3 or typed[1] != str(error.path) or error.path.exists():
-        return ""
-    return f"; the file comes first: {typed[0]} {typed[2]} {typed[1]}" if Path(typed[2]).is_file() else ""
 
 
 def _explained(error: Exception, debug: bool) -> tuple[str, int]:
@@ -120,9 +112,10 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
         example = getattr(getattr(getattr(error, "ctx", None), "command", None), "epilog", None)
         if message.startswith("Missing") and example:
             message = f"{message.rstrip('.')}; {example[0].lower()}{example[1:]}"
-        if message.startswith("No such command"):
-            above = getattr(getattr(error, "ctx", None), "command_path", "htp-export")
-            message = f"{message.rstrip('.')}; {above} --help lists the commands"
+        for what in ("command", "option"):
+            if message.startswith(f"No such {what}"):
+                above = getattr(getattr(error, "ctx", None), "command_path", "htp-export")
+                message = f"{message.rstrip('.').replace('. (', ' (')}; {above} --help lists the {what}s"
         return message, 2
     if isinstance(error, OSError) and error.strerror is not None:  # without a name it is a stream: stdout
         return f"{error.filename or 'the output cannot be written'}: {error.strerror}", 2

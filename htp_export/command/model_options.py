@@ -64,8 +64,6 @@ class ModelOptions:
         """
         if (self.source is None) == (self.entry is None):
             raise InputError("give one model: a SOURCE or --entry package.module:factory")
-        if self.source is not None and not self.source.strip():
-            raise InputError("SOURCE is empty; name a folder, a hub id (owner/name) or a model type")
         if self.source is not None and re.fullmatch(r"[\w.]+:\w+", self.source):
             raise InputError(f"{self.source}: a factory is named with --entry {self.source}")
         if stream_weights and (self.entry is not None or self.random_weights):

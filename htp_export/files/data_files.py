@@ -252,7 +252,7 @@ def _place(tensor: ir.TensorProtocol) -> object:
 def _external(tensor: ir.TensorProtocol, place: tuple[int, int], file: DataFile) -> DataTensor:
     offset, length = place
     shape = ir.Shape(tensor.shape.numpy())
-    about = {"name": tensor.name or "", "doc_string": tensor.doc_string}
+    about = {"name": tensor.name or "", "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
     plain = ir.ExternalTensor(file.path.name, offset, length, tensor.dtype, shape=shape, **about)  # type: ignore[arg-type]
     return DataTensor(plain, file, file.path.parent.absolute(), file.path.name)
 

@@ -92,7 +92,7 @@ def check_notes(
             else:
                 _check_own(model, file, facts, sorted(tensors(location)))
         except OSError as error:
-            raise FileError(file, f"cannot be read: {error.strerror or error}") from error
+            raise FileError.unreadable(file, error) from error
 
 
 def _check_shared(model: Path, file: Path, facts: Mapping[str, Any]) -> None:

@@ -66,7 +66,7 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
     except InputError as error:
         raise FileError(file, str(error)) from error
     except OSError as error:
-        raise FileError(file, f"cannot be read: {error.strerror or error}") from error
+        raise FileError.unreadable(file, error) from error
     except Exception as error:  # parsers of four formats raise whatever they like on bytes that are not theirs
         raise FileError(file, f"not an ONNX model: {first_line(error)}") from error
     if model is None:  # what protobuf makes of an empty file, and of some that are not ONNX

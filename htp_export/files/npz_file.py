@@ -76,7 +76,7 @@ def _opened(file: Path) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(file) as archive:
             yield archive
     except OSError as error:
-        raise FileError(file, f"cannot be read: {error.strerror or error}") from error
+        raise FileError.unreadable(file, error) from error
     except (ValueError, zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, NotImplementedError, zlib.error) as error:
         raise FileError(file, "is no .npz file of plain arrays; write one with numpy.savez") from error
 

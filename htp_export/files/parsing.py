@@ -29,6 +29,8 @@ def parsed(file: Path) -> ir.Model | None:
         return None
     proto, hollow = message
     model = _deserialized(proto)
+    for tensor in _with_metadata(model).values():
+        del tensor.raw.metadata_props[:]
     if hollow is not None:
         for slot in list(slots(model)):
             tensor = hollow.tensor(slot.tensor)
@@ -58,7 +60,28 @@ def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
     accepts this, but onnx_ir cannot copy such a model. A model that is not valid (`structure`), such as one with a
     cycle, is refused.
     """
-    return _checked(_deserialized(proto))
+    model = _deserialized(proto)
+    for value, tensor in _with_metadata(model).items():  # without a change of the message, which is the caller's
+        value.const_value = ir.LazyTensor(
+            lambda tensor=tensor: tensor,
+            tensor.dtype,
+            ir.Shape(tensor.shape.numpy()),
+            name=tensor.name,
+            doc_string=tensor.doc_string,
+            metadata_props={**tensor.metadata_props},
+        )
+    return _checked(model)
+
+
+def _with_metadata(model: ir.Model) -> dict[ir.Value, ir.TensorProtoTensor]:
+    """The initializers whose metadata is in the message of the tensor, too: onnx_ir would write it twice."""
+    values = (value for graph in model.graphs() for value in graph.initializers.values())
+    tensors = ((value, value.const_value) for value in values)
+    return {
+        value: tensor
+        for value, tensor in tensors
+        if isinstance(tensor, ir.TensorProtoTensor) and tensor.dtype != ir.DataType.STRING and tensor.metadata_props
+    }
 
 
 def _deserialized(proto: onnx.ModelProto) -> ir.Model:

@@ -53,7 +53,7 @@ class _OpenFile:
                     raise OSError("it ends too soon")
                 done += count
         except OSError as error:
-            raise FileError(self.path, f"cannot be read: {error.strerror or error}") from error
+            raise FileError.unreadable(self.path, error) from error
 
 
 class FileTensor(ir.TensorProtoTensor):
@@ -138,7 +138,10 @@ def _hollow(tensor: ir.TensorProtoTensor, marks: Marks) -> ir.TensorProtoTensor 
             return None
         header = onnx.TensorProto(**fields)  # no copy that is cleared: protobuf would keep the memory
     header.raw_data = marks.new()
-    return ir.TensorProtoTensor(header)
+    del header.metadata_props[:]  # onnx_ir writes that of the tensor
+    hollow = ir.TensorProtoTensor(header)
+    hollow.metadata_props.update(tensor.metadata_props)
+    return hollow
 
 
 class HollowModel:
@@ -168,6 +171,7 @@ class HollowModel:
         header.CopyFrom(hollow.raw)
         header.ClearField("raw_data")
         tensor = FileTensor(header, self._file, *self._places[number])
+        tensor.metadata_props.update(hollow.metadata_props)
         start, end = self._places[number]
         if {field.name for field, _ in header.ListFields()} <= _STANDARD and tensor.nbytes == end - start:
             return tensor

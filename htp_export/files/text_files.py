@@ -31,7 +31,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(file.read_bytes())
     except OSError as error:
-        raise FileError(file, f"cannot be read: {error.strerror or error}") from error
+        raise FileError.unreadable(file, error) from error
     except UnicodeDecodeError as error:
         raise FileError(file, "is not JSON: it is no text") from error
     except (ValueError, RecursionError) as error:

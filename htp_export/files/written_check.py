@@ -9,6 +9,7 @@ as an operator that only ONNX Runtime knows. So what the model had that it was m
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import re
@@ -130,8 +131,8 @@ def hollow_proto(copy: ir.Model) -> tuple[onnx.ModelProto, Marks, list[ir.Tensor
 def _without_weights(proto: onnx.ModelProto, marks: Marks) -> onnx.ModelProto:
     """Turn the weights that are not in a message into inputs.
 
-    What the checker asks for and runtimes do not is changed as well: versions that it knows, and shapes of inputs and
-    outputs.
+    What the checker asks for and runtimes do not is changed as well: versions that it knows, shapes of inputs and
+    outputs, and operators that ONNX Runtime has in ONNX's own domain.
     """
     proto.ir_version = min(proto.ir_version, onnx.IR_VERSION)
     _drop_shapeless(proto)
@@ -152,6 +153,8 @@ def _without_weights(proto: onnx.ModelProto, marks: Marks) -> onnx.ModelProto:
                 added.shape.dim.add(dim_value=size)
 
     for graph in _graphs(proto.graph):
+        for node in filter(_is_of_onnxruntime, graph.node):
+            _hide(node, proto.opset_import)
         kept = [tensor for tensor in graph.initializer if not is_absent(tensor)]
         if len(kept) < len(graph.initializer):
             for tensor in graph.initializer:
@@ -168,7 +171,7 @@ def _without_weights(proto: onnx.ModelProto, marks: Marks) -> onnx.ModelProto:
                 _hide(graph.node[index], proto.opset_import)
     for function in proto.functions:
         for node in function.node:
-            if _absent(node, is_absent):
+            if _absent(node, is_absent) or _is_of_onnxruntime(node):
                 _hide(node, function.opset_import)
     return proto
 
@@ -206,6 +209,23 @@ def _absent(node: onnx.NodeProto, is_absent: Callable[[onnx.TensorProto], bool])
     """The tensor in the attributes of a node that is not in the message."""
     held = (attribute.t for attribute in node.attribute if attribute.type == onnx.AttributeProto.TENSOR)
     return next((tensor for tensor in held if is_absent(tensor)), None)
+
+
+def _is_of_onnxruntime(node: onnx.NodeProto) -> bool:
+    """Whether a node's operator is in the domain of ONNX, and only ONNX Runtime has it.
+
+    ``SimplifiedLayerNormalization`` is one: ONNX Runtime registers its kernel there, and nowhere else.
+    """
+    is_unknown = node.domain in ("", "ai.onnx") and not onnx.defs.has(node.op_type)
+    return is_unknown and node.op_type in _operators_of_onnxruntime()
+
+
+@functools.cache
+def _operators_of_onnxruntime() -> frozenset[str]:
+    from onnxruntime.capi import onnxruntime_pybind11_state
+
+    schemas = onnxruntime_pybind11_state.get_all_operator_schema()
+    return frozenset(schema.name for schema in schemas if not schema.domain)
 
 
 def _hide(node: onnx.NodeProto, imports: Iterable[onnx.OperatorSetIdProto]) -> None:

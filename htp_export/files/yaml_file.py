@@ -41,7 +41,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
-        raise FileError(file, f"cannot be read: {error.strerror or error}") from error
+        raise FileError.unreadable(file, error) from error
     except UnicodeDecodeError as error:
         raise FileError(file, "is not YAML: it is no text") from error
     except (yaml.YAMLError, RecursionError) as error:

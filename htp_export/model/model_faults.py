@@ -62,7 +62,10 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
         @functools.wraps(function)
         def named(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             def models() -> list[Any]:
-                given = signature.bind(*args, **kwargs).arguments
+                try:
+                    given = signature.bind(*args, **kwargs).arguments
+                except TypeError:  # Python's own error names the function
+                    return []
                 return [given[name] for name in parameters if name in given]
 
             try:

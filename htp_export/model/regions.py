@@ -227,7 +227,8 @@ class Region:
 
     def __repr__(self) -> str:
         call = "" if self._call is None else f", call {self._call}"
-        return f"<Region {self.path!r} ({self.info.simple_class or 'class unknown'}{call}): {len(self.nodes)} nodes>"
+        kind = self.info.simple_class or "class unknown"
+        return f"<Region {self.path or '.'!r} ({kind}{call}): {len(self.nodes)} nodes>"
 
     @property
     def info(self) -> ModuleInfo:

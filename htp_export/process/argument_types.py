@@ -220,7 +220,7 @@ _KNOWN: dict[str, _Check] = {
     "PathLike": (_has_type(os.PathLike), "a path"),
     "Mapping": (_has_type(Mapping), "a mapping"),
     "dict": (_has_type(Mapping), "a mapping"),
-    "Sequence": (_is_list, "a list"),
+    "Sequence": (_is_list, "a list or a tuple"),
     "tuple": (_has_type(tuple, list), "a tuple"),
     "Iterable": (_has_type(collections.abc.Iterable), "a list"),
     "int": (lambda value: hasattr(value, "__index__"), "a whole number"),

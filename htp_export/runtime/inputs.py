@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from htp_export.files.npz_file import NpzArrays
 from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, array_for, check_array, in_precision_of, random_array
+from htp_export.shapes.sizes import evaluate, names_in
 from htp_export.shapes.symbolic import Symbolic
 
 __all__ = ["Bound", "Feed", "Inputs", "infer_bound"]
@@ -96,17 +98,22 @@ class Inputs:
     ) -> Bound:
         """Set the sizes of open dimensions by name, or by shapes, which do so for all inputs."""
         sizes = dict(dims or {})
-        names = dict.fromkeys(dim for declared in self for dim in declared.shape or () if isinstance(dim, str))
+        names = self._open_names
         for name, size in sizes.items():
             _check_name("open dimension", name, names)
             if not _is_size(size):
                 raise InputError(f"size {name!r} is a whole number, not {size!r}")
         given_shapes = {name: self._given_shape(name, shape) for name, shape in (shapes or {}).items()}
-        conflicts = [
+        conflicts = dict.fromkeys(
             text
+            for later in (self._computed, ())  # first the sizes of which others are computed
             for name, shape in given_shapes.items()
-            for text in _match(self._by_name[name], shape, sizes, dims or {})
-        ]
+            for text in _match(self._by_name[name], shape, sizes, dims or {}, later)
+        )
+        for name in self._computed & sizes.keys():
+            expected = evaluate(name, {other: size for other, size in sizes.items() if other != name})
+            if expected not in (None, sizes[name]):
+                conflicts[f"size {name!r} is {sizes[name]}, but by the others it is {expected}"] = None
         bound: dict[str, tuple[int | None, ...] | None] = {}
         open_sizes: dict[str, None] = {}
         for declared in self:
@@ -116,9 +123,11 @@ class Inputs:
                 bound[declared.name] = None
                 open_sizes.update({f"{declared.name}: all": None} if declared.tensor else {})
             else:
-                shape = tuple(sizes.get(dim) if isinstance(dim, str) else dim for dim in declared.shape)
+                shape = tuple(evaluate(dim, sizes) if isinstance(dim, str) else dim for dim in declared.shape)
                 bound[declared.name] = shape
-                stays = ((k, dim) for k, dim in enumerate(declared.shape) if shape[k] is None)
+                stays = (
+                    (k, dim) for k, dim in enumerate(declared.shape) if shape[k] is None and dim not in self._computed
+                )
                 open_sizes.update({dim if isinstance(dim, str) else f"{declared.name}: {k}": None for k, dim in stays})
         return Bound(sizes, bound, tuple(open_sizes), tuple(conflicts))
 
@@ -212,27 +221,42 @@ class Inputs:
             >>> bound.shapes, notes
             ({'x': (1, 4)}, ("size 'batch' is 1",))
         """
-        numbers, assumed = itertools.cycle(open_sizes), dict[str, int]()
+        numbers, sizes = itertools.cycle(open_sizes), dict(bound.sizes)
+        unnamed: list[int] = []
         notes: dict[str, None] = {}
-        shapes: dict[str, tuple[int | None, ...] | None] = {}
         for declared in self:
-            known = bound.shapes[declared.name]
-            if known is None and declared.tensor:
+            if bound.shapes[declared.name] is None and declared.tensor:
                 problem = f"input {declared.name!r}: the model does not tell its shape; give shapes or data"
                 raise OpenDimensionError([f"{declared.name}: all"], problem)
-            shape = []
-            for place, size in enumerate(known or ()):
-                if size is None:
-                    name = declared.shape[place] if declared.shape is not None else None
-                    key = name if isinstance(name, str) else ""
-                    size = assumed[key] if key in assumed else assumed.setdefault(key, next(numbers))
-                    notes.setdefault(
-                        f"size {name!r} is {size}" if key else f"size {place} of input {declared.name!r} is {size}"
-                    )
-                shape.append(size)
-            shapes[declared.name] = None if known is None else tuple(shape)
-        sizes = {**bound.sizes, **{name: size for name, size in assumed.items() if name}}
+            for place, dim in _open(declared, bound):
+                if dim is None:
+                    unnamed = unnamed or [next(numbers)]
+                    notes[f"size {place} of input {declared.name!r} is {unnamed[0]}"] = None
+                elif dim not in self._computed:
+                    sizes[dim] = sizes[dim] if dim in sizes else next(numbers)
+                    notes[f"size {dim!r} is {sizes[dim]}"] = None
+        shapes = dict(bound.shapes)
+        for declared in self:
+            filled = list(bound.shapes[declared.name] or ())
+            for place, dim in _open(declared, bound):
+                filled[place] = unnamed[0] if dim is None else evaluate(dim, sizes)
+                if filled[place] is None:
+                    given = ", ".join(f"{name}={sizes[name]}" for name in sorted(names_in(str(dim))))
+                    raise OpenDimensionError([str(dim)], f"{dim!r} is no size if {given}; give other dims")
+            shapes[declared.name] = None if bound.shapes[declared.name] is None else tuple(filled)
         return Bound(sizes, shapes, (), bound.conflicts), tuple(notes)
+
+    @cached_property
+    def _open_names(self) -> Mapping[str, None]:
+        """The names of open dimensions, in order."""
+        return dict.fromkeys(dim for declared in self for dim in declared.shape or () if isinstance(dim, str))
+
+    @cached_property
+    def _computed(self) -> frozenset[str]:
+        """The open dimensions that are computed of others, as ``past + sequence``; a name such as ``x-y`` is a name."""
+        names = {name for name in self._open_names if name.isidentifier()}
+        others = self._open_names.keys() - names
+        return frozenset(name for name in others if (parts := names_in(name)) and parts <= names)
 
     @property
     def _types(self) -> dict[str, ir.DataType]:
@@ -261,15 +285,31 @@ def _is_size(size: object) -> bool:
     return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) >= 0
 
 
-def _match(wanted: Input, shape: tuple[int, ...], sizes: dict[str, int], dims: Mapping[str, int]) -> Iterator[str]:
-    """Iterate over the contradictions of a shape with the model and with known sizes; add sizes that were unknown."""
+def _open(declared: Input, bound: Bound) -> Iterator[tuple[int, str | None]]:
+    """Place and name of each dimension of an input that stays open."""
+    for place, size in enumerate(bound.shapes[declared.name] or ()):
+        if size is None:
+            dim = declared.shape[place] if declared.shape is not None else None
+            yield place, dim if isinstance(dim, str) else None
+
+
+def _match(
+    wanted: Input, shape: tuple[int, ...], sizes: dict[str, int], dims: Mapping[str, int], later: Container[str] = ()
+) -> Iterator[str]:
+    """Iterate over the contradictions of a shape with the model and with known sizes; add sizes that were unknown.
+
+    Dimensions in ``later`` are left out.
+    """
     if wanted.shape is None:
         return
     if len(wanted.shape) != len(shape):
         yield f"input {wanted.name!r} has {len(wanted.shape)} dimensions in the model, not {len(shape)}"
         return
     for dim, size in zip(wanted.shape, shape, strict=True):
-        expected = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
+        if dim in later:
+            continue
+        known = evaluate(dim, sizes) if isinstance(dim, str) else dim
+        expected = sizes.setdefault(dim, size) if known is None and isinstance(dim, str) else known
         if expected is not None and expected != size:
             named = f"size {dim!r} of it is" if isinstance(dim, str) else "a size of it is"
             named = f"dims has {dim} =" if dim in dims else named

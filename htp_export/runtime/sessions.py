@@ -155,15 +155,34 @@ class RunnableModel:
         return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
 
     @contextlib.contextmanager
-    def failing_to(self, action: str) -> Iterator[None]:
-        """Turn errors of ONNX Runtime into an `OnnxRuntimeError` with the node at fault and its modules."""
+    def failing_to(self, action: str, values: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Turn errors of ONNX Runtime into an `OnnxRuntimeError` with the node at fault and its modules.
+
+        ``values``: input name → what it is run on, an array or an ``OrtValue``.
+        """
         try:
             yield
         except Exception as error:  # ONNX Runtime's errors share no base but this
-            raise self._failure(action, error) from error
+            raise self._failure(action, error, self._open_sizes(values or {})) from error
 
-    def _failure(self, action: str, error: Exception) -> OnnxRuntimeError:
-        text = in_one_line(error)
+    def _open_sizes(self, values: Mapping[str, Any]) -> str:
+        """A hint with the sizes of a run that the model leaves open."""
+        inputs = self.model.graph.inputs if self.model is not None else ()
+        shapes = {value: getattr(values.get(str(value.name)), "shape", None) for value in inputs}
+        sizes: dict[str, int] = {}
+        for value, shape in shapes.items():
+            shape = shape() if callable(shape) else shape
+            for dim, size in zip(value.shape or (), shape or (), strict=False):
+                if not isinstance(dim, int) and dim.value is not None:
+                    sizes.setdefault(dim.value, size)
+        names = [name for name in sizes if name.isidentifier()]
+        if not names:
+            return ""
+        run = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        return f"; it ran with {run}; for other sizes, give dims ({', '.join(f'{name}=...' for name in names)}) or data"
+
+    def _failure(self, action: str, error: Exception, hint: str) -> OnnxRuntimeError:
+        text = f"{in_one_line(error)}{hint}"
         if isinstance(self.source, Path):
             text = text.replace(os.fspath(self.source), self.name)
         match = _NODE_AT_FAULT.search(text)
@@ -219,7 +238,7 @@ class Session:
         """
         names = list(dict.fromkeys(self.outputs if outputs is None else outputs))
         if not self._tensors.issuperset(names):  # an `OrtValue` gives no values of sequences and optionals
-            with self.model.failing_to("run"), _stopped_after(longest) as options:
+            with self.model.failing_to("run", arrays), _stopped_after(longest) as options:
                 return dict(zip(names, self._session.run(names, dict(arrays), options), strict=True))
         values = self.run_values(self.values(arrays, types), names, longest=longest)
         return {name: from_ort(value) for name, value in zip(names, values, strict=True)}
@@ -234,7 +253,7 @@ class Session:
     ) -> list[Any]:
         """Run the model once on ``OrtValue``s, and return one for each output; arguments as for `run`."""
         names = list(self.outputs if outputs is None else outputs)
-        with self.model.failing_to("run"), _stopped_after(longest) as options:
+        with self.model.failing_to("run", values), _stopped_after(longest) as options:
             return list(self._session.run_with_ort_values(names, dict(values), options))
 
     def bound(
@@ -258,7 +277,7 @@ class Session:
                 binding.bind_output(name, device)
 
         def run() -> None:
-            with self.model.failing_to("run"):
+            with self.model.failing_to("run", arrays):
                 self._session.run_with_iobinding(binding)
                 binding.synchronize_outputs()
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.shapes.sizes import LARGEST, Dim, is_unnamed, symbol, unnamed
+from htp_export.shapes.sizes import LARGEST, Dim, evaluate, is_unnamed, symbol, unnamed
 
 __all__ = [
     "LARGEST_CONTENTS",
@@ -216,16 +216,10 @@ class Known:
     def _named(self, dim: Any) -> Dim:
         """An open dimension, or the number that stands for it; expressions of open dimensions are computed."""
         text = str(dim.value)
-        if text in self._sizes:
-            return self._sizes[text]
-        if text.isidentifier() or not self._sizes:
+        if not self._sizes:
             return symbol(text)
         if text not in self._dims:
-            try:
-                size = dim.evaluate(dict(self._sizes)) if dim.free_symbols() <= set(self._sizes) else None
-            except Exception:  # whatever sympy says of a text that is no expression
-                size = None
-            self._dims[text] = size if isinstance(size, int) and size >= 0 else None
+            self._dims[text] = evaluate(text, self._sizes)
         known = self._dims[text]
         return symbol(text) if known is None else known
 

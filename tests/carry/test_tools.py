@@ -103,7 +103,7 @@ def test_names_show_that_a_file_is_what_a_tool_made_of_the_original(name, option
     """The adapter knows that it is; `carry` has to see it, and then finds the same without a run."""
     if name == "quantize_static":
         [given] = htp_export.load(attention[2]).model.graph.inputs
-        options = {"inputs": [{given.name: attention[1]["x"].numpy()}]}
+        options = {"data": [{given.name: attention[1]["x"].numpy()}]}
     made = getattr(tools, name)(attention[2], **options).model
     plain = made.clone()
     for node in plain.graph.all_nodes():

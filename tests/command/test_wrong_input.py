@@ -101,6 +101,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _variant(folder, "modules", _said(tags.MODULES, "[]"))
     _variant(folder, "newer_modules", _said(tags.FORMAT, "9"), _said(tags.MODULES, '{"": []}'))
     _variant(folder, "untagged", _bare)
+    _variant(folder, "open", _open_width)
     return folder
 
 
@@ -135,6 +136,11 @@ def _bare(proto: onnx.ModelProto) -> None:
         node.name = ""
 
 
+def _open_width(proto: onnx.ModelProto) -> None:
+    proto.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "length"
+    del proto.graph.value_info[:]
+
+
 @pytest.fixture
 def folder(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(made)
@@ -161,7 +167,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     *((f"tree {name}", NOT_ONNX.format(name)) for name in ("zeros.onnx", "noise.onnx", "model.json", "picture.png")),
     ("tree net.onnx.data", NOT_ONNX.format("net.onnx.data")),
     ("tree nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
-    ("tree folder.onnx", "folder.onnx: cannot be read: Is a directory"),
+    ("tree folder.onnx", "folder.onnx: is a folder; name a file in it"),
     ("tree offset_text.onnx", "offset_text.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': invalid literal"),
     ("tree offset_negative.onnx", "offset_negative.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': External"),
     ("tree modules.onnx", "modules.onnx: htp.modules is not a JSON object of module paths"),
@@ -219,7 +225,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     (["tree", "net\n.onnx"], r"'net\n.onnx': cannot be read: No such file"),
     (["tree", "[red]x[/red].onnx"], "[red]x[/red].onnx: cannot be read: No such file"),
     (["tree", "a" * 5000], "aaa: cannot be read: File name too long"),
-    (["tree", ""], "cannot be read: Is a directory"),
+    (["tree", ""], "SOURCE is empty: give a value"),
     (["export", "", "-o", "o.onnx"], "SOURCE is empty"),
     ("extract net.onnx layer.0 --call 99999999999999999999 -o o.onnx", "has no call 99999999999999999999"),
     ("tree net.onnx --columns nosuch", "there is no column 'nosuch'; there are class"),
@@ -379,7 +385,22 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("nosuch", "No such command 'nosuch'; htp-export --help lists the commands"),
     ("tree", "name an ONNX file, a model, or --entry"),
     ("tree net.onnx extra", "extra"),
-    ("tree --nosuch net.onnx", "--nosuch"),
+    ("tree --nosuch net.onnx", "No such option: --nosuch; htp-export tree --help lists the options"),
+    ("lora insert **.fc net.onnx -o o.onnx", "; the file comes first: lora insert net.onnx **.fc"),
+    ("quantize int8 net.onnx -o o.onnx", "; the file comes first: quantize net.onnx int8"),
+    *(
+        (f"{command} nowhere.onnx net.onnx", "nowhere.onnx: cannot be read: No such file or directory\n")
+        for command in ("compare", "diff", "carry -o o.onnx")
+    ),
+    # names that shells and users leave empty, folders, and options by their first names
+    (["extract", "net.onnx", "", "-o", "o.onnx"], "MODULE is empty: give a value"),
+    (["functions", "net.onnx", "layer.0", "", "-o", "o.onnx"], "SELECT is empty: give a value"),
+    ("info many", "many: is a folder; name a file in it"),
+    ("diff net.onnx many", "many: is a folder; name a file in it"),
+    ("quantize net.onnx folder.onnx -o o.onnx", "folder.onnx: is a folder; name a file in it"),
+    ("place net.onnx --rule .=cpu -o o.onnx --provider cpu", "--provider has no effect: it is for --show"),
+    ("profile net.onnx --data made", "made: there is no such file or folder; data are arrays by input name, several"),
+    ("profile open.onnx --runs 1", "it ran with length = 1; for other sizes, give --dims (length=...) or --data"),
 ]
 
 

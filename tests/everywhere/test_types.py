@@ -54,6 +54,15 @@ def test_an_argument_of_a_wrong_type_is_refused_by_name_with_what_fits(function:
         function(**{**needed, name: 0.5})
 
 
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if not name.startswith("tools.")])
+def test_an_unknown_argument_is_refused_in_the_name_of_the_function(name: str) -> None:
+    function = FUNCTIONS[name]
+    needed = [fitting(each) for each in inspect.signature(function).parameters.values() if each.default is each.empty
+              and each.kind is each.POSITIONAL_OR_KEYWORD]  # fmt: skip
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'nosuch'"):
+        function(*needed, nosuch=1)
+
+
 def test_every_function_that_takes_a_model_is_among_them() -> None:
     names = {str(each.id) for each in parameters()}
     assert {"prune-plan", "quantize-model", "load-model", "verify-onnx", "tools.onnxslim-output"} <= names
@@ -68,7 +77,9 @@ def test_the_message_says_what_fits_and_what_was_given() -> None:
         lambda: htp_export.load(None): f"load: model {onnx_model}",
         lambda: htp_export.load(net): ", and Linear(in_features=2, out_features=2, bias=True) is of type Linear",
         lambda: htp_export.verify("a.onnx", net): "model and onnx are swapped; the order is verify(model, onnx)",
-        lambda: htp_export.verify(net, "a.onnx", torch.ones(9, 99)): "a list, and what was given is of type Tensor",
+        lambda: htp_export.verify(
+            net, "a.onnx", torch.ones(9, 99)
+        ): "a list or a tuple, and what was given is of type Tensor",
         lambda: htp_export.nodes("a.onnx", [3]): "a list of strings, and [3] is of type list",
         lambda: htp_export.view("a.onnx", 3): "view: output takes a string or a path, and 3 is of type int",
     }

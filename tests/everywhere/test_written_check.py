@@ -19,6 +19,7 @@ import htp_export
 from htp_export import tools
 from htp_export.errors import InputError, ResultError, StepError, ToolError
 from htp_export.files import model_files
+from htp_export.files.written_check import faults_of
 from tests.extract.test_cutting import exported_to
 from tests.nets import spread, x
 
@@ -169,6 +170,16 @@ def test_operators_and_versions_that_onnx_does_not_know_are_written(tmp_path: Pa
     after.outputs[0].dtype = ir.DataType.FLOAT  # an output without a shape
     htp_export.load(own(mystery, after, opset=99, **{"my.own": 1})).save(tmp_path / "own.onnx")
     assert onnx.load(tmp_path / "own.onnx").ir_version == 99
+
+
+def test_an_operator_of_onnx_runtime_in_the_domain_of_onnx_is_no_fault() -> None:
+    for op_type, is_fault in {"SimplifiedLayerNormalization": False, "SimpleLayerNormalization": True}.items():
+        x, made, y = (ir.val(name, ir.DataType.FLOAT, [2, 8]) for name in "xmy")
+        scale = ir.val("scale", const_value=ir.tensor(np.ones(8, np.float32), name="scale"))
+        norm = ir.node(op_type, [x, scale], {"axis": -1}, outputs=[made])
+        model = own(norm, ir.node("Relu", [made], outputs=[y]))
+        model.graph.register_initializer(scale)
+        assert bool(faults_of(model)) == is_fault
 
 
 @pytest.mark.parametrize("external", [False, True])

@@ -79,8 +79,12 @@ def everywhere(side: int = SIDE) -> onnx.ModelProto:
 
 
 def plainly(path: Path) -> ir.Model:
-    """What protobuf alone makes of a file."""
-    return ir.from_proto(onnx.load(path))
+    """What protobuf alone makes of a file; without what onnx_ir would write twice, the metadata of tensors."""
+    proto = onnx.load(path)
+    model = ir.from_proto(proto)
+    for tensor in proto.graph.initializer:
+        del tensor.metadata_props[:]
+    return model
 
 
 def proto_of(model: ir.Model) -> onnx.ModelProto:

@@ -131,3 +131,10 @@ def test_caches_that_hold_states_are_refused_with_their_class() -> None:
     message = "the cache of RecurrentGemmaForCausalLM has layers with a LinearAttentionLayer, which hold states"
     with pytest.raises(InputError, match=message):
         example_call(gemma)
+
+
+def test_random_inputs_fit_a_file_with_a_cache_and_it_is_a_decoder(exported: Any) -> None:
+    """The length of the mask is computed of those of the text and the cache, and the keys are of both."""
+    _, _, files = exported
+    assert htp_export.fingerprint(files["model"]).family in ("decoder", "mixture")
+    assert htp_export.compare(files["model"], files["model"], dims={"past_sequence_length": 3}).ok

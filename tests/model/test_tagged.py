@@ -84,6 +84,7 @@ def test_modules_say_their_class_calls_fate_and_children() -> None:
     assert region.info.simple_class == "Layer"
     assert region.children == ["layer.0.fc"]
     assert repr(region) == "<Region 'layer.0' (Layer): 4 nodes>"
+    assert repr(load(encoder())["."]).startswith("<Region '.' (")
     assert load(encoder())["dropout"].fate == "identity"
 
 

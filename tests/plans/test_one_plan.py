@@ -106,7 +106,7 @@ def test_all_capabilities_cover_the_same_nodes(plan: dict[str, str], file: Path)
     assert modules == {"a.lin", "shared.0"}
     pruned = htp_export.prune(file, {"a": 0.5}).modules
     assert {path for path in (*modules, "b.lin") if pruned[path].zeros_after} == modules
-    assert set(htp_export.lora.insert(file, "a").layers) == modules
+    assert set(htp_export.lora.insert(file, "a").modules) == modules
 
     function = htp_export.functions(file, "a").model.functions
     assert [len(list(body)) for body in function.values()] == [len(region)]

@@ -47,6 +47,11 @@ def test_modules_that_take_longer_than_their_budget(budgets, over):
     assert profile().over(budgets) == over
 
 
+def test_units_of_time_are_those_that_are_usual():
+    assert profile().over({"fc": "1us"}) == profile().over({"fc": "1 µs"}) == {"fc": 0.001}
+    assert profile().over({"fc": "10s"}) == {}
+
+
 @pytest.mark.parametrize("budget", ["5", "5 seconds", "-1ms", "100%", "", -1.0, float("nan")])
 def test_a_budget_is_a_time_or_a_share(budget):
     with pytest.raises(InputError, match=r"budget .* of 'fc': write a time or a share below 100 %, such as 5ms or 20%"):

@@ -436,7 +436,7 @@ class TestRefused:
             ({"first": "int8", "act": "int8-dynamic"}, InputError, "rule 'act': no operator of module 'act'"),
             ({"first": "int9"}, InputError, "rule 'first': there is no precision 'int9'"),
             ({}, InputError, "no rules"),
-            ("w5", InputError, "no preset 'w5'"),
+            ("w5", InputError, "there is no precision 'w5'"),
         ],
         ids=str,
     )
@@ -458,7 +458,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("data", "problem"),
         [
-            ([], "data has no runs"),
+            ([], "data have no runs"),
             ({"x": IDS}, "data, run 0: no input 'x'"),
             ([{"ids": IDS}, {"ids": IDS.astype(np.float32)}], "data, run 1: "),
         ],

@@ -108,7 +108,7 @@ def test_random_inputs_have_the_sizes_that_are_given_and_data_must_have_them() -
         ([run(0), {"x": np.ones((2, 4), np.float32)}], InputError, "data, run 1: input 'x': is float .2, 4., and the"),
         ({"x": np.ones((2, 3))}, InputError, "input 'x': is double .2, 3., and the model wants float .batch, 3."),
         ("nowhere.npz", FileError, "nowhere.npz: cannot be read"),
-        ("nowhere", FileError, "nowhere: cannot be read"),
+        ("nowhere", FileError, "nowhere: there is no such file or folder; data are arrays by input name"),
         ("shapes.json", FileError, "shapes.json: is no .npz file of arrays; shapes in JSON are given as shapes"),
         ("{code}.py:runs", ModelSourceError, "an entry names a module, not its file: {code}:runs"),
         ("{code}:nosuch", ModelSourceError, "has no function 'nosuch'"),

@@ -59,6 +59,22 @@ def test_values_and_shapes_that_contradict_dims_are_refused_with_both_sizes() ->
     assert wanted.feed({"x": array}, {"batch": 2}).arrays["x"] is array
 
 
+def test_a_size_that_the_file_computes_of_others_follows_them() -> None:
+    wanted = inputs(mask=["batch", "past + length"], ids=["batch", "length"], keys=["batch", "past"], x=["batch-size"])
+    given = wanted.bind(dims={"length": 4, "past": 3})
+    assert (given.shapes["mask"], given.open) == ((None, 7), ("batch", "batch-size"))
+    feed = wanted.random(open_sizes=(2, 5, 3, 8))
+    assert {name: array.shape for name, array in feed.arrays.items()} == {
+        "mask": (2, 8), "ids": (2, 5), "keys": (2, 3), "x": (8,)
+    }  # fmt: skip
+    assert not any("+" in note for note in feed.notes)
+    said = r"input 'mask' is \[1, 6\], but size 'past \+ length' of it is 7"
+    with pytest.raises(InputError, match=said):
+        wanted.bind(shapes={"mask": (1, 6), "ids": (1, 4), "keys": (1, 3), "x": (1,)}).check()
+    with pytest.raises(InputError, match="is 6, but by the others it is 7"):
+        wanted.bind(dims={"past + length": 6, "length": 4, "past": 3, "batch": 1, "batch-size": 1}).check()
+
+
 @pytest.mark.parametrize("size", [-1, True, 2.0, "2"])
 def test_a_size_is_a_whole_number(size: object) -> None:
     with pytest.raises(InputError, match="whole number"):

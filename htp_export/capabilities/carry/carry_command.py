@@ -50,7 +50,7 @@ def carry_command(
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Put tags on what a tool made of a tagged file, or what someone else exported from a model.
+    """Put tags on what a tool made or someone exported.
 
     A single file is enough where its map was embedded: --embed-map of export and run.
     Exit status 1 where fewer nodes have known owners than --require asks for; then nothing is written.

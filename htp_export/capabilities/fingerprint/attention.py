@@ -50,7 +50,10 @@ def attention_kinds(facts: GraphFacts, inferred: Symbolic, reaching: Mapping[ir.
 
     def add(causal: bool, queries: ir.Value | None, keys: ir.Value | None) -> None:
         asked, answered = reaching.get(queries, 0), reaching.get(keys, 0)
-        other = "bidirectional" if asked == answered else "cross" if asked else "learned queries"
+        if asked:  # keys of earlier calls, which a cache holds, are of more inputs than the queries
+            other = "cross" if asked & ~answered else "bidirectional"
+        else:
+            other = "learned queries" if answered else "bidirectional"
         kinds["causal" if causal else other] += 1
 
     for steps in attention_steps(facts):

@@ -142,14 +142,24 @@ class GraphFeatures:
 
 def _inferred_with_sizes(tagged: TaggedModel) -> Symbolic:
     """Types and shapes in numbers: one example, and a size that fits texts and images where another one is open."""
-    declared = {given.name: given.shape for given in Inputs.of(tagged.model) if given.shape is not None}
-    if all(isinstance(size, int) for shape in declared.values() for size in shape):
+    inputs = Inputs.of(tagged.model)
+    shapes = [given.shape for given in inputs if given.shape is not None]
+    if all(isinstance(size, int) for shape in shapes for size in shape):
         return tagged.inferred
-    shapes = {
-        name: [size if isinstance(size, int) else _OPEN_SIZE if place else 1 for place, size in enumerate(shape)]
-        for name, shape in declared.items()
-    }
-    return infer_bound(tagged.model, shapes)
+    named = {dim: place for shape in shapes for place, dim in enumerate(shape) if isinstance(dim, str)}
+    sizes = {dim: _OPEN_SIZE if place else 1 for dim, place in named.items() if dim.isidentifier()}
+    bound = inputs.bind(dims=sizes)
+    return infer_bound(
+        tagged.model,
+        {
+            name: [
+                _OPEN_SIZE if size is None and place else 1 if size is None else size
+                for place, size in enumerate(shape)
+            ]
+            for name, shape in bound.shapes.items()
+            if shape is not None
+        },
+    )
 
 
 def _uses(

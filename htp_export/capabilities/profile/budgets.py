@@ -10,7 +10,8 @@ from htp_export.format.selectors import select
 
 __all__ = ["budgets_by_module"]
 
-_LIMIT = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|%)")
+_LIMIT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|%)")
+_MILLISECONDS = {"s": 1e3, "ms": 1.0, "us": 1e-3, "µs": 1e-3}
 
 
 def budgets_by_module(
@@ -44,4 +45,4 @@ def _limit_ms(selector: str, budget: str | float, whole_ms: float) -> float:
     if match is None or (match[2] == "%" and float(match[1]) >= 100):
         raise InputError(f"budget {budget!r} of {selector!r}: write a time or a share below 100 %, such as 5ms or 20%")
     limit = float(match[1])
-    return limit if match[2] == "ms" else limit / 100 * whole_ms
+    return limit / 100 * whole_ms if match[2] == "%" else limit * _MILLISECONDS[match[2]]

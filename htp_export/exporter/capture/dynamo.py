@@ -105,8 +105,8 @@ class DynamoCapture(Guarded):
         exported = program.exported_program
         self.translated(program.model, program.model.graph.initializers if exported is None else exported.state_dict)
 
-    def translated(self, model: ir.Model, state: Collection[str]) -> None:
-        """Note the ONNX graph as it was translated, before anything changed it."""
+    def translated(self, model: ir.Model, state: Collection[str] = ()) -> None:
+        """Note the ONNX graph as it was translated, before anything changed it; ``state``: names of parameters."""
         nodes, calls = list(every_node(model.graph)), self.calls
         operations = [
             Operation(

@@ -42,6 +42,7 @@ def _shapes(node: Operation, known: Known, *places: int) -> list[Shape]:
 
 
 shape_rule(*_LIKE_FIRST, domain=_DOMAIN)(like_first)
+shape_rule("SimplifiedLayerNormalization")(like_first)  # ONNX Runtime has it in the domain of ONNX
 
 
 def _product(right: int) -> Rule:
@@ -119,6 +120,7 @@ def _quantized_elementwise(node: Operation, known: Known) -> Sequence[Dims | Non
     return [broadcast(_shapes(node, known, 0, 3))]
 
 
+@type_rule("SimplifiedLayerNormalization")
 @type_rule(*_LIKE_FIRST, *_PRODUCTS, *_OTHERS, domain=_DOMAIN)
 def _type_of_first(node: Operation, known: Known) -> ir.DataType | None:
     return known.dtype(node.inputs[0])
