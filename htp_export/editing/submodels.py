@@ -15,6 +15,7 @@ import onnx_ir as ir
 from htp_export.editing.editing import take_place
 from htp_export.format import tags
 from htp_export.format.recipes import step
+from htp_export.model.content_hash import same_numbers
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.regions import all_values, twins_of
@@ -232,9 +233,9 @@ def _freed_names(part: Submodel) -> set[str]:
 def _is_same(original: ir.Value, value: ir.Value) -> bool:
     """Whether a tool left a weight as it was."""
     before, after = constant_of(original), value.const_value
-    if before is None or after is None or before.dtype != after.dtype or before.shape != after.shape:
+    if before is None or after is None:
         return False
-    return before.tobytes() == after.tobytes()
+    return before.dtype == after.dtype and same_numbers(before, after)
 
 
 def _place(graph: ir.Graph, old: Sequence[ir.Node], new: Sequence[ir.Node]) -> None:

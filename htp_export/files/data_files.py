@@ -59,6 +59,10 @@ class DataFile:
                 with self.path.open("rb") as file:
                     self._state = Identity.of(os.fstat(file.fileno()))
 
+    def is_same(self, other: DataFile) -> bool:
+        """Whether both are one file, with the same contents."""
+        return self is other or (self._state is not None and self._state == other._state)
+
     def need(self, tensor: ir.ExternalTensor) -> None:
         """Record that the file needs to contain a tensor."""
         self.needed = max(self.needed, (tensor.offset or 0) + (tensor.length or tensor.nbytes))
@@ -145,15 +149,17 @@ class DataTensor(ir.ExternalTensor):
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return the values, mapped from the file; read-only."""
         self._file.check()
-        if self._numbers is None:
+        numbers = self._numbers  # another thread may release them
+        if numbers is None:
             shape = tuple(self.shape.numpy())
             if self.dtype.bitwidth < 8:  # several in a byte
                 header = onnx.TensorProto(data_type=int(self.dtype), dims=shape, raw_data=self.tobytes())
-                self._numbers = ir.TensorProtoTensor(header).numpy()
+                numbers = ir.TensorProtoTensor(header).numpy()
             else:
                 plain = self.dtype.numpy().newbyteorder("<")
-                self._numbers = self._bytes().view(plain).reshape(shape)
-        return self._numbers
+                numbers = self._bytes().view(plain).reshape(shape)
+            self._numbers = numbers
+        return numbers
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
         return self.numpy().__array__(dtype)
@@ -178,6 +184,11 @@ class DataTensor(ir.ExternalTensor):
                     raise FileError(self._file.path, f"cannot be read: it ends within tensor {self.name!r}")
                 file.write(part)
                 left -= len(part)
+
+    def is_stored_as(self, other: DataTensor) -> bool:
+        """Whether both are the same numbers in one file, under whatever name, that did not change between them."""
+        is_there = self.dtype == other.dtype and (self.offset or 0) == (other.offset or 0)
+        return is_there and self.nbytes == other.nbytes and self._file.is_same(other.file)
 
     def release(self) -> None:
         """Forget the values; the file is closed when no array of them is in use."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import onnx
@@ -24,12 +25,16 @@ __all__ = ["readable", "written_whole"]
 
 
 @contextlib.contextmanager
-def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+def written_whole(
+    path: str | os.PathLike[str], metadata: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+) -> Iterator[Path]:
     """Provide a path to write a model and its data files; on success, they are moved to their places.
 
     The model gets a description of its data files. If ``path`` is a symbolic link, the model replaces the target of the
     link, and the data files are beside the link, as with ``torch.onnx.export``. If it is a device or a pipe, all
     weights are in the model; a FileError if they are more than an ONNX file can hold.
+
+    ``metadata`` has that of initializers by name: onnx_ir writes none for those in data files.
     """
     target = Path(path)
     if is_special(target):
@@ -43,7 +48,7 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         if not new.exists():
             return
         if data:
-            _note(new, {move.new.name: move.target for move in data})
+            _note(new, {move.new.name: move.target for move in data}, metadata)
         places = {move.target.resolve() for move in data}
         work.commit(in_safe_order(Move(new, target), data), lambda: obsolete_files(target, places))
 
@@ -61,7 +66,7 @@ def readable(path: str | os.PathLike[str]) -> Iterator[Path]:
         write_model(read_model(new), target)
 
 
-def _note(file: Path, replaced: Mapping[str, Path]) -> None:
+def _note(file: Path, replaced: Mapping[str, Path], about: Mapping[str, Mapping[str, str]]) -> None:
     """Write the descriptions of its data files into a model; ``replaced`` is the file that each, by name, replaces."""
     # Not `read_model`, which judges models: torch leaves the weights out with ``export_params=False``.
     proto = onnx.load(file, load_external_data=False)
@@ -78,7 +83,10 @@ def _note(file: Path, replaced: Mapping[str, Path]) -> None:
     metadata: dict[str, str] = {}
     put_notes(metadata, notes)
     entries = [onnx.StringStringEntryProto(key=key, value=value) for key, value in metadata.items()]
-    if is_protobuf(file) and tags.DATA not in model.metadata_props:
+    missing = [each for each in proto.graph.initializer if each.name in about and not each.metadata_props]
+    for each in missing:
+        onnx.helper.set_metadata_props(each, dict(about[each.name]))
+    if is_protobuf(file) and tags.DATA not in model.metadata_props and not missing:
         with file.open("ab") as stream:  # protobuf merges messages that follow each other
             stream.write(onnx.ModelProto(metadata_props=entries).SerializeToString())
         return

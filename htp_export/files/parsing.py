@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,8 +31,8 @@ def parsed(file: Path) -> ir.Model | None:
         return None
     proto, hollow = message
     model = _deserialized(proto)
-    for tensor in _with_metadata(model).values():
-        del tensor.raw.metadata_props[:]
+    for once in _with_metadata(model).values():
+        del once.raw.metadata_props[:]
     if hollow is not None:
         for slot in list(slots(model)):
             tensor = hollow.tensor(slot.tensor)
@@ -62,15 +64,14 @@ def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
     """
     model = _deserialized(proto)
     for value, tensor in _with_metadata(model).items():  # without a change of the message, which is the caller's
-        value.const_value = ir.LazyTensor(
-            lambda tensor=tensor: tensor,
-            tensor.dtype,
-            ir.Shape(tensor.shape.numpy()),
-            name=tensor.name,
-            doc_string=tensor.doc_string,
-            metadata_props={**tensor.metadata_props},
-        )
+        about: dict[str, Any] = {"name": tensor.name, "doc_string": tensor.doc_string}
+        about["metadata_props"] = {**tensor.metadata_props}
+        value.const_value = ir.LazyTensor(partial(_same, tensor), tensor.dtype, ir.Shape(tensor.shape.numpy()), **about)
     return _checked(model)
+
+
+def _same(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    return tensor
 
 
 def _with_metadata(model: ir.Model) -> dict[ir.Value, ir.TensorProtoTensor]:

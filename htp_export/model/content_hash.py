@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-__all__ = ["array_hash", "body_hash", "constant_hash", "content_hash"]
+from htp_export.files.data_files import DataTensor
+
+__all__ = ["array_hash", "body_hash", "constant_hash", "content_hash", "is_filled", "same_numbers"]
+
+_PORTION = 1 << 18
+"""Elements that are compared at a time: comparing copies them."""
 
 
 def array_hash(array: npt.NDArray[Any]) -> bytes:
@@ -22,6 +27,44 @@ def array_hash(array: npt.NDArray[Any]) -> bytes:
         (True, False)
     """
     return hashlib.blake2b(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, digest_size=16).digest()
+
+
+def same_numbers(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
+    """Whether a tensor is another one bit by bit, with its shape; cast, if the types differ.
+
+    Nothing is read if both are the same bytes of a file. Otherwise they are read in portions, up to the first that
+    differs, and not kept in memory.
+
+    Examples:
+        >>> one = ir.tensor(np.ones(3, np.float32))
+        >>> same_numbers(one, ir.tensor(np.ones(3, np.float16))), same_numbers(one, ir.tensor(np.zeros(3, np.float32)))
+        (True, False)
+    """
+    if first.shape != second.shape:
+        return False
+    if isinstance(first, DataTensor) and isinstance(second, DataTensor) and first.is_stored_as(second):
+        return True
+    try:
+        kind = second.dtype.numpy()
+        with np.errstate(all="ignore"):
+            pairs = zip(_portions(first), _portions(second), strict=True)
+            return all(part.astype(kind, copy=False).tobytes() == other.tobytes() for part, other in pairs)
+    finally:
+        for tensor in (first, second):
+            if isinstance(tensor, DataTensor):
+                tensor.release()
+
+
+def is_filled(tensor: ir.TensorProtocol) -> bool:
+    """Whether all elements of a tensor are equal numbers."""
+    portions = _portions(tensor)
+    first = next(portions, None)
+    return first is None or all(bool((part == first[0]).all()) for part in (first, *portions))
+
+
+def _portions(tensor: ir.TensorProtocol) -> Iterator[npt.NDArray[Any]]:
+    flat = np.asarray(tensor.numpy()).reshape(-1)
+    return (flat[start : start + _PORTION] for start in range(0, flat.size, _PORTION))
 
 
 def content_hash(model: ir.Model) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_from_text, recipe_to_text, step
 from htp_export.model.module_facts import stored_tensor
+from htp_export.shapes.inference import Inference
 from htp_export.shapes.operator_kinds import RESHAPING, SIZES_ONLY, is_standard, subgraphs
-from htp_export.shapes.symbolic import Symbolic
 
 __all__ = [
     "batchnorm_folded",
@@ -144,22 +143,34 @@ def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Reci
 
 
 class _Positions:
-    """The elements of small constants of a graph, also of computed ones; they are found when they are asked for."""
+    """The elements of small constants of a graph, also of computed ones; these are found when they are asked for."""
 
     def __init__(self, graph: ir.Graph) -> None:
-        self._graph = graph
+        self._inferred = Inference(graph.opset_imports)
+        self._reached, self._visited = set[ir.Node](), set[ir.Node]()
 
-    @cached_property
-    def _inferred(self) -> Symbolic:
-        return Symbolic(self._graph)
+    def _visit(self, value: ir.Value | None) -> None:
+        """Infer what a value depends on, and nothing else: most of a graph is no position."""
+        producer = None if value is None else value.producer()
+        waiting = [] if producer is None else [producer]
+        while waiting:
+            if waiting[-1] not in self._reached:
+                self._reached.add(waiting[-1])
+                waiting += [node for node in waiting[-1].predecessors() if node not in self._reached]
+            elif (node := waiting.pop()) not in self._visited:
+                self._visited.add(node)
+                self._inferred.visit(node)
 
     def __call__(self, value: ir.Value | None) -> Any:
         tensor = None if value is None else stored_tensor(value)
         if tensor is None:
+            self._visit(value)
             return self._inferred.array(value)
         return None if tensor.size > _SMALL else tensor.numpy()
 
     def sizes(self, value: ir.Value) -> list[int] | None:
+        if value.shape is None:
+            self._visit(value)
         shape = self._inferred.shape(value) if value.shape is None else value.shape
         sizes = None if shape is None else [size for size in shape if isinstance(size, int)]
         return sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None

@@ -24,6 +24,7 @@ from htp_export.files.model_files import read_model, write_for_tool, write_model
 from htp_export.files.parsing import model_from_proto
 from htp_export.files.targets import check_target
 from htp_export.files.written_check import made_from
+from htp_export.model.content_hash import same_numbers
 from htp_export.model.tagged import ModelSource, model_of, name_of
 from htp_export.process.argument_types import checks_arguments
 
@@ -150,8 +151,7 @@ def share_unchanged(model: ir.Model, source: ModelSource) -> None:
         tensor, original = value.const_value, before[name].const_value if name in before else None
         if tensor is None or not isinstance(original, ir.ExternalTensor):
             continue
-        alike = tensor.dtype == original.dtype and tensor.shape == original.shape
-        if alike and tensor.tobytes() == original.tobytes():
+        if tensor.dtype == original.dtype and same_numbers(tensor, original):
             value.const_value = original
 
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = ["WeightNumbers", "weight_numbers"]
+__all__ = ["WeightNumbers", "holds_numbers", "weight_numbers"]
 
 _SMALLEST = 4  # elements; smaller ones are constants of the graph
 _BLOCKS = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}
@@ -34,10 +34,7 @@ class WeightNumbers:
 
 
 def weight_numbers(graph: ir.Graph) -> Iterator[WeightNumbers]:
-    """The weights of a graph: floats, integers of at most eight bits, and what is quantized block by block.
-
-    Longer integers are positions and sizes.
-    """
+    """The weights of a graph: floats, integers of at most eight bits, and what is quantized block by block."""
     taken = set[ir.Value]()
     for node in graph:
         found = _quantized(node)
@@ -46,11 +43,12 @@ def weight_numbers(graph: ir.Graph) -> Iterator[WeightNumbers]:
             yield found
     for value in graph.initializers.values():
         tensor = value.const_value
-        if value not in taken and tensor is not None and tensor.size >= _SMALLEST and _is_weight(tensor.dtype):
+        if value not in taken and tensor is not None and tensor.size >= _SMALLEST and holds_numbers(tensor.dtype):
             yield WeightNumbers([value], _Reader(value), tensor.dtype.is_floating_point())
 
 
-def _is_weight(dtype: ir.DataType) -> bool:
+def holds_numbers(dtype: ir.DataType) -> bool:
+    """Whether tensors of a type hold the numbers of weights; longer integers are positions and sizes."""
     return dtype.is_floating_point() or (dtype.is_integer() and dtype.bitwidth <= 8)
 
 

@@ -146,7 +146,7 @@ def numbers_of_outputs(node: Any) -> tuple[int, ...]:
 def nodes_of(block: Any) -> Iterator[Any]:
     """Every node of a graph or block, those inside its blocks before the node."""
     for node in block.nodes():
-        for inner in node.blocks():
+        for inner in node.blocks() if may_have_blocks(node.kind()) else ():
             yield from nodes_of(inner)
         yield node
 

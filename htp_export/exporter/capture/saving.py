@@ -77,7 +77,11 @@ def _saved_whole(program_class: Any) -> Any:
         if not isinstance(destination, str | os.PathLike) or _only_itself_writable(Path(destination)):
             original(self, destination, *args, **kwargs)
             return
-        with written_whole(destination) as new, written_in_parts(self.model):
+        tensors = ((name, value.const_value) for name, value in self.model.graph.initializers.items())
+        metadata = {
+            name: tensor.metadata_props for name, tensor in tensors if tensor is not None and tensor.metadata_props
+        }
+        with written_whole(destination, metadata) as new, written_in_parts(self.model):
             original(self, new, *args, **kwargs)
 
     described = {"__doc__": program_class.__doc__, "__module__": program_class.__module__, "save": save, _MARK: True}
