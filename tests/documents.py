@@ -1,6 +1,6 @@
-"""README and the pages of docs/ as programs: what stands in them is run from top to bottom, in one folder.
+"""README and the pages of docs/ as programs: what stands in one is run from top to bottom, in a folder of its own.
 
-    python -m tests.documents docs/cost.md FOLDER      # where the commands of README have run
+    python -m tests.documents docs/cost.md FOLDER
 
 - Lines of indented blocks that begin with ``htp-export`` or ``echo`` are run by a shell, others are not.
 - So are lines of ``console`` fences that begin with ``$ ``. The lines below are what the command prints: ``...`` stands

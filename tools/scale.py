@@ -114,7 +114,7 @@ def commands(folder: Path, module: str) -> dict[str, Callable[[], object]]:
         "extract": lambda: _command("extract", file, module, "-o", folder / "part.onnx"),
         "splice": lambda: _command("splice", file, module, folder / "part.onnx", "-o", made),
         "functions": lambda: _command("functions", file, "**", "-o", folder / "nested.onnx"),
-        "inline": lambda: _command("functions", folder / "nested.onnx", "--undo", "-o", made),
+        "functions --undo": lambda: _command("functions", folder / "nested.onnx", "--undo", "-o", made),
         "partition": lambda: _command("partition", file, "2", "-o", folder / "stages"),
         "carry": lambda: _command("carry", file, folder / "untagged.onnx", "-o", made),
         "view": lambda: _command("view", file, "-o", folder / "page.html"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import statistics
 from collections.abc import Iterable, Iterator
 
@@ -24,41 +25,55 @@ and by `htp_export`. {versions}
 
     python tools/sweep.py --results sweep.jsonl
 
-- **exporter**: `dynamo` and `TorchScript` are `torch.onnx.export` and `htp_export.export` with the same arguments; in
-  rows `transformers`, `OnnxExporter().export(...)` runs inside `htp_export.tagging()`, and alone if that fails.
-- **others**, **ours**: whether the export succeeds. A number refers to the reasons below.
+Each file is compared with PyTorch by `tests/truth.py`: it runs PyTorch with hooks and ONNX Runtime with every tensor
+exposed, and compares the tensors at the boundary of each module. It does not use how tags are made.
+
+- **of theirs**: files that we write, of those that torch (or, in the last row, transformers) writes.
 - **same graph**: ours, without `htp.*` keys, namespaces and the graph's name, is torch's, byte for byte.
-- **agrees**: ONNX Runtime and PyTorch compute the same, on the example inputs and on other ones; *first* means only on
-  the example inputs, as a trace holds for them alone.
-- **untagged**: nodes without an owner.
-- **exact**: modules that are exact, of all modules, and how many of them are `fused`. The check is `tests/truth.py`: it
-  runs PyTorch with hooks and ONNX Runtime with every tensor exposed, and compares the tensors at the boundary of each
-  module; it does not use how tags are made. If a module is not exact, a number refers to the first three such modules
-  among the reasons. Modules are not comparable if the file does not compute what PyTorch does (the graph is torch's),
-  or if the model draws random numbers.
+- **modules exact**: of files that compute what PyTorch does, and of models that draw no random numbers; and how many
+  of these modules are `fused`.
 - **time**: processor time of the export with tags divided by torch's, one run each. For every second architecture,
   torch's export is the first one, which takes longer.
 
+"""
+_RESULTS = """## Results
+
+`dynamo` and `TorchScript` are `torch.onnx.export` and `htp_export.export` with the same arguments. In the column
+`transformers`, `OnnxExporter().export(...)` runs inside `htp_export.tagging()`. Numbers refer to the reasons below.
+Models with the same result stand in one row. *Yes* alone says that the other exporter writes a file and we write the
+same graph, that ONNX Runtime and PyTorch compute the same, on the example inputs and on other ones, that every node
+has an owner, and that every module is exact.
+
+| cell | meaning |
+|---|---|
+| no | neither exports it |
+| yes, torch: no | only `htp_export` does |
+| first inputs | ONNX Runtime and PyTorch agree on the example inputs only, as a trace holds for them alone |
+| differs | the file, with torch's own graph, computes something else than PyTorch |
+| not run | ONNX Runtime does not run the file |
+| random | the model draws random numbers: modules are not compared |
+| 65 of 66 | so many modules are exact |
 """
 _SUMMARY = (
     "exporter", "others export", "we export", "of theirs", "same graph", "nodes untagged", "modules exact", "fused",
     "time, median",
 )  # fmt: skip
-_COLUMNS = (
-    "model", "class", "exporter", "others", "ours", "same graph", "agrees", "untagged", "exact", "time",
-)  # fmt: skip
+_COLUMNS = (*_SHORT.values(), "transformers", "models")
 
 
 def page(rows: Iterable[Row], listed: int) -> str:
     """The whole page; ``listed`` is how many architectures there are to run."""
     rows = sorted(rows, key=lambda row: row["name"])
     reasons: dict[str, int] = {}
-    lines = [line for row in rows for line in _lines(row, reasons)]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        groups.setdefault(_cells(row, reasons), []).append(row["name"])
+    lines = [f"| {' | '.join([*cells, ', '.join(names)])} |" for cells, names in groups.items()]
     table = "\n".join([*_header(_COLUMNS), *lines])
     numbered = "\n".join(f"{number}. `{_plain(reason)}`" for reason, number in reasons.items())
     parts = [
         _HEAD.format(versions=_versions()) + summary(rows, listed),
-        "## Results\n",
+        _RESULTS,
         table,
         "\n## Reasons\n",
         numbered,
@@ -117,40 +132,45 @@ class _Cell:
         self.comparable = not row.get("random") and bool(self.one.get("agrees")) and "exact" in self.one
 
 
-def _lines(row: Row, reasons: dict[str, int]) -> Iterator[str]:
-    name, kind = row["name"], row.get("class", "")
+def _cells(row: Row, reasons: dict[str, int]) -> tuple[str, ...]:
     if "error" in row:
-        yield f"| {name} | | | not built {_note(row['error'], reasons)} | | | | | | |"
-        return
-    for exporter in (*EXPORTERS, "transformers"):
-        if exporter not in row:
-            continue
-        cell = _Cell(row, exporter)
-        one = cell.one
-        agrees = {True: "yes", False: "no"}.get(one.get("agrees"), "")
-        if one.get("agrees") and not one.get("others_agree"):
-            agrees = "first"
-        exact = ""
-        if cell.ours:
-            fused = f", {one['fused']} fused" if one.get("fused") else ""
-            exact = f"{one.get('exact')} of {one.get('total')}{fused}" if cell.comparable else "not comparable"
-            if cell.comparable and one.get("faults"):
-                exact += f" {_note('; '.join(one['faults']), reasons)}"
-            agrees = "random" if row.get("random") else agrees
-        if "judge_error" in one:
-            exact = f"not compared {_note(one['judge_error'], reasons)}"
-        same = "" if "difference" not in one else "yes" if one["difference"] == "" else f"no: {one['difference']}"
-        untagged = one.get("untagged", "") if cell.ours else ""
-        ratio = f"{one['ratio']:.2f}" if "ratio" in one else ""
-        theirs = "yes" if cell.theirs else f"no {_note(_why(cell.others, row), reasons)}"
-        ours = "yes" if cell.ours else f"no {_note(_why(cell.our, row), reasons)}"
-        if exporter == "transformers" and not cell.theirs:
-            ours = ""
-        cells = (name, kind, _SHORT.get(exporter, exporter), theirs, ours, same, agrees, untagged, exact, ratio)
-        yield "| " + " | ".join(map(str, cells)) + " |"
-        name = kind = ""
+        return (f"not built {_note(row['error'], reasons)}", "", "")
+    cells = [_found(row, exporter, reasons) for exporter in (*EXPORTERS, "transformers")]
     if "ended" in row:
-        yield f"| | | | {_note(row['ended'], reasons)} | | | | | | |"
+        cells[-1] = f"{cells[-1]} stopped {_note(row['ended'], reasons)}".strip()
+    return tuple(cells)
+
+
+def _found(row: Row, exporter: str, reasons: dict[str, int]) -> str:
+    """What a cell of the table says: `yes`, and what is not as it should be."""
+    if exporter not in row:
+        return ""
+    cell, own = _Cell(row, exporter), exporter != "transformers"
+    others = "torch" if own else "transformers"
+    theirs = "" if cell.theirs else _note(_why(cell.others, row), reasons)
+    if not cell.ours:
+        ours = _note(_why(cell.our if own else cell.our or cell.others, row), reasons)
+        return f"no {ours}" if ours == theirs else f"no {ours}, {others}: {f'no {theirs}' if theirs else 'yes'}"
+    return ", ".join(["yes", *([f"{others}: no {theirs}"] if theirs else []), *_faults(row, cell, reasons)])
+
+
+def _faults(row: Row, cell: _Cell, reasons: dict[str, int]) -> Iterator[str]:
+    """What is not as it should be in a file that we write."""
+    one = cell.one
+    if one.get("difference"):
+        yield f"other graph: {one['difference']}"
+    if one.get("untagged"):
+        yield f"{one['untagged']} nodes untagged"
+    if row.get("random"):
+        yield "random"
+    elif "judge_error" in one:
+        yield f"not run {_note(one['judge_error'], reasons)}"
+    elif not one.get("agrees"):
+        yield "differs"
+    elif not one.get("others_agree"):
+        yield "first inputs"
+    if cell.comparable and one["exact"] != one["total"]:
+        yield f"{one['exact']} of {one['total']} {_note('; '.join(one.get('faults', ())), reasons)}"
 
 
 def _why(found: Row, row: Row) -> str:
@@ -158,6 +178,7 @@ def _why(found: Row, row: Row) -> str:
 
 
 def _note(reason: str, reasons: dict[str, int]) -> str:
+    reason = re.sub(r"\w+\.forward\(\)", "forward()", reason)  # one fault of many classes is one reason
     return f"({reasons.setdefault(reason, len(reasons) + 1)})"
 
 

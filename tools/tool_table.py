@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What other tools do to module tags, and what `htp_export.carry` brings back: the table of docs/tools.md.
+"""What other tools do to module tags, and what `htp_export.carry` brings back: the tables of docs/tool_tables.md.
 
     python tools/tool_table.py                             # all models, both exporters, all tools; about ten minutes
     python tools/tool_table.py --models bert --tools onnxslim onnxsim
 
-For each model, exporter and tool: nodes before and after; nodes that the tool itself left with their tags; nodes with
-owners after carry; modules that are exact after carry, of those that are exact in the exported file, checked against
-PyTorch by value. Tools that change what is computed (quantizers, half precision) have no such check.
+For each exporter, tool and model: nodes of the result; the share of them that the tool itself left with tags; modules
+that are exact after carry, of those that are exact in the exported file, checked against PyTorch by value; modules that
+the tool fused; nodes that have no owner after carry, if any. Tools that change what is computed (quantizers, half
+precision) have no check by value.
 """
 
 from __future__ import annotations
@@ -80,7 +81,6 @@ def whisper() -> tuple[torch.nn.Module, Inputs]:
     return WhisperModel(config).encoder, {"input_features": torch.randn(2, 80, 3000)}
 
 
-HEADER = "| tool | nodes | tags kept by the tool | tags after carry | exact modules | fused by it |"
 MODELS = {"bert": bert, "gpt2": gpt2, "vit": vit, "resnet": resnet, "whisper": whisper}
 
 
@@ -116,7 +116,7 @@ ROWS = {
     "symbolic_shape_infer": Row("symbolic_shape_infer", lambda _path, _inputs: {"auto_merge": True}),
     "float16": Row("float16", lambda _path, _inputs: {"keep_io_types": True}, exact=False),
     "quantize_dynamic": Row("quantize_dynamic", exact=False),
-    "quantize_static": Row("quantize_static", lambda path, inputs: {"inputs": [feeds(path, inputs)]}, exact=False),
+    "quantize_static": Row("quantize_static", lambda path, inputs: {"data": [feeds(path, inputs)]}, exact=False),
     "matmul_nbits": Row("matmul_nbits", lambda _path, _inputs: {"block_size": 32}, exact=False),
 }
 
@@ -150,35 +150,40 @@ def kept_by_tool(row: Row, path: Path, inputs: Inputs) -> int:
     return seen[0]
 
 
-def measure(name: str, row: Row, model: torch.nn.Module, inputs: Inputs, path: Path, wrong: set[str]) -> str:
-    """One line of the table."""
+def measure(row: Row, model: torch.nn.Module, inputs: Inputs, path: Path, wrong: set[str]) -> str:
+    """One cell of the table."""
     out = path.with_name("out.onnx")
     try:
         kept = kept_by_tool(row, path, inputs)
         result = getattr(tools, row.tool)(path, out, **row.options(path, inputs))
     except htp_export.HtpExportError as error:
-        return f"| {name} | the tool fails: {str(error.__cause__)[:60]!r} | | | | |"
+        return f"the tool fails: {str(error.__cause__ or error)[:60]!r}"
     nodes = onnx.load(str(out)).graph.node
-    tagged, before = sum(bool(owners_of(node)) for node in nodes), len(onnx.load(str(path)).graph.node)
-    exact = ""
+    untagged = sum(not owners_of(node) for node in nodes)
+    parts = [f"{len(nodes)}: {kept / len(nodes):.0%}"]
     if row.exact:
         ran = {module for module, entry in tree_of(onnx.load(str(out))).items() if entry["calls"]}
         try:
-            exact = f"{len(ran - wrong - inexact(model, inputs, out))}/{len(ran - wrong)}"
+            parts.append(f"{len(ran - wrong - inexact(model, inputs, out))}/{len(ran - wrong)}")
         except Exception:  # onnxruntime has several kinds for models that it will not run
-            exact = "its result does not run"
+            parts.append("does not run")
     fused = sum(fate == "fused" for fate in result.fates.values())
-    left, carried = f"{kept / len(nodes):.0%}", f"{tagged / len(nodes):.0%}"
-    return f"| {name} | {before} → {len(nodes)} | {left} | {carried} | {exact} | {fused} |"
+    parts += [f"fused {fused}"] * bool(fused) + [f"{untagged} without owner"] * bool(untagged)
+    return ", ".join(parts)
 
 
-def title(model: str, exporter: str) -> str:
+def header(models: Iterable[str]) -> str:
+    """The first line of a table."""
+    return f"| tool | {' | '.join(models)} |"
+
+
+def title(exporter: str) -> str:
     """What stands above a table."""
-    return f"**{model}, {exporter}**"
+    return f"**{exporter}**"
 
 
-def lines(model_name: str, exporter: str, names: Iterable[str], folder: Path) -> Iterator[str]:
-    """The lines of a table: one for each tool."""
+def cells(model_name: str, exporter: str, names: Iterable[str], folder: Path) -> Iterator[str]:
+    """A column of a table: nodes of the exported file, then a cell for each tool."""
     torch.manual_seed(0)
     model, inputs = MODELS[model_name]()
     spread(model)
@@ -186,10 +191,11 @@ def lines(model_name: str, exporter: str, names: Iterable[str], folder: Path) ->
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
         htp_export.export(model, (), path, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False)
     wrong = inexact(model, inputs, path)
+    yield str(len(onnx.load(str(path)).graph.node))
     for name in names:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            line = measure(name, ROWS[name], model, inputs, path, wrong)
-        yield line
+            cell = measure(ROWS[name], model, inputs, path, wrong)
+        yield cell
 
 
 def main() -> None:
@@ -202,12 +208,14 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
-    for model_name in given.models:
-        for exporter in exporters:
-            print(f"\n{title(model_name, exporter)}\n\n{HEADER}\n|---|---|---|---|---|---|", flush=True)
+    for exporter in exporters:
+        columns = []
+        for model_name in given.models:
             with tempfile.TemporaryDirectory() as folder:
-                for line in lines(model_name, exporter, given.tools, Path(folder)):
-                    print(line, flush=True)
+                columns.append(list(cells(model_name, exporter, given.tools, Path(folder))))
+        print(f"\n{title(exporter)}\n\n{header(given.models)}\n{'|---' * (len(columns) + 1)}|")
+        for name, *row in zip(["(exported)", *given.tools], *columns, strict=True):
+            print(f"| {' | '.join([name, *row])} |")
 
 
 if __name__ == "__main__":

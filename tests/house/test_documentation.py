@@ -1,4 +1,4 @@
-"""What README and docs show runs from top to bottom as it stands, in one folder: tests/documents.py says how."""
+"""What README and docs show runs from top to bottom as it stands: tests/documents.py says how."""
 
 import ast
 import itertools
@@ -173,14 +173,6 @@ def test_the_snippets_of_pages_are_python():
                 ast.parse(block.text, f"{page.name}:{block.line}")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The folder in which the commands of README ran, and what failed there."""
-    folder = tmp_path_factory.mktemp("readme")
-    (folder / "examples").symlink_to(ROOT / "examples")
-    return folder, run(README, folder)
-
-
 def run(page: Path, folder: Path) -> str:
     ended = subprocess.run(
         [sys.executable, "-m", "tests.documents", str(page), str(folder)],
@@ -188,18 +180,6 @@ def run(page: Path, folder: Path) -> str:
     )  # fmt: skip
     assert not ended.stderr.startswith("Traceback"), ended.stderr
     return ended.stdout.strip()
-
-
-@pytest.mark.slow
-def test_readme_runs_as_it_stands(folder):
-    assert not folder[1], folder[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_a_page_runs_as_it_stands(page, folder):
-    failed = run(page, folder[0])
-    assert not failed, failed
 
 
 @pytest.mark.slow
@@ -235,11 +215,11 @@ def test_the_examples_of_selectors_select_what_the_page_says():
         assert [path or "." for path in select(selector, classes)] == modules, selector
 
 
-LONGER = [pytest.param(page, marks=pytest.mark.slow) for page in ("coming_from", "concepts", "questions", "selectors")]
-
-
-@pytest.mark.parametrize("page", ["tutorial", *LONGER])
-def test_a_page_to_begin_with_runs_in_a_folder_of_its_own(page, tmp_path):
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.name, marks=() if page.stem == "tutorial" else pytest.mark.slow) for page in PAGES],
+)
+def test_a_page_runs_as_it_stands_in_a_folder_of_its_own(page, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    failed = run(ROOT / "docs" / f"{page}.md", tmp_path)
+    failed = run(page, tmp_path)
     assert not failed, failed

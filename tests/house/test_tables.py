@@ -1,4 +1,4 @@
-"""The tables of docs/tools.md and docs/optimize.md hold what is measured: names always, numbers with -m slow."""
+"""The tables of docs/tool_tables.md, optimize.md and passes.md hold what is measured: numbers with -m slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tools import compare_models, tool_table
 DOCS = Path(__file__).parents[2] / "docs"
 EXPORTERS = {"TorchScript": "torchscript", "dynamo": "dynamo"}
 NODES = "| | exported | exact | tolerant | best other | fused | ORT fusions |"
-KEPT = "| | fused | with `keep_exact` | inexact modules, before and after |"
 
 
 def table(page: str, header: str, title: str = "") -> dict[str, list[str]]:
@@ -34,11 +33,10 @@ def number(cell: str) -> int:
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("model", tool_table.MODELS)
-def test_the_tables_of_tools_have_a_row_for_each(model: str, exporter: str) -> None:
-    rows = table("tools.md", tool_table.HEADER, tool_table.title(model, exporter))
-    assert list(rows) == list(tool_table.ROWS)
-    assert len({row[0].split(" → ")[0] for row in rows.values()}) == 1  # one file for all
+def test_the_tables_of_tools_have_a_row_for_each(exporter: str) -> None:
+    rows = table("tool_tables.md", tool_table.header(tool_table.MODELS), tool_table.title(exporter))
+    assert list(rows) == ["(exported)", *tool_table.ROWS]
+    assert {len(row) for row in rows.values()} == {len(tool_table.MODELS)}
     assert {row.tool for row in tool_table.ROWS.values()} == set(htp_export.tools.__all__)
 
 
@@ -49,7 +47,7 @@ def test_the_table_of_levels_has_a_row_for_each() -> None:
 
 
 def test_the_table_of_nodes_has_a_row_for_each_model_and_marks_what_is_fewer() -> None:
-    rows = table("optimize.md", NODES)
+    rows = table("passes.md", NODES)
     assert list(rows) == [f"{model}, {exporter}" for model in compare_models.MODELS for exporter in EXPORTERS]
     for name, (exported, *levels) in rows.items():
         exact, tolerant, other, fused, fusions = map(number, levels)
@@ -62,9 +60,9 @@ def test_the_table_of_nodes_has_a_row_for_each_model_and_marks_what_is_fewer() -
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("model", "exporter"), [("bert", "dynamo"), ("vit", "torchscript")])
 def test_the_tables_of_tools_have_the_numbers_that_are_measured(model: str, exporter: str, tmp_path: Path) -> None:
-    rows = table("tools.md", tool_table.HEADER, tool_table.title(model, exporter))
-    expected = [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
-    assert list(tool_table.lines(model, exporter, tool_table.ROWS, tmp_path)) == expected
+    rows = table("tool_tables.md", tool_table.header(tool_table.MODELS), tool_table.title(exporter))
+    at = list(tool_table.MODELS).index(model)
+    assert list(tool_table.cells(model, exporter, tool_table.ROWS, tmp_path)) == [row[at] for row in rows.values()]
 
 
 @pytest.mark.slow
@@ -79,5 +77,5 @@ def test_the_table_of_nodes_has_the_numbers_that_are_measured(model: str, export
     for level in LEVELS:
         htp_export.optimize(source, tmp_path / "out.onnx", level=level)
         found.append(len(nodes_of(onnx.load(str(tmp_path / "out.onnx")))))
-    exported, exact, tolerant, _, fused, _ = map(number, table("optimize.md", NODES)[f"{model}, {exporter}"])
+    exported, exact, tolerant, _, fused, _ = map(number, table("passes.md", NODES)[f"{model}, {exporter}"])
     assert found == [exported, exact, tolerant, fused]

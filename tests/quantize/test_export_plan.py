@@ -75,7 +75,7 @@ class Reader:
 
 
 def applied(steps: list[dict[str, Any]], file: Path, folder: Path) -> onnx.ModelProto:
-    """What ONNX Runtime makes of the steps, as docs/export_plan.md applies them."""
+    """What ONNX Runtime makes of the steps, as docs/quantize.md applies them."""
     from onnxruntime.quantization import CalibrationMethod, QuantType
 
     source, target = file, folder / "step.onnx"

@@ -495,7 +495,6 @@ class TestSearch:
             if block.language == "python":
                 exec(compile(block.text, "search.md", "exec"), names)
         assert (tmp_path / "found.onnx").exists()
-        shutil.copy("wide.onnx", "net.onnx")
         texts = [each.text.partition(" #")[0] for each in documents.commands(page)]
         for text in texts:
             if text.startswith("echo "):

@@ -85,7 +85,7 @@ class _ByDevice(ModuleTable):
 
     @property
     def listed(self) -> Sequence[PlacedModule]:
-        """The modules with nodes; of those below a module on one device, with no nodes that may run anywhere, only it."""
+        """The modules with nodes; of those below a module all of whose nodes are on one device, only it."""
         modules: Mapping[str, PlacedModule] = self.by_module
         whole = {path for path, module in modules.items() if module.device and _AND not in module.device}
         if self.free:
