@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -14,7 +12,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError, first_line
 from htp_export.files.function_calls import check_flat_size
 from htp_export.files.slots import slots
-from htp_export.files.stored import HollowModel, read_hollow
+from htp_export.files.stored import HollowModel, read_hollow, viewed
 from htp_export.files.structure import at_fault, check_structure
 
 __all__ = ["is_protobuf", "message_of", "model_from_proto", "parsed", "put_in_order"]
@@ -31,8 +29,8 @@ def parsed(file: Path) -> ir.Model | None:
         return None
     proto, hollow = message
     model = _deserialized(proto)
-    for once in _with_metadata(model).values():
-        del once.raw.metadata_props[:]
+    for stored in _with_metadata(model).values():
+        del stored.raw.metadata_props[:]
     if hollow is not None:
         for slot in list(slots(model)):
             tensor = hollow.tensor(slot.tensor)
@@ -64,14 +62,8 @@ def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
     """
     model = _deserialized(proto)
     for value, tensor in _with_metadata(model).items():  # without a change of the message, which is the caller's
-        about: dict[str, Any] = {"name": tensor.name, "doc_string": tensor.doc_string}
-        about["metadata_props"] = {**tensor.metadata_props}
-        value.const_value = ir.LazyTensor(partial(_same, tensor), tensor.dtype, ir.Shape(tensor.shape.numpy()), **about)
+        value.const_value = viewed(tensor)
     return _checked(model)
-
-
-def _same(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    return tensor
 
 
 def _with_metadata(model: ir.Model) -> dict[ir.Value, ir.TensorProtoTensor]:

@@ -5,6 +5,7 @@ What else a tensor says, in whatever node, subgraph or function, protobuf reads 
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import stat
@@ -20,7 +21,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.files.protobuf_bytes import LARGE_BYTES, Marks, total_size, with_values, without_values
 
-__all__ = ["FileTensor", "HollowModel", "read_hollow", "stand_in", "write_filled", "write_values"]
+__all__ = ["FileTensor", "HollowModel", "read_hollow", "stand_in", "viewed", "write_filled", "write_values"]
 
 _CHUNK_BYTES = 1 << 20
 _MESSAGE_BYTES = (1 << 31) - 1
@@ -142,6 +143,16 @@ def _hollow(tensor: ir.TensorProtoTensor, marks: Marks) -> ir.TensorProtoTensor 
     hollow = ir.TensorProtoTensor(header)
     hollow.metadata_props.update(tensor.metadata_props)
     return hollow
+
+
+def viewed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """The same weights in another object, not copied."""
+    if not isinstance(tensor, ir.serde.TensorProtoTensor):
+        return copy.copy(tensor)
+    about: Any = {"name": tensor.name, "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
+    if tensor.dtype == ir.DataType.STRING:
+        return ir.StringTensor(list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), **about)
+    return ir.LazyTensor(lambda: tensor, tensor.dtype, ir.Shape(tensor.shape), **about)
 
 
 class HollowModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from htp_export.errors import InputError
+from htp_export.files.stored import viewed
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_from_text, recipe_to_text, step
 from htp_export.model.module_facts import stored_tensor
@@ -27,7 +27,6 @@ __all__ = [
     "recipe_of",
     "recorded",
     "replaced_by",
-    "viewed",
 ]
 
 _ARITHMETIC = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Neg": "neg", "Sqrt": "sqrt"}
@@ -65,16 +64,6 @@ def recorded(tensor: ir.TensorProtocol, recipe: Recipe) -> ir.TensorProtocol:
     view: Any = viewed(tensor)
     view._metadata_props = {**tensor.metadata_props, tags.RECIPE: recipe_to_text(recipe)}  # copies would share them
     return view  # type: ignore[no-any-return]
-
-
-def viewed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """The same weights in another object, not copied."""
-    if not isinstance(tensor, ir.serde.TensorProtoTensor):
-        return copy.copy(tensor)
-    about: Any = {"name": tensor.name, "metadata_props": {**tensor.metadata_props}}
-    if tensor.dtype == ir.DataType.STRING:
-        return ir.StringTensor(list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), **about)
-    return ir.LazyTensor(lambda: tensor, tensor.dtype, ir.Shape(tensor.shape), **about)
 
 
 def lift_constants(model: ir.Model) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from htp_export.files.stored import viewed
 from htp_export.format import tags
-from htp_export.model.recipes import recipe_of, recorded, viewed
+from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.regions import all_values
 
 __all__ = ["Names", "UsedNames", "rename"]
