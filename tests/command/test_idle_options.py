@@ -60,6 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sensitivity FILE --by-module", "optimize --list FILE", "optimize FILE -o o.onnx --depth 2",
         "prune FILE --rule 0=0.5 --seed 3 -o o.onnx", "partition FILE 2 -o stages --genai-config x.json",
         "partition FILE 2 --balance flops 1 -o stages", "place FILE --rule .=cpu --slack 0.5 -o o.onnx",
+        "view FILE --dims n=1 -o o.html", "view --entry CODE:net --measure cost --data x.npz -o o.html",
         "view FILE --port 80 -o o.html", "view FILE --netron --weights -o o.json", "cost FILE --nodes",
         "cost FILE --fused --columns flops", "search FILE --choices int4 --study x",
         "search FILE --choices int4 --grace 3", "search FILE --choices int4 --runs 3", "pipeline FILE --fresh",

@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -444,6 +445,21 @@ def test_the_page_measures_what_it_is_asked_to(tmp_path, capsys):
     assert json.loads((tmp_path / "net.latency.json").read_text())["name"] == "time (ms)"
     assert main([*command, "--measure", "speed"]) == 2
     assert "nothing measures 'speed'; there are time, cost" in capsys.readouterr().err
+
+
+def test_what_is_measured_runs_on_the_sizes_that_are_given(tmp_path):
+    file = str(tmp_path / "net.onnx")
+    dynamic = {"dynamic_shapes": ({0: "batch"},), "verbose": False}
+    htp_export.export(torch.nn.Linear(3, 2).eval(), (torch.ones(2, 3),), file, **dynamic)
+
+    def flops(**given):
+        data = page_data_of(htp_export.view(file, measure="cost", explorer=False, **given).html)
+        return next(entry["total"][0] for entry in data["measures"] if entry["key"] == "flops")
+
+    assert flops(dims={"batch": 8}) == flops(data={"input": np.ones((8, 3), np.float32)}) == 8 * flops()
+    assert main(["view", file, "--measure", "cost", "--dims", "batch=8", "--no-explorer", "--json"]) == 0
+    with pytest.raises(InputError, match="give measure, too"):
+        htp_export.view(file, dims={"batch": 8})
 
 
 def test_a_pytorch_model_is_measured_if_it_exports(without_dynamo):

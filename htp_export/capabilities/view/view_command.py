@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
+from htp_export.command.data_options import DataOption, DataOptions, DimsOption
 from htp_export.command.file_options import JsonOption
 from htp_export.command.idle_options import Idle
 from htp_export.command.interrupts import accept_interrupt
@@ -32,7 +33,13 @@ IDLE = (
     Idle(("output",), lambda given: given["serve"], "--serve writes no file"),
     Idle(("explorer", "weights"), lambda given: given["netron"] or given["overlay"], "it is for the page"),
     FILE_IDLE,
-    Idle(("shapes",), names_file, FILE_IDLE.why),
+    Idle(
+        ("shapes",),
+        lambda given: names_file(given) and not given["measure"],
+        "it is for a model without a file, or for --measure",
+    ),
+    Idle(("data", "dims"), lambda given: not given["measure"], "it is for --measure"),
+    Idle(("data", "dims"), lambda given: not names_file(given), "a PyTorch model has the inputs of its example"),
 )
 
 
@@ -61,6 +68,8 @@ def view_command(
     measure: Annotated[
         str | None, "Measure it first: time (as `profile` does), cost, or both by comma: time,cost."
     ] = None,
+    data: DataOption = None,
+    dims: DimsOption = None,
     explorer: Annotated[
         bool | None,
         typer.Option(
@@ -84,6 +93,7 @@ def view_command(
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
     kinds = measured_kinds(measure or ())
+    runs_on = DataOptions(data, dims, model.shapes if model.is_file else None).keywords
     results: list[Any] = [path for path in (profile, cost, verify, *(result or ())) if path is not None]
 
     def draw(page: Path | None) -> tuple[View, dict[str, Any]]:
@@ -92,7 +102,9 @@ def view_command(
         looked = model.look(quiet=as_json)
         doing = "measuring and drawing" if kinds else "drawing"
         with Steps(quiet=as_json).step(f"{doing} {looked.name}"), quiet_runtime():
-            shown = view(looked.model, page, results=results, measure=kinds, explorer=explorer, weights=weights)
+            shown = view(
+                looked.model, page, results=results, measure=kinds, **runs_on, explorer=explorer, weights=weights
+            )
         return shown, {**looked.facts, "modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing}
 
     if serve:
@@ -108,7 +120,7 @@ def view_command(
         return
     model.check_file()
     with Steps(quiet=as_json).step(f"measuring {file}") if kinds else nullcontext(), quiet_runtime():
-        results += measured(file, kinds)
+        results += measured(file, kinds, **runs_on)
     _write_sidecar(target, file, overlay, results)
     viewer = f"Netron, and drop {target} onto it" if netron else f"Model Explorer, and add {target} as node data"
     _report(target, f"open {file} in {viewer}", as_json)

@@ -25,6 +25,7 @@ from htp_export.process.argument_types import check_fits, checks_arguments, is_t
 from htp_export.results.columns import si
 from htp_export.results.drawn_levels import drawn_parents
 from htp_export.results.result import Result
+from htp_export.runtime.data import Data
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,6 +104,9 @@ def view(
     *,
     results: Sequence[Numbers] = (),
     measure: str | Sequence[str] = (),
+    data: Data | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
     explorer: bool | None = None,
     weights: bool = False,
 ) -> View: ...
@@ -117,6 +121,9 @@ def view(
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Numbers] = (),
     measure: str | Sequence[str] = (),
+    data: Data | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
     explorer: bool | None = None,
     weights: bool = False,
 ) -> View: ...
@@ -131,6 +138,9 @@ def view(
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Numbers] = (),
     measure: str | Sequence[str] = (),
+    data: Data | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
     explorer: bool | None = None,
     weights: bool = False,
 ) -> View:
@@ -152,6 +162,9 @@ def view(
             ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or ``sensitivity``, or files that their commands
             wrote with ``--json``. Of a result of ``search``, its front and its plans are drawn.
         measure: What to measure for the page: ``"time"``, as ``profile`` does, and ``"cost"``.
+        data: The inputs of the one run that is measured, as for `quantize`; by default random values.
+        dims: Name of an open size → size, for what is measured.
+        shapes: Input name → shape, for what is measured.
         explorer: Include Model Explorer, which needs the extra ``view``; by default up to 20,000 nodes. A page
             without it says why.
         weights: Read every weight, and show mean, standard deviation, range and share of zeros.
@@ -185,6 +198,9 @@ def view(
     if path is not None:
         check_target(path, Kind.PAGE, [result for result in results if isinstance(result, str | os.PathLike)])
     kinds = measured_kinds(measure)
+    runs_on = {"data": data, "dims": dims, "shapes": shapes}
+    if not kinds and any(given is not None and given != {} for given in runs_on.values()):
+        raise InputError("data, dims and shapes are those of what is measured; give measure, too")
     measures, searches = read_results(results)
     if is_torch_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
@@ -195,7 +211,7 @@ def view(
         raise InputError(f"times are those of an ONNX model, and this is the {inspected.summary}")
     if kinds:
         source = cast(ModelSource, model) if inspected is None else inspected.tagged
-        measures, searches = read_results([*results, *measured(source, kinds)])
+        measures, searches = read_results([*results, *measured(source, kinds, **runs_on)])
     shown = (
         _graph_of(cast(ModelSource, model), weights) if inspected is None else _graph_of_inspected(inspected, weights)
     )
@@ -263,8 +279,8 @@ def measured_kinds(measure: str | Sequence[str]) -> list[str]:
     return kinds
 
 
-def measured(model: ModelSource, kinds: Sequence[str]) -> list[Numbers]:
-    """The results of ``profile`` and ``cost`` of a model.
+def measured(model: ModelSource, kinds: Sequence[str], **runs_on: Any) -> list[Numbers]:
+    """The results of ``profile`` and ``cost`` of a model; ``runs_on`` are their ``data``, ``dims`` and ``shapes``.
 
     Raises:
         UntaggedModelError: The model has no module tags.
@@ -273,7 +289,7 @@ def measured(model: ModelSource, kinds: Sequence[str]) -> list[Numbers]:
     from htp_export.capabilities.cost.costing import cost
     from htp_export.capabilities.profile.latency import profile
 
-    return [profile(model) if kind == "time" else cost(model) for kind in kinds]
+    return [profile(model, **runs_on) if kind == "time" else cost(model, **runs_on) for kind in kinds]
 
 
 def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
