@@ -28,16 +28,14 @@ def parsed(file: Path) -> ir.Model | None:
     if message is None:
         return None
     proto, hollow = message
-    model = _deserialized(proto)
-    for stored in _with_metadata(model).values():
-        del stored.raw.metadata_props[:]
+    model = _of_own(proto)
     if hollow is not None:
         for slot in list(slots(model)):
             tensor = hollow.tensor(slot.tensor)
             if tensor is not None:
                 slot.put(tensor)
         if not hollow.is_whole:  # some are where there are no slots, or twice under a name
-            model = _deserialized(onnx.load(file, load_external_data=False))
+            model = _of_own(onnx.load(file, load_external_data=False))
     return _checked(model)
 
 
@@ -64,6 +62,14 @@ def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
     for value, tensor in _with_metadata(model).items():  # without a change of the message, which is the caller's
         value.const_value = viewed(tensor)
     return _checked(model)
+
+
+def _of_own(proto: onnx.ModelProto) -> ir.Model:
+    """The model in a message that nobody else holds."""
+    model = _deserialized(proto)
+    for stored in _with_metadata(model).values():
+        del stored.raw.metadata_props[:]
+    return model
 
 
 def _with_metadata(model: ir.Model) -> dict[ir.Value, ir.TensorProtoTensor]:

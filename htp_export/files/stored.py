@@ -146,9 +146,16 @@ def _hollow(tensor: ir.TensorProtoTensor, marks: Marks) -> ir.TensorProtoTensor 
 
 
 def viewed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """The same weights in another object, not copied."""
+    """The same weights in another object; only small ones are copied, as they are written."""
     if not isinstance(tensor, ir.serde.TensorProtoTensor):
         return copy.copy(tensor)
+    if type(tensor) is ir.TensorProtoTensor and tensor.nbytes < LARGE_BYTES:
+        message = onnx.TensorProto()
+        message.CopyFrom(tensor.raw)
+        del message.metadata_props[:]  # onnx_ir writes those of the tensor
+        made = ir.TensorProtoTensor(message)
+        made.metadata_props.update(tensor.metadata_props)
+        return made
     about: Any = {"name": tensor.name, "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
     if tensor.dtype == ir.DataType.STRING:
         return ir.StringTensor(list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), **about)
