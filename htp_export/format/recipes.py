@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["CONSTANT", "Recipe", "is_exact", "parameters_in", "recipe_from_text", "recipe_to_text", "step"]
+__all__ = [
+    "CONSTANT",
+    "Recipe",
+    "is_exact",
+    "operands_of",
+    "parameters_in",
+    "recipe_from_text",
+    "recipe_to_text",
+    "step",
+]
 
 Recipe: TypeAlias = "str | float | list[Any]"
 
@@ -132,7 +141,7 @@ def _why_not(recipe: Recipe) -> str:
         return str(recipe[-1])
     if recipe == CONSTANT:
         return "a constant that is not written down"
-    return next((why for each in _operands(recipe) if (why := _why_not(each))), "")
+    return next((why for each in operands_of(recipe) if (why := _why_not(each))), "")
 
 
 def is_exact(recipe: Recipe) -> bool:
@@ -145,7 +154,8 @@ def is_exact(recipe: Recipe) -> bool:
     return recipe == CONSTANT or not _why_not(recipe)
 
 
-def _operands(recipe: list[Any]) -> list[Any]:
+def operands_of(recipe: list[Any]) -> list[Any]:
+    """The operands of the outermost step of a recipe."""
     return recipe[1:-1] if _FORMS[recipe[0]].setting else recipe[1:]
 
 
@@ -154,12 +164,12 @@ def parameters_in(recipe: Recipe) -> Iterator[str]:
     if isinstance(recipe, str):
         yield recipe
     elif isinstance(recipe, list):
-        for each in _operands(recipe):
+        for each in operands_of(recipe):
             yield from parameters_in(each)
 
 
 def _depth(recipe: Recipe) -> int:
-    return 1 + max(map(_depth, _operands(recipe)), default=0) if isinstance(recipe, list) else 0
+    return 1 + max(map(_depth, operands_of(recipe)), default=0) if isinstance(recipe, list) else 0
 
 
 def recipe_to_text(recipe: Recipe) -> str:

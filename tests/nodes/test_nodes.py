@@ -19,6 +19,7 @@ from htp_export.capabilities.nodes.map_result import ModelMap
 from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError, UntaggedModelError
 from htp_export.model.module_facts import stored_tensor
+from htp_export.model.recipes import recipe_of
 from htp_export.model.regions import all_values
 from tests import handmade
 from tests.nets import NETS, spread, x
@@ -112,10 +113,10 @@ class TestParameters:
             "fc.bias": {""},
             "up.weight": {"transposed"},
             "up.bias": {""},
-            "rnn.weight_ih_l0": {"reshaped"},
-            "rnn.weight_hh_l0": {"reshaped"},
-            "rnn.bias_ih_l0": {"joined"},
-            "rnn.bias_hh_l0": {"joined"},
+            "rnn.weight_ih_l0": {"reordered reshaped"},
+            "rnn.weight_hh_l0": {"reordered reshaped"},
+            "rnn.bias_ih_l0": {"reordered joined reshaped"},
+            "rnn.bias_hh_l0": {"reordered joined reshaped"},
             "conv.weight": {"merged"},
             "conv.bias": {"merged"},
             "bn.weight": {"merged"},
@@ -141,9 +142,11 @@ class TestParameters:
         assert [each.name for each in weight.parameters] == ["up.weight"]
         assert weight.nodes == mapped.parameters["up.weight"].nodes == mapped.modules["up"].nodes[:1]
 
-    def test_a_cell_whose_matrices_are_alike_names_both(self, tmp_path):
+    def test_matrices_of_a_cell_that_are_alike_are_told_apart(self, tmp_path):
         file = exported(spread(nn.LSTM(3, 3)).eval(), {"input": x(2, 1, 3)}, "dynamo", tmp_path / "m.onnx")
-        assert uses(htp_export.nodes(file))["weight_ih_l0"] == {"reshaped one of several"}
+        found = htp_export.nodes(file)
+        assert uses(found)["weight_ih_l0"] == {"reordered reshaped"}
+        assert found.parameters["weight_ih_l0"].initializers != found.parameters["weight_hh_l0"].initializers
 
     @pytest.mark.parametrize("exporter", EXPORTERS)
     def test_the_directions_of_a_recurrent_layer_are_joined(self, exporter, tmp_path):
@@ -151,7 +154,7 @@ class TestParameters:
         file = exported(model, {"input": x(5, 2, 3)}, exporter, tmp_path / "m.onnx")
         found = htp_export.nodes(file)
         assert uses(found) == {
-            name: {"joined" if "weight_ih" in name else "joined one of several"}
+            name: {"reordered reshaped joined" if "weight" in name else "reordered joined reshaped"}
             for name in dict(model.named_parameters())
         }
         [kept] = found.parameters["weight_ih_l0"].initializers
@@ -166,6 +169,19 @@ class TestParameters:
         mapped = htp_export.nodes(exported(spread(model).eval(), {"input": x(2, 3)}, "dynamo", tmp_path / "m.onnx"))
         assert mapped.parameters["unused"].initializers == ()
         assert mapped.parameters["unused"].nodes == ()
+
+    def test_a_folded_table_is_in_the_tensor_that_it_was_folded_into(self, tmp_path):
+        class Positions(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = nn.Embedding(8, 4)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + self.table(torch.arange(5))
+
+        file = exported(spread(Positions()).eval(), {"x": x(2, 5, 4)}, "torchscript", tmp_path / "m.onnx")
+        htp_export.optimize(file, tmp_path / "folded.onnx")
+        assert uses(htp_export.nodes(tmp_path / "folded.onnx")) == {"table.weight": {"sliced reshaped"}}
 
     def test_equal_weights_that_are_stored_once_are_those_of_both_modules(self, tmp_path):
         model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).eval()
@@ -278,8 +294,11 @@ class TestOtherFiles:
         mapped = htp_export.nodes(result.tagged)
         [product] = [node for node in mapped.nodes if node.operator in ("MatMul", "Gemm")]
         assert product.modules == ("q", "k", "v")
-        assert [str(use) for use in product.parameters] == [f"{name}.weight (joined)" for name in "qkv"]
-        assert uses(mapped) == {f"{name}.{part}": {"joined"} for name in "qkv" for part in ("weight", "bias")}
+        assert [str(use) for use in product.parameters] == [f"{name}.weight (transposed, joined)" for name in "qkv"]
+        assert uses(mapped) == {
+            **{f"{name}.weight": {"transposed joined"} for name in "qkv"},
+            **{f"{name}.bias": {"joined"} for name in "qkv"},
+        }
 
     @pytest.mark.parametrize(("precision", "operator"), [("int4", "MatMulNBits"), ("int8", "MatMul")])
     def test_a_quantized_weight_is_that_of_its_parameter_and_scales_are_not(self, precision, operator, tmp_path):
@@ -293,6 +312,33 @@ class TestOtherFiles:
             assert mapped.initializers[use.name].dtype in ("int8", "uint8")
             assert operator in {node.operator.rpartition("::")[2] for node in mapped.parameters[name].nodes}
         assert all(len(each.initializers) == 1 for each in mapped.parameters.values())
+
+    @pytest.mark.parametrize("exporter", EXPORTERS)
+    def test_a_weight_that_another_tool_quantized_is_that_of_its_parameter(self, exporter, tmp_path):
+        model = spread(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 64))).eval()
+        file = exported(model, {"input": x(2, 3, 32)}, exporter, tmp_path / "m.onnx")
+        quantization = pytest.importorskip("onnxruntime.quantization")
+        quantization.quantize_dynamic(file, tmp_path / "q.onnx", per_channel=True)
+        carried = htp_export.carry(file, tmp_path / "q.onnx").tagged
+        weights = {f"{name}.weight": {"quantized"} for name in "02"}
+        assert uses(htp_export.nodes(carried)) == {**weights, **{f"{name}.bias": {""} for name in "02"}}
+        [name] = [name for name in carried.model.graph.initializers if name.endswith("_quantized")][:1]
+        assert recipe_of(carried.model.graph.initializers[name]) == ["computed", "0.weight", "another tool"]
+
+    def test_a_quantized_bias_of_32_bits_is_that_of_its_parameter(self, tmp_path):
+        file = exported(spread(nn.Conv2d(3, 8, 3)).eval(), {"input": x(1, 3, 8, 8)}, "dynamo", tmp_path / "m.onnx")
+        model = ir.load(file)
+        bias = model.graph.initializers.pop("bias")
+        scale = ir.Value(name="bias_quantized_scale", const_value=ir.tensor(np.float32(0.01)))
+        levels = np.int32(bias.const_value.numpy() * 100)
+        quantized = ir.Value(name="bias_quantized", const_value=ir.tensor(levels, name="bias_quantized"))
+        model.graph.initializers.update({str(value.name): value for value in (scale, quantized)})
+        node = ir.node("DequantizeLinear", [quantized, scale])
+        [reader] = [use.node for use in bias.uses()]
+        model.graph.insert_before(reader, node)
+        reader.replace_input_with(2, node.outputs[0])
+        found = htp_export.nodes(htp_export.carry(file, model).tagged)
+        assert uses(found) == {"weight": {""}, "bias": {"quantized"}}
 
     def test_a_file_without_tags_is_refused(self):
         relu = ir.node("Relu", [ir.val("x")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import numpy as np
 import onnx_ir as ir
@@ -32,7 +33,7 @@ def carry_recipes(before: ir.Model | None, after: ir.Model) -> None:
     for graph in after.graphs():
         for name, value in graph.initializers.items():
             tensor = value.const_value
-            if tensor is None or not holds_numbers(tensor.dtype) or originals.is_said_anew(name, tensor):
+            if tensor is None or not originals.may_be_weight(name, tensor) or originals.is_said_anew(name, tensor):
                 continue
             recipe = originals.recipe(name, tensor)
             if recipe != name or tags.RECIPE in tensor.metadata_props:
@@ -54,6 +55,10 @@ class _Originals:
             if tensor is not None and holds_numbers(tensor.dtype)
         }
 
+    def may_be_weight(self, name: str, tensor: ir.TensorProtocol) -> bool:
+        """Whether a tensor holds numbers; integers of 32 bits are a quantized bias, or positions and sizes."""
+        return holds_numbers(tensor.dtype) or (tensor.dtype == ir.DataType.INT32 and bool(self._named_alike(name)))
+
     def is_said_anew(self, name: str, tensor: ir.TensorProtocol) -> bool:
         """Whether a tensor has a recipe that it did not have before, so that who made it has written it."""
         original = self._named.get(name)
@@ -67,7 +72,7 @@ class _Originals:
         Tools keep names, and a weight that they left alone need not be read.
         """
         original = self._named.get(name)
-        vague = step("computed", *(() if original is None else (original[1],)), _BY_A_TOOL)
+        vague = step("computed", *self._named_alike(name), _BY_A_TOOL)
         with contextlib.suppress(FileError, OSError):  # the data file of one of them is gone
             if original is not None and same_numbers(original[0], tensor):
                 is_cast = original[0].dtype != tensor.dtype
@@ -78,6 +83,12 @@ class _Originals:
             return self._elsewhere(tensor) or vague
         except (FileError, OSError):
             return ["computed", _BY_A_TOOL]
+
+    def _named_alike(self, name: str) -> list[Recipe]:
+        """The recipe of the weight with a name, or with the beginning of it to which a tool added something."""
+        ends = (place for place in range(len(name), 0, -1) if not name[place : place + 1].isalnum())
+        known = (self._named[name[:end]][1] for end in ends if name[:end] in self._named)
+        return [*itertools.islice(known, 1)]
 
     def _elsewhere(self, tensor: ir.TensorProtocol) -> Recipe | None:
         """The recipe of a weight with the numbers of a tensor, as they are or transposed."""

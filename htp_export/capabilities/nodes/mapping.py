@@ -33,8 +33,8 @@ __all__ = ["nodes"]
 def nodes(model: ModelSource, select: str | Sequence[str] | None = None) -> ModelMap:
     """Map the nodes, modules, parameters and initializers of a model to each other.
 
-    The nodes of a module are known from its tags. The file says which parameters each module had in PyTorch; where each
-    of them is follows from names, owners and shapes, see ``docs/nodes.md``. Weights are not read.
+    The nodes of a module are known from its tags. The file says which parameters each module had in PyTorch, and
+    which of them each initializer was made of, see ``docs/nodes.md``. Weights are not read.
 
     Thread-safe, also for calls on the same model.
 
