@@ -185,7 +185,23 @@ def take_place(
 
 
 def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
-    """Replace a node by nodes, the last of which computes its output under the same name."""
+    """Replace a node by nodes, the last of which computes its output under the same name.
+
+    Args:
+        old: A node of a graph, with one output.
+        new: Nodes of no graph, producers before consumers.
+
+    Raises:
+        ValueError: The node is in no graph.
+
+    Examples:
+        >>> x = ir.val("x", ir.DataType.FLOAT, [2])
+        >>> square = ir.node("Mul", [x, x], outputs=[ir.val("y")])
+        >>> graph = ir.Graph([x], square.outputs, nodes=[square], opset_imports={"": 20})
+        >>> replace(square, [ir.node("Pow", [x, x])])
+        >>> [(node.op_type, node.outputs[0].name) for node in graph]
+        [('Pow', 'y')]
+    """
     graph = old.graph
     if graph is None:
         raise ValueError(f"{old.op_type} {old.name!r} is in no graph")

@@ -18,6 +18,7 @@ __all__ = [
     "Column",
     "chosen",
     "csv_text",
+    "many",
     "names_of",
     "number_text",
     "percent",
@@ -194,6 +195,16 @@ def si(number: float, unit: str = "") -> str:
         size, power = size / 1000, power + 1
     digits = f"{number:,.0f}" if not power else f"{size:.{3 if size < 9.9995 else 2 if size < 99.995 else 1}f}"
     return f"{digits} {_PREFIXES[power]}{unit}".rstrip()
+
+
+def many(count: int, what: str) -> str:
+    """A number of things in words.
+
+    Examples:
+        >>> many(1, "node"), many(1200, "node")
+        ('1 node', '1,200 nodes')
+    """
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def percent(share: float) -> str:

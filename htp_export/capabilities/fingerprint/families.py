@@ -15,6 +15,7 @@ from htp_export.editing.flattening import read_flat
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
+from htp_export.results.columns import many
 from htp_export.results.result import Result
 from htp_export.results.tag_facts import TagFacts
 
@@ -121,7 +122,7 @@ def fingerprint(model: ModelSource) -> Fingerprint:
 def _evidence(seen: GraphFeatures) -> dict[str, list[str]]:
     """What was seen, in sentences."""
     attentions = ", ".join(f"{count} {kind}" for kind, count in seen.attentions.most_common())
-    wide = (f"{count} in {dims} dimension{'s' * (dims > 1)}" for dims, count in sorted(seen.convolutions.items()))
+    wide = (f"{count} in {many(dims, 'dimension')}" for dims, count in sorted(seen.convolutions.items()))
     unrolled = f"loops over {max(seen.loops, default=0)} steps, unrolled, over {len(seen.loops)} tensors"
     return {
         "time": [

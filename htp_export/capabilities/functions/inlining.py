@@ -14,6 +14,7 @@ from htp_export.files.targets import check_target
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import HoldsModel, ModelSource, load
+from htp_export.results.columns import many
 
 __all__ = ["Inlined", "inline"]
 
@@ -38,9 +39,9 @@ class Inlined(HoldsModel):
     def summary(self) -> str:
         """The result in one line."""
         if not self.functions:
-            return f"there are no functions; {self.nodes_after} nodes"
-        calls = sum(self.functions.values())
-        return f"{calls} calls of {len(self.functions)} functions inlined: {self.nodes_after} nodes"
+            return f"there are no functions; {many(self.nodes_after, 'node')}"
+        calls, nodes = many(sum(self.functions.values()), "call"), many(self.nodes_after, "node")
+        return f"{calls} of {many(len(self.functions), 'function')} inlined: {nodes}"
 
 
 @names_model_faults("model")
@@ -78,7 +79,7 @@ def inline(model: ModelSource, output: str | os.PathLike[str] | None = None, *, 
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in result.model.graph]
         [('Relu', 'act')]
         >>> print(result)
-        1 calls of 1 functions inlined: 1 nodes
+        1 call of 1 function inlined: 1 node
     """
     check_target(output)
     tagged = load(model)

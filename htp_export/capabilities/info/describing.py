@@ -20,7 +20,7 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import dtype_name
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource, TaggedModel, load
-from htp_export.results.columns import Column, si
+from htp_export.results.columns import Column, many, si
 from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tag_facts import TagFacts
 
@@ -122,7 +122,7 @@ class Info(Result):
     def summary(self) -> str:
         """The result in one line."""
         sizes = ", ".join(f"{si(size, 'B')} {name}" for name, size in self.weights.items())
-        count = f"{self.nodes:,} node{'s' * (self.nodes != 1)} in {self.modules:,} module{'s' * (self.modules != 1)}"
+        count = f"{many(self.nodes, 'node')} in {many(self.modules, 'module')}"
         return f"{self.family or 'unknown'}: {count}, {si(self.elements)} weights{f' ({sizes})' * bool(sizes)}"
 
     def table(self) -> Table:
@@ -136,7 +136,7 @@ class Info(Result):
         writer = f"; {self.producer}{f', exporter {self.exporter}' if self.exporter else ''}" if self.producer else ""
         files = [] if self.file_bytes is None else [f"file {si(self.file_bytes, 'B')}"]
         files += [f"{name} {'missing' if size is None else si(size, 'B')}" for name, size in self.data_files.items()]
-        functions = f"; {self.functions} function{'s' * (self.functions > 1)}" if self.functions else ""
+        functions = f"; {many(self.functions, 'function')}" if self.functions else ""
         width = min(max(map(len, self.next), default=0), _WIDEST)
         more = [f"... and {len(self.evidence) - _MOST_EVIDENCE} more"] if len(self.evidence) > _MOST_EVIDENCE else []
         return (

@@ -15,7 +15,7 @@ from htp_export.format.call_tree import NodeCalls
 from htp_export.format.tags import ancestors
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import HoldsModel, TaggedModel
-from htp_export.results.columns import CLASS_NAME, Column, si
+from htp_export.results.columns import CLASS_NAME, Column, many, si
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 
@@ -64,7 +64,7 @@ class DeviceUse:
         if self.weight_bytes is not None and self.peak_bytes is not None:
             text = f", {si(self.weight_bytes, 'B')} weights, {si(self.peak_bytes, 'B')} activations"
         limit = "" if self.budget is None else f", of {si(self.budget, 'B')}"
-        return f"{self.nodes} node{'s' * (self.nodes != 1)}{text}{limit}"
+        return f"{many(self.nodes, 'node')}{text}{limit}"
 
 
 _REST: tuple[Column[PlacedModule], ...] = (
@@ -212,7 +212,7 @@ class Placement(_ByDevice):
     @property
     def summary(self) -> str:
         """The nodes of each provider, in one line."""
-        return ", ".join(f"{name}: {nodes} node{'s' * (nodes != 1)}" for name, nodes in self.providers.items())
+        return ", ".join(f"{name}: {many(nodes, 'node')}" for name, nodes in self.providers.items())
 
     @property
     def notes(self) -> tuple[str, ...]:

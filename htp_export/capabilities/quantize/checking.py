@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.tagged import TaggedModel
+from htp_export.results.columns import many
 from htp_export.results.result import PlainData
 from htp_export.runtime.data import Samples
 from htp_export.runtime.inputs import Inputs
@@ -58,7 +59,7 @@ class Check(PlainData):
     @property
     def lines(self) -> tuple[str, ...]:
         """Error and time in words, a line each; the bytes are in the summary of the result."""
-        data = f"{self.compared} run{'s' * (self.compared != 1)} of {'random inputs' if self.random else 'the data'}"
+        data = f"{many(self.compared, 'run')} of {'random inputs' if self.random else 'the data'}"
         if self.worst is None or self.max_abs is None:
             error = f"no module could be compared on {data}"
         else:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from htp_export.capabilities.quantize.checking import Check
 from htp_export.errors import InputError
 from htp_export.model.tagged import HoldsModel
-from htp_export.results.columns import CLASS_NAME, Column, percent, si
+from htp_export.results.columns import CLASS_NAME, Column, many, percent, si
 from htp_export.results.compressed import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
@@ -92,7 +92,7 @@ class Quantized(ModuleTable, HoldsModel):
         """The whole in one line."""
         root = self.modules[""]
         counts = {name: sum(kinds.values()) for name, kinds in self.operators.items()}
-        changed = ", ".join(f"{count} node{'s' * (count != 1)} in {name}" for name, count in counts.items())
+        changed = ", ".join(f"{many(count, 'node')} in {name}" for name, count in counts.items())
         predicted = "predicted: " if self.dry else ""
         share = "" if root.ratio is None else f" ({percent(root.ratio)})"
         sizes = f"weights {si(root.bytes_before, 'B')} before, {si(root.bytes_after, 'B')} after{share}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from htp_export.format.fates import Fate
 from htp_export.format.tags import innermost
-from htp_export.results.columns import CLASS_NAME, Column, chosen, record
+from htp_export.results.columns import CLASS_NAME, Column, chosen, many, record
 from htp_export.results.result import PlainData
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts, tag_lines
@@ -257,14 +257,14 @@ class Comparison(ModuleTable):
             return "no module has a tensor that could be compared"
         if self.first_wrong is None:
             count = sum(module.status in (DIFFERS, INHERITS) for module in self.modules.values())
-            return f"{count} modules differ"
+            return f"{many(count, 'module')} differ{'s' * (count == 1)}"
         inherit = sum(module.status == INHERITS for module in self.modules.values())
         others = f"; also wrong: {', '.join(map(_shown, self.wrong[1:4]))}" if len(self.wrong) > 1 else ""
         others += f" and {len(self.wrong) - 4} more" if len(self.wrong) > 4 else ""
-        after = f"{inherit} module{'s' * (inherit != 1)} after it inherit{'s' * (inherit == 1)} the error"
+        after = f"{many(inherit, 'module')} after it inherit{'s' * (inherit == 1)} the error"
         if self.isolated:
             around = "them" if others else "it"
-            after = f"{inherit} module{'s' * (inherit != 1)} around {around} differ{'s' * (inherit == 1)} too"
+            after = f"{many(inherit, 'module')} around {around} differ{'s' * (inherit == 1)} too"
         merged = self.modules[self.first_wrong].reason
         who = _shown(self.first_wrong) + (f" ({merged})" if merged.startswith("merged with") else "")
         return f"first wrong: {who}: {self._how_wrong(self.first_wrong)}{others}; {after}"
@@ -314,7 +314,7 @@ class Comparison(ModuleTable):
         """How modules whose precision differs were compared, a line each way."""
         modules = [{each.note for each in module.differences if each.note} for module in self.modules.values()]
         counts = Counter(note for notes in modules for note in notes)
-        return tuple(f"{note}: {count} module{'s' * (count != 1)}" for note, count in sorted(counts.items()))
+        return tuple(f"{note}: {many(count, 'module')}" for note, count in sorted(counts.items()))
 
     def tag_lines(self) -> tuple[str, ...]:
         """The tags of the compared files, a line each."""
