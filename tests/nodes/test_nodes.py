@@ -325,6 +325,20 @@ class TestOtherFiles:
         [name] = [name for name in carried.model.graph.initializers if name.endswith("_quantized")][:1]
         assert recipe_of(carried.model.graph.initializers[name]) == ["computed", "0.weight", "another tool"]
 
+    def test_what_another_tool_computed_has_the_parameters_of_the_modules_that_read_it(self, tmp_path):
+        ort = pytest.importorskip("onnxruntime")
+        model = spread(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))).eval()
+        file = tmp_path / "m.onnx"
+        htp_export.export(model, (x(1, 3, 8, 8),), file, dynamo=False, do_constant_folding=False, verbose=False,
+                          training=torch.onnx.TrainingMode.PRESERVE)  # fmt: skip
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        options.optimized_model_filepath = str(tmp_path / "folded.onnx")
+        ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        found = uses(htp_export.nodes(htp_export.carry(file, tmp_path / "folded.onnx").tagged))
+        merged = {f"{name}.{part}": {"merged"} for name in "01" for part in ("weight", "bias")}
+        assert found == {**merged, "3.weight": {""}, "3.bias": {""}}
+
     def test_a_quantized_bias_of_32_bits_is_that_of_its_parameter(self, tmp_path):
         file = exported(spread(nn.Conv2d(3, 8, 3)).eval(), {"input": x(1, 3, 8, 8)}, "dynamo", tmp_path / "m.onnx")
         model = ir.load(file)
