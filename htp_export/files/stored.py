@@ -10,7 +10,7 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -139,10 +139,15 @@ def _hollow(tensor: ir.TensorProtoTensor, marks: Marks) -> ir.TensorProtoTensor 
             return None
         header = onnx.TensorProto(**fields)  # no copy that is cleared: protobuf would keep the memory
     header.raw_data = marks.new()
-    del header.metadata_props[:]  # onnx_ir writes that of the tensor
-    hollow = ir.TensorProtoTensor(header)
-    hollow.metadata_props.update(tensor.metadata_props)
-    return hollow
+    return _tensor_of(header, tensor.metadata_props)
+
+
+def _tensor_of(message: onnx.TensorProto, metadata: Mapping[str, str]) -> ir.TensorProtoTensor:
+    """A tensor with some metadata, which is not in its message: onnx_ir writes both."""
+    del message.metadata_props[:]
+    tensor = ir.TensorProtoTensor(message)
+    tensor.metadata_props.update(metadata)
+    return tensor
 
 
 def viewed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
@@ -152,10 +157,7 @@ def viewed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     if type(tensor) is ir.TensorProtoTensor and tensor.nbytes < LARGE_BYTES:
         message = onnx.TensorProto()
         message.CopyFrom(tensor.raw)
-        del message.metadata_props[:]  # onnx_ir writes those of the tensor
-        made = ir.TensorProtoTensor(message)
-        made.metadata_props.update(tensor.metadata_props)
-        return made
+        return _tensor_of(message, tensor.metadata_props)
     about: Any = {"name": tensor.name, "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
     if tensor.dtype == ir.DataType.STRING:
         return ir.StringTensor(list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), **about)

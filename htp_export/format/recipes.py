@@ -216,7 +216,7 @@ def _check(recipe: Any, deepest: int) -> None:
         raise ValueError(f"there is no step {word!r}")
     if deepest <= 0:
         raise ValueError(f"more than {_DEEPEST} steps are inside one another")
-    operands = recipe[1:-1] if form.setting else recipe[1:]
+    operands = operands_of(recipe)
     if not form.fewest <= len(operands) <= form.most or (form.setting and not form.setting(recipe[-1])):
         raise ValueError(f"step {word!r} has other operands or settings than it takes")
     for each in operands:

@@ -18,7 +18,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.capabilities.carry.alignment import Alignment, AlignmentEvidence
-from htp_export.capabilities.carry.graph_summary import NOTHING, summarize
+from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, summarize
 from htp_export.capabilities.carry.name_scopes import scope_of
 from htp_export.capabilities.carry.origins import Origin
 from htp_export.capabilities.carry.ownership import Owned, owners_after
@@ -36,6 +36,10 @@ _KEPT = 0.5
 
 _CONTRADICTED = 0.05
 """The share of names that structure contradicts: 0.03 after tools, and 0.1 where an exporter counts its names anew."""
+
+
+_Summary = tuple[GraphSummary, list[ir.Node]]
+"""What `summarize` returns."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,13 @@ def find_owners(
     """
     if data is not None and origin.model is not None:
         data = Inputs.of(origin.model).feed(data).arrays
-    return _by_names(origin, model, sure) or _without_names(origin, model, data, seed)
+    after = summarize(model, model.functions.values())
+    return _by_names(origin, model, after, sure) or _without_names(origin, model, after, data, seed)
 
 
-def _by_names(origin: Origin, model: ir.Model, sure: bool) -> Found | None:
+def _by_names(origin: Origin, model: ir.Model, summary: _Summary, sure: bool) -> Found | None:
     """The owners by names and structure, and by renamed weights; None if names prove nothing."""
-    before = origin.summary
-    after, nodes = summarize(model, model.functions.values())
+    before, (after, nodes) = origin.summary, summary
     alignment = Alignment(before, after)
     if not sure and not names_hold(alignment):
         return None
@@ -96,10 +100,11 @@ def _by_names(origin: Origin, model: ir.Model, sure: bool) -> Found | None:
     return Found(nodes, _with_root(owned), alignment)
 
 
-def _without_names(origin: Origin, model: ir.Model, data: Mapping[str, Any] | None, seed: int) -> Found:
+def _without_names(
+    origin: Origin, model: ir.Model, summary: _Summary, data: Mapping[str, Any] | None, seed: int
+) -> Found:
     """The owners by structure and weights, or else by values too; what these do not prove is unknown."""
-    before = origin.summary
-    after, nodes = summarize(model, model.functions.values())
+    before, (after, nodes) = origin.summary, summary
     scopes = [scope_of(node.name or "", *(str(value.name) for value in node.outputs[:1])) for node in nodes]
     held = ((path, below(path, name)) for path, of in origin.parameters.items() for name in of.shapes)
     holders = {before.find(name): path for path, name in held}

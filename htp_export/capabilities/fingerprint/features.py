@@ -147,19 +147,17 @@ def _inferred_with_sizes(tagged: TaggedModel) -> Symbolic:
     if all(isinstance(size, int) for shape in shapes for size in shape):
         return tagged.inferred
     named = {dim: place for shape in shapes for place, dim in enumerate(shape) if isinstance(dim, str)}
-    sizes = {dim: _OPEN_SIZE if place else 1 for dim, place in named.items() if dim.isidentifier()}
-    bound = inputs.bind(dims=sizes)
-    return infer_bound(
-        tagged.model,
-        {
-            name: [
-                _OPEN_SIZE if size is None and place else 1 if size is None else size
-                for place, size in enumerate(shape)
-            ]
-            for name, shape in bound.shapes.items()
-            if shape is not None
-        },
-    )
+    bound = inputs.bind(dims={dim: _open_size(place) for dim, place in named.items() if dim.isidentifier()})
+    sizes = {
+        name: [_open_size(place) if size is None else size for place, size in enumerate(shape)]
+        for name, shape in bound.shapes.items()
+        if shape is not None
+    }
+    return infer_bound(tagged.model, sizes)
+
+
+def _open_size(place: int) -> int:
+    return _OPEN_SIZE if place else 1
 
 
 def _uses(

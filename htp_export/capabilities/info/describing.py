@@ -23,6 +23,7 @@ from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.results.columns import Column, many, si
 from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tag_facts import TagFacts
+from htp_export.runtime.declared_inputs import Input
 
 __all__ = ["Info", "ModelValue", "info"]
 
@@ -210,10 +211,10 @@ def info(model: ModelSource) -> Info:
 
 
 def _value(value: ir.Value, role: str) -> ModelValue:
-    sizes = None if value.shape is None else [size if isinstance(size, int) else size.value for size in value.shape]
-    known = isinstance(value.type, ir.TensorType) and value.dtype is not None and value.dtype != ir.DataType.UNDEFINED
-    named = dtype_name(value.dtype) if known and value.dtype else None if value.type is None else str(value.type)
-    return ModelValue(value.name or "", role, named, None if sizes is None else tuple(sizes))
+    declared = Input.of(value)
+    other = None if value.type is None else str(value.type)
+    named = other if declared.type is None else dtype_name(declared.type)
+    return ModelValue(value.name or "", role, named, declared.shape)
 
 
 def _data_of(stored: list[Slot]) -> tuple[dict[str, int | None], tuple[str, ...]]:

@@ -83,8 +83,9 @@ def optimize(
     nodes_before = len(original.nodes)
     if not verify and (data is not None or dims or shapes or seed):
         raise InputError("data, sizes and seed are for verify, which runs the model; give verify, or leave them out")
-    samples = Samples.of(data, original.model, dims=dims, shapes=shapes, seed=seed)
-    check = OutputCheck(original.model, samples) if verify else None
+    check = None
+    if verify:
+        check = OutputCheck(original.model, Samples.of(data, original.model, dims=dims, shapes=shapes, seed=seed))
     pipeline = Pipeline(chosen, check, keep_exact=keep_exact)
     optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
     if output is not None:

@@ -139,8 +139,10 @@ def quantize(
     most_drop = max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=None)
     metrics = None if control is None else (control.before, control.check(changed.model, most_drop))
     sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(changed.refresh()).modules.items()}
-    whole = contents_of(original).modules[""].facts.weight_bytes, sizes[""]
-    checked = check_of(original, changed, samples, whole) if check else None
+    checked = None
+    if check:
+        whole = contents_of(original).modules[""].facts.weight_bytes, sizes[""]
+        checked = check_of(original, changed, samples, whole)
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
     notes += stayed

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from htp_export.command.data_options import DataOption, DataOptions, DimsOption
+from htp_export.command.data_options import DataOption, DimsOption, runs_on
 from htp_export.command.file_options import JsonOption
 from htp_export.command.idle_options import Idle
 from htp_export.command.interrupts import accept_interrupt
@@ -93,7 +93,7 @@ def view_command(
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
     kinds = measured_kinds(measure or ())
-    runs_on = DataOptions(data, dims, model.shapes if model.is_file else None).keywords
+    given = runs_on(data, dims, model.shapes if model.is_file else None)
     results: list[Any] = [path for path in (profile, cost, verify, *(result or ())) if path is not None]
 
     def draw(page: Path | None) -> tuple[View, dict[str, Any]]:
@@ -103,7 +103,7 @@ def view_command(
         doing = "measuring and drawing" if kinds else "drawing"
         with Steps(quiet=as_json).step(f"{doing} {looked.name}"), quiet_runtime():
             shown = view(
-                looked.model, page, results=results, measure=kinds, **runs_on, explorer=explorer, weights=weights
+                looked.model, page, results=results, measure=kinds, **given, explorer=explorer, weights=weights
             )
         return shown, {**looked.facts, "modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing}
 
@@ -120,7 +120,7 @@ def view_command(
         return
     model.check_file()
     with Steps(quiet=as_json).step(f"measuring {file}") if kinds else nullcontext(), quiet_runtime():
-        results += measured(file, kinds, **runs_on)
+        results += measured(file, kinds, **given)
     _write_sidecar(target, file, overlay, results)
     viewer = f"Netron, and drop {target} onto it" if netron else f"Model Explorer, and add {target} as node data"
     _report(target, f"open {file} in {viewer}", as_json)

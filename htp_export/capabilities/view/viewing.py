@@ -198,8 +198,7 @@ def view(
     if path is not None:
         check_target(path, Kind.PAGE, [result for result in results if isinstance(result, str | os.PathLike)])
     kinds = measured_kinds(measure)
-    runs_on = {"data": data, "dims": dims, "shapes": shapes}
-    if not kinds and any(given is not None and given != {} for given in runs_on.values()):
+    if not kinds and (data not in (None, {}) or dims or shapes):
         raise InputError("data, dims and shapes are those of what is measured; give measure, too")
     measures, searches = read_results(results)
     if is_torch_module(model):
@@ -211,7 +210,7 @@ def view(
         raise InputError(f"times are those of an ONNX model, and this is the {inspected.summary}")
     if kinds:
         source = cast(ModelSource, model) if inspected is None else inspected.tagged
-        measures, searches = read_results([*results, *measured(source, kinds, **runs_on)])
+        measures, searches = read_results([*results, *measured(source, kinds, data=data, dims=dims, shapes=shapes)])
     shown = (
         _graph_of(cast(ModelSource, model), weights) if inspected is None else _graph_of_inspected(inspected, weights)
     )

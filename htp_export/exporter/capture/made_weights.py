@@ -11,7 +11,7 @@ from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.recipes import batchnorm_folded, follow, merged, recorded
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = ["MadeWeights", "column_of"]
+__all__ = ["MadeWeights"]
 
 _LAYERS = ("Conv", "ConvTranspose", "Gemm")
 
@@ -46,16 +46,16 @@ class MadeWeights:
 
     def _folding(self, norm: ir.Node) -> _Folding | None:
         layer = norm.inputs[0].producer() if norm.inputs[0] is not None else None
-        if layer is None or not is_standard(layer, *_LAYERS) or (layer.attributes.get_int("group", 1) != 1 and (
-            layer.op_type == "ConvTranspose"
-        )):  # fmt: skip
+        if layer is None or not is_standard(layer, *_LAYERS):
+            return None
+        if layer.op_type == "ConvTranspose" and layer.attributes.get_int("group", 1) != 1:
             return None
         read = [value for value in (*layer.inputs[1:3], *norm.inputs[1:5]) if value is not None]
         tensor = read[0].const_value
         if tensor is None or any(value not in self.known for value in read):
             return None
         weight, *bias = (self.known[value] for value in read[:-4])
-        of_norm, column = [self.known[value] for value in read[-4:]], column_of(layer, len(tensor.shape))
+        of_norm, column = [self.known[value] for value in read[-4:]], _column_of(layer, len(tensor.shape))
         epsilon = norm.attributes.get_float("epsilon", 1e-5)
         zeros = bias == [CONSTANT]
         recipes = batchnorm_folded(weight, bias[0] if bias and not zeros else None, of_norm, epsilon, column)
@@ -92,7 +92,7 @@ class MadeWeights:
             value.const_value = recorded(value.const_value, recipe)
 
 
-def column_of(layer: ir.Node, rank: int) -> list[int]:
+def _column_of(layer: ir.Node, rank: int) -> list[int]:
     """The shape of factors of the channels that a layer makes, for its weight."""
     turned = layer.op_type == "ConvTranspose" or (layer.op_type == "Gemm" and not layer.attributes.get_int("transB", 0))
     return [-1 if axis == int(turned) else 1 for axis in range(rank)]

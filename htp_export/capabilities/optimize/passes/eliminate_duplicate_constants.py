@@ -22,15 +22,15 @@ class EliminateDuplicateConstants(ir.passes.InPlacePass):
         self._deduplicate = DeduplicateInitializersPass(size_limit)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        lifted, found = lift_constants(model), list[tuple[ir.Value, Recipe, tuple[ir.Node, int]]]()
+        lifted, found = lift_constants(model), list[tuple[Recipe, tuple[ir.Node, int]]]()
         for graph in model.graphs():
             for value in graph.initializers.values():
                 if value.uses() and value.dtype is not None and value.dtype.is_floating_point():
-                    found.append((value, recipe_of(value), next(iter(value.uses()))))
+                    found.append((recipe_of(value), next(iter(value.uses()))))
         deduplicated = self._deduplicate(model).modified
         stands_for: dict[ir.Value, list[Recipe]] = {}
-        for _, recipe, use in found if deduplicated else ():
-            kept = use[0].inputs[use[1]]
+        for recipe, (node, place) in found if deduplicated else ():
+            kept = node.inputs[place]
             assert kept is not None
             stands_for.setdefault(kept, []).append(recipe)
         for kept, recipes in stands_for.items():
