@@ -25,7 +25,7 @@ from htp_export.process.user_code import iterated, user_code
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.inputs import Feed, Inputs
 
-__all__ = ["Data", "Run", "Samples", "check_data", "single_run"]
+__all__ = ["Data", "Run", "Samples", "check_runs", "single_run"]
 
 Run: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 """One run: input name → array, or an ``.npz`` file, which is read when it is its turn."""
@@ -117,7 +117,7 @@ def single_run(data: Data | None, what: str) -> Any:
     return None if given is None else _arrays(_one(given, what))
 
 
-def check_data(data: Data | None) -> None:
+def check_runs(data: Data | None) -> None:
     """Refuse files of data that cannot be read (`FileError`); no values are read, and no factory is called."""
     for each in data if isinstance(data, list | tuple) else [data]:
         if isinstance(each, str | os.PathLike) and not names_factory(each):

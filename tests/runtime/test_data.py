@@ -13,7 +13,7 @@ import pytest
 import htp_export
 from htp_export.errors import FileError, InputError, ModelSourceError, UserCodeError
 from htp_export.process.factories import names_factory
-from htp_export.runtime.data import Samples, check_data, single_run
+from htp_export.runtime.data import Samples, check_runs, single_run
 from tests.handmade import encoder
 
 CODE = """
@@ -129,10 +129,10 @@ def test_a_folder_without_arrays_and_pickles_are_refused() -> None:
     np.savez("pickled.npz", x=np.array([{}, None], dtype=object))
     for name, problem in {"empty": "is a folder without .npz files", "pickled.npz": "is no .npz file of plain"}.items():
         with pytest.raises(FileError, match=f"{name}: {problem}"):
-            check_data(name)
+            check_runs(name)
         with pytest.raises(FileError, match=f"{name}: {problem}"):
             read([run(0), name])
-    check_data(["runs", "runs/1.npz", "nowhere:make"])  # a factory is not called
+    check_runs(["runs", "runs/1.npz", "nowhere:make"])  # a factory is not called
 
 
 def test_one_run_is_taken_and_several_are_refused(code: str) -> None:
