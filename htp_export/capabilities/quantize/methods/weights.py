@@ -1,4 +1,8 @@
-"""Weights of matrix products and tables in few bits, block by block: ONNX Runtime's MatMulNBitsQuantizer."""
+"""Weights of matrix products and tables in few bits, block by block: ONNX Runtime's MatMulNBitsQuantizer.
+
+In the format ``qdq``, each ``MatMulNBits`` that it makes is written as a ``MatMul`` with a ``DequantizeLinear`` of the
+same integers (``dequantizing.py``).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.dequantizing import FIRST_BLOCKS, write_dequantized
 from htp_export.capabilities.quantize.method import Method
 from htp_export.capabilities.quantize.ort_quantizers import (
     Reader,
@@ -35,12 +40,24 @@ class Blocks(Method):
     activations = ("float32",)
     weights = ("int4", "int8")
     algorithms = ("default", "rtn", "hqq", "gptq", "k-quant")
+    formats = ("default", "qdq")
     order = 1
 
     def check(self) -> None:
+        if self.is_standard and self.precision.algorithm == "hqq":
+            raise self.precision.fault("zero points of hqq are no integers, and those of DequantizeLinear are")
         if self.precision.bits != 4 and self.precision.algorithm in ("gptq", "hqq"):
             algorithm, bits = self.precision.algorithm, self.precision.bits
             raise self.precision.fault(f"with {algorithm}, ONNX Runtime runs 4 bits, not {bits}")
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether the operators of ONNX read the weights."""
+        return self.precision.format == "qdq"
+
+    @property
+    def first_opset(self) -> int:
+        return FIRST_BLOCKS if self.is_standard else super().first_opset
 
     @property
     def calibrated(self) -> bool:
@@ -55,7 +72,10 @@ class Blocks(Method):
         return not self.calibrated
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        """Whether a product has a constant matrix on the right; with 4 bits, also a ``Gather`` of rows."""
+        """Whether a product has a constant matrix on the right; with 4 bits, also a ``Gather`` of rows.
+
+        The ``Gather`` of ONNX has no blocks: ONNX Runtime would dequantize the whole table in every run.
+        """
         if node.domain or node.op_type not in ("MatMul", "Gemm", "Gather"):
             return False
         weight = constant_of(node.inputs[weight_place(node)])
@@ -64,7 +84,8 @@ class Blocks(Method):
         precision = self.precision
         if node.op_type == "Gather":
             axis = node.attributes.get_int("axis", 0)
-            return precision.bits == 4 and precision.algorithm == "default" and axis == 0
+            takes_rows = precision.bits == 4 and precision.algorithm == "default" and not self.is_standard
+            return takes_rows and axis == 0
         return is_matrix_product(node) and not self._is_refused(node)
 
     def _is_refused(self, node: ir.Node) -> bool:
@@ -83,7 +104,7 @@ class Blocks(Method):
         bits, size = self.precision.bits, self.precision.block_size
         along, across = _sizes(node)
         blocks = -(-along // size)
-        if node.op_type == "Gather":
+        if node.op_type == "Gather" or self.is_standard:
             packed, points = (along * across * bits + 7) // 8, (across * blocks * bits + 7) // 8
         else:
             packed, points = across * blocks * size * bits // 8, across * ((blocks * bits + 7) // 8)
@@ -123,6 +144,8 @@ class Blocks(Method):
         quantized = ir.from_proto(made)
         if self.precision.algorithm == "default":
             self._record(quantized.graph, weights)
+        if self.is_standard:
+            write_dequantized(quantized.graph)
         return quantized, ""
 
     def _record(self, graph: ir.Graph, weights: Mapping[str, Recipe]) -> None:
