@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
-
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 

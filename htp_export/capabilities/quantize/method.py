@@ -30,9 +30,9 @@ ENGINE = "onnxruntime"
 """The engine whose methods are built in."""
 
 _BITS = {
-    **{"int4": 4, "int8": 8, "uint8": 8, "float8e4m3fn": 8, "int16": 16, "uint16": 16},
-    **{"float16": 16, "bfloat16": 16, "float32": 32},
-}
+    "int4": 4, "int8": 8, "uint8": 8, "float8e4m3fn": 8, "int16": 16, "uint16": 16,
+    "float16": 16, "bfloat16": 16, "float32": 32,
+}  # fmt: skip
 _FOLDER = "htp_export.capabilities.quantize.methods"
 
 
