@@ -1,7 +1,8 @@
 """Operators in another float type: their tensors and weights are cast, with Casts where they meet others.
 
 A tensor that an operator outside reads too stays what it was for that operator. A Cast is placed once for all that
-read it, and none between operators that are cast to the same type.
+read it, and none between operators that are cast to the same type, whether in one call or in several: what an earlier
+Cast widened is read before that Cast. So there is one Cast for each tensor that crosses a border, in each direction.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from htp_export.capabilities.quantize.method import Method, Precision
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.editing import take_place
 from htp_export.editing.submodels import constant_of, remove_unused
+from htp_export.format import tags
+from htp_export.format.reasons import Reason
 from htp_export.format.recipes import step
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
@@ -43,12 +46,19 @@ class Cast(Method):
 
     activations = tuple(_TYPES)
     weights = tuple(_TYPES)
+    options = ("narrow_io",)
     order = 3
     in_subgraphs = True
 
     def check(self) -> None:
         if self.precision.activation != self.precision.weight:
             raise self.precision.fault("activations and weights have the same float type")
+        self.precision.check("narrow_io", self.narrows_io, (False, True))
+
+    @property
+    def narrows_io(self) -> bool:
+        """Whether inputs and outputs of the model that only its modules read or make have the type, too."""
+        return bool(self.precision.options.get("narrow_io", False))
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
         return self._ports(node, facts) is not None
@@ -133,9 +143,11 @@ class _Casting:
     def __init__(self, chosen: Mapping[ir.Node, _Ports], precision: Precision, work: Work) -> None:
         self._chosen, self._precision, self._work, self._names = chosen, precision, work, work.names
         self._suffix, self._type = precision.activation, _TYPES[precision.activation]
+        self._narrows_io = precision.options.get("narrow_io", False)
         self._made = {node.outputs[place] for node, ports in chosen.items() for place in ports.outputs}
         self._cast: dict[tuple[ir.Value, ir.Graph | None], ir.Value] = {}
         self._weights: dict[ir.Value, ir.Value] = {}
+        self._widened: dict[ir.Value, ir.Value] = {}
 
     def run(self) -> list[ir.Value]:
         """Cast, and return the weights that may have no readers any more."""
@@ -149,7 +161,22 @@ class _Casting:
             _convert_attributes(node, self._type)
             for place in ports.outputs:
                 self._give_back(node.outputs[place])
+        for node in self._chosen:
+            source = node.inputs[0] if is_standard(node, "Cast") else None
+            if source is not None and source.dtype == self._type and not node.outputs[0].is_graph_output():
+                node.outputs[0].replace_all_uses_with(source)
+                self._widened[node.outputs[0]] = source
+        for value, source in self._widened.items():
+            if not value.uses() and not value.is_graph_output():
+                self._drop(value, source)
         return list(self._weights)
+
+    def _drop(self, value: ir.Value, source: ir.Value) -> None:
+        """Remove a Cast that nothing reads; the tensor before it has the name again that it had without the Cast."""
+        remove_unused([value])
+        if str(source.name).startswith(f"{value.name}_") and not source.is_graph_output():
+            source.name = value.name
+            source.metadata_props.update(value.metadata_props)
 
     def _narrow(self, value: ir.Value, reader: ir.Node) -> ir.Value:
         """The value in the type, for the first reader of it in a graph and for those that follow."""
@@ -158,6 +185,13 @@ class _Casting:
             if value not in self._weights:
                 self._weights[value] = self._narrow_weight(value, tensor)
             return self._weights[value]
+        if (source := _before_widening(value)) is not None:
+            self._widened[value], value = source, source
+            if source.dtype == self._type:
+                return source
+        if self._narrows_io and value.is_graph_input() and self._all_read_narrow(value):
+            value.type = ir.TensorType(self._type)
+            return value
         graph = reader.graph
         assert isinstance(graph, ir.Graph)
         if (value, graph) not in self._cast:
@@ -175,8 +209,7 @@ class _Casting:
         to, shape = self._type, ir.Shape(tensor.shape.numpy())
         lazy = ir.LazyTensor(lambda: ir.Tensor(narrowed(tensor.numpy(), to), dtype=to), to, shape, name=tensor.name)
         narrow = recorded(lazy, step("narrow", recipe_of(value), to.name.lower()))
-        alone = value.is_initializer() and not value.is_graph_output()
-        if alone and all(self._reads_narrow(use.node, use.idx) for use in value.uses()):
+        if value.is_initializer() and not value.is_graph_output() and self._all_read_narrow(value):
             value.const_value, value.type = narrow, ir.TensorType(to)
             return value
         name = self._names.tensors.unused(f"{value.name}_{self._suffix}")
@@ -189,6 +222,9 @@ class _Casting:
         ports = self._chosen.get(node)
         return ports is not None and place in ports.inputs
 
+    def _all_read_narrow(self, value: ir.Value) -> bool:
+        return all(self._reads_narrow(use.node, use.idx) for use in value.uses())
+
     def _is_planned(self, node: ir.Node) -> bool:
         return self._work.planned.get(node) == self._precision
 
@@ -199,7 +235,8 @@ class _Casting:
         """
         others = [use for use in value.uses() if not self._reads_narrow(use.node, use.idx)]
         others = [use for use in others if not (is_standard(use.node, *SIZES_ONLY) and self._is_planned(use.node))]
-        if others or value.is_graph_output():
+        stays = value.is_graph_output() and not (self._narrows_io and not others)
+        if others or stays:
             maker = value.producer()
             assert maker is not None
             assert isinstance(maker.graph, ir.Graph)
@@ -217,6 +254,17 @@ class _Casting:
         result.type, result.shape = ir.TensorType(to), value.shape
         result.name = self._names.tensors.unused(name) if name else None
         return node
+
+
+def _before_widening(value: ir.Value) -> ir.Value | None:
+    """The tensor of 16 bits that a Cast widens to a value; None if that was no Cast which `quantize` inserted."""
+    cast = value.producer()
+    if cast is None or not is_standard(cast, "Cast"):
+        return None
+    if cast.metadata_props.get(tags.REASON) != Reason.INSERTED and tags.MODULE in cast.metadata_props:
+        return None  # new ones get their tags at the end
+    source = cast.inputs[0]
+    return source if source is not None and source.dtype in _TYPES.values() else None
 
 
 def _convert_attributes(node: ir.Node, to: ir.DataType) -> None:
