@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, subgraphs
 from htp_export.weights.rebuilding import narrowed
 
-__all__ = ["METHOD"]
+__all__ = ["METHOD", "Cast", "cast_nodes"]
 
 _TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
@@ -71,40 +71,57 @@ class Cast(Method):
         """All readers of the model share a weight."""
 
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
-        ports = {node: self._ports(work.twins[node], work.facts) for node in nodes}
-        chosen = {node: found for node, found in ports.items() if found is not None}
-        remove_unused(_Casting(chosen, self.precision, work).run())
+        cast_nodes(nodes, self.precision, work)
         return iter(())
 
     def _ports(self, node: ir.Node, facts: Facts) -> _Ports | None:
-        """The inputs and outputs of a node that can have the type; None if that changes nothing of it.
-
-        The ONNX definition of the operator in the model's opset decides: some inputs are floats of 32 bits always (the
-        scales of ``Resize``), some operators know a type only from a later opset on (``Conv`` in bfloat16).
-        """
-        if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain):
-            return None
-        known = _type_names(node.domain, node.op_type, facts.opset)
-        if known is None:
-            return None
-        wanted = f"tensor({self.precision.activation})"
-
-        def places(values: Sequence[ir.Value | None], formals: Sequence[str]) -> tuple[int, ...]:
-            return tuple(
-                place
-                for place, value in enumerate(values)
-                if value is not None
-                and facts.dtypes.get(value) == ir.DataType.FLOAT
-                and formals
-                and wanted in known.allowed.get(formals[min(place, len(formals) - 1)], ())
-            )
-
-        found = _Ports(places(node.inputs, known.inputs), places(node.outputs, known.outputs))
-        has_float_output = any(facts.dtypes.get(value) == ir.DataType.FLOAT for value in node.outputs)
-        return None if not (found.outputs if has_float_output else found.inputs) else found
+        return _ports(node, self.precision.activation, facts.opset, facts.dtypes)
 
 
 METHOD = Cast
+
+
+def cast_nodes(nodes: Iterable[ir.Node], precision: Precision, work: Work) -> None:
+    """Let nodes, also those that a method made, compute in the type of the activations of a precision."""
+    chosen: dict[ir.Node, _Ports] = {}
+    for node in nodes:
+        dtypes, known = work.facts.dtypes, work.twins.get(node, node)
+        if known is node:
+            dtypes = {value: value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
+        found = _ports(known, precision.activation, work.facts.opset, dtypes)
+        if found is not None:
+            chosen[node] = found
+    remove_unused(_Casting(chosen, precision, work).run())
+
+
+def _ports(
+    node: ir.Node, activation: str, opset: int, dtypes: Mapping[ir.Value, ir.DataType | None]
+) -> _Ports | None:
+    """The inputs and outputs of a node that can have the type; None if that changes nothing of it.
+
+    The ONNX definition of the operator in the model's opset decides: some inputs are floats of 32 bits always (the
+    scales of ``Resize``), some operators know a type only from a later opset on (``Conv`` in bfloat16).
+    """
+    if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain):
+        return None
+    known = _type_names(node.domain, node.op_type, opset)
+    if known is None:
+        return None
+    wanted = f"tensor({activation})"
+
+    def places(values: Sequence[ir.Value | None], formals: Sequence[str]) -> tuple[int, ...]:
+        return tuple(
+            place
+            for place, value in enumerate(values)
+            if value is not None
+            and dtypes.get(value) == ir.DataType.FLOAT
+            and formals
+            and wanted in known.allowed.get(formals[min(place, len(formals) - 1)], ())
+        )
+
+    found = _Ports(places(node.inputs, known.inputs), places(node.outputs, known.outputs))
+    has_float_output = any(dtypes.get(value) == ir.DataType.FLOAT for value in node.outputs)
+    return None if not (found.outputs if has_float_output else found.inputs) else found
 
 
 @dataclass(frozen=True)
@@ -234,6 +251,11 @@ class _Casting:
         Those that read the size of a tensor alone, and have the same precision in the plan, need none of the old type.
         """
         others = [use for use in value.uses() if not self._reads_narrow(use.node, use.idx)]
+        for use in others:
+            if _narrows(use.node) and use.node.attributes["to"].as_int() == self._type:
+                self._widened[use.node.outputs[0]] = value
+                use.node.outputs[0].replace_all_uses_with(value)
+        others = [use for use in others if not _narrows(use.node)]
         others = [use for use in others if not (is_standard(use.node, *SIZES_ONLY) and self._is_planned(use.node))]
         stays = value.is_graph_output() and not (self._narrows_io and not others)
         if others or stays:
@@ -259,12 +281,20 @@ class _Casting:
 def _before_widening(value: ir.Value) -> ir.Value | None:
     """The tensor of 16 bits that a Cast widens to a value; None if that was no Cast which `quantize` inserted."""
     cast = value.producer()
-    if cast is None or not is_standard(cast, "Cast"):
-        return None
-    if cast.metadata_props.get(tags.REASON) != Reason.INSERTED and tags.MODULE in cast.metadata_props:
-        return None  # new ones get their tags at the end
-    source = cast.inputs[0]
+    source = cast.inputs[0] if cast is not None and _is_inserted_cast(cast) else None
     return source if source is not None and source.dtype in _TYPES.values() else None
+
+
+def _narrows(node: ir.Node) -> bool:
+    """Whether a node is a Cast to 16 bits, which `quantize` inserted: it may read a tensor of 16 bits as well."""
+    is_bound = any(value.is_graph_output() for value in node.outputs)
+    return _is_inserted_cast(node) and not is_bound and node.attributes["to"].as_int() in _TYPES.values()
+
+
+def _is_inserted_cast(node: ir.Node) -> bool:
+    """Whether a node is such a Cast; new ones get their tags at the end."""
+    is_ours = tags.MODULE not in node.metadata_props or node.metadata_props.get(tags.REASON) == Reason.INSERTED
+    return is_ours and is_standard(node, "Cast")
 
 
 def _convert_attributes(node: ir.Node, to: ir.DataType) -> None:

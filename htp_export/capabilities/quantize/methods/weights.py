@@ -6,14 +6,15 @@ same integers (``dequantizing.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.dequantizing import FIRST_BLOCKS, write_dequantized
-from htp_export.capabilities.quantize.method import Method
+from htp_export.capabilities.quantize.method import Method, Precision
+from htp_export.capabilities.quantize.methods.cast import Cast, cast_nodes
 from htp_export.capabilities.quantize.ort_quantizers import (
     Reader,
     groups_in_memory,
@@ -35,12 +36,13 @@ _PACKING = ("rtn", "gptq", "k-quant")
 
 
 class Blocks(Method):
-    """Weights are rounded in blocks with a scale each; activations stay."""
+    """Weights are rounded in blocks with a scale each; activations stay, or are floats of 16 bits."""
 
-    activations = ("float32",)
+    activations = ("float32", "float16", "bfloat16")
     weights = ("int4", "int8")
     algorithms = ("default", "rtn", "hqq", "gptq", "k-quant")
     formats = ("default", "qdq")
+    options = ("narrow_io",)
     order = 1
 
     def check(self) -> None:
@@ -71,7 +73,16 @@ class Blocks(Method):
     def in_subgraphs(self) -> bool:
         return not self.calibrated
 
+    @property
+    def _around(self) -> Cast | None:
+        """What is done to operators without such weights, and to what the others read and make, if anything is."""
+        kind = self.precision.activation
+        return None if kind == "float32" else Cast(Precision(kind, "cast", kind, kind))
+
     def takes(self, node: ir.Node, facts: Facts) -> bool:
+        return self._has_blocks(node) or (self._around is not None and self._around.takes(node, facts))
+
+    def _has_blocks(self, node: ir.Node) -> bool:
         """Whether a product has a constant matrix on the right; with 4 bits, also a ``Gather`` of rows.
 
         The ``Gather`` of ONNX has no blocks: ONNX Runtime would dequantize the whole table in every run.
@@ -99,8 +110,8 @@ class Blocks(Method):
         return not self.precision.symmetric or self.precision.algorithm == "k-quant"
 
     def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
-        if place != weight_place(node):
-            return None
+        if not self._has_blocks(node) or place != weight_place(node):
+            return None if self._around is None else self._around.bytes_of(node, place, tensor, facts)
         bits, size = self.precision.bits, self.precision.block_size
         along, across = _sizes(node)
         blocks = -(-along // size)
@@ -112,7 +123,19 @@ class Blocks(Method):
             points = across * blocks * 4  # floats
         elif not self._has_points():
             points = 0
-        return packed + across * blocks * 4 + points
+        return packed + across * blocks * self.precision.activation_bits // 8 + points
+
+    def shared_by(self, node: ir.Node, place: int) -> Hashable:
+        return super().shared_by(node, place) if self._has_blocks(node) and place == weight_place(node) else None
+
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
+        with_weight = [node for node in nodes if self._has_blocks(work.twins[node])]
+        known = set(work.model.graph.all_nodes())
+        yield from super().apply(with_weight, work)
+        if self._around is not None:
+            chosen = set(nodes)
+            new = [node for node in work.model.graph.all_nodes() if node not in known or node in chosen]
+            cast_nodes(new, self.precision, work)
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
         return groups_in_memory(nodes)
