@@ -206,7 +206,7 @@ class _Casting:
             self._widened[value], value = source, source
             if source.dtype == self._type:
                 return source
-        if self._narrows_io and value.is_graph_input() and self._all_read_narrow(value):
+        if self._narrows_io and value.is_graph_input() and self._all_read_narrow(value, *SIZES_ONLY):
             value.type = ir.TensorType(self._type)
             return value
         graph = reader.graph
@@ -239,8 +239,12 @@ class _Casting:
         ports = self._chosen.get(node)
         return ports is not None and place in ports.inputs
 
-    def _all_read_narrow(self, value: ir.Value) -> bool:
-        return all(self._reads_narrow(use.node, use.idx) for use in value.uses())
+    def _all_read_narrow(self, value: ir.Value, *others: str) -> bool:
+        """Whether nothing else reads a value, other than operators of these types."""
+        return all(
+            self._reads_narrow(use.node, use.idx) or (bool(others) and is_standard(use.node, *others))
+            for use in value.uses()
+        )
 
     def _is_planned(self, node: ir.Node) -> bool:
         return self._work.planned.get(node) == self._precision
