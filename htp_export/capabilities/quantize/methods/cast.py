@@ -53,12 +53,7 @@ class Cast(Method):
     def check(self) -> None:
         if self.precision.activation != self.precision.weight:
             raise self.precision.fault("activations and weights have the same float type")
-        self.precision.check("narrow_io", self.narrows_io, (False, True))
-
-    @property
-    def narrows_io(self) -> bool:
-        """Whether inputs and outputs of the model that only its modules read or make have the type, too."""
-        return bool(self.precision.options.get("narrow_io", False))
+        self.precision.check("narrow_io", self.precision.options.get("narrow_io", False), (False, True))
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
         return self._ports(node, facts) is not None
@@ -94,9 +89,7 @@ def cast_nodes(nodes: Iterable[ir.Node], precision: Precision, work: Work) -> No
     remove_unused(_Casting(chosen, precision, work).run())
 
 
-def _ports(
-    node: ir.Node, activation: str, opset: int, dtypes: Mapping[ir.Value, ir.DataType | None]
-) -> _Ports | None:
+def _ports(node: ir.Node, activation: str, opset: int, dtypes: Mapping[ir.Value, ir.DataType | None]) -> _Ports | None:
     """The inputs and outputs of a node that can have the type; None if that changes nothing of it.
 
     The ONNX definition of the operator in the model's opset decides: some inputs are floats of 32 bits always (the

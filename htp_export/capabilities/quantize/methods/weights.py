@@ -48,6 +48,8 @@ class Blocks(Method):
     def check(self) -> None:
         if self.is_standard and self.precision.algorithm == "hqq":
             raise self.precision.fault("zero points of hqq are no integers, and those of DequantizeLinear are")
+        if self._around is None and self.precision.options:
+            raise self.precision.fault("narrow_io is for activations in float16 or bfloat16")
         if self.precision.bits != 4 and self.precision.algorithm in ("gptq", "hqq"):
             algorithm, bits = self.precision.algorithm, self.precision.bits
             raise self.precision.fault(f"with {algorithm}, ONNX Runtime runs 4 bits, not {bits}")
@@ -77,7 +79,7 @@ class Blocks(Method):
     def _around(self) -> Cast | None:
         """What is done to operators without such weights, and to what the others read and make, if anything is."""
         kind = self.precision.activation
-        return None if kind == "float32" else Cast(Precision(kind, "cast", kind, kind))
+        return None if kind == "float32" else Cast(Precision(kind, "cast", kind, kind, options=self.precision.options))
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
         return self._has_blocks(node) or (self._around is not None and self._around.takes(node, facts))
