@@ -117,7 +117,8 @@ def quantize(
         raise InputError("check runs the quantized model, and dry_run makes none: give one of them")
     if not dry_run:
         _check_metric(rules.values(), metric, validation)
-    original = raised(read_flat(model), max(precision.how.first_opset for precision in rules.values()))
+    first_opset = max((precision.how.first_opset for precision in rules.values()), default=1)
+    original = raised(read_flat(model), first_opset)
     if not dry_run:
         original.require_exact_tags()
     choice = choose(original, rules)

@@ -130,7 +130,8 @@ class _Writing:
 
     def _constant(self, name: str, array: Array) -> ir.Value:
         name = self._names.tensors.unused(name)
-        value = ir.Value(name=name, const_value=ir.Tensor(np.asarray(array), name=name))
+        tensor = ir.Tensor(np.asarray(array), name=name)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
         self._graph.register_initializer(value)
         return value
 
