@@ -214,6 +214,60 @@ class TestCasts:
         assert np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
 
 
+class Attention(nn.Module):
+    """Attention of ONNX Runtime with a cache, without rotation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(32, 64), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        length = key.shape[2] + x.shape[1]
+        total = torch.full((), length, dtype=torch.int32)
+        last = torch.full((x.shape[0],), length - 1, dtype=torch.int32)
+        sizes = (x.shape[0], key.shape[1], length, key.shape[3])
+        return torch.onnx.ops.symbolic_multi_out(
+            "com.microsoft::GroupQueryAttention",
+            [self.q(x), self.k(x), self.v(x), key, value, last, total],
+            {"num_heads": 4, "kv_num_heads": 2},
+            dtypes=[torch.float32] * 3,
+            shapes=[(x.shape[0], x.shape[1], 64), sizes, sizes],
+            version=1,
+        )
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_caches_of_keys_and_values_are_stored_as_integers(per_channel: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source, made = tmp_path / "attention.onnx", tmp_path / "made.onnx"
+    empty = torch.zeros(1, 2, 0, 16)
+    example = (torch.randn(1, 5, 32), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16))
+    dims = {
+        "x": {1: torch.export.Dim.DYNAMIC},
+        "key": {2: torch.export.Dim.DYNAMIC},
+        "value": {2: torch.export.Dim.DYNAMIC},
+    }
+    net = spread(Attention().eval())
+    htp_export.export(net, example, source, dynamic_shapes=dims, opset_version=21, verbose=False)
+    x = np.random.default_rng(0).standard_normal((1, 9, 32)).astype(np.float32)
+    start = {"x": x, "key": empty.numpy(), "value": empty.numpy()}
+    plan = {".": {"precision": "int8-cache", "per_channel": per_channel}}
+    result = htp_export.quantize(source, plan, made, data=start)
+    assert not result.tagged.untagged
+    expected = outputs(source, start)
+    first = {"x": x[:, :8], "key": empty.numpy().astype(np.int8), "value": empty.numpy().astype(np.int8)}
+    _, key, value = outputs(made, first)
+    assert key.dtype == value.dtype == np.int8
+    assert key.shape == (1, 2, 8, 16)
+    found, key, _ = outputs(made, {"x": x[:, 8:], "key": key, "value": value})
+    assert 0 < np.abs(found - expected[0][:, 8:]).max() < 0.05 * np.abs(expected[0]).max()
+    scales = next(node for node in result.model.graph if node.op_type == "GroupQueryAttention").inputs[12]
+    steps = scales.const_value.numpy().reshape((1, 2, 1, 16) if per_channel else (1, 1, 1, 1))
+    assert np.abs(key * steps - expected[1]).max() < 0.51 * steps.max()
+    with pytest.raises(InputError, match="no operator of module .* takes int8-cache"):
+        htp_export.quantize(made, plan, data=first)
+
+
 @pytest.mark.slow
 def test_a_decoder_with_a_cache_in_fp16_generates_the_same_tokens(tmp_path: Path) -> None:
     from tests.decoders import DECODERS, prompt

@@ -7,6 +7,7 @@ Engines that know no operators of ONNX Runtime, such as TensorRT, read these. ON
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -80,7 +81,7 @@ def _turned(graph: ir.Graph, scales: ir.Value, sizes: tuple[int, int]) -> ir.Val
     return _register(graph, scales, ir.Tensor(array), step("transpose", recipe_of(scales), [1, 0]))
 
 
-def _register(graph: ir.Graph, of: ir.Value, tensor: ir.Tensor, recipe: Recipe) -> ir.Value:
+def _register(graph: ir.Graph, of: ir.Value, tensor: ir.Tensor[Any], recipe: Recipe) -> ir.Value:
     name = f"{of.name}_rows"
     if name in graph.initializers:
         return graph.initializers[name]

@@ -134,12 +134,13 @@ class Precision:
 
     Attributes:
         name: Its name in tables.
-        method: ``keep``, ``cast``, ``static``, ``float8``, ``dynamic`` or ``weights``.
+        method: ``keep``, ``cast``, ``static``, ``float8``, ``dynamic``, ``weights`` or ``cache``.
         activation: Type of activations: ``float32``, ``float16``, ``bfloat16``, ``float8e4m3fn``, ``int8``, ``uint8``,
             ``int16`` or ``uint16``. Dynamic ones are ``uint8``.
         weight: Type of weights, as for activations, and ``int4``.
         symmetric: Whether zero is the middle of the range: of activations (``static``), or of weights in blocks.
-        per_channel: Whether each output channel of a weight has its own scale (``static``, ``float8``, ``dynamic``).
+        per_channel: Whether each output channel of a weight has its own scale (``static``, ``float8``,
+            ``dynamic``, ``cache``).
         calibration: How ranges are chosen (``static``, ``float8``): ``minmax``, ``entropy`` or ``percentile``.
         reduce_range: Whether weights of 8 bits use 7 of them (``static``, ``dynamic``), for processors without VNNI.
         algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq``, ``gptq`` or ``k-quant``.
