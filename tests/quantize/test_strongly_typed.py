@@ -264,7 +264,7 @@ def test_caches_of_keys_and_values_are_stored_as_integers(per_channel: bool, tmp
     scales = next(node for node in result.model.graph if node.op_type == "GroupQueryAttention").inputs[12]
     steps = scales.const_value.numpy().reshape((1, 2, 1, 16) if per_channel else (1, 1, 1, 1))
     assert np.abs(key * steps - expected[1]).max() < 0.51 * steps.max()
-    with pytest.raises(InputError, match="no operator of module .* takes int8-cache"):
+    with pytest.raises(InputError, match=r"no operator of module .* takes int8-cache"):
         htp_export.quantize(made, plan, data=first)
 
 
