@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, groups_of, slice_start
+from htp_export.capabilities.prune.coupled_axes import Axis, Tiles, changed_axes, gathered, groups_of, slice_start, tiles_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import RESHAPING, subgraphs
@@ -152,8 +152,13 @@ class Coupling:
         if node.op_type in ("Concat", "Split", "Slice") and not node.domain and self._is_changed(node, axis):
             self._cross_parts(node, axis)
             return
+        if node.op_type == "Gather" and not node.domain and self._cross_gather(node, axis):
+            return
         groups = [group for group in groups_of(node, self._shapes) if axis in group]
-        if not groups:
+        tiled = [tiles for tiles in tiles_of(node, self._shapes) if axis in tiles]
+        for tiles in tiled:
+            self._cross_tiles(node, axis, tiles)
+        if not groups and not tiled:
             raise StopError(f"its channels cannot be cut{self._at(node)}")
         for group in groups:
             if self._heads and node.op_type in ("MatMul", "Einsum") and self._sums(node, group):
@@ -203,6 +208,52 @@ class Coupling:
         sizes = [self._size((value, axis), self._at(node)) for value in values]
         return whole, list(zip([0, *itertools.accumulate(sizes)], values, strict=False))
 
+    def _cross_tiles(self, node: ir.Node, axis: Axis, tiles: Tiles) -> None:
+        """Join the indices of an axis that have one channel, and carry the channels to the other axes."""
+        times, width = tiles[axis]
+        size = self._size(axis, self._at(node))
+        labels = self._one_of_each(_rows(self.labels[axis].reshape(times, size // (times * width), width), 1))
+        for (value, place), (repeats, neighbours) in tiles.items():
+            self._mark((value, place), np.tile(np.repeat(labels, neighbours), repeats), node)
+
+    def _cross_gather(self, node: ir.Node, axis: Axis) -> bool:
+        """Carry labels through constant indices along the axis that is gathered; False if the axis is another one.
+
+        The indices are the places of channels in the table, which an axis of the result has: of more than one, it is
+        that in which channels are told apart.
+        """
+        found = gathered(node, self._shapes)
+        if found is None:
+            return False
+        at, indices = found
+        source: Axis = (node.inputs[0], at)  # type: ignore[assignment]
+        results = [(node.outputs[0], at + place) for place in range(indices.ndim)]
+        if axis != source and axis not in results:
+            return False
+        size = self._size(source, self._at(node))
+        if axis == source:
+            spread = self.labels[axis][indices]
+            chosen = self._choose(node, spread, results)
+            self._mark(results[chosen], self._one_of_each(_rows(spread, chosen)), node)
+        else:
+            chosen = results.index(axis)
+        labels = np.full(size, -1)
+        returned = _spread(self.labels[results[chosen]], chosen, indices.shape)
+        for place, label in zip(indices.ravel().tolist(), returned.ravel().tolist(), strict=True):
+            if label >= 0 and labels[place] >= 0:
+                self._join(int(labels[place]), label)
+            labels[place] = max(label, labels[place])
+        self._mark(source, labels, node)
+        return True
+
+    def _one_of_each(self, rows: Array) -> Array:
+        """A label for each row of labels, which are joined; -1 for a row without."""
+        for row in rows:
+            reached = row[row >= 0].tolist()
+            for label in reached[1:]:
+                self._join(reached[0], label)
+        return rows.max(axis=1)
+
     def _cross_reshape(self, node: ir.Node, axis: Axis) -> None:
         source = axis[0]
         target = node.outputs[0] if source is node.inputs[0] else node.inputs[0]
@@ -235,12 +286,7 @@ class Coupling:
             raise StopError(f"its channels are merged with an open dimension{self._at(node)}")
         spread = _spread(self.labels[axis], place, sizes[0]).reshape(sizes[1])
         chosen = self._choose(node, spread, axes[1])
-        rows = _rows(spread, chosen)
-        for row in rows:
-            reached = row[row >= 0].tolist()
-            for label in reached[1:]:
-                self._join(reached[0], label)
-        labels = rows.max(axis=1)
+        labels = self._one_of_each(_rows(spread, chosen))
         self._mark(axes[1][chosen], labels, node)
         returned = _rows(_spread(labels, chosen, sizes[1]).reshape(sizes[0]), place)
         self._mark(axis, returned.max(axis=1), node)  # a head that is reached in part belongs together
