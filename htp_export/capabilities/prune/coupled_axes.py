@@ -11,6 +11,7 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.module_facts import stored_tensor
@@ -202,12 +203,6 @@ def _depth_to_space(node: ir.Node, shapes: Symbolic) -> Iterator[Tiles]:
         yield {(x, 1): (1, times) if node.attributes.get_string("mode", "DCR") == "CRD" else (times, 1), (y, 1): (1, 1)}
 
 
-def _group_norm(node: ir.Node, shapes: Symbolic) -> Iterator[Tiles]:
-    x, *vectors = (value for value in node.inputs if value is not None)
-    group = node.attributes.get_int("num_groups", 1)
-    yield {(x, 1): (group, 1), (node.outputs[0], 1): (group, 1)} | {(value, 0): (group, 1) for value in vectors}
-
-
 def tiles_of(node: ir.Node, shapes: Symbolic) -> Iterator[Tiles]:
     """Axes of a node of which some indices have one channel, such as one of each group of a convolution."""
     rule = _TILED.get(operator_of(node))
@@ -264,14 +259,31 @@ def _gather(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     yield from _by_letters([*node.inputs[:2], node.outputs[0]], words)
 
 
+def _gather_nd(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
+    rank, width = (_rank(shapes, value) for value in node.inputs[:2])
+    given = shapes.shape(node.inputs[1])
+    if given and isinstance(depth := given[-1], int) and not node.attributes.get_int("batch_dims", 0):
+        indices, behind = _LETTERS[: width - 1], _LETTERS[width : width + rank - depth]
+        yield from _by_letters(
+            [*node.inputs[:2], node.outputs[0]], [_ALONE * depth + behind, indices + _ALONE, indices + behind]
+        )
+
+
 def gathered(node: ir.Node, shapes: Symbolic) -> tuple[int, Array] | None:
-    """The axis along which a Gather takes constant indices, and these, from 0; None for computed ones, or one index."""
-    size, rank = shapes.shape(node.inputs[0]), _rank(shapes, node.inputs[0])
-    at = node.attributes.get_int("axis", 0) % max(rank, 1)
-    tensor = None if node.inputs[1] is None else stored_tensor(node.inputs[1])
-    if size is None or not isinstance(length := size[at], int) or tensor is None or not tensor.shape:
+    """The axis along which a Gather or GatherND takes known indices, and these, from 0; None if it takes no axis so."""
+    table, given = (shapes.shape(value) for value in node.inputs[:2])
+    if not table or not given or node.attributes.get_int("batch_dims", 0):
         return None
-    return at, tensor.numpy() % length
+    at = node.attributes.get_int("axis", 0) % len(table)
+    value = node.inputs[1]
+    tensor = None if value is None else stored_tensor(value)
+    numbers = shapes.constant(value) if tensor is None else tensor.numpy()
+    if numbers is None or not isinstance(length := table[at], int) or not all(isinstance(size, int) for size in given):
+        return None
+    indices = np.asarray(numbers, np.int64).reshape([int(str(size)) for size in given]) % length
+    if node.op_type == "GatherND":
+        return (at, indices[..., 0]) if indices.shape[-1] == 1 else None
+    return at, indices
 
 
 def _beside(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -354,6 +366,7 @@ _RULES: Mapping[str, Rule] = {
     "InstanceNormalization": _batch_norm,
     "Transpose": _transpose,
     "Gather": _gather,
+    "GatherND": _gather_nd,
     "Expand": _like_first,
     "Pad": _pad,
     "Einsum": _einsum,
@@ -365,5 +378,4 @@ _TILED: Mapping[str, Callable[[ir.Node, Symbolic], Iterator[Tiles]]] = {
     **dict.fromkeys(("Conv", "ConvTranspose", "com.microsoft::FusedConv"), _grouped_convolution),
     **dict.fromkeys(RECURRENT, _recurrent),
     **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), _depth_to_space),
-    "GroupNormalization": _group_norm,
 }

@@ -152,7 +152,7 @@ class Coupling:
         if node.op_type in ("Concat", "Split", "Slice") and not node.domain and self._is_changed(node, axis):
             self._cross_parts(node, axis)
             return
-        if node.op_type == "Gather" and not node.domain and self._cross_gather(node, axis):
+        if node.op_type in ("Gather", "GatherND") and not node.domain and self._cross_gather(node, axis):
             return
         groups = [group for group in groups_of(node, self._shapes) if axis in group]
         tiled = [tiles for tiles in tiles_of(node, self._shapes) if axis in tiles]
@@ -388,10 +388,11 @@ def _next_block(first: Sequence[Dim], second: Sequence[Dim]) -> tuple[int, int]:
 def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:
     """Find what has the channels of an axis; a StopError if it cannot be cut: an input, an output, no rule.
 
-    A Reshape may split channels in several ways, such as into queries, keys and values, and heads. The first way that
-    does not stop is taken.
+    A Reshape may split channels in several ways, such as into queries, keys and values, and heads. The first way in
+    which all channels can be cut is taken; if there is none, that in which most can.
     """
     choices, stopped = dict[ir.Node, int](), None
+    best: Coupling | None = None
     for _ in range(_MOST_ATTEMPTS):
         coupling = Coupling(tagged, choices, heads=heads)
         try:
@@ -399,7 +400,9 @@ def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:
         except StopError as error:
             stopped = stopped or error
         else:
-            return coupling
+            if len(coupling.groups) == len(coupling.roots_of_all):
+                return coupling
+            best = coupling if best is None or len(coupling.groups) > len(best.groups) else best
         made = list(coupling.alternatives)
         while made and choices.get(made[-1], 0) + 1 >= coupling.alternatives[made[-1]]:
             made.pop()
@@ -407,4 +410,6 @@ def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:
             break
         choices = {node: choices.get(node, 0) for node in made}
         choices[made[-1]] += 1
+    if best is not None:
+        return best
     raise stopped or StopError("its channels can be split in too many ways")

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.prune.coupled_axes import RECURRENT, Axis, changed_axes, gathered, is_cut_by_groups, slice_start
-from htp_export.editing.editing import add_constant
+from htp_export.editing.editing import add_constant, remove_unused
 from htp_export.errors import InputError
 from htp_export.format.recipes import step
 from htp_export.model.module_facts import stored_tensor
@@ -43,6 +43,7 @@ def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
         by_value.setdefault(value, {})[axis] = stays
     for value, axes in by_value.items():
         _shorten(value, axes)
+    remove_unused(tagged.model)  # what computed the indices of a Gather
     _check(tagged, before, by_value)
 
 
@@ -94,7 +95,7 @@ def _refit(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: S
             node.attributes.add(ir.AttrInt64("group", group))
     elif node.op_type in RECURRENT and (stays := kept.get((node.inputs[2], 2))) is not None:  # type: ignore[arg-type]
         node.attributes.add(ir.AttrInt64("hidden_size", int(stays.sum())))
-    elif node.op_type == "Gather":
+    elif node.op_type in ("Gather", "GatherND"):
         _refit_gather(graph, node, kept, shapes)
 
 
@@ -163,7 +164,8 @@ def _refit_gather(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], sh
         left = kept.get((node.outputs[0], at + place))
         indices = indices if left is None else np.compress(left, indices, place)
     dtype = shapes.dtype(node.inputs[1]) or ir.DataType.INT64
-    _give(graph, node, 1, (np.cumsum(stays) - 1)[indices].astype(dtype.numpy()), f"{node.name}_indices_cut")
+    changed = (np.cumsum(stays) - 1)[indices].astype(dtype.numpy())
+    _give(graph, node, 1, changed if node.op_type == "Gather" else changed[..., None], f"{node.name}_indices_cut")
 
 
 def _refit_split(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:

@@ -141,7 +141,7 @@ def _group_scores(coupling: Coupling, weights: Iterable[Weight], seed: Weight, s
             continue
         array = np.abs(np.moveaxis(weight.tensor.numpy(), axis, 0).astype(np.float32))
         for root, channel in zip(coupling.roots((weight.value, axis)).tolist(), array, strict=True):
-            if root >= 0:
+            if root in sums:
                 sums[root] += float(channel.sum(dtype=np.float64))
                 counts[root] += channel.size
     return {root: sums[root] / max(counts[root], 1) for root in sums}
