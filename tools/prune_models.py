@@ -113,6 +113,8 @@ class Inverted(nn.Module):
 
 
 class MixerBlock(nn.Module):
+    """Products along the tokens, and then along the channels."""
+
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
@@ -125,6 +127,8 @@ class MixerBlock(nn.Module):
 
 
 class Mixer(nn.Module):
+    """MLP-Mixer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 16, 8, 8)
@@ -136,6 +140,8 @@ class Mixer(nn.Module):
 
 
 class Recurrent(nn.Module):
+    """A classifier of words, by the mean of the hidden states."""
+
     def __init__(self, kind: type[nn.RNNBase], layers: int, bidirectional: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(30, 12)
@@ -147,6 +153,8 @@ class Recurrent(nn.Module):
 
 
 class UNet(nn.Module):
+    """Two steps down and up, with what was computed before beside it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.ModuleList((conv(3, 8), conv(8, 16), conv(16, 32)))
@@ -173,9 +181,7 @@ def espcn() -> nn.Module:
 def of_transformers(
     kind: str, task: str | None = None, attention: str | None = None, **overrides: object
 ) -> Callable[[], nn.Module]:
-    return lambda: load_model(
-        kind, task=task, random_weights=True, overrides=overrides, attn_implementation=attention
-    )
+    return lambda: load_model(kind, task=task, random_weights=True, overrides=overrides, attn_implementation=attention)
 
 
 def image(size: int = 32, channels: int = 3) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -218,7 +224,15 @@ MODELS: dict[str, Model] = {
     "ViT": (of_transformers("vit", _CLASSES, intermediate_size=48, **_VISION), image()),
     "Swin": (
         of_transformers(
-            "swin", _CLASSES, "eager", image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4
+            "swin",
+            _CLASSES,
+            "eager",
+            image_size=32,
+            patch_size=2,
+            embed_dim=16,
+            depths=[2, 2],
+            num_heads=[2, 4],
+            window_size=4,
         ),
         image(),
     ),
@@ -236,7 +250,7 @@ MODELS: dict[str, Model] = {
 
 
 def elements(recipe: Any, numbers: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """The elements of parameters that each element of an initializer is made of, as numbers; -1 for none."""
+    """The elements of parameters that each element of an initializer is made of, by their numbers."""
     if isinstance(recipe, str):
         return [numbers[recipe]] if recipe in numbers else []
     if not isinstance(recipe, list) or recipe[0] in ("constant", "computed"):
@@ -269,14 +283,14 @@ def kept_of(model: nn.Module, pruned: onnx.ModelProto) -> Kept:
         name: np.arange(tensor.numel()).reshape(tensor.shape) + start
         for (name, tensor), start in zip(tensors.items(), starts, strict=False)
     }
-    left: set[int] = set()
+    stays = np.zeros(starts[-1], bool)
     for initializer in pruned.graph.initializer:
         text = {each.key: each.value for each in initializer.metadata_props}.get(tags.RECIPE)
         for array in elements(json.loads(text) if text else initializer.name, numbers):
-            left.update(array.ravel().tolist())
+            stays[array] = True
     kept: Kept = {}
     for name, array in numbers.items():
-        places = np.nonzero(np.isin(array, list(left)))
+        places = np.nonzero(stays[array])
         if len(places[0]):
             kept[name] = [np.unique(axis) for axis in places]
     for name, table in tensors.items():  # Swin's biases of heads, which GatherND looks up: no recipe says which stay
@@ -301,7 +315,10 @@ def shrink(model: nn.Module, kept: Kept) -> nn.Module:
             setattr(module, name, nn.Parameter(left) if isinstance(tensor, nn.Parameter) else left)
         if isinstance(module, nn.Conv2d):
             ratio = module.weight.shape[0] / before["weight"][0]
-            if module.groups > 1 and 1 in (before["weight"][1], before["weight"][0] // module.groups):  # whole groups are cut
+            if module.groups > 1 and 1 in (
+                before["weight"][1],
+                before["weight"][0] // module.groups,
+            ):  # whole groups are cut
                 module.groups = round(module.groups * ratio)
         elif isinstance(module, nn.LayerNorm):
             module.normalized_shape = tuple(module.weight.shape)
@@ -399,7 +416,10 @@ def main() -> int:
             except Exception as error:
                 print(f"| {name} | {type(error).__name__}: {str(error)[:400]}", flush=True)
                 continue
-        print(f"| {name} | {row.weights} | {row.whole} | {row.share:.0%} | {row.spread:.2g} | {row.difference:.1e} |", flush=True)
+        print(
+            f"| {name} | {row.weights} | {row.whole} | {row.share:.0%} | {row.spread:.2g} | {row.difference:.1e} |",
+            flush=True,
+        )
     return 0
 
 

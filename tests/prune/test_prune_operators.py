@@ -1,4 +1,4 @@
-"""Channels cut through operators that repeat or pick them, and plans of which a part can be cut, held against PyTorch."""
+"""Channels cut through operators that repeat or pick them, and plans of which a part can be cut."""
 
 from __future__ import annotations
 
@@ -137,7 +137,11 @@ def test_what_cannot_be_cut_stays_and_is_listed(tmp_path: Path, capsys: pytest.C
     }
     assert "2 weights stay as they are" in "\n".join(result.notes)
     assert result.to_dict()["whole"] == dict(result.whole)
-    for strict in ({"**": "channels:0.5"}, {"up": 0.5, "down": "channels:0.5"}, {"up": "channels:0.5", "sums": "rank:9"}):
+    for strict in (
+        {"**": "channels:0.5"},
+        {"up": 0.5, "down": "channels:0.5"},
+        {"up": "channels:0.5", "sums": "rank:9"},
+    ):
         with pytest.raises(RuleError, match=r"(cannot be cut, at CumSum|reach output|keeps its rank)"):
             htp_export.prune(file, strict, strict=True)
     for alone in ("sums", "down"):

@@ -20,18 +20,12 @@ from htp_export.shapes.operator_kinds import SIZES_ONLY, operator_of
 from htp_export.shapes.operators.elementwise import ELEMENTWISE
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["RECURRENT", "Axis", "Group", "Tiles", "changed_axes", "gathered", "groups_of", "is_cut_by_groups", "slice_start", "tiles_of"]
+__all__ = ["Axis", "Group", "changed_axes", "gathered", "groups_of", "slice_start"]
 
 Axis: TypeAlias = tuple[ir.Value, int]
 """A tensor and one of its axes, from 0."""
 
 Group: TypeAlias = Sequence[Axis]
-
-Tiles: TypeAlias = Mapping[Axis, tuple[int, int]]
-"""Axes of which some indices have one channel: axis → how often the channels repeat, and neighbours with one channel.
-
-An axis with (2, 3) and two channels is ``aaabbbaaabbb``: the shape [2, channels, 3], flattened.
-"""
 
 Values: TypeAlias = Sequence[ir.Value | None]
 Rule: TypeAlias = Callable[[ir.Node, Symbolic], Iterator[Group]]
@@ -141,75 +135,6 @@ def _convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
         yield from _by_letters(values, ["b", "", "b"])  # channels: see `_grouped_convolution`
 
 
-def is_cut_by_groups(node: ir.Node, shapes: Symbolic) -> bool:
-    """Whether whole groups are cut out of a grouped convolution, as each has one channel on a side, not some of each."""
-    return 1 in _sizes_of_group(node, shapes)
-
-
-def _sizes_of_group(node: ir.Node, shapes: Symbolic) -> tuple[int, int]:
-    """The channels that a group of a convolution reads, and those that it computes; 0 for an unknown number."""
-    group = node.attributes.get_int("group", 1)
-    found = [shapes.shape(value) for value in (node.inputs[0], node.outputs[0])]
-    sizes = [shape[1] if shape else 0 for shape in found]
-    read, computed = (size // group if isinstance(size, int) else 0 for size in sizes)
-    return read, computed
-
-
-def _grouped_convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Tiles]:
-    group = node.attributes.get_int("group", 1)
-    read, computed = _sizes_of_group(node, shapes)
-    if group == 1 or not read or not computed:
-        return
-    (x, weight), y = node.inputs[:2], node.outputs[0]
-    assert x is not None
-    assert weight is not None
-    bias = node.inputs[2] if len(node.inputs) > 2 else None
-    results: list[Axis] = [(y, 1)] if bias is None else [(y, 1), (bias, 0)]
-    turned = node.op_type == "ConvTranspose"
-    if is_cut_by_groups(node, shapes):
-        yield {(x, 1): (1, read), (weight, 0): (1, read if turned else computed)} | dict.fromkeys(
-            results, (1, computed)
-        )
-    elif turned:
-        yield {(x, 1): (group, 1), (weight, 0): (group, 1)}
-        yield {(weight, 1): (1, 1)} | dict.fromkeys(results, (group, 1))
-    else:
-        yield {(x, 1): (group, 1), (weight, 1): (1, 1)}
-        yield {(weight, 0): (group, 1)} | dict.fromkeys(results, (group, 1))
-
-
-RECURRENT = {"LSTM": 4, "GRU": 3, "RNN": 1}
-
-
-def _recurrent(node: ir.Node, shapes: Symbolic) -> Iterator[Tiles]:
-    """What is read, and the hidden states; weights have rows of all gates, biases those of both products."""
-    gates = RECURRENT[node.op_type]
-    values = [*node.inputs, *[None] * (8 - len(node.inputs))]
-    x, w, r, b, _, h, c, peepholes = values
-    tiles = {(w, 1): gates, (r, 1): gates, (r, 2): 1, (b, 1): 2 * gates, (h, 2): 1, (c, 2): 1, (peepholes, 1): 3}
-    outputs = {(value, 3 if place == 0 else 2): 1 for place, value in enumerate(node.outputs)}
-    if node.attributes.get_int("layout", 0) == 0:  # ONNX Runtime has no other
-        yield {(value, axis): (1, 1) for value, axis in ((x, 2), (w, 2)) if value is not None}
-        yield {(value, axis): (times, 1) for (value, axis), times in {**tiles, **outputs}.items() if value is not None}
-
-
-def _depth_to_space(node: ir.Node, shapes: Symbolic) -> Iterator[Tiles]:
-    (x,), y = node.inputs, node.outputs[0]
-    assert x is not None
-    times = node.attributes.get_int("blocksize", 1) ** 2
-    if node.op_type == "SpaceToDepth":
-        yield {(x, 1): (1, 1), (y, 1): (times, 1)}
-    else:
-        yield {(x, 1): (1, times) if node.attributes.get_string("mode", "DCR") == "CRD" else (times, 1), (y, 1): (1, 1)}
-
-
-def tiles_of(node: ir.Node, shapes: Symbolic) -> Iterator[Tiles]:
-    """Axes of a node of which some indices have one channel, such as one of each group of a convolution."""
-    rule = _TILED.get(operator_of(node))
-    if rule is not None:
-        yield from rule(node, shapes)
-
-
 def _with_vectors(node: ir.Node, shapes: Symbolic, at: int) -> Iterator[Group]:
     """An operator on each element, whose other inputs are vectors along one axis of the first."""
     letters = _LETTERS[: _rank(shapes, node.inputs[0])]
@@ -272,7 +197,7 @@ def _gather_nd(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 def gathered(node: ir.Node, shapes: Symbolic) -> tuple[int, Array] | None:
     """The axis along which a Gather or GatherND takes known indices, and these, from 0; None if it takes no axis so."""
     table, given = (shapes.shape(value) for value in node.inputs[:2])
-    if not table or not given or node.attributes.get_int("batch_dims", 0):
+    if not table or not given or node.attributes.get_int("batch_dims", 0) != 0:
         return None
     at = node.attributes.get_int("axis", 0) % len(table)
     value = node.inputs[1]
@@ -372,10 +297,4 @@ _RULES: Mapping[str, Rule] = {
     "Einsum": _einsum,
     "ConstantOfShape": _made,
     "Constant": _made,
-}
-
-_TILED: Mapping[str, Callable[[ir.Node, Symbolic], Iterator[Tiles]]] = {
-    **dict.fromkeys(("Conv", "ConvTranspose", "com.microsoft::FusedConv"), _grouped_convolution),
-    **dict.fromkeys(RECURRENT, _recurrent),
-    **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), _depth_to_space),
 }

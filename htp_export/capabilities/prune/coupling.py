@@ -15,7 +15,8 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, Tiles, changed_axes, gathered, groups_of, slice_start, tiles_of
+from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, gathered, groups_of, slice_start
+from htp_export.capabilities.prune.tiled_axes import Tiles, tiles_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import RESHAPING, subgraphs
@@ -252,7 +253,8 @@ class Coupling:
             reached = row[row >= 0].tolist()
             for label in reached[1:]:
                 self._join(reached[0], label)
-        return rows.max(axis=1)
+        labels: Array = rows.max(axis=1)
+        return labels
 
     def _cross_reshape(self, node: ir.Node, axis: Axis) -> None:
         source = axis[0]

@@ -63,8 +63,8 @@ def prune(
     ==================  ===============================================================================
 
     What has the same channels is cut, too: weights and biases of other modules, and sizes in the graph. Weights that
-    cannot be cut, or whose rank saves nothing, stay as they are: ``whole`` of the result has the reason for each. A rule of
-    which every weight stays is an error.
+    cannot be cut, or whose rank saves nothing, stay as they are: ``whole`` of the result has the reason for each. A
+    rule of which every weight stays is an error.
 
     Weights are the initializers that products multiply with, and tables that are looked up; no biases, and no factors
     of normalisations. A weight that several modules read, such as a tied embedding, is pruned once.
@@ -219,7 +219,7 @@ def _refuse_whole_weights(
     strict: bool,
 ) -> None:
     """Refuse a rule of which every weight stays as it is; with ``strict``, of which any does."""
-    for selector, paths in reversed(wanted.named.items()):
+    for selector, paths in reversed(list(wanted.named.items())):
         named = [weight for weight in values if not set(paths).isdisjoint(owners[weight])]
         stay = [weight for weight in named if weight in whole]
         if stay and (strict or len(stay) == len(named)):

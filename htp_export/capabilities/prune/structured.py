@@ -52,9 +52,7 @@ class _Cuttable:
     scores: Mapping[int, float]
 
 
-def cut_channels(
-    tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool
-) -> Cut:
+def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> Cut:
     """Cut the least important channels and heads out of a model, in place, of all weights that can be cut.
 
     ``together``, the shares are of all channels with the same value.
