@@ -47,7 +47,7 @@ class FuseGroupQueryAttention(NodePass):
         result = super().call(model)
         if result.modified:
             model.opset_imports[_DOMAIN] = 1
-            self._lengths.read_no_cache(self.known)
+            self._lengths.read_no_past(self.known)
             remove_unused(model)
             model.graph.sort()
         return result
@@ -88,8 +88,9 @@ class FuseGroupQueryAttention(NodePass):
             shape = integers(found.end, [0, 0, found.heads, found.features], "heads")
             nodes.append(ir.node("Reshape", [node.outputs[0], shape]))
         present = [cache.outputs[0] for cache in found.caches]
-        self._lengths.note(lengths, found.past, present)
-        self._lengths.read_no_cache(self.known, present)
+        self._lengths.add_past(lengths, found.past)
+        for value in present:
+            self._lengths.replace_shape(value, lengths, lengths.total, self.known)
         replace(found.end, nodes)
         for old, new_value in zip(present, node.outputs[1:], strict=True):
             stand_in(old, new_value)
@@ -311,6 +312,10 @@ def _end(
         value = guard.outputs[0]
     elif mask is not None and not mask.by_keys:
         return "it averages all values for queries without a visible key, and the operator gives zeros"
+    while (copy := only_consumer(value, "Reshape", "Identity")) is not None:
+        if known.shape(copy.outputs[0]) != known.shape(value) or copy.inputs[0] is not value:
+            break
+        value = copy.outputs[0]
     turn = only_consumer(value, "Transpose")
     if turn is None or permutation(turn, known) != _HEADS_FIRST or known.shape(turn.outputs[0]) != shape:
         return "its heads are not joined as the operator joins them"
