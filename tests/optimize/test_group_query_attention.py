@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.capabilities.huggingface.genai import GENAI_CONFIG, genai_config
+from htp_export.capabilities.huggingface.genai import GENAI_CONFIG, genai_config, shares_cache
 from htp_export.capabilities.optimize.declining import declined
 from htp_export.huggingface import example_calls, load_model
 from tests.decoders import TEXT, Programs, generated, greedy, nothing_past, past_of, prompt
@@ -176,3 +176,77 @@ def test_past_and_present_share_a_buffer_in_genai(family: Family) -> None:
     assert generated_by_genai(family.folder, prompt()) == generated(family.model, prompt())
     htp_export.optimize(family.original, family.folder / "shared.onnx", level="tolerant")
     assert not json.loads((family.folder / GENAI_CONFIG).read_text())["search"]["past_present_share_buffer"]
+
+
+# --- what it leaves alone ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ir.Model:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    model = load_model("llama", task="text-generation-with-past", random_weights=True, overrides=HEADS)
+    file = Programs(model, example_calls(model)).save(tmp_path_factory.mktemp("refused"))["model"]
+    return htp_export.load(file).model
+
+
+def reasons(model: ir.Model) -> set[str]:
+    """Why the pass leaves the attention of a model alone; the model is changed."""
+    result = htp_export.optimize(model, passes=PASS, level="fused")
+    assert not grouped(result.model)
+    assert not result.attribution.get(PASS)
+    return {each.why for each in declined([*result.model.graph]) if each.kind == PASS}
+
+
+def first(model: ir.Model, operator: str) -> ir.Node:
+    return next(node for node in model.graph if node.op_type == operator)
+
+
+def test_a_mask_that_shows_later_tokens_is_refused(llama: ir.Model) -> None:
+    model = llama.clone()
+    first(model, "LessOrEqual").op_type = "GreaterOrEqual"
+    assert reasons(model) == {"its mask is not known to hide later tokens, which the operator always does"}
+
+
+def test_a_mask_that_shows_the_next_token_is_refused(llama: ir.Model) -> None:
+    model = llama.clone()
+    compared = first(model, "LessOrEqual")
+    one = ir.val("one", const_value=ir.tensor(np.array(1, np.int64), name="one"))
+    model.graph.register_initializer(one)
+    shifted = ir.node("Add", [compared.inputs[1], one])
+    shifted.outputs[0].shape = compared.inputs[1].shape
+    model.graph.insert_before(compared, shifted)
+    compared.replace_input_with(1, shifted.outputs[0])
+    assert reasons(model) == {"its mask is not known to hide later tokens, which the operator always does"}
+
+
+def test_results_that_depend_on_another_condition_are_refused(llama: ir.Model) -> None:
+    model = llama.clone()
+    first(model, "Less").op_type = "Greater"
+    assert reasons(model) == {"its result depends on another condition than its mask"}
+
+
+def test_weights_that_the_model_returns_are_refused(llama: ir.Model) -> None:
+    model = llama.clone()
+    for node in [node for node in model.graph if node.op_type == "Softmax"]:
+        model.graph.outputs.append(node.outputs[0])
+    assert reasons(model) == {"other nodes read the weights of the attention"}
+
+
+def test_heads_of_a_size_that_the_operator_does_not_take_are_refused() -> None:
+    settings = {**TEXT, "head_dim": 4}
+    model = load_model("llama", task="text-generation-with-past", random_weights=True, overrides=settings)
+    program = Programs(model, example_calls(model))["model"]
+    assert reasons(program.model) == {"heads have 4 features; the operator takes multiples of 8"}
+
+
+def test_a_cache_whose_length_no_input_says_is_not_shared(llama: ir.Model) -> None:
+    model = llama.clone()
+    mask = next(value for value in model.graph.inputs if value.name == "attention_mask")
+    mask.shape = ir.Shape(["batch_size", "all_tokens"])
+    result = htp_export.optimize(model, passes=PASS, level="fused")
+    assert len(grouped(result.model)) == 2
+    assert not shares_cache(result.model.graph)
+
+
+def test_it_is_for_onnx_runtime_alone(llama: ir.Model) -> None:
+    assert not grouped(htp_export.optimize(llama, level="tolerant").model)
