@@ -61,6 +61,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return min(cores, MOST_PROCESSES)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported now stays to the end: pytest's own two collections need not walk over it
+
+
 @pytest.fixture(scope="session")
 def translations() -> dict[object, object]:
     """Torch's translations of operators, as far as an export has asked for them."""
@@ -85,6 +89,15 @@ def shared_files(tmp_path_factory: pytest.TempPathFactory) -> "SharedFiles":
     folder = tmp_path_factory.getbasetemp()
     own = "PYTEST_XDIST_WORKER" in os.environ  # its folder lies in that of the whole run
     return SharedFiles((folder.parent if own else folder) / "shared")
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[str]:
+    """A ``PATH`` on which ``htp-export`` starts at once."""
+    from tests.forking import on_path
+
+    with on_path() as path:
+        yield path
 
 
 @pytest.fixture(scope="session")
