@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from htp_export.discovery import imported_for_types
+from htp_export.discovery import importing
 
 if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.attention.decomposing import decomposed_attention
@@ -69,15 +69,11 @@ __version__ = "0.1.0"
 _SUBPACKAGES = ("errors", "huggingface", "lora", "passes", "results", "tools")
 """What the documentation names beside functions and classes, ``htp_export.tools.onnxslim``."""
 
+_public = importing(__name__, __file__)
+
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: torch takes seconds, and reading a file does not need it."""
-    if name in _SUBPACKAGES:
-        return importlib.import_module(f"{__name__}.{name}")
-    homes = imported_for_types(__file__)
-    if name not in homes:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(homes[name]), name)
+    return importlib.import_module(f"{__name__}.{name}") if name in _SUBPACKAGES else _public(name)
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,10 @@ from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = ["capability_modules", "exported_in", "imported_for_types", "names_in", "plug_in", "plug_ins", "provider"]
+__all__ = [
+    *("capability_modules", "exported_in", "imported_for_types", "importing", "names_in"),
+    *("plug_in", "plug_ins", "provider"),
+]
 
 
 def names_in(package: str, suffix: str = "") -> list[str]:
@@ -139,6 +143,25 @@ def imported_for_types(file: str) -> dict[str, str]:
     blocks = [node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def importing(module: str, file: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module whose names are imported when they are first used.
+
+    Torch takes seconds to import, and reading a file does not need it.
+
+    Args:
+        module: The module.
+        file: Its file, which imports the names for type checkers.
+    """
+
+    def find(name: str) -> Any:
+        home = imported_for_types(file).get(name)
+        if home is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(home), name)
+
+    return find
 
 
 def _folder(package: str) -> Path:

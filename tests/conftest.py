@@ -61,10 +61,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return min(cores, MOST_PROCESSES)
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported now stays to the end: pytest's own two collections need not walk over it
-
-
 @pytest.fixture(scope="session")
 def translations() -> dict[object, object]:
     """Torch's translations of operators, as far as an export has asked for them."""
@@ -89,6 +85,14 @@ def shared_files(tmp_path_factory: pytest.TempPathFactory) -> "SharedFiles":
     folder = tmp_path_factory.getbasetemp()
     own = "PYTEST_XDIST_WORKER" in os.environ  # its folder lies in that of the whole run
     return SharedFiles((folder.parent if own else folder) / "shared")
+
+
+@pytest.fixture
+def collecting_own() -> Iterator[None]:
+    """`gc.collect` looks only at what the test itself makes: over all that a long run has imported, it takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

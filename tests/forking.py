@@ -7,7 +7,6 @@ variables of its environment Python reads (``PYTHONPATH``, ``PYTHONIOENCODING``)
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import select
@@ -66,7 +65,6 @@ def _serve(path: str) -> None:
 
     for name in htp_export.__all__:
         getattr(htp_export, name)
-    gc.freeze()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
