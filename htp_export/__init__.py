@@ -10,10 +10,9 @@ Examples:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from htp_export.discovery import importing
+from htp_export.discovery import imported_when_used
 
 if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.attention.decomposing import decomposed_attention
@@ -69,11 +68,7 @@ __version__ = "0.1.0"
 _SUBPACKAGES = ("errors", "huggingface", "lora", "passes", "results", "tools")
 """What the documentation names beside functions and classes, ``htp_export.tools.onnxslim``."""
 
-_public = importing(__name__, __file__)
-
-
-def __getattr__(name: str) -> Any:
-    return importlib.import_module(f"{__name__}.{name}") if name in _SUBPACKAGES else _public(name)
+__getattr__ = imported_when_used(__name__, __file__, _SUBPACKAGES)
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from htp_export.discovery import importing
+from htp_export.discovery import imported_when_used
 
 if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.attention_report.attention_reporting import AttentionReport
@@ -51,7 +51,7 @@ __all__ = [
     "Search", "Sensitivity", "Splice", "Stage", "StepReport", "Trial", "Verification", "View",
 ]  # fmt: skip
 
-__getattr__ = importing(__name__, __file__)
+__getattr__ = imported_when_used(__name__, __file__)
 
 
 def __dir__() -> list[str]:
