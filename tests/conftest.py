@@ -89,7 +89,7 @@ def shared_files(tmp_path_factory: pytest.TempPathFactory) -> "SharedFiles":
 
 @pytest.fixture
 def collecting_own() -> Iterator[None]:
-    """`gc.collect` looks only at what the test itself makes: over all that a long run has imported, it takes seconds."""
+    """`gc.collect` looks only at what the test itself makes: over all that a long run imports, it takes seconds."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -56,8 +56,8 @@ def on_path() -> Iterator[str]:
 
 
 def _serve(path: str) -> None:
-    import onnxruntime  # noqa: F401 - what follows runs in it
-    import torch.onnx
+    import onnxruntime  # noqa: F401 - commands run in it
+    import torch.onnx  # noqa: F401
 
     import htp_export
     import htp_export.command.main
@@ -95,8 +95,9 @@ def _run(files: list[int], words: list[str], folder: str, environment: dict[str,
 
     for number, file in enumerate(files):
         os.dup2(file, number)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: PTH123 - numbers
-    sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: PTH123
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", errors="backslashreplace", closefd=False)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -116,7 +116,8 @@ def faults(model: nn.Module, kwargs: dict[str, Any], exporter: str, folder: Path
     ("seed", "exporter"),
     quick(
         [*((seed, "torchscript") for seed in range(16)), *((seed, "dynamo") for seed in range(2))],
-        *((seed, "torchscript") for seed in range(8)), (0, "dynamo"),
+        *((seed, "torchscript") for seed in range(8)),
+        (0, "dynamo"),
     ),
 )
 def test_modules_of_random_nets_keep_their_results_and_calls(seed: int, exporter: str, tmp_path: Path) -> None:

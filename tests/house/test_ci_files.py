@@ -43,7 +43,7 @@ ACTION = read("action.yml")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: str) -> Path:
-    """The current folder, with a model, an exported file and an optimised one; its path has a space, as runners' may have."""
+    """The current folder, with a model, an exported file and an optimised one; its path has a space, as on runners."""
     inside = tmp_path / "a b"
     inside.mkdir()
     monkeypatch.chdir(inside)
