@@ -15,6 +15,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ __all__ = ["ImagesAndText"]
 
 _TOKENS: Axes = {0: "batch_size", 1: "sequence_length"}
 _EMBEDDED: dict[str, Axes] = {"inputs_embeds": _TOKENS}
+_IN_TRANSFORMERS_JS = {"qwen2_vl": {GRID: "grid_thw"}}
+"""Model type → the names of inputs that its class in transformers.js alone has (``image_grid_thw_name``)."""
 _SEEN: dict[str, Axes] = {"image_features": {0: "num_image_tokens"}}
 
 
@@ -69,7 +72,7 @@ class ImagesAndText(Calls):
         if embeds_images:
             embed["image_features"] = self._features
         return {
-            "vision_encoder": self._vision_encoder(),
+            "vision_encoder": self._vision_encoder({} if embeds_images else _IN_TRANSFORMERS_JS),
             "embed_tokens": self.call({"embed": embed}, adapt=self._embed, axes={**_EMBEDDED, **_SEEN}),
             "decoder_model_merged": self.call(runs, adapt=self._later, axes={**DECODER, **_EMBEDDED, **self._positions}),
         }
@@ -90,7 +93,7 @@ class ImagesAndText(Calls):
         has_three = self._whole["position_ids"].dim() == 3 if "position_ids" in self._whole else False
         return {"position_ids": {1: "batch_size", 2: "sequence_length"}} if has_three else {}
 
-    def _vision_encoder(self) -> ExampleCall:
+    def _vision_encoder(self, names: Mapping[str, Mapping[str, str]]) -> ExampleCall:
         axes: dict[str, Axes] = {name: {0: "num_images"} for name in self._images}
         if self._images["pixel_values"].dim() == 4:
             axes["pixel_values"] = {0: "num_images", 1: "num_channels", 2: "height", 3: "width"}
@@ -100,7 +103,10 @@ class ImagesAndText(Calls):
         if self._encoder is not None and not together:
             raise self.refused(f"finds other things in images where {GRID} is not constant; try --attention sdpa")
         see = self._see_together if together else self._see
-        return self.call({"encode": self._images}, adapt=see, axes={**axes, **_SEEN})
+        call = self.call({"encode": self._images}, adapt=see, axes={**axes, **_SEEN})
+        name_of = names.get(self.model.config.model_type, {})
+        inputs = tuple(name_of.get(name, name) for name in call.input_names)
+        return replace(call, input_names=inputs, axes={name_of.get(name, name): dims for name, dims in call.axes.items()})
 
     def _sees_images_together(self) -> bool:
         """Whether the model finds the same in images that it does not take apart: their number can then vary."""
