@@ -322,7 +322,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("quantize net.onnx --rule dropout=int8 -o o.onnx", "--rule dropout=int8: no operator of module 'dropout' takes"),
     (
         "quantize net.onnx int8 --plan-for nosuch -o o.json",
-        "plans are written for modelopt, nncf, ort, not for",
+        "plans are written for genai, modelopt, nncf, olive, ort, not for",
     ),
     ("quantize net.onnx int8", "give the file to write with -o, or --dry-run"),
     ("quantize net.onnx int8 -o net.onnx", "net.onnx: is read by this command; name another file to write"),

@@ -76,6 +76,8 @@ def export_plan(
     ``"ort"``       JSON: arguments of ``quantize_static``, ``quantize_dynamic`` and ``MatMulNBitsQuantizer``
     ``"nncf"``      JSON: arguments of ``nncf.quantize`` and ``nncf.compress_weights``, with ignored scopes
     ``"modelopt"``  JSON: arguments of ``modelopt.onnx.quantization.quantize``
+    ``"genai"``     JSON: ``target_options`` of ONNX Runtime GenAI's model builder
+    ``"olive"``     JSON: passes of ``olive run``
     ==============  ================================================================================================
 
     Thread-safe, also for calls on the same model.

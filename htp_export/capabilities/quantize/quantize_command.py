@@ -51,7 +51,7 @@ def quantize_command(
     dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
     check: Annotated[bool, "Run both models on the data: the worst module, and the time of both."] = False,
     plan_for: Annotated[
-        str | None, "Run nothing; write the plan as another tool reads it, to -o: ort, nncf, modelopt."
+        str | None, "Run nothing; write the plan as another tool reads it, to -o: ort, nncf, modelopt, genai, olive."
     ] = None,
     share_weights: ShareOption = False,
 ) -> None:

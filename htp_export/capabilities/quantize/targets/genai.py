@@ -23,41 +23,39 @@ def plan_file(planned: PlannedModel) -> TargetFile:
     """The options as JSON."""
     planned.check_methods("genai", "weights", "keep")
     weights = planned.of("weights")
+    if not weights:
+        raise InputError("the plan has no weights of 4 or 8 bits, and the builder of genai takes no other rules")
     for what in ("block_size", "symmetric", "algorithm"):
         found = sorted({str(getattr(precision, what)) for precision in weights})
         if len(found) > 1:
             raise InputError(f"the builder of genai has one {what} in a run; the plan has {', '.join(found)}")
-    if not weights:
-        raise InputError("the plan has no weights of 4 or 8 bits, and genai's builder takes no other rules")
     first = next(iter(weights))
     if first.algorithm not in _METHODS:
-        known = ", ".join(_METHODS)
-        raise InputError(f"the builder of genai has no algorithm {first.algorithm!r}; it takes {known}")
-    bits = {node: precision.bits for precision, nodes in weights.items() for node in nodes}
-    products = [use.node for use in planned.weighted(planned.nodes)]
-    usual = min(bits[node] for node in products if node in bits)
-    overrides = [
-        {"match": {"name": name}, **({"type": f"int{found}"} if found else {"exclude": True})}
-        for node in dict.fromkeys(products)
-        if node.op_type != "Gather" and (found := bits.get(node, 0)) != usual
-        for name in [_name(planned.tagged.owners_of(node))]
-    ]
-    tables = [node for node in products if node.op_type == "Gather" and node in bits]
+        raise InputError(f"the builder of genai has no algorithm {first.algorithm!r}; it takes {', '.join(_METHODS)}")
+    bits = {use.node: precision.bits for precision, nodes in weights.items() for use in planned.weighted(nodes)}
+    usual = min(bits.values())
+    named = {
+        _name(planned.tagged.owners_of(use.node)): bits.get(use.node)
+        for use in planned.weighted(planned.nodes)
+        if use.node.op_type != "Gather"
+    }
     settings = {
         "type": f"int{usual}",
         "block_size": first.block_size,
         "symmetric": first.symmetric,
         "method": _METHODS[first.algorithm],
         "op_types": ["MatMul"],
-        "overrides": overrides,
+        "overrides": [
+            {"match": {"name": name}, **({"exclude": True} if found is None else {"type": f"int{found}"})}
+            for name, found in named.items()
+            if found != usual
+        ],
     }
-    for node in products:
-        if node.op_type != "Gather":
-            _name(planned.tagged.owners_of(node))  # a module that the builder does not know is refused
-    notes = ["python -m onnxruntime_genai.models.builder ... --extra_options target_options=FILE"]
+    notes = ["python -m onnxruntime_genai.models.builder -m MODEL -o FOLDER -e cpu --target_options FILE"]
+    tables = [node for node in bits if node.op_type == "Gather"]
     if tables:
-        notes.append(f"{len(tables)} tables of embeddings keep their weights: the builder is asked for MatMul alone")
-    content = {"quant_config": {"io_dtype": "fp32", "weights": settings}}
+        notes.append(f"{len(tables)} tables of embeddings keep their weights: the options are for MatMul alone")
+    content: dict[str, object] = {"quant_config": {"io_dtype": "fp32", "weights": settings}}
     return TargetFile(content, (*notes, *planned.subgraph_notes()))
 
 
