@@ -5,9 +5,9 @@ model builder. The names of tensors and the sizes of the cache are read from the
 and the way to choose a token are read from the configs of transformers. ``type`` is ``"decoder"`` for all of them:
 GenAI's types of single architectures run the same way, and some of them expect other caches than transformers has.
 
-A decoder that takes ``inputs_embeds`` is one of three files: ``vision_encoder`` and ``embed_tokens`` lie beside it. GenAI
-gives positions in time, height and width (M-RoPE) to its types of Qwen's models alone, ``"qwen2_5_vl"`` among them;
-nothing else depends on which of these it is (``IsQwenVLFamily`` in ``src/models/model_type.h``).
+A decoder that takes ``inputs_embeds`` is one of three files: ``vision_encoder`` and ``embed_tokens`` lie beside it.
+GenAI gives positions in time, height and width (M-RoPE) to its types of Qwen's models alone, ``"qwen2_5_vl"`` among
+them; nothing else depends on which of these it is (``IsQwenVLFamily`` in ``src/models/model_type.h``).
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def genai_config(
 ) -> dict[str, Any]:
     """The content of ``genai_config.json`` for a decoder that takes a key-value cache and returns one.
 
-    The decoder takes ``input_ids`` (or ``inputs_embeds``, with positions in three dimensions), a cache with batch, heads, length and head size, and maybe ``attention_mask`` and
-    ``position_ids``; it returns ``logits`` and the cache. An InputError names the tensor that is otherwise. Settings of
-    the generation config come before those of the config. The file name is that of the decoder in the folder of
-    ``genai_config.json``.
+    The decoder takes ``input_ids``, or ``inputs_embeds`` and positions in three dimensions, a cache with batch, heads,
+    length and head size, and maybe ``attention_mask`` and ``position_ids``; it returns ``logits`` and the cache. An
+    InputError names the tensor that is otherwise. Settings of the generation config come before those of the config.
+    The file name is that of the decoder in the folder of ``genai_config.json``.
     """
     past, present = _caches(model.graph)
     inputs = {name: name for name in _TOKENS if any(value.name == name for value in model.graph.inputs)}

@@ -47,8 +47,8 @@ def example_images(encoder: Any, count: int, generator: torch.Generator) -> dict
 def in_place_of_loops(encoder: Any, grid: torch.Tensor, patches: int) -> dict[str, torch.Tensor]:
     """What the encoder computes from the values of the grids, under the names of ``transformers.vision_utils``.
 
-    In ``cu_seqlens`` and ``cu_window_seqlens`` are not the ends of the sequences, but the number of the sequence of each
-    patch; see `attending_by_sequence`. The number of patches is that of all images.
+    In ``cu_seqlens`` and ``cu_window_seqlens`` are not the ends of the sequences, but the number of the sequence of
+    each patch; see `attending_by_sequence`. The number of patches is that of all images.
     """
     import torch
 
@@ -59,7 +59,7 @@ def in_place_of_loops(encoder: Any, grid: torch.Tensor, patches: int) -> dict[st
     image = (place[:, None] >= ends[None, :]).sum(1)
     (_, height, width), start = grid[image].unbind(-1), (ends - counts)[image]
     frame, within = (place - start) // (height * width), (place - start) % (height * width)
-    # Patches are ordered by blocks of merge × merge, which are merged.
+    # Patches are ordered by blocks of merge by merge, which are merged.
     block, inner = within // merge**2, within % merge**2
     block_row, block_column = block // (width // merge), block % (width // merge)
     row, column = block_row * merge + inner // merge, block_column * merge + inner % merge
@@ -123,7 +123,10 @@ def attending_by_sequence(encoder: nn.Module) -> Iterator[None]:
             kwargs = kwargs or {}
             # By name: transformers' exporters replace the function itself.
             if masks and getattr(function, "__name__", "") == "scaled_dot_product_attention":
-                args, kwargs = (*args[:3], masks[-1][1], *args[4:]), {k: v for k, v in kwargs.items() if k != "attn_mask"}
+                args, kwargs = (
+                    (*args[:3], masks[-1][1], *args[4:]),
+                    {k: v for k, v in kwargs.items() if k != "attn_mask"},
+                )
             return function(*args, **kwargs)
 
     def make(changes: Changes) -> None:

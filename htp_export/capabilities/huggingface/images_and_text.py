@@ -74,7 +74,9 @@ class ImagesAndText(Calls):
         return {
             "vision_encoder": self._vision_encoder({} if embeds_images else _IN_TRANSFORMERS_JS),
             "embed_tokens": self.call({"embed": embed}, adapt=self._embed, axes={**_EMBEDDED, **_SEEN}),
-            "decoder_model_merged": self.call(runs, adapt=self._later, axes={**DECODER, **_EMBEDDED, **self._positions}),
+            "decoder_model_merged": self.call(
+                runs, adapt=self._later, axes={**DECODER, **_EMBEDDED, **self._positions}
+            ),
         }
 
     @property
@@ -106,7 +108,9 @@ class ImagesAndText(Calls):
         call = self.call({"encode": self._images}, adapt=see, axes={**axes, **_SEEN})
         name_of = names.get(self.model.config.model_type, {})
         inputs = tuple(name_of.get(name, name) for name in call.input_names)
-        return replace(call, input_names=inputs, axes={name_of.get(name, name): dims for name, dims in call.axes.items()})
+        return replace(
+            call, input_names=inputs, axes={name_of.get(name, name): dims for name, dims in call.axes.items()}
+        )
 
     def _sees_images_together(self) -> bool:
         """Whether the model finds the same in images that it does not take apart: their number can then vary."""
@@ -126,7 +130,10 @@ class ImagesAndText(Calls):
         import torch
 
         returned = self.model.get_image_features(**arguments)
-        features = [getattr(returned, "pooler_output", returned), *(getattr(returned, "deepstack_features", None) or ())]
+        features = [
+            getattr(returned, "pooler_output", returned),
+            *(getattr(returned, "deepstack_features", None) or ()),
+        ]
         layers = []
         for layer in features:
             pieces = [layer] if isinstance(layer, torch.Tensor) else layer
@@ -222,7 +229,8 @@ class ImagesAndText(Calls):
         """The tokens as a program gives them to the decoder: with the images in their places."""
         whole = dict(self._whole)
         ids = whole.pop("input_ids")
-        embedded: torch.Tensor = self._embed(None, {"input_ids": ids, "image_features": self._features})["inputs_embeds"]
+        given = {"input_ids": ids, "image_features": self._features}
+        embedded: torch.Tensor = self._embed(None, given)["inputs_embeds"]
         split = ids.shape[1] - self.sizes["sequence_length"]
         with self._decoding():
             return self.prefill_and_decode({**whole, "inputs_embeds": embedded.detach().clone()}, split)
@@ -261,9 +269,9 @@ def _undivided(images: Any) -> contextlib.AbstractContextManager[Any]:
             if name == "split" and isinstance(args[1], list) and any(isinstance(size, _All) for size in args[1]):
                 return (args[0],)
             # Sizes are compared as text: comparing symbols would make one of them a constant.
-            if name in lists and args[1:] in ((), (0,)) and not kwargs and isinstance(args[0], torch.Tensor):
-                if args[0].dim() and str(args[0].shape[0]) == str(images):
-                    return lists[name](args[0])
+            is_list = name in lists and args[1:] in ((), (0,)) and not kwargs and isinstance(args[0], torch.Tensor)
+            if is_list and args[0].dim() and str(args[0].shape[0]) == str(images):
+                return lists[name](args[0])
             return function(*args, **(kwargs or {}))
 
     lists: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -91,7 +91,7 @@ def write_transformers_js(
 
 
 def _with_cache_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """A config that also has the sizes of the cache: transformers.js looks for them there with some types (Qwen2-VL)."""
+    """A config with the sizes of the cache in it, where transformers.js looks for those of some types (Qwen2-VL)."""
     text = config.get("text_config")
     return {**{key: text[key] for key in _CACHE_SIZES if key in text}, **config} if isinstance(text, dict) else config
 

@@ -35,7 +35,8 @@ def plan_file(planned: PlannedModel) -> TargetFile:
     left_out = [use.node.op_type for nodes in weights.values() for use in planned.weighted(nodes)]
     left_out = [kind for kind in left_out if kind not in _IN_BLOCKS]
     if left_out:
-        notes.append(f"{len(left_out)} nodes keep their weights: Olive has no blocks in {', '.join(sorted({*left_out}))}")
+        kinds = ", ".join(sorted(set(left_out)))
+        notes.append(f"{len(left_out)} nodes keep their weights: Olive has no blocks in {kinds}")
     return TargetFile({"passes": passes}, (*notes, *planned.subgraph_notes()))
 
 
@@ -44,13 +45,17 @@ def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -
     if precision.algorithm not in ("default", "rtn"):
         raise InputError(f"rules for olive have the algorithm 'rtn', not {precision.algorithm!r} ({precision})")
     included = names(use.node for use in planned.weighted(nodes) if use.node.op_type in _IN_BLOCKS)
-    return {
-        "type": "OnnxBlockWiseRtnQuantization",
-        "bits": precision.bits,
-        "block_size": precision.block_size,
-        "is_symmetric": precision.symmetric,
-        "nodes_to_include": included,
-    } if included else None
+    return (
+        {
+            "type": "OnnxBlockWiseRtnQuantization",
+            "bits": precision.bits,
+            "block_size": precision.block_size,
+            "is_symmetric": precision.symmetric,
+            "nodes_to_include": included,
+        }
+        if included
+        else None
+    )
 
 
 def _dynamic(precision: Precision, nodes: list[ir.Node]) -> dict[str, object]:
