@@ -135,7 +135,8 @@ def genai_config(
     parts: dict[str, Any] = {"type": "decoder"}
     if "inputs_embeds" in inputs:
         parts = _three_files(model.graph, config)
-        decoder["hidden_size"] = next(value.shape for value in model.graph.inputs if value.name == "inputs_embeds")[-1]
+        [rows] = [value.shape for value in model.graph.inputs if value.name == "inputs_embeds"]
+        decoder["hidden_size"] = rows[-1] if rows and isinstance(rows[-1], int) else hidden_size
     return {
         "model": {
             **parts,
