@@ -174,6 +174,7 @@ def test_genai_generates_the_tokens_of_pytorch(files: Programs, tmp_path: Path) 
     found = genai_config(
         decoder, files.model.config, files.model.generation_config, filename="decoder_model_merged.onnx"
     )
+    assert (found["model"]["decoder"]["num_attention_heads"], found["model"]["vision"]["patch_size"]) == (4, 4)
     (tmp_path / "genai_config.json").write_text(json.dumps(found))
     given = prompt(files.model)
     assert by_genai(tmp_path, given) == generated(files.model, given)

@@ -113,14 +113,15 @@ def genai_config(
     The file name is that of the decoder in the folder of ``genai_config.json``.
     """
     past, present = _caches(model.graph)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     inputs = {name: name for name in _TOKENS if any(value.name == name for value in model.graph.inputs)}
-    heads, hidden_size = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-    head_size = past.head_size or _count(config, "head_dim")
+    heads, hidden_size = _count(text, "num_attention_heads"), _count(text, "hidden_size")
+    head_size = past.head_size or _count(text, "head_dim")
     if head_size is None and heads and hidden_size:
         head_size = hidden_size // heads
     logits = next(value.shape for value in model.graph.outputs if value.name == "logits")
-    vocabulary = logits[-1] if logits and isinstance(logits[-1], int) else _count(config, "vocab_size")
-    context = _context_length(config)
+    vocabulary = logits[-1] if logits and isinstance(logits[-1], int) else _count(text, "vocab_size")
+    context = _context_length(text)
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
         "filename": filename,
@@ -130,7 +131,7 @@ def genai_config(
         "outputs": {"logits": "logits", "present_key_names": present.keys, "present_value_names": present.values},
         "num_attention_heads": heads,
         "num_hidden_layers": len(past.layers),
-        "num_key_value_heads": past.heads or _count(config, "num_key_value_heads") or heads,
+        "num_key_value_heads": past.heads or _count(text, "num_key_value_heads") or heads,
     }
     parts: dict[str, Any] = {"type": "decoder"}
     if "inputs_embeds" in inputs:
