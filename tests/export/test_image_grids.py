@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from htp_export.capabilities.export.deploy_options import DeployOptions
 from htp_export.capabilities.huggingface.genai import genai_config
 from htp_export.capabilities.huggingface.image_grids import (
     attending_by_sequence,
@@ -74,6 +75,15 @@ def test_an_encoder_whose_attention_takes_no_mask_is_refused() -> None:
     model.set_attn_implementation("eager")
     with pytest.raises(InputError, match="finds other things in images where image_grid_thw is not constant; try"):
         example_calls(model, task=TASK)
+
+
+def test_files_for_genai_and_for_transformers_js_are_two_exports() -> None:
+    names = ["vision_encoder", "embed_tokens", "decoder_model_merged"]
+    DeployOptions(genai=True).check_files(names)
+    with pytest.raises(InputError, match=r"--genai and --transformers-js: .*; export twice"):
+        DeployOptions(genai=True, transformers_js=Path("js")).check_files(names)
+    with pytest.raises(InputError, match="--genai and --export-json are for models of one file"):
+        DeployOptions(export_json=True).check_files(names)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------
