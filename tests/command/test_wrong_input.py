@@ -519,11 +519,11 @@ def test_quantizing_warns_where_products_saturate(
 ) -> None:  # fmt: skip
     from onnxruntime.quantization import QuantType
 
-    from htp_export.capabilities.carry.adapters import quantizers
+    from htp_export.runtime import processors
 
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t: none\n")
-    monkeypatch.setattr(quantizers, "_PROCESSORS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processors, "_CPUINFO", tmp_path / "cpuinfo")
     given = {key: QuantType.QUInt8 if value == "unsigned" else value for key, value in options.items()}
     htp_export.tools.quantize_dynamic("net.onnx", **given)
     assert ("this processor has no VNNI" in caplog.text) is warned

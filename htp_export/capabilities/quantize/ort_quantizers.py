@@ -8,23 +8,25 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.editing.submodels import constant_of
+from htp_export.files.filesystem import temporary_folder
 from htp_export.format.recipes import step
-from htp_export.model.recipes import recipe_of, recorded
+from htp_export.model.recipes import recipe_of
 from htp_export.process.progress import counted
 from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
-from htp_export.weights.products import is_matrix_product
+from htp_export.weights.products import changed_when_written, is_matrix_product
 
-__all__ = ["GROUP_BYTES", "Reader", "groups_in_memory", "quantizers", "quietly", "write_products"]
+__all__ = ["GROUP_BYTES", "Reader", "groups_in_memory", "made_file", "quantizers", "quietly", "write_products"]
 
-GROUP_BYTES = 256 << 20
-"""Weights that are in memory at a time; a single one may be larger."""
+GROUP_BYTES = 32 << 20
+"""Weights that are in memory at a time; a single one may be larger. Each group leaves one open file."""
 
 _QUANTIZATION = "onnxruntime.quantization"
 
@@ -105,6 +107,16 @@ def _weights_of(node: ir.Node) -> dict[ir.Value, int]:
     return {value: tensor.nbytes for value, tensor in tensors.items() if tensor.dtype == ir.DataType.FLOAT}
 
 
+@contextlib.contextmanager
+def made_file() -> Iterator[Path]:
+    """A place for what a quantizer makes.
+
+    `read_model` leaves its large tensors there: they are read when they are used, also after the file is deleted.
+    """
+    with temporary_folder() as folder:
+        yield folder / "made.onnx"
+
+
 def write_products(graph: ir.Graph) -> None:
     """Write each ``Gemm`` with a constant weight as a ``MatMul``, which has its name, and an ``Add``."""
     for node in list(graph):
@@ -123,9 +135,8 @@ def _as_product(graph: ir.Graph, node: ir.Node) -> None:
         if turned.name in graph.initializers:
             turned = graph.initializers[str(turned.name)]
         else:
-            array = np.ascontiguousarray(tensor.numpy().T)
-            turned.const_value, turned.shape = ir.Tensor(array, name=turned.name), ir.Shape(array.shape)
-            turned.const_value = recorded(turned.const_value, step("transpose", recipe_of(right), [1, 0]))
+            recipe, shape = step("transpose", recipe_of(right), [1, 0]), tensor.shape.numpy()[::-1]
+            turned.const_value, turned.shape = changed_when_written(tensor, np.transpose, recipe, shape), ir.Shape(shape)
             graph.register_initializer(turned)
     else:
         turned = right

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.method import Method
-from htp_export.capabilities.quantize.ort_quantizers import groups_in_memory, quantizers, quietly, write_products
+from htp_export.capabilities.quantize.ort_quantizers import (
+    groups_in_memory,
+    made_file,
+    quantizers,
+    quietly,
+    write_products,
+)
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
-from htp_export.files.filesystem import temporary_folder
-from htp_export.files.parsing import model_from_proto
+from htp_export.files.model_files import read_model
 from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
 
 __all__ = ["METHOD"]
@@ -59,8 +63,7 @@ class Dynamic(Method):
         kinds = {node.op_type for node in part.model.graph}
         unsigned = self.precision.weight == "uint8" or "Conv" in kinds
         tool = quantizers()
-        with temporary_folder() as folder, quietly():
-            target = folder / "made.onnx"
+        with made_file() as target, quietly():
             tool.quantize_dynamic(
                 part.proto(),
                 target,
@@ -70,7 +73,7 @@ class Dynamic(Method):
                 weight_type=tool.QuantType.QUInt8 if unsigned else tool.QuantType.QInt8,
                 extra_options={"MatMulConstBOnly": True},
             )
-            return model_from_proto(onnx.load(target)), ""
+            return read_model(target), ""
 
 
 METHOD = Dynamic

@@ -12,12 +12,14 @@ from htp_export.capabilities.quantize.method import Method
 from htp_export.capabilities.quantize.ort_quantizers import (
     Reader,
     groups_in_memory,
+    made_file,
     quantizers,
     quietly,
     write_products,
 )
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
+from htp_export.files.model_files import read_model
 from htp_export.format.recipes import Recipe, step
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
@@ -120,7 +122,9 @@ class Blocks(Method):
         unique = {tensor.name: tensor for tensor in made.graph.initializer}  # two readers of a weight write it twice
         del made.graph.initializer[:]
         made.graph.initializer.extend(unique.values())
-        quantized = ir.from_proto(made)
+        with made_file() as file:
+            onnx.save(made, file)
+            quantized = read_model(file)
         if self.precision.algorithm == "default":
             self._record(quantized.graph, weights)
         return quantized, ""
