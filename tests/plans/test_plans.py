@@ -162,7 +162,7 @@ def test_a_precision_is_a_name_with_other_fields_or_a_dataclass() -> None:
         ({"precision": "int8", "weight": "uint8"}, "no int8 with uint8 weights"),
         ({"precision": "int8", "bits": 4}, "int8 has 8 bits, not 4"),
         ({"precision": "fp16", "weight": "bfloat16"}, "same float type"),
-        ({"precision": "int8-weights", "algorithm": "gptq"}, "runs 4 bits, not 8"),
+        ({"precision": "int8-weights", "algorithm": "hqq"}, "runs 4 bits, not 8"),
     ],
     ids=str,
 )

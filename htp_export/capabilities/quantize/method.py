@@ -137,7 +137,7 @@ class Precision:
         per_channel: Whether each output channel of a weight has its own scale (``static``, ``dynamic``).
         calibration: How ranges are chosen (``static``): ``minmax``, ``entropy`` or ``percentile``.
         reduce_range: Whether weights of 8 bits use 7 of them (``static``, ``dynamic``), for processors without VNNI.
-        algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq``, ``gptq`` or ``k-quant``.
+        algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq`` or ``k-quant``.
         block_size: Weights that share a scale (``weights``): 16 or more, a power of two.
         engine: Whose numerics: ``onnxruntime``, or the name of a plug-in, such as ``nncf``.
         options: What the engine's method takes besides, such as ``{"awq": True}``. In plans these are fields like the

@@ -66,7 +66,7 @@ class PlanFile(Result):
 @names_model_faults("model")
 def export_plan(
     model: ModelSource,
-    plan: Mapping[str, Any] | str = "auto",
+    plan: Mapping[str, Any] | str,
     output: str | os.PathLike[str] | None = None,
     *,
     to: str,

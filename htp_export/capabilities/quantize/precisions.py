@@ -48,6 +48,8 @@ def precision_of(value: Any) -> Precision:
         if name is None:
             raise InputError(f"precision {value!r} has no name; write it as 'precision': 'int8'")
         base = precision_of(name)
+        if base == AUTO and given:
+            raise InputError(f"precision 'auto' has no fields, and {', '.join(map(repr, given))} is given")
         fields = {key: given.pop(key) for key in FIELDS if key in given}
         return dataclasses.replace(base, **{"bits": 0, "options": {**base.options, **given}, **fields})
     if not isinstance(value, str) or value not in PRECISIONS:

@@ -67,7 +67,8 @@ def quantize_command(
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
     if output is not None:
         check_output(output, Kind.MODEL if plan_for is None else Kind.JSON)
-    rules = read_rules("auto" if plan is None and not rule else plan, rule, "PRECISION", named=PRECISIONS)
+    preset = "auto" if plan is None and not rule and plan_for is None else plan
+    rules = read_rules(preset, rule, "PRECISION", named=PRECISIONS)
     if plan_for is not None:
         _write_plan(file, rules, output, plan_for, table.as_json)
         return
