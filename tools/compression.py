@@ -89,6 +89,24 @@ def tiny_conv_net() -> Built:
     return torch.nn.Sequential(*layers, *tail), {"input": torch.randn(1, 3, 32, 32)}
 
 
+def silu_conv_net() -> Built:
+    """Five convolutions with SiLU and a sum around each, 64 x 64, as in small detectors."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.act = torch.nn.Conv2d(32, 32, 3, padding=1), torch.nn.BatchNorm2d(32), torch.nn.SiLU()
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - its name in the file
+            """A residual."""
+            return input + self.act(self.norm(self.conv(input)))
+
+    tail = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 10)]
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3, stride=2), *(Block() for _ in range(4)), *tail), {
+        "input": torch.randn(1, 3, 64, 64)
+    }
+
+
 def mlp() -> Built:
     """Four products of width 512, for 16 rows."""
     layers = [layer for _ in range(4) for layer in (torch.nn.Linear(512, 512), torch.nn.ReLU())]
@@ -116,6 +134,7 @@ KINDS: Mapping[str, Callable[[], Built]] = {
     "mobile": mobile_net,
     "small-conv": small_conv_net,
     "tiny-conv": tiny_conv_net,
+    "silu-conv": silu_conv_net,
     "mlp": mlp,
     "lstm": lstm,
 }
