@@ -19,7 +19,6 @@ import contextlib
 import io
 import json
 import math
-import statistics
 import subprocess
 import sys
 import time
@@ -95,9 +94,13 @@ def silu_conv_net() -> Built:
     class Block(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.norm, self.act = torch.nn.Conv2d(32, 32, 3, padding=1), torch.nn.BatchNorm2d(32), torch.nn.SiLU()
+            self.conv, self.norm, self.act = (
+                torch.nn.Conv2d(32, 32, 3, padding=1),
+                torch.nn.BatchNorm2d(32),
+                torch.nn.SiLU(),
+            )
 
-        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - its name in the file
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
             """A residual."""
             return input + self.act(self.norm(self.conv(input)))
 
@@ -121,7 +124,7 @@ def lstm() -> Built:
             super().__init__()
             self.lstm, self.head = torch.nn.LSTM(256, 256, 2, batch_first=True), torch.nn.Linear(256, 10)
 
-        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - its name in the file
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
             """The last step's scores."""
             return self.head(self.lstm(input)[0][:, -1])
 

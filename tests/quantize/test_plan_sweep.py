@@ -21,7 +21,10 @@ from tests.quantize.test_quantize_models import MODELS
 from tests.quantized import IDS, Net, node_bytes
 
 PRECISIONS: Mapping[str, Any] = {
-    **{name: name for name in ("int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16", "bf16")},
+    **{
+        name: name
+        for name in ("int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16", "bf16")
+    },
     "int8 by tensor": {"precision": "int8", "per_channel": False},
     "u8s8 symmetric": {"precision": "u8s8", "symmetric": True},
     "int8-dynamic, 7 bits": {"precision": "int8-dynamic", "reduce_range": True},

@@ -24,7 +24,8 @@ for name, gigabytes in (("first", 0.001), ("net", 0.1)):  # the first run import
     ort_quantizers.GROUP_BYTES = 4 << 20
     before = status("RssAnon")
     with PeakOfOwn() as peak:
-        result = htp_export.quantize(folder / f"{name}.onnx", precision, folder / "made.onnx", external_data="made.data")
+        made = folder / "made.onnx"
+        result = htp_export.quantize(folder / f"{name}.onnx", precision, made, external_data="made.data")
 print(json.dumps([peak.own - before, result.modules[""].bytes_before, result.modules[""].bytes_after]))
 """
 

@@ -136,7 +136,10 @@ def _as_product(graph: ir.Graph, node: ir.Node) -> None:
             turned = graph.initializers[str(turned.name)]
         else:
             recipe, shape = step("transpose", recipe_of(right), [1, 0]), tensor.shape.numpy()[::-1]
-            turned.const_value, turned.shape = changed_when_written(tensor, np.transpose, recipe, shape), ir.Shape(shape)
+            turned.const_value, turned.shape = (
+                changed_when_written(tensor, np.transpose, recipe, shape),
+                ir.Shape(shape),
+            )
             graph.register_initializer(turned)
     else:
         turned = right

@@ -2,8 +2,8 @@
 
 What was measured, with the commands, is in ``docs/quantize.md`` ("Which one"):
 
-- Products with stored matrices are as fast with ranges at run time (``int8-dynamic``) as with calibrated ones, closer to
-  fp32, and need no data.
+- Products with stored matrices are as fast with ranges at run time (``int8-dynamic``) as with calibrated ones, nearer
+  to fp32, and need no data.
 - Convolutions are slower with ranges at run time (``ConvInteger`` has no fast kernel), and faster with calibrated ones:
   on x86 with unsigned activations (``u8s8``), on ARM with signed ones (``int8``), which ONNX Runtime fuses by default
   there and not on x86.
@@ -13,7 +13,7 @@ What was measured, with the commands, is in ``docs/quantize.md`` ("Which one"):
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -88,7 +88,9 @@ class Serving:
         chosen = replace(PRECISIONS[name], reduce_range=saturates())
         shares = ", ".join(f"{percent(among[kind] / among.total())} {kind}" for kind in (_PRODUCTS, _CONVOLUTIONS))
         machine = "ARM" if is_arm() else "x86 without VNNI, so weights have 7 bits" if saturates() else "x86"
-        self.notes.append(f"{where}auto is {name}, which is faster than fp32 here: {shares}; the processor is {machine}")
+        self.notes.append(
+            f"{where}auto is {name}, which is faster than fp32 here: {shares}; the processor is {machine}"
+        )
         return chosen
 
     def _apart(self, nodes: Iterable[ir.Node]) -> list[str]:

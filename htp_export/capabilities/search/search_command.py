@@ -37,7 +37,8 @@ def search_command(
         Path | None, typer.Argument(help="A .yaml or .json file: for each selector, what modules may become.")
     ] = None,
     choices: Annotated[
-        list[str] | None, "By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8 (auto,fp32)."
+        list[str] | None,
+        "By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8 (auto,fp32).",
     ] = None,
     objective: Annotated[list[str] | None, "By comma, of error, size, latency, metric, nonzeros (error,size)."] = None,
     metric: MetricOption = None,

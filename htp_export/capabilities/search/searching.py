@@ -73,7 +73,8 @@ def search(
             modules inside each other that a selector names, the innermost count. Each choice is a precision, as in a
             plan of ``quantize``; a value of a plan of ``prune``, such as ``0.5``, ``"2:4"``, ``"rank:25%"`` or
             ``"drop"``; or both, as ``"2:4+int8"`` or ``{"prune": "2:4", "precision": "int8"}``. ``"fp32"`` leaves a
-            module as it is; ``"auto"`` is one precision for all modules that have it. Modules that may only be dropped or stay may have others inside.
+            module as it is; ``"auto"`` is one precision for all modules that have it. Modules that may only be dropped
+            or stay may have others inside.
         objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors), ``latency``, ``metric``, and
             ``nonzeros`` (elements of weights that are neither zero nor removed).
         data: Inputs, as for ``sensitivity``.

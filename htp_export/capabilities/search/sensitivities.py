@@ -131,7 +131,12 @@ def sensitivity(
         by_path[path][name] = row
     original = None if estimate else measurer.original
     problems = [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
-    notes = (*serving.notes, *([RANDOM_NOTE] if samples.random else []), *([] if estimate else measurer.remarks), *problems)
+    notes = (
+        *serving.notes,
+        *([RANDOM_NOTE] if samples.random else []),
+        *([] if estimate else measurer.remarks),
+        *problems,
+    )
     return Sensitivity(dict(by_path), original, _blocks(tagged, rows), not estimate, notes, tagged.tag_facts)
 
 
