@@ -60,16 +60,16 @@ def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) ->
 
 def _by_channel(graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, channels: int) -> list[ir.Value]:
     """What a ``DequantizeLinear`` makes of a weight; one scale for each channel."""
-    shape = tensor.shape.numpy()
+    shape = tuple(int(size) for size in tensor.shape.numpy())
     others = tuple(axis for axis in range(len(shape)) if axis != channels)
 
     def scales() -> _Array:
-        largest = np.abs(tensor.numpy()).max(axis=others)
+        largest: _Array = np.abs(tensor.numpy()).max(axis=others)
         return np.where(largest == 0, 1, largest / _LARGEST).astype(np.float32)
 
     def levels() -> _Array:
-        spread = np.expand_dims(scales(), others)
-        return np.clip(np.round(tensor.numpy() / spread), -_LARGEST, _LARGEST).astype(np.int8)
+        rounded: _Array = np.round(tensor.numpy() / np.expand_dims(scales(), others))
+        return np.clip(rounded, -_LARGEST, _LARGEST).astype(np.int8)
 
     stored = [
         _lazy(graph, f"{weight.name}_Q8", levels, ir.DataType.INT8, shape),

@@ -49,7 +49,7 @@ class Blocks(Method):
             raise self.precision.fault(f"with hqq, ONNX Runtime runs 4 bits, not {self.precision.bits}")
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        """Whether its weight is a constant: a matrix on the right, a table of rows, or with 8 bits that of a convolution."""
+        """Whether its weight is constant: a matrix on the right, a table, or with 8 bits that of a convolution."""
         if node.domain or node.op_type not in ("MatMul", "Gemm", "Gather", *CONVOLUTIONS):
             return False
         weight = constant_of(node.inputs[weight_place(node)])
