@@ -134,10 +134,11 @@ def test_a_plan_file_that_is_no_mapping_is_refused(text: str, problem: str, tmp_
 def test_the_named_precisions_are_these() -> None:
     assert list(PRECISIONS) == [
         "int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16", "bf16", "fp32",
+        "auto",
     ]  # fmt: skip
     assert {name: precision.bits for name, precision in PRECISIONS.items()} == {
         "int8": 8, "u8s8": 8, "uint8": 8, "int16": 8, "int8-dynamic": 8, "int8-weights": 8, "int4": 4, "fp16": 16,
-        "bf16": 16, "fp32": 32,
+        "bf16": 16, "fp32": 32, "auto": 32,
     }  # fmt: skip
     calibrated = [name for name, precision in PRECISIONS.items() if precision.calibrated]
     assert calibrated == ["int8", "u8s8", "uint8", "int16"]
