@@ -93,6 +93,14 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return file, {key: value.numpy() for key, value in inputs.items() if key in known}
 
 
+@pytest.fixture(scope="module")
+def shared_linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("sizes") / "net.onnx"
+    net, options = spread(Sizes().eval()), {"dynamo": False, "input_names": ["ids"], "verbose": False}
+    htp_export.export(net, (torch.from_numpy(IDS),), file, **options)
+    return file
+
+
 def plans_of(tagged: TaggedModel, precision: Any) -> Iterator[dict[str, Any]]:
     """The whole, single modules of several levels and classes, and the whole but one of them."""
     inner = [path for path in tagged if path]
@@ -129,6 +137,12 @@ def _bytes_of(tagged: TaggedModel) -> bytes:
     import onnx_ir as ir
 
     return ir.to_proto(tagged.model).SerializeToString()
+
+
+@pytest.mark.parametrize("plan", [{"first": "fp16"}, {".": "int4", "second": "fp32"}, {"first": "int8-dynamic"}])
+def test_bytes_of_a_module_that_two_others_call_are_as_predicted(plan: dict[str, str], shared_linear: Path) -> None:
+    """``first.linear`` is called in ``second``, too: the file has both of its forms, and ``first`` has both."""
+    assert not list(deviations(shared_linear, plan, {"ids": IDS}))
 
 
 @pytest.mark.slow
