@@ -26,7 +26,10 @@ from htp_export.weights.products import changed_when_written, is_matrix_product
 __all__ = ["GROUP_BYTES", "Reader", "groups_in_memory", "made_file", "quantizers", "quietly", "write_products"]
 
 GROUP_BYTES = 32 << 20
-"""Weights that are in memory at a time; a single one may be larger. Each group leaves one open file."""
+"""Weights that are in memory at a time; a single one may be larger."""
+
+_MOST_GROUPS = 256
+"""Each group leaves an open file: systems allow 1024, or fewer, for a process. Groups of huge models are larger."""
 
 _QUANTIZATION = "onnxruntime.quantization"
 
@@ -89,10 +92,12 @@ def _groups(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
     for node in nodes:
         by_weight.setdefault(next(iter(_weights_of(node)), None), []).append(node)
     order = {node: place for place, node in enumerate(nodes)}
+    whole = sum(sum(_weights_of(readers[0]).values()) for readers in by_weight.values())
+    most = max(GROUP_BYTES, whole // _MOST_GROUPS)
     group, size = list[ir.Node](), 0
     for readers in by_weight.values():
         more = sum(_weights_of(readers[0]).values())
-        if group and size + more > GROUP_BYTES:
+        if group and size + more > most:
             yield sorted(group, key=order.__getitem__)
             group, size = [], 0
         group += readers
