@@ -66,8 +66,8 @@ class Tapped(TaggedResult):
 
     Attributes:
         tensors: The outputs or inputs that were added, or removed.
-        model: The model.
         said: What was done, in one line.
+        model: The model.
         file: The file that was written; None if there is none.
     """
 
