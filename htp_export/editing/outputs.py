@@ -21,8 +21,12 @@ _HOLDERS = ("If", "Loop", "Scan")
 """The operators with branches and loop bodies."""
 
 
-def add_output(graph: ir.Graph, value: ir.Value, name: str, tags: Mapping[str, str]) -> ir.Value:
+def add_output(
+    graph: ir.Graph, value: ir.Value, name: str, tags: Mapping[str, str], like: ir.Value | None = None
+) -> ir.Value:
     """Add an output that has the elements of a value, which keeps its own name: an ``Identity`` between them.
+
+    Its type and shape are those of ``like``, or of the value.
 
     Examples:
         >>> x = ir.val("x", ir.DataType.FLOAT, [2])
@@ -32,7 +36,8 @@ def add_output(graph: ir.Graph, value: ir.Value, name: str, tags: Mapping[str, s
         >>> [node.op_type for node in graph], [value.name for value in graph.outputs]
         (['Relu', 'Identity'], ['y', 'copy'])
     """
-    result = ir.Value(name=name, type=value.type, shape=value.shape)
+    like = like or value
+    result = ir.Value(name=name, type=like.type, shape=like.shape)
     graph.append(ir.node("Identity", [value], outputs=[result], name=name, metadata_props=tags))
     graph.outputs.append(result)
     return result
@@ -85,7 +90,8 @@ def lift(
     made: list[str] = []
 
     def new(op: str, inputs: Sequence[ir.Value], graph: ir.Graph, like: ir.Value, **facts: ir.Tensor) -> ir.Value:
-        result = ir.Value(name=names.tensors.unused(f"{name}.body"), type=like.type, shape=like.shape)
+        shape = facts["value"].shape if facts else like.shape
+        result = ir.Value(name=names.tensors.unused(f"{name}.body"), type=like.type, shape=shape)
         made.append(str(result.name))
         node = ir.node(op, inputs, facts, outputs=[result], name=names.nodes.unused(str(result.name)))
         node.metadata_props.update(tags)

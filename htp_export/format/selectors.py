@@ -121,15 +121,15 @@ def places_of(pattern: str | Sequence[str]) -> list[Place]:
 def _place(text: str) -> Place:
     body = text.removeprefix("!").lstrip()
     match = _PLACE.fullmatch(body)
-    if match is None and body != text:
-        return Place(text, body, "", excludes=True)
-    if match is None:
+    if match is None or not (match["side"] or body != text):
         raise SelectorError(text, f"says no side; write {f'{body}:in'!r} or {f'{body}:out'!r}")
     call = None if match["call"] is None else int(match["call"])
-    return Place(text, match["modules"], match["side"], call, match["name"] or "", excludes=body != text)
+    return Place(text, match["modules"], match["side"] or "", call, match["name"] or "", excludes=body != text)
 
 
-_PLACE = re.compile(r"(?P<modules>.*?)(?:#(?P<call>[0-9]{1,9}))?:(?P<side>in|out)(?:\[(?P<name>[^\]]+)\])?", re.DOTALL)
+_PLACE = re.compile(
+    r"(?P<modules>.*?)(?:#(?P<call>[0-9]{1,9}))?(?::(?P<side>in|out)(?:\[(?P<name>[^\]]+)\])?)?", re.DOTALL
+)
 
 
 def _terms(pattern: str | Sequence[str]) -> list[_Term]:

@@ -121,6 +121,12 @@ def _of_nodes(region: Region, call: int | None) -> Iterator[ModuleTensor]:
             yield ModuleTensor(region.path, side, "0", call, values, first=True)
 
 
+def _is_at(tensor: ModuleTensor, place: Place) -> bool:
+    """Whether a tensor of one of its modules is at a place."""
+    is_named = tensor.name == place.name if place.name else True
+    return place.side in ("", tensor.side) and place.call in (None, tensor.call or 0) and is_named
+
+
 def named_tensor(listed: Iterable[ModuleTensor], place: Place, path: str) -> list[ModuleTensor]:
     """The tensors of a module that a place names: one for each of its calls, or for the one call that it names.
 
@@ -131,8 +137,9 @@ def named_tensor(listed: Iterable[ModuleTensor], place: Place, path: str) -> lis
     calls = dict.fromkeys(tensor.call or 0 for tensor in sides)
     if place.call is not None and place.call not in calls:
         raise SelectorError(place.text, f"module {path!r} ran {max(len(calls), 1)} times, counted from 0")
-    wanted = [tensor for tensor in sides if place.call is None or (tensor.call or 0) == place.call]
-    found = [tensor for tensor in wanted if tensor.name == place.name or (not place.name and tensor.first)]
+    wanted = [tensor for tensor in sides if place.call in (None, tensor.call or 0)]
+    found = [tensor for tensor in wanted if tensor.first or place.name]
+    found = [tensor for tensor in found if _is_at(tensor, place)]
     if not found:
         given = "takes" if place.side == IN else "gives back"
         names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted)) or "no tensor that the file knows"
@@ -162,8 +169,8 @@ def chosen_tensors(
                 chosen.update(dict.fromkeys(named_tensor(tensors(path), place, path)))
     for place in places:
         if place.excludes:
-            gone = {*paths_of(place.modules)}
-            chosen = {each: None for each in chosen if each.path not in gone or place.side not in ("", each.side)}
+            paths = {*paths_of(place.modules)}
+            chosen = {each: None for each in chosen if each.path not in paths or not _is_at(each, place)}
     if not chosen:
         raise SelectorError(", ".join(place.text for place in places), "excludes every tensor that it selects")
     for tensor in chosen:

@@ -142,10 +142,10 @@ def tap(
     sources = {name: [_source(tagged, tensor, owner, names) for tensor in listed] for name, listed in wanted.items()}
     for name, listed in wanted.items():
         values = [value for value, _ in sources[name]]
-        value = values[0] if len(values) == 1 else _concatenated(tagged, name, values, concat or 0, owner)
-        result = value if value.name == name else add_output(tagged.model.graph, _typed(tagged, value), name, owner)
-        if result is value:
-            tagged.model.graph.outputs.append(result)
+        if len(values) == 1:
+            result = add_output(tagged.model.graph, values[0], name, owner, _typed(tagged, values[0]))
+        else:
+            result = _concatenated(tagged, name, values, concat or 0, owner)
         taps[name] = Tap(tuple(tensor.place for tensor in listed), (name, *(n for _, made in sources[name] for n in made)))
         added.append(TappedTensor.of(result, listed))
     write_taps(tagged.model.metadata_props, taps)
@@ -254,24 +254,23 @@ def _source(
 
 
 def _typed(tagged: TaggedModel, value: ir.Value) -> ir.Value:
-    """The value, whose type and shape are known now."""
-    if value.dtype is None or value.shape is None:
-        known = tagged.inferred.described(value)
-        value.type, value.shape = value.type or known.type, known.shape if value.shape is None else value.shape
-    if value.dtype is None:
+    """The type and shape that are known of a value."""
+    known = value if value.dtype is not None and value.shape is not None else tagged.inferred.described(value)
+    if known.dtype is None:
         raise InputError(f"the type of tensor {value.name!r} is not known")
-    return value
+    return known
 
 
 def _concatenated(
     tagged: TaggedModel, name: str, values: Sequence[ir.Value], axis: int, owner: Mapping[str, str]
 ) -> ir.Value:
     """The tensors along an axis of theirs, made by a node of the root: it belongs to no module."""
-    shapes = [_typed(tagged, value).shape for value in values]
-    kinds = ", ".join(f"{value.name}: {TappedTensor.of(value, ()).kind}" for value in values)
+    typed = [_typed(tagged, value) for value in values]
+    shapes = [value.shape for value in typed]
+    kinds = ", ".join(f"{value.name}: {TappedTensor.of(value, ()).kind}" for value in typed)
     ranks = {None if shape is None else len(shape) for shape in shapes}
     [rank] = ranks if len(ranks) == 1 else [None]
-    if rank is None or len({value.dtype for value in values}) > 1:
+    if rank is None or len({value.dtype for value in typed}) > 1:
         raise InputError(f"{name!r}: tensors of different type or rank cannot be put together: {kinds}")
     if not -rank <= axis < rank:
         raise InputError(f"concat {axis}: the tensors of {name!r} have {rank} axes ({kinds})")
@@ -285,9 +284,10 @@ def _concatenated(
             raise InputError(f"{name!r}: tensors differ in axis {place} too, and cannot be put together: {kinds}")
         else:
             sizes.append(next(iter(numbers), dims[0]))
-    result = ir.Value(name=name, type=values[0].type, shape=ir.Shape(sizes))
+    result = ir.Value(name=name, type=typed[0].type, shape=ir.Shape(sizes))
     node = ir.node("Concat", values, {"axis": axis}, outputs=[result], name=name, metadata_props=dict(owner))
     tagged.model.graph.append(node)
+    tagged.model.graph.outputs.append(result)
     return result
 
 
