@@ -81,13 +81,16 @@ def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_oth
     onnx.checker.check_model(str(tmp_path / "tapped.onnx"))
     x = torch.ones(2, 4)
     with torch.no_grad():
-        expected = {"block.fc:out": model.block.fc(x), "both#0:out": model.both(model.block(x).cos())}
-        negative = {"both#1:out": model.both(-x), "act:in": model.both(model.both(-x))}
-    for given, values, others in ((x, expected, negative), (-x, negative, expected)):  # the sum decides
+        high = {"block.fc:out": model.block.fc(x), "both#0:out": model.both(model.block(x).cos())}
+        twice = model.both(model.both(-x))
+        low = {"both#0:out": model.both(-x), "both#1:out": twice, "act:in": twice}
+    for given, expected in ((x, high), (-x, low)):  # the sum decides
         found = run(tmp_path / "tapped.onnx", {name: given.numpy()})
-        for place, tensor in values.items():
+        for place, tensor in expected.items():
             np.testing.assert_allclose(found[place], tensor, atol=1e-5)
-        assert [found[place].size for place in others] == [0, 0]
+        assert [tap for tap, value in found.items() if not value.size] == [
+            place for place in ("block.fc:out", "both#1:out", "act:in") if place not in expected
+        ]
     optimized = htp_export.optimize(tapped, level="fused")
     again = run(optimized, {name: np.ones((2, 4), np.float32)})
     assert again["both#0:out"].shape == (2, 4)
