@@ -38,7 +38,7 @@ def add_output(
     """
     like = like or value
     result = ir.Value(name=name, type=like.type, shape=like.shape)
-    graph.append(ir.node("Identity", [value], outputs=[result], name=name, metadata_props=tags))
+    graph.append(ir.node("Identity", [value], outputs=[result], name=name, metadata_props=dict(tags)))
     graph.outputs.append(result)
     return result
 
@@ -89,7 +89,9 @@ def lift(
     by_graph = {value.graph: value for value in values}
     made: list[str] = []
 
-    def new(op: str, inputs: Sequence[ir.Value], graph: ir.Graph, like: ir.Value, **facts: ir.Tensor) -> ir.Value:
+    def new(
+        op: str, inputs: Sequence[ir.Value], graph: ir.Graph, like: ir.Value, **facts: ir.TensorProtocol
+    ) -> ir.Value:
         shape = facts["value"].shape if facts else like.shape
         result = ir.Value(name=names.tensors.unused(f"{name}.body"), type=like.type, shape=shape)
         made.append(str(result.name))
@@ -101,7 +103,7 @@ def lift(
     while inner := [graph for graph in by_graph if graph is not index.model.graph]:
         depths = {graph: _depth(index, graph) for graph in inner}
         deepest = max(inner, key=depths.__getitem__)
-        [holder] = index.holders(deepest) or [None]
+        holder = next(iter(index.holders(deepest)), None)
         if holder is None or holder.op_type not in _HOLDERS or deepest not in subgraphs(holder):
             raise InputError("it lies in a function, whose results cannot be extended; use inline(...) before")
         bodies, value = subgraphs(holder), by_graph[deepest]
@@ -136,7 +138,7 @@ def _depth(index: GraphIndex, graph: ir.Graph | None) -> int:
     return depth
 
 
-def _empty(value: ir.Value) -> ir.Tensor:
+def _empty(value: ir.Value) -> ir.TensorProtocol:
     """A tensor without elements, of the type and rank of a value."""
     if value.shape is None or value.dtype is None or not len(value.shape):
         raise InputError(

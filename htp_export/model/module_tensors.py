@@ -84,7 +84,9 @@ def _of_signature(
         for place, (argument, name) in enumerate(names.items()):
             value = None if name is None else values.get(name)
             problem = "" if value is not None else _why_gone(region, name)
-            yield ModuleTensor(region.path, side, argument, call, () if value is None else (value,), problem, place == 0)
+            yield ModuleTensor(
+                region.path, side, argument, call, () if value is None else (value,), problem, place == 0
+            )
 
 
 def _why_gone(region: Region, name: str | None) -> str:
@@ -145,7 +147,6 @@ def named_tensor(listed: Iterable[ModuleTensor], place: Place, path: str) -> lis
         names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted)) or "no tensor that the file knows"
         raise SelectorError(place.text, f"module {path or '.'!r} {given} {names}")
     return found
-
 
 
 def chosen_tensors(

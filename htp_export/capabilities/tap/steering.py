@@ -93,7 +93,9 @@ class _Steering:
         [(dtype, size)] = kinds if len(kinds) == 1 else [(None, None)]
         if not isinstance(size, int) or dtype is None or not dtype.is_floating_point():
             listed = ", ".join(f"{value.name}: {TappedTensor.of(value, ()).kind}" for value in known)
-            raise InputError(f"{name!r}: a vector needs floating-point tensors of one type and last size, and has {listed}")
+            raise InputError(
+                f"{name!r}: a vector needs floating-point tensors of one type and last size, and has {listed}"
+            )
         vector = add_zeros_input(self._graph, self._names.tensors.unused(name), dtype, [size])
         for tensor in tensors:
             self._add_at(tensor, Instance(tensor.path, tensor.call or 0), vector)
@@ -140,11 +142,17 @@ class _Steering:
         arguments = [argument for argument, each in signature.inputs.items() if each == name]
         others = [argument for argument in arguments if tensor.side == OUT or argument != tensor.name]
         same = [f":in[{argument}]" for argument in others]
-        same += [f":out[{at}]" for at, each in enumerate(signature.outputs) if each == name and (tensor.side == IN or str(at) != tensor.name)]
+        same += [
+            f":out[{at}]"
+            for at, each in enumerate(signature.outputs)
+            if each == name and (tensor.side == IN or str(at) != tensor.name)
+        ]
         if tensor.side == OUT:
             same += [f" of {path!r}" for path in self._merged_with(call, str(name))]
         if same and not (tensor.side == IN and not call.path):
-            raise InputError(f"{tensor.place}: the file has the same tensor for {', '.join(same)}, and cannot add to one alone; choose a place where it is another")
+            raise InputError(
+                f"{tensor.place}: the file has the same tensor for {', '.join(same)}, and cannot add to one alone; choose a place where it is another"
+            )
         return self._values[str(name)]
 
     def _merged_with(self, call: Instance, name: str) -> list[str]:
@@ -163,7 +171,9 @@ class _Steering:
         parts = [call in part.running for part in self._tagged.work_of(node).parts]
         if any(parts) and not all(parts):
             owners = ", ".join(repr(owner) for owner in self._tagged.owners_of(node))
-            raise InputError(f"{tensor.place}: one {node.op_type} reads it for {owners} together; steer the file before it is optimised")
+            raise InputError(
+                f"{tensor.place}: one {node.op_type} reads it for {owners} together; steer the file before it is optimised"
+            )
         return bool(parts) and all(parts)
 
     def _rename(self, call: Instance, old: str, new: str, *, itself: bool) -> None:

@@ -146,7 +146,9 @@ def tap(
             result = add_output(tagged.model.graph, values[0], name, owner, _typed(tagged, values[0]))
         else:
             result = _concatenated(tagged, name, values, concat or 0, owner)
-        taps[name] = Tap(tuple(tensor.place for tensor in listed), (name, *(n for _, made in sources[name] for n in made)))
+        taps[name] = Tap(
+            tuple(tensor.place for tensor in listed), (name, *(n for _, made in sources[name] for n in made))
+        )
         added.append(TappedTensor.of(result, listed))
     write_taps(tagged.model.metadata_props, taps)
     said = f"{len(added)} output{'s' * (len(added) != 1)} added"
@@ -279,7 +281,9 @@ def _concatenated(
     for place, dims in enumerate(zip(*known, strict=True)):
         numbers = {dim for dim in dims if isinstance(dim, int)}
         if place == axis % rank:
-            sizes.append(sum(dim for dim in dims if isinstance(dim, int)) if len(numbers) and _all_known(dims) else None)
+            sizes.append(
+                sum(dim for dim in dims if isinstance(dim, int)) if len(numbers) and _all_known(dims) else None
+            )
         elif len(numbers) > 1:
             raise InputError(f"{name!r}: tensors differ in axis {place} too, and cannot be put together: {kinds}")
         else:

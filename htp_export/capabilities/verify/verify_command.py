@@ -108,7 +108,9 @@ def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCa
     from htp_export.files.npz_file import read_npz
 
     if len(call.runs) > 1:
-        raise InputError(f"{dump}: the file has {' and '.join(call.runs)}; say which in Python: verify(outputs_from=...)")
+        raise InputError(
+            f"{dump}: the file has {' and '.join(call.runs)}; say which in Python: verify(outputs_from=...)"
+        )
     arrays = read_npz(dump)
     given = {
         argument: torch.from_numpy(arrays[name])

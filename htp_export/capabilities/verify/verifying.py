@@ -139,7 +139,9 @@ def verify(
         if outputs_from is None:
             run = with_sorted_results(run)
         elif isolated:
-            raise InputError("isolated runs parts of the file, and outputs_from has what was computed: give one of them")
+            raise InputError(
+                "isolated runs parts of the file, and outputs_from has what was computed: give one of them"
+            )
         else:
             run = DumpedRun.of(run, outputs_from)
         return _verified(run, model, args, kwargs, chosen, tolerance_of(tagged, tolerances or {}), isolated=isolated)
