@@ -1,4 +1,4 @@
-"""Which outputs of a file are taps, not what the model returns: ``htp.taps`` of its metadata; see ``docs/format.md``."""
+"""Which outputs of a file are taps, not what the model returns: ``htp.taps`` of its metadata."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_the_command_reads_an_npz_with_its_inputs_and_says_what_to_ask_for(
 
 def test_dumps_that_say_nothing_are_refused(file: Path, tmp_path: Path) -> None:
     model, (x,) = example()
-    with pytest.raises(InputError, match="has no tensor that .* computes; it has 'y'"):
+    with pytest.raises(InputError, match=r"has no tensor that .* computes; it has 'y'"):
         htp_export.verify(model, file, (x,), outputs_from={"y": np.ones(3)})
     dump = Engine(file, None).run([str(value.name) for value in htp_export.load(file).results], x)
     with pytest.raises(InputError, match="another input 'x'"):

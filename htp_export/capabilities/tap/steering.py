@@ -35,15 +35,16 @@ def steer(
     """Add a vector, an optional input of the file, to inputs and outputs of modules, as a hook in PyTorch would.
 
     The vector has the size of the tensor's last axis, and is added to all its rows. A run that does not give it adds
-    zero. A vector at ``PATH:out`` is what a forward hook of the module adds: whatever reads its result reads the sum. One at
-    ``PATH:in`` is what a forward pre-hook adds: the module and what is inside of it read the sum, and others do not.
+    zero. A vector at ``PATH:out`` is what a forward hook of the module adds: whatever reads its result reads the sum.
+    One at ``PATH:in`` is what a forward pre-hook adds: the module and what is inside of it read the sum, and others do not.
     The sum is computed by the module. See ``docs/taps.md``.
 
     Thread-safe, also for calls on the same model.
 
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        places: Places as for `tap`, for inputs that are called ``<place>.steer``; or name of an input → one place or several.
+        places: Places as for `tap`, for inputs that are called ``<place>.steer``; or name of an input → one place or
+            several.
         output: The file to write.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
             no copy. If that file changes, ``output`` cannot be read any more.
@@ -74,7 +75,8 @@ def steer(
     added = [steering.add(name, tensors) for name, tensors in wanted.items()]
     if tagged.signatures:
         write_model_metadata(tagged.model.metadata_props, tagged.hierarchy, signatures=steering.signatures)
-    said = f"{len(added)} optional input{'s' * (len(added) != 1)} added; without them, the model computes what it did before"
+    count = f"{len(added)} optional input{'s' * (len(added) != 1)}"
+    said = f"{count} added; without them, the model computes what it did before"
     return written(tagged, added, said, output, share_weights=share_weights)
 
 
@@ -151,7 +153,8 @@ class _Steering:
             same += [f" of {path!r}" for path in self._merged_with(call, str(name))]
         if same and not (tensor.side == IN and not call.path):
             raise InputError(
-                f"{tensor.place}: the file has the same tensor for {', '.join(same)}, and cannot add to one alone; choose a place where it is another"
+                f"{tensor.place}: the file has the same tensor for {', '.join(same)}, and cannot add to one alone; "
+                "choose a place where it is another"
             )
         return self._values[str(name)]
 
@@ -172,7 +175,8 @@ class _Steering:
         if any(parts) and not all(parts):
             owners = ", ".join(repr(owner) for owner in self._tagged.owners_of(node))
             raise InputError(
-                f"{tensor.place}: one {node.op_type} reads it for {owners} together; steer the file before it is optimised"
+                f"{tensor.place}: one {node.op_type} reads it for {owners} together; "
+                "steer the file before it is optimised"
             )
         return bool(parts) and all(parts)
 

@@ -95,8 +95,8 @@ def verify(
         kwargs: Keyword arguments of the model.
         isolated: Run the nodes of each module alone, on the inputs that PyTorch gave to the module, so that an error is
             reported for the module that causes it.
-        outputs_from: Tensors of the file that another engine computed on the same arguments: an ``.npz`` file, or name →
-            array. ONNX Runtime is not run; modules without a tensor there are not compared, and the result's
+        outputs_from: Tensors of the file that another engine computed on the same arguments: an ``.npz`` file, or name
+            → array. ONNX Runtime is not run; modules without a tensor there are not compared, and the result's
             ``next_outputs`` names the tensor that halves what may be wrong.
         select: Only these modules; see ``TaggedModel.select``.
         tolerances: Selector → absolute and relative tolerance of the outputs of these modules; the last selector that
