@@ -27,7 +27,7 @@ from tests.exporting import SharedFiles
 from tests.nets import EXPORTERS, TiedWeights, image, spread
 from tests.quantized import IDS, Net, assert_others_are_the_same, assert_tagged, outputs, slow, written
 
-PRECISIONS = ["int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16"]
+PRECISIONS = ["int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp8", "fp16"]
 INSERTED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Mul"}
 
 
