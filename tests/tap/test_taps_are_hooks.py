@@ -153,28 +153,9 @@ def made(model: nn.Module, kwargs: Mapping[str, Any], exporter: str, folder: Pat
 
 
 FAMILIES = [
-    "bert",
-    "gpt2",
-    "llama",
-    "t5",
-    "whisper",
-    "vit",
-    "resnet",
-    "swin",
-    "convnext",
-    "clip",
-    "wav2vec2",
-    "mixtral",
-    "mamba",
-    "albert",
-    "deberta-v2",
-    "qwen3",
-    "gemma2",
-    "detr",
-    "segformer",
-    "vits",
-    "patchtst",
-]
+    "bert", "gpt2", "llama", "t5", "whisper", "vit", "resnet", "swin", "convnext", "clip",
+    "wav2vec2", "mixtral", "mamba", "albert", "deberta-v2", "qwen3", "gemma2", "detr", "segformer", "vits", "patchtst",
+]  # fmt: skip
 
 
 CASES = [(family, exporter) for family in FAMILIES for exporter in ("dynamo", "torchscript")]

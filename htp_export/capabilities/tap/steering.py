@@ -35,8 +35,8 @@ def steer(
     """Add a vector, an optional input of the file, to inputs and outputs of modules, as a hook in PyTorch would.
 
     The vector has the size of the tensor's last axis, and is added to all its rows. A run that does not give it adds
-    zero. A vector at ``PATH:out`` is what a forward hook of the module adds: whatever reads its result reads the sum.
-    One at ``PATH:in`` is what a forward pre-hook adds: the module and what is inside of it read the sum, and others do not.
+    zero. A vector at ``PATH:out`` is what a forward hook of the module adds: what reads its result reads the sum.
+    One at ``PATH:in`` is what a forward pre-hook adds: the module and what is inside of it read the sum, others do not.
     The sum is computed by the module. See ``docs/taps.md``.
 
     Thread-safe, also for calls on the same model.
