@@ -92,7 +92,7 @@ def lift(
     def new(
         op: str, inputs: Sequence[ir.Value], graph: ir.Graph, like: ir.Value, **facts: ir.TensorProtocol
     ) -> ir.Value:
-        shape = facts["value"].shape if facts else like.shape
+        shape = ir.Shape(facts["value"].shape.numpy()) if facts else like.shape
         result = ir.Value(name=names.tensors.unused(f"{name}.body"), type=like.type, shape=shape)
         made.append(str(result.name))
         node = ir.node(op, inputs, facts, outputs=[result], name=names.nodes.unused(str(result.name)))
