@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantize": {"carry", "cost", "verify"},
     "rename": {"carry", "functions"},
     "search": {"fingerprint", "prune", "quantize", "verify"},
+    "tap": {"carry"},
     "verify": {"huggingface", "optimize"},
     "view": {"cost", "inspect", "profile", "search"},
 }
@@ -242,6 +243,8 @@ IN_ANOTHER_FOLDER = {
     "placement": "place",
     "sensitivity": "search",
     "splice": "extract",
+    "steer": "tap",
+    "untap": "tap",
 }
 
 
