@@ -72,8 +72,8 @@ class Decoder:
             >>> Decoder.of(ir.Model(ir.Graph([ir.val("input_ids")], [], nodes=[]), ir_version=10))
             Traceback (most recent call last):
             ...
-            htp_export.errors.InputError: generating tokens needs a key-value cache, which the model does not take; export
-            it for the task text-generation-with-past
+            htp_export.errors.InputError: generating tokens needs a key-value cache, which the model does not take;
+            export it for the task text-generation-with-past
         """
         inputs = {each.name: each for each in Inputs.of(model)}
         taken = {_layer(name): name for name in inputs if CACHE.fullmatch(name)}
@@ -100,7 +100,7 @@ class Decoder:
         return Inputs([self.inputs[_IDS]])
 
     def first_feed(self, ids: Array) -> dict[str, Array]:
-        """The inputs of the run of a prompt, ``[batch, length]``: sizes of the cache that the file leaves open are 0."""
+        """The inputs of the run of a prompt, ``[batch, length]``, with an empty cache."""
         batch = ids.shape[0]
         feed = {name: _empty(self.inputs[name], batch) for name in self.cache}
         return feed | self._tokens(ids, ids.shape[1])
@@ -151,5 +151,7 @@ def _layer(name: str) -> tuple[int, str]:
 
 
 def _empty(declared: Input, batch: int) -> Array:
-    sizes = [batch if place == 0 else size if isinstance(size, int) else 0 for place, size in enumerate(declared.shape or ())]
+    """A tensor of the cache without tokens: sizes that the file leaves open are 0."""
+    shape = declared.shape or ()
+    sizes = [batch if k == 0 else size if isinstance(size, int) else 0 for k, size in enumerate(shape)]
     return np.zeros(sizes, np.float32 if declared.type is None else declared.type.numpy())

@@ -133,7 +133,7 @@ class TestAccuracyLevel:
         outputs(file, {"ids": IDS})
 
     def test_int8_arithmetic_is_what_is_computed(self, net: Path, tmp_path: Path) -> None:
-        """At level 4 results differ from those in fp32 by about a step of int8; at level 1 they are those of level 0."""
+        """At level 4 results differ from those in fp32 by about a step of int8; levels 0 and 1 are equal."""
         found = {}
         for level in (0, 1, 4):
             htp_export.quantize(net, {"class:Linear": f"int8-weights:accuracy_level={level}"}, tmp_path / "q.onnx")

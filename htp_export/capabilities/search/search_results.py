@@ -93,8 +93,8 @@ class Search(Result):
         trials: The measured plans: those of the study in their order, then those of one choice for the whole model.
         failed: Number of trials that could not be measured.
         modules: Module path → what it may become.
-        predicted: Points of the front of the additive problem: the first objective of ``size``, ``latency``, ``time`` and
-            ``nonzeros``, and error, as sums over modules.
+        predicted: Points of the front of the additive problem: the first objective of ``size``, ``latency``, ``time``
+            and ``nonzeros``, and error, as sums over modules.
         exact: Whether these are all points of that front.
         notes: Remarks on the data, and on choices that modules cannot have, a line each.
         tags: The tags of the model.

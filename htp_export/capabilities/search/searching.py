@@ -22,8 +22,8 @@ from htp_export.capabilities.search.studies import SAMPLERS, SharedStudy
 from htp_export.command.interrupts import stems_from_interrupt
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
-from htp_export.model.model_faults import names_model_faults
 from htp_export.files.filesystem import temporary_folder
+from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.process.bounds import MOST_RUNS, check_whole
 from htp_export.process.progress import report_counts
@@ -172,7 +172,7 @@ def search(
     shared.enqueue(work.first_plans(fronts, min(first, trials)))
     predicted = next(iter(fronts.values()))
 
-    def result(measured: tuple[Trial, ...]) -> Search:
+    def result(measured: tuple[Trial, ...], *, stopped: bool = False) -> Search:
         return Search(
             wanted,
             measured,
@@ -186,6 +186,7 @@ def search(
                 *work.space.problems,
                 *_dense(choices, wanted),
                 *shared.problems,
+                *(() if stopped else shared.why_fewer(trials)),
             ),
             tagged.tag_facts,
         )
@@ -197,7 +198,7 @@ def search(
     except BaseException as error:
         if not stems_from_interrupt(error):
             raise
-        raise SearchInterrupted(result(work.finished(fronts.values()))) from error
+        raise SearchInterrupted(result(work.finished(fronts.values()), stopped=True)) from error
 
 
 def _prompts(tagged: TaggedModel, samples: Samples, settings: SessionSettings, new_tokens: int) -> Prompts:
