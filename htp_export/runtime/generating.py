@@ -49,7 +49,7 @@ class Generated:
     @property
     def ms(self) -> float:
         """The time of the loop, in which each step counts as the median one."""
-        return self.prefill_ms + self.step_ms * (self.logits.shape[1] - 1)
+        return self.prefill_ms + self.step_ms * (int(self.logits.shape[1]) - 1)
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ class Measurement(Deviation):
         bytes: Size of all tensors of the model.
         latency_ms: Median time of a run; None if it was not measured.
         metric: The user's number; None without one.
-        tokens: Share of greedy tokens that are the original's, if the model goes on with the original's; None if no tokens
-            were generated. Then the deviation is that of the logits, ``kl`` the mean over tokens.
+        tokens: Share of greedy tokens that are the original's, if the model goes on with the original's; None without
+            such tokens. Then the deviation is that of the logits, ``kl`` the mean over tokens.
         time_ms: Time of the loop that generates them, a prompt; None without.
         nonzeros: Elements of the weights, as ``prune`` counts them, that are neither zero nor removed, before they are
             quantized; None in what was measured by an earlier version.
