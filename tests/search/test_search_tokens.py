@@ -133,6 +133,5 @@ def test_a_searched_plan_keeps_the_tokens_that_int8_arithmetic_flips(tmp_path: P
     same = [trial for trial in found.trials if trial.number is not None and trial.values["tokens"] == 1]
     best = max(same, key=lambda trial: list(trial.choices.values()).count("int4"))
     assert list(best.choices.values()).count("int4") > len(best.choices) / 2
-    assert {best.choices[f"model.layers.0.mlp.{name}_proj"] for name in ("gate", "up")} != {"int4"}
     htp_export.quantize(file, best.plan, tmp_path / "planned.onnx")
     assert greedy(onnxruntime.InferenceSession(tmp_path / "planned.onnx"), ids, 64) == expected
