@@ -153,7 +153,7 @@ class TestAccuracyLevel:
             ("int4:algorithm=hqq:accuracy_level=4", "accuracy_level has no effect with hqq"),
             (
                 "int4:format=qdq:accuracy_level=4",
-                "accuracy_level is of MatMulNBits, which the format qdq does not write",
+                "accuracy_level is of MatMulNBits, which the format qdq",
             ),
             ("int4:accuracy_level", "'accuracy_level' is no field of a precision; write FIELD=VALUE"),
             ("int4:acuracy_level=0", "has no field 'acuracy_level'; nearest: 'accuracy_level'"),
