@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "place": {"carry", "cost"},
     "profile": {"carry", "cost", "verify"},
     "prune": {"quantize"},
-    "quantize": {"carry", "verify"},
+    "quantize": {"carry", "cost", "verify"},
     "rename": {"carry", "functions"},
     "search": {"fingerprint", "prune", "quantize", "verify"},
     "verify": {"huggingface", "optimize"},
