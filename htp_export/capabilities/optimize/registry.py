@@ -21,6 +21,7 @@ LEVELS: tuple[Level, ...] = ("exact", "tolerant", "fused")
 _FOLDER = "htp_export.capabilities.optimize.passes"
 
 DEFAULT = (
+    "fuse_group_query_attention",
     "fuse_for_onnxruntime",
     "eliminate_dead_nodes",
     "eliminate_identity_ops",
