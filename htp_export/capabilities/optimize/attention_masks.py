@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from htp_export.editing.editing import constant_array
@@ -108,9 +107,9 @@ class _Rows:
 
     def read(self, value: ir.Value | None, depth: int = 24) -> tuple[bool, bool]:
         """Whether no query sees a later key, and whether each sees itself, but for keys that all queries miss."""
-        array = constant_array(value, 1)
-        if array is not None:
-            return False, bool(np.all(array))
+        contents = self.known.contents(value)
+        if contents is not None and contents.size == 1:
+            return False, contents.item() is True
         node, shape = value.producer() if value is not None else None, self.known.shape(value)
         if node is None or node.domain or not depth:
             return False, False

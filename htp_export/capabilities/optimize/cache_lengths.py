@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from htp_export.editing.editing import add_constant, stand_in
 from htp_export.shapes.operator_kinds import is_standard
-from htp_export.shapes.sizes import Dim
+from htp_export.shapes.sizes import Dim, evaluate, names_in
 from htp_export.shapes.symbolic import Symbolic
 
 __all__ = ["CacheLengths", "Lengths"]
@@ -38,7 +38,7 @@ class CacheLengths:
         self._graph = graph
         self._last: ir.Node | None = None
         self._made: dict[object, ir.Value] = {}
-        self._caches: dict[ir.Value, tuple[Lengths, ir.Value]] = {}
+        self._past: dict[ir.Value, Lengths] = {}
 
     def find(self, dims: tuple[Dim, Dim, Dim], past: ir.Value, known: Symbolic) -> Lengths | None:
         """The lengths of these sizes; None if no input has the first two."""
@@ -71,32 +71,25 @@ class CacheLengths:
         shape = self._add("Concat", [lengths.batch, lengths.new], axis=0)
         return pads, self._add("Expand" if one else "Reshape", [numbers, shape])
 
-    def note(self, lengths: Lengths, past: Iterable[ir.Value], present: Iterable[ir.Value]) -> None:
-        """Note that a cache has these lengths."""
-        new, total = lengths.new, lengths.total
+    def add_past(self, lengths: Lengths, past: Iterable[ir.Value]) -> None:
+        """Note the lengths of a cache that the model takes."""
         if not lengths.is_from_cache:
-            before = self._add("Sub", [total, new])
-            self._caches.update({value: (lengths, before) for value in past})
-        self._caches.update({value: (lengths, total) for value in present})
+            self._past |= dict.fromkeys(past, lengths)
 
-    def read_no_cache(self, known: Symbolic, values: Iterable[ir.Value] = ()) -> None:
-        """Let all that reads the shape of a noted cache read these numbers in its place."""
-        for value in [*values] or [*self._caches]:
-            lengths, length = self._caches[value]
-            shape = known.shape(value)
-            for node in [use.node for use in value.uses() if is_standard(use.node, "Shape")]:
-                if shape is None or len(shape) != 4 or node.graph is not self._graph:
-                    continue
-                places = range(4)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", 4)]
-                numbers = {0: lengths.batch, 2: length}
-                parts = [
-                    numbers[place] if place in numbers else self._constant(np.array([shape[place]], np.int64))
-                    for place in places
-                ]
-                if not parts:
-                    continue
-                whole = parts[0] if len(parts) == 1 else self._add("Concat", parts, axis=0)
-                stand_in(node.outputs[0], whole)
+    def read_no_past(self, known: Symbolic) -> None:
+        """Let all that reads the length of a noted cache read how many tokens more than the new ones there are."""
+        for value, lengths in self._past.items():
+            self.replace_shape(value, lengths, self._add("Sub", [lengths.total, lengths.new]), known)
+
+    def replace_shape(self, value: ir.Value, lengths: Lengths, length: ir.Value, known: Symbolic) -> None:
+        """Let all that reads the shape of a cache, whose length is given, read these numbers in its place."""
+        shape, numbers = known.shape(value), {0: lengths.batch, 2: length}
+        for node in [use.node for use in value.uses() if is_standard(use.node, "Shape")]:
+            places = range(4)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", 4)]
+            if shape is None or len(shape) != 4 or node.graph is not self._graph or not places:
+                continue
+            parts = [numbers.get(place) or self._constant(np.array([shape[place]], np.int64)) for place in places]
+            stand_in(node.outputs[0], parts[0] if len(parts) == 1 else self._add("Concat", parts, axis=0))
 
     def _size(self, dim: Dim, known: Symbolic) -> ir.Value | None:
         """A size as a tensor: a constant, or the size of an input that is no cache."""
@@ -104,26 +97,41 @@ class CacheLengths:
             return self._constant(np.array([dim], np.int64))
         for value in self._graph.inputs:
             shape = known.shape(value)
-            if shape is not None and len(shape) < 4 and dim in shape and not value.is_initializer():
-                place = shape.index(dim)
+            if shape is None or len(shape) > 3 or value.is_initializer():
+                continue
+            place = next((place for place, size in enumerate(shape) if size == dim or _means(str(size), dim)), None)
+            if place is not None:
                 return self._add("Shape", [value], start=place, end=place + 1)
         return None
 
+    def _has(self, key: object) -> bool:
+        """Whether a value was made, and is there still."""
+        return key in self._made and self._made[key].graph is self._graph
+
     def _constant(self, array: np.ndarray) -> ir.Value:  # type: ignore[type-arg]
         key = (array.dtype.str, array.tobytes(), array.ndim)
-        if key not in self._made:
+        if not self._has(key):
             self._made[key] = add_constant(self._graph, array, f"length_{array.ravel()[0]}")
         return self._made[key]
 
     def _add(self, operator: str, inputs: Sequence[ir.Value], **attributes: int) -> ir.Value:
         """The result of a node of the main graph, which is made if there is none yet."""
         key = (operator, *inputs, *attributes.items())
-        if key not in self._made:
+        if not self._has(key):
             node = ir.node(operator, inputs, attributes)
-            if self._last is None:
+            if self._last is None or self._last.graph is None:
                 self._graph.insert_before(self._graph[0], node)
             else:
                 self._graph.insert_after(self._last, node)
             self._last = node
             self._made[key] = node.outputs[0]
         return self._made[key]
+
+
+def _means(text: str, dim: Dim) -> bool:
+    """Whether an input's dimension, an expression of other dimensions, is a size, by its values at several sizes."""
+    names = sorted(names_in(text))
+    if text.isidentifier() or not names or set(names) != names_in(str(dim)):
+        return False
+    trials = ({name: start + step * place for place, name in enumerate(names)} for start, step in ((5, 2), (11, 30)))
+    return all(evaluate(text, sizes) == evaluate(str(dim), sizes) is not None for sizes in trials)

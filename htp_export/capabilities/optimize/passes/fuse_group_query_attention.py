@@ -18,7 +18,9 @@ from htp_export.capabilities.optimize.registry import register
 from htp_export.capabilities.optimize.rotary import rotated, stated_twice, without_heads
 from htp_export.editing.editing import add_constant, constant_array, multiple, remove_unused, replace, stand_in
 from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.model.recipes import lift_constants
 from htp_export.shapes.known import axes_of, normalized
+from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.sizes import Dim
 from htp_export.shapes.symbolic import Symbolic
 
@@ -41,16 +43,19 @@ class FuseGroupQueryAttention(NodePass):
     opset = 15  # Shape with a start and an end
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        if not _has_cache(model.graph):
+            return ir.passes.PassResult(model, modified=False)
+        prepared = _prepare(model)
         self._lengths = CacheLengths(model.graph)
         self._tables: dict[tuple[ir.Value, ...], list[ir.Value]] = {}
         self._sinks: dict[tuple[int, float], ir.Value] = {}
         result = super().call(model)
         if result.modified:
             model.opset_imports[_DOMAIN] = 1
-            self._lengths.read_no_cache(self.known)
+            self._lengths.read_no_past(self.known)
             remove_unused(model)
             model.graph.sort()
-        return result
+        return ir.passes.PassResult(model, prepared or result.modified)
 
     def rewrite(self, node: ir.Node) -> bool:
         found = _match(node, self.known)
@@ -88,8 +93,9 @@ class FuseGroupQueryAttention(NodePass):
             shape = integers(found.end, [0, 0, found.heads, found.features], "heads")
             nodes.append(ir.node("Reshape", [node.outputs[0], shape]))
         present = [cache.outputs[0] for cache in found.caches]
-        self._lengths.note(lengths, found.past, present)
-        self._lengths.read_no_cache(self.known, present)
+        self._lengths.add_past(lengths, found.past)
+        for value in present:
+            self._lengths.replace_shape(value, lengths, lengths.total, self.known)
         replace(found.end, nodes)
         for old, new_value in zip(present, node.outputs[1:], strict=True):
             stand_in(old, new_value)
@@ -130,6 +136,23 @@ class FuseGroupQueryAttention(NodePass):
         return self._sinks[key]
 
 
+def _has_cache(graph: ir.Graph) -> bool:
+    """Whether a graph adds to inputs of four dimensions, as to a cache."""
+    inputs = [value for value in graph.inputs if value.shape is not None and len(value.shape) == 4]
+    return any(is_standard(use.node, "Concat") for value in inputs for use in value.uses())
+
+
+def _prepare(model: ir.Model) -> bool:
+    """Make constants initializers, and leave out a ``Concat`` of one tensor, as TorchScript has them."""
+    modified = lift_constants(model)
+    for node in list(model.graph):
+        if is_standard(node, "Concat") and len(node.inputs) == 1 and not node.outputs[0].is_graph_output():
+            node.outputs[0].replace_all_uses_with(node.inputs[0])
+            model.graph.remove(node, safe=True)
+            modified = True
+    return modified
+
+
 class _Placed(NamedTuple):
     """A tensor of batch, heads, length and features; or, if it is not turned yet, of batch, length, heads, features."""
 
@@ -161,7 +184,8 @@ class _Attention:
 
 def _match(last: ir.Node, known: Symbolic) -> _Attention | str | None:
     """The attention with a cache whose last product is a node; a text: why it cannot be the operator."""
-    softmax = producer_of(last.inputs[0], "Softmax")
+    weights, is_guarded = _unguarded(last.inputs[0])
+    softmax = producer_of(weights, "Softmax")
     values = _cached(last.inputs[1], known)
     scores = _scores(softmax.inputs[0], known) if softmax is not None else None
     if softmax is None or values is None or scores is None:
@@ -195,7 +219,8 @@ def _match(last: ir.Node, known: Symbolic) -> _Attention | str | None:
         bias = known.shape(scores.bias)
         if bias is None or len(bias) != 4 or bias[2:] != (new, total) or bias[0] not in (1, batch) or bias[1] not in (1, heads):
             return "its mask has not a number for each query and key"
-    end = _end(last, mask, known, (batch, new, heads, features))
+    hides_nan = is_guarded and mask is not None and mask.hiding == -np.inf  # a row of it is NaN, and then zeros
+    end = _end(last, mask, known, (batch, new, heads, features), gives_zeros=hides_nan)
     if isinstance(end, str):
         return end
     past = keys.inputs[0], values.inputs[0]
@@ -211,6 +236,16 @@ def _match(last: ir.Node, known: Symbolic) -> _Attention | str | None:
         (batch, new, total),
         *(scores.bias, mask, scores.scale, scores.softcap, dtype),
     )
+
+
+def _unguarded(value: ir.Value | None) -> tuple[ir.Value | None, bool]:
+    """The weights, and whether zeros are in the place of those that are not numbers."""
+    guard = producer_of(value, "Where")
+    test = producer_of(guard.inputs[0], "IsNaN") if guard is not None else None
+    zero = constant_array(guard.inputs[1], 1) if guard is not None else None
+    if guard is None or test is None or zero is None or zero.any() or test.inputs[0] is not guard.inputs[2]:
+        return value, False
+    return guard.inputs[2], True
 
 
 class _Scores(NamedTuple):
@@ -299,7 +334,7 @@ def _cached(value: ir.Value | None, known: Symbolic) -> ir.Node | None:
 
 
 def _end(
-    last: ir.Node, mask: Mask | None, known: Symbolic, shape: tuple[Dim, Dim, int, int]
+    last: ir.Node, mask: Mask | None, known: Symbolic, shape: tuple[Dim, Dim, int, int], *, gives_zeros: bool
 ) -> tuple[ir.Node, bool] | str:
     """The node that gives batch, length and features, or batch, length, heads and features; and which of these it is."""
     value = last.outputs[0]
@@ -309,8 +344,12 @@ def _end(
         if mask is None or zero is None or zero.any() or not hides_rows(guard.inputs[0], mask.visible, known):
             return "its result depends on another condition than its mask"
         value = guard.outputs[0]
-    elif mask is not None and not mask.by_keys:
+    elif mask is not None and not mask.by_keys and not gives_zeros:
         return "it averages all values for queries without a visible key, and the operator gives zeros"
+    while (copy := only_consumer(value, "Reshape", "Identity")) is not None:
+        if known.shape(copy.outputs[0]) != known.shape(value) or copy.inputs[0] is not value:
+            break
+        value = copy.outputs[0]
     turn = only_consumer(value, "Transpose")
     if turn is None or permutation(turn, known) != _HEADS_FIRST or known.shape(turn.outputs[0]) != shape:
         return "its heads are not joined as the operator joins them"
