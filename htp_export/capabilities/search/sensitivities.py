@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from htp_export.capabilities.search.estimates import estimated_errors
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.sensitivity_results import BlockSensitivity, ModuleSensitivity, Sensitivity
-from htp_export.capabilities.search.spaces import deciding_modules
+from htp_export.capabilities.search.spaces import deciding_modules, two_named
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -136,7 +136,10 @@ def _precisions(given: Sequence[Any] | str) -> dict[str, Precision]:
     from htp_export.capabilities.quantize.precisions import PRECISIONS, Precision, precision_of
 
     listed = [given] if isinstance(given, str | Precision | Mapping) else list(given)
-    chosen = {precision.name: precision for precision in map(precision_of, listed)}
+    chosen: dict[str, Precision] = {}
+    for precision in map(precision_of, listed):
+        if chosen.setdefault(precision.name, precision) != precision:
+            raise InputError(two_named(precision.name))
     if not chosen:
         raise InputError(f"give precisions, of {', '.join(PRECISIONS)}")
     kept = [name for name, precision in chosen.items() if precision.is_kept]

@@ -27,6 +27,11 @@ __all__ = ["METHOD", "Blocks"]
 
 _PACKING = ("rtn", "gptq", "k-quant")
 """Algorithms that pack two zero points of a column into a byte, and fail on an odd number of them."""
+_INT8 = 4
+"""The accuracy level at which ONNX Runtime rounds activations to int8, block by block, and multiplies integers.
+
+Without a level it computes in fp32: with weights of 8 bits more slowly than with floats (docs/quantize.md).
+"""
 
 
 class Blocks(Method):
@@ -35,12 +40,21 @@ class Blocks(Method):
     activations = ("float32",)
     weights = ("int4", "int8")
     algorithms = ("default", "rtn", "hqq", "gptq", "k-quant")
+    accuracy_levels = (0, 1, 2, 3, 4)
     order = 1
 
     def check(self) -> None:
         if self.precision.bits != 4 and self.precision.algorithm in ("gptq", "hqq"):
             algorithm, bits = self.precision.algorithm, self.precision.bits
             raise self.precision.fault(f"with {algorithm}, ONNX Runtime runs 4 bits, not {bits}")
+        if self.precision.algorithm == "hqq" and self.precision.accuracy_level:
+            raise self.precision.fault("accuracy_level has no effect with hqq: zero points that are floats mean fp32")
+
+    @property
+    def accuracy_level(self) -> int:
+        """The arithmetic of products: int8, unless zero points are floats, with which ONNX Runtime computes in fp32."""
+        given = self.precision.accuracy_level
+        return given if given is not None else 0 if self.precision.algorithm == "hqq" else _INT8
 
     @property
     def calibrated(self) -> bool:
@@ -121,6 +135,9 @@ class Blocks(Method):
         del made.graph.initializer[:]
         made.graph.initializer.extend(unique.values())
         quantized = ir.from_proto(made)
+        for node in quantized.graph if self.accuracy_level else ():
+            if node.op_type == "MatMulNBits":
+                node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", self.accuracy_level)
         if self.precision.algorithm == "default":
             self._record(quantized.graph, weights)
         return quantized, ""
