@@ -55,7 +55,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 }
 
 INT4: Mapping[str, Any] = {"precision": "int4", "symmetric": True}
-"""As the builder's: blocks of 32 without zero points."""
+"""As the builder's: blocks of 32 without zero points; the table of tokens stays in fp32."""
 
 CONTROL = " again"
 
@@ -110,7 +110,7 @@ def int4(base: str, **fields: Any) -> Callable[[Path, Path], None]:
     """Our file in int4, with these fields of its precision."""
 
     def make(_: Path, target: Path) -> None:
-        plan = {"**": {**INT4, **fields}}
+        plan = {".": {**INT4, **fields}, "**.embed_tokens": "fp32"}
         changed(target, base, lambda file, new: htp_export.quantize(file, plan, new, external_data=DATA))
 
     return make

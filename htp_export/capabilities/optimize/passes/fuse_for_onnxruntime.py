@@ -39,6 +39,7 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
 
         before = list(model.graph)
         _unflatten(model)
+        _write_reciprocals(model)
         hidden = [node for node in model.graph.all_nodes() if _is_unsound(node)]
         with _hidden(model, [*hidden, *_growing(model.graph)]), near_matching("fuse_for_onnxruntime"):
             stored = {name: value.const_value for name, value in model.graph.initializers.items()}
@@ -132,6 +133,21 @@ def _unflatten_one(first: ir.Node, gemm: ir.Node, last: ir.Node, known: Symbolic
         source = nodes[0].outputs[0]
     product = ir.node("MatMul", [source, gemm.inputs[1]])
     replace(last, [*nodes, product, ir.node("Add", [product.outputs[0], gemm.inputs[2]])])
+
+
+def _write_reciprocals(model: ir.Model) -> None:
+    """Write ``1 / Sqrt(ReduceMean + epsilon)`` of TorchScript as dynamo does: onnxscript's rule for RMS norms matches that."""
+    for node in list(model.graph):
+        root = producer_of(node.inputs[1], "Sqrt") if is_standard(node, "Div") else None
+        total = producer_of(root.inputs[0], "Add") if root is not None else None
+        mean = producer_of(total.inputs[0], "ReduceMean") if total is not None else None
+        number = constant_array(node.inputs[0], 1) if mean is not None else None
+        if root is None or mean is None or number is None or number.ndim or number.item() != 1:
+            continue
+        if len(mean.inputs) == 2 and "noop_with_empty_axes" not in mean.attributes:
+            settings = {**mean.attributes, "noop_with_empty_axes": ir.AttrInt64("noop_with_empty_axes", 0)}
+            replace(mean, [ir.node("ReduceMean", mean.inputs, settings)])
+        replace(node, [ir.node("Reciprocal", root.outputs)])
 
 
 def _turn_batches(model: ir.Model) -> None:
