@@ -152,21 +152,24 @@ def _part(value: ir.Value | None, known: Symbolic) -> tuple[ir.Value, int, int, 
 
 
 def without_heads(value: ir.Value, heads: int, known: Symbolic) -> ir.Value | None:
-    """What rotates all heads, of batch, length and features; ``heads`` is the dimension for the heads that came in."""
-    node = producer_of(value, "Unsqueeze")
+    """What rotates all heads alike, of batch, length and features; with a dimension of 1 for the heads if it has no other.
+
+    Args:
+        value: Of four dimensions.
+        heads: Which of them is that of the heads.
+        known: Shapes.
+    """
+    shape, node = known.shape(value), producer_of(value, "Unsqueeze")
+    if shape is None or len(shape) != 4 or shape[heads] != 1:
+        return None
     axes = axes_of(node, known) if node is not None else None
-    shape = known.shape(value)
-    if node is None or axes is None or shape is None or node.inputs[0] is None:
-        return None
-    if [normalized(axis, len(shape)) for axis in axes] != [heads]:
-        return None
-    return node.inputs[0]
+    return node.inputs[0] if node is not None and axes is not None and [axis % 4 for axis in axes] == [heads] else value
 
 
 def stated_twice(value: ir.Value | None, known: Symbolic, interleaved: bool) -> bool:
     """Whether the first half of a tensor's features is equal to the second; interleaved: each one to its neighbour."""
     for _ in range(16):
-        node = producer_of(value, "Cos", "Sin", "Cast", "Mul", "Div", "Identity", "Concat", "Reshape")
+        node = producer_of(value, "Cos", "Sin", "Cast", "Mul", "Div", "Identity", "Concat", "Reshape", "Unsqueeze")
         if node is None:
             return False
         if node.op_type in ("Mul", "Div"):
@@ -180,6 +183,9 @@ def stated_twice(value: ir.Value | None, known: Symbolic, interleaved: bool) -> 
         elif node.op_type == "Reshape":
             return interleaved and _repeated(node, known)
         else:
+            shapes = [known.shape(each) for each in (node.inputs[0], node.outputs[0])]
+            if shapes[0] is None or shapes[1] is None or shapes[0][-1] != shapes[1][-1]:
+                return False
             value = node.inputs[0]
     return False
 

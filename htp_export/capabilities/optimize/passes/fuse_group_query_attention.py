@@ -390,7 +390,7 @@ def _rotation(found: _Attention, known: Symbolic) -> _Rotation | None:
     cos, sin, features, interleaved = kind
     if kind != other or features % 16 or found.features % 16 or (known.shape(cos) or ())[-1:] != (features,):
         return None
-    if known.rank(cos) != 3 or known.shape(cos) != known.shape(sin):
+    if known.shape(cos) != known.shape(sin):
         return None
     if not all(stated_twice(each, known, interleaved) for each in (cos, sin)):
         return None
