@@ -41,7 +41,11 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
         _unflatten(model)
         _write_reciprocals(model)
         hidden = [node for node in model.graph.all_nodes() if _is_unsound(node)]
-        with _hidden(model, [*hidden, *_growing(model.graph)]), near_matching("fuse_for_onnxruntime"):
+        with (
+            _hidden(model, [*hidden, *_growing(model.graph)]),
+            near_matching("fuse_for_onnxruntime"),
+            _sums_apart(),
+        ):
             stored = {name: value.const_value for name, value in model.graph.initializers.items()}
             rewritten, _ = optimize_for_ort(model)
         register_constants(rewritten.graph)
@@ -77,6 +81,23 @@ def _growing(graph: ir.Graph) -> list[ir.Node]:
         if not all(isinstance(size, int) and size <= most for size in sizes):
             growing.append(node)
     return growing
+
+
+@contextlib.contextmanager
+def _sums_apart() -> Iterator[None]:
+    """Leave out onnxscript's rule for ``SkipLayerNormalization``, while `near_matching` keeps other threads out.
+
+    On the CPU, ONNX Runtime 1.32 takes 3 to 9 times as long for this node as for ``Add`` and ``LayerNormalization``
+    (docs/passes.md), and the normalisation is not exact any more.
+    """
+    from onnxscript.rewriter.ort_fusions import _core
+
+    original = _core.fuse_skip_layer_normalization
+    _core.fuse_skip_layer_normalization = lambda model, debug=False: 0  # noqa: ARG005
+    try:
+        yield
+    finally:
+        _core.fuse_skip_layer_normalization = original
 
 
 @contextlib.contextmanager
