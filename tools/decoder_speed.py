@@ -223,7 +223,9 @@ def row(name: str, rounds: Sequence[Mapping[str, Speed]], folder: Path) -> str:
     reference = SIDES[plain].reference
     nodes = len(onnx.load(folder / plain / "model.onnx", load_external_data=False).graph.node)
     cells = [name, str(nodes)]
-    cells += [f"{statistics.median(getattr(each[name], what) for each in rounds):.1f}" for what in ("prefill", "decode")]
+    cells += [
+        f"{statistics.median(getattr(each[name], what) for each in rounds):.1f}" for what in ("prefill", "decode")
+    ]
     for what in ("prefill", "decode"):
         ratios = [getattr(each[name], what) / getattr(each[reference], what) for each in rounds]
         one = plain == name == reference

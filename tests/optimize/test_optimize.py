@@ -711,4 +711,7 @@ def test_changes_of_layout_around_fused_attention_go(tmp_path):
     assert (ops["MultiHeadAttention"], ops["Reshape"], ops["Transpose"]) == (1, 0, 1)  # behind the convolutions
     shapes = {node.op_type: node.outputs[0].shape for node in result.model.graph if node.domain == "com.microsoft"}
     assert tuple(shapes["MultiHeadAttention"]) == (1, 10, 32)
-    assert (ops["LayerNormalization"], ops["SkipLayerNormalization"]) == (3, 0)  # the latter is slower than a sum and it
+    assert (ops["LayerNormalization"], ops["SkipLayerNormalization"]) == (
+        3,
+        0,
+    )  # the latter is slower than a sum and it

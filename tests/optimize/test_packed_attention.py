@@ -1,4 +1,4 @@
-"""Products of queries, keys and values as one, read by GroupQueryAttention: equal results, owners, and what stays apart."""
+"""Products of queries, keys and values as one, read by GroupQueryAttention: equal results, owners, and what stays."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_weights_of_other_precisions_stay_apart(plan: dict[str, Any]) -> None:
     assert ops(rewritten(quantized, *PASSES, tolerance=1e-5, **GIVEN)) == ops(quantized)
 
 
-@pytest.mark.parametrize("changes", [{"outputs": "y present_k present_v q"}, {"read": "q v k"}], ids=["q read", "order"])
+@pytest.mark.parametrize(
+    "changes", [{"outputs": "y present_k present_v q"}, {"read": "q v k"}], ids=["q read", "order"]
+)
 def test_columns_stand_in_the_order_of_the_inputs_and_can_be_read_elsewhere(changes: dict[str, str]) -> None:
     changed = rewritten(attention(**changes), *PASSES, tolerance=1e-5, **GIVEN)
     assert ops(changed).count("MatMul") == 1

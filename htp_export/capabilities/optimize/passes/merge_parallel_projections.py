@@ -78,9 +78,7 @@ class _Layer:
         """Whether the weights of two layers can be one: all settings but the number of columns are equal."""
         here, there = ({**layer.product.attributes, "N": None} for layer in (self, first))
         places = [[value is None for value in (*layer.product.inputs, layer.bias)] for layer in (self, first)]
-        types = [
-            [value.dtype for value in layer.product.inputs[1:] if value is not None] for layer in (self, first)
-        ]
+        types = [[value.dtype for value in layer.product.inputs[1:] if value is not None] for layer in (self, first)]
         same_input = self.product.inputs[0] is first.product.inputs[0]
         same_operator = self.product.op_type == first.product.op_type
         return same_input and same_operator and here == there and places[0] == places[1] and types[0] == types[1]
