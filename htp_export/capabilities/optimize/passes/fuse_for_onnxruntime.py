@@ -157,7 +157,7 @@ def _unflatten_one(first: ir.Node, gemm: ir.Node, last: ir.Node, known: Symbolic
 
 
 def _write_reciprocals(model: ir.Model) -> None:
-    """Write ``1 / Sqrt(ReduceMean + epsilon)`` of TorchScript as dynamo does, as onnxscript's rule for RMS norms asks."""
+    """Write ``1 / Sqrt(ReduceMean + epsilon)`` of TorchScript as dynamo does: onnxscript matches RMS norms so."""
     for node in list(model.graph):
         root = producer_of(node.inputs[1], "Sqrt") if is_standard(node, "Div") else None
         total = producer_of(root.inputs[0], "Add") if root is not None else None
