@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -92,12 +93,13 @@ def _sums_apart() -> Iterator[None]:
     """
     from onnxscript.rewriter.ort_fusions import _core
 
-    original = _core.fuse_skip_layer_normalization
-    _core.fuse_skip_layer_normalization = lambda model, debug=False: 0
+    rules: Any = _core
+    original = rules.fuse_skip_layer_normalization
+    rules.fuse_skip_layer_normalization = lambda model, debug=False: 0
     try:
         yield
     finally:
-        _core.fuse_skip_layer_normalization = original
+        rules.fuse_skip_layer_normalization = original
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ class _Layer:
     def columns(self) -> int:
         """The size of the last dimension of the result."""
         if is_standard(self.product, "MatMul"):
-            return int(self.product.inputs[1].const_value.shape[1])  # type: ignore[union-attr,index]
+            return int(self.product.inputs[1].const_value.shape.numpy()[1])  # type: ignore[union-attr]
         return self.product.attributes["N"].as_int()
 
     def fits(self, first: _Layer) -> bool:
@@ -98,7 +98,7 @@ def _layer_of(value: ir.Value | None) -> _Layer | None:
     layer = _Layer(end, product, bias)
     if is_standard(product, "MatMul"):
         weight = product.inputs[1]
-        is_matrix = is_constant(weight) and len(weight.const_value.shape) == 2  # type: ignore[union-attr,arg-type]
+        is_matrix = is_constant(weight) and len(weight.const_value.shape) == 2  # type: ignore[union-attr]
     else:
         blocks, order = product.inputs[1:4], product.inputs[4:5]
         is_matrix = (product.domain, product.op_type) == ("com.microsoft", "MatMulNBits") and not any(order)
