@@ -1,4 +1,4 @@
-"""fuse_group_query_attention: the same tokens and logits for every mask, exact owners, one buffer, and what it refuses."""
+"""fuse_group_query_attention: the same tokens and logits for every mask, exact owners, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 import pytest
-import torch
 
 import htp_export
 from htp_export.capabilities.huggingface.genai import GENAI_CONFIG, genai_config, shares_cache
@@ -46,7 +45,9 @@ QUICK = ("llama", "gpt2")
 AVERAGING = ("gemma2", "gptj")  # softmax as PyTorch has it: rows without a visible key average all values
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES])
+@pytest.fixture(
+    scope="module", params=[pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES]
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -134,12 +134,16 @@ def genai_config(
             "vocab_size": vocabulary,
             "decoder": {key: value for key, value in decoder.items() if value is not None},
         },
-        "search": {**_search(generation_config), "max_length": context, "past_present_share_buffer": shares_cache(model.graph)},
+        "search": {
+            **_search(generation_config),
+            "max_length": context,
+            "past_present_share_buffer": shares_cache(model.graph),
+        },
     }
 
 
 def shares_cache(graph: ir.Graph) -> bool:
-    """Whether the cache that a decoder takes and the one that it returns can be one buffer, as long as the longest text.
+    """Whether the cache that a decoder takes and the one that it returns can be one buffer, of the longest length.
 
     They can if nothing but ``GroupQueryAttention`` of ONNX Runtime reads and writes them: it is told how much of the
     buffer is used.
@@ -162,7 +166,7 @@ def note_shared_cache(graph: ir.Graph, file: str | os.PathLike[str]) -> None:
     """
     path = Path(file)
     config = path.with_name(GENAI_CONFIG)
-    content = read_json(config) if config.is_file() else None
+    content: Any = read_json(config) if config.is_file() else None
     try:
         named, search = content["model"]["decoder"]["filename"], content["search"]
         if named == path.name and search["past_present_share_buffer"] != shares_cache(graph):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.editing.editing import add_constant, stand_in
+from htp_export.editing.editing import Array, add_constant, stand_in
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.sizes import Dim, evaluate, names_in
 from htp_export.shapes.symbolic import Symbolic
@@ -55,7 +55,7 @@ class CacheLengths:
         total, new = (self._add("Cast", [value], to=ir.DataType.INT32) for value in (lengths.total, lengths.new))
         one = self._constant(np.array([1], np.int32))
         last = self._add("Sub", [total, one])
-        return total, *(self._add("Expand", [value, lengths.batch]) for value in (last, new))
+        return total, self._add("Expand", [last, lengths.batch]), self._add("Expand", [new, lengths.batch])
 
     def missing(self, lengths: Lengths, *, one: bool) -> tuple[ir.Value, ir.Value]:
         """Rows that a table of a row for each new token lacks of all tokens, as pads; and the row of each token.
@@ -108,7 +108,7 @@ class CacheLengths:
         """Whether a value was made, and is there still."""
         return key in self._made and self._made[key].graph is self._graph
 
-    def _constant(self, array: np.ndarray) -> ir.Value:  # type: ignore[type-arg]
+    def _constant(self, array: Array) -> ir.Value:
         key = (array.dtype.str, array.tobytes(), array.ndim)
         if not self._has(key):
             self._made[key] = add_constant(self._graph, array, f"length_{array.ravel()[0]}")

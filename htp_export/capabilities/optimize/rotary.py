@@ -75,7 +75,7 @@ def _factors(value: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
 
 
 def _turned(value: ir.Value, known: Symbolic) -> tuple[ir.Value, bool] | None:
-    """The tensor of whose features a tensor has the second ones negated before the first; and if they are neighbours."""
+    """The tensor of which a tensor has the second features, negated, before the first; and if they are neighbours."""
     shape, joined = known.shape(value), _joined(value, known)
     if joined is None:
         joined = _stacked(value, known)
@@ -152,7 +152,7 @@ def _part(value: ir.Value | None, known: Symbolic) -> tuple[ir.Value, int, int, 
 
 
 def without_heads(value: ir.Value, heads: int, known: Symbolic) -> ir.Value | None:
-    """What rotates all heads alike, of batch, length and features; with a dimension of 1 for the heads if it has no other.
+    """What rotates all heads alike, of batch, length and features; or with a dimension of 1 for the heads, if it is so.
 
     Args:
         value: Of four dimensions.
