@@ -10,10 +10,9 @@ Examples:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from htp_export.discovery import imported_for_types
+from htp_export.discovery import imported_when_used
 
 if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.attention.decomposing import decomposed_attention
@@ -69,15 +68,7 @@ __version__ = "0.1.0"
 _SUBPACKAGES = ("errors", "huggingface", "lora", "passes", "results", "tools")
 """What the documentation names beside functions and classes, ``htp_export.tools.onnxslim``."""
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: torch takes seconds, and reading a file does not need it."""
-    if name in _SUBPACKAGES:
-        return importlib.import_module(f"{__name__}.{name}")
-    homes = imported_for_types(__file__)
-    if name not in homes:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(homes[name]), name)
+__getattr__ = imported_when_used(__name__, __file__, _SUBPACKAGES)
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+from collections.abc import Callable, Collection
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,16 @@ from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = ["capability_modules", "exported_in", "imported_for_types", "names_in", "plug_in", "plug_ins", "provider"]
+__all__ = [
+    "capability_modules",
+    "exported_in",
+    "imported_for_types",
+    "imported_when_used",
+    "names_in",
+    "plug_in",
+    "plug_ins",
+    "provider",
+]
 
 
 def names_in(package: str, suffix: str = "") -> list[str]:
@@ -124,18 +134,36 @@ def exported_in(package: str) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-@functools.cache
-def imported_for_types(file: str) -> dict[str, str]:
-    """What a file imports for type checkers alone, so that it can be imported when it is used: name → module.
+def imported_when_used(module: str, file: str, modules: Collection[str] = ()) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package whose names are imported when they are first used.
+
+    Importing torch takes seconds, and reading a file does not need it. The names are those that the package imports for
+    type checkers alone, so that each stands once.
 
     Args:
-        file: The file.
+        module: Name of the package.
+        file: Its file.
+        modules: Modules in it that are imported when they are used, too.
 
     Examples:
-        >>> from htp_export import results
-        >>> imported_for_types(results.__file__)["Profile"]
-        'htp_export.capabilities.profile.latency_results'
+        >>> imported_when_used("htp_export.results", str(_folder("htp_export.results") / "__init__.py"))("Profile")
+        <class 'htp_export.capabilities.profile.latency_results.Profile'>
     """
+
+    def found(name: str) -> Any:
+        if name in modules:
+            return importlib.import_module(f"{module}.{name}")
+        homes = imported_for_types(file)
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return found
+
+
+@functools.cache
+def imported_for_types(file: str) -> dict[str, str]:
+    """What a file imports for type checkers alone: name → module."""
     blocks = [node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}

@@ -24,6 +24,7 @@ import onnx_ir as ir
 import torch
 
 import htp_export
+from htp_export.command.main import main
 
 PLANS: Mapping[str, Sequence[Mapping[str, str]]] = {
     "BERT": (
@@ -38,11 +39,18 @@ PLANS: Mapping[str, Sequence[Mapping[str, str]]] = {
         {"encoder.stages.1": "fp16"},
         {".": "fp16", "encoder.stages.1": "fp32"},
     ),
+    "Llama": (
+        {".": "fp16"},
+        {".": "fp16", "class:LlamaRMSNorm": "fp32"},
+        {"model.layers.*.self_attn": "fp16"},
+        {"model.layers.*.mlp": "fp16"},
+        {".": "fp16", "model.layers.1": "fp32", "lm_head": "fp32"},
+    ),
 }
 
 
-def models() -> dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
-    """A BERT of four layers and a ResNet of four stages, with random weights."""
+def write_models(folder: Path) -> dict[str, Path]:
+    """The files of a BERT of four layers, a ResNet of four stages, and a Llama of four layers with its cache."""
     from transformers import BertConfig, BertModel, ResNetConfig, ResNetModel
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
@@ -50,7 +58,15 @@ def models() -> dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
     resnet = ResNetModel(ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2]))
     ids = torch.randint(0, 100, (1, 16))
     words = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return {"BERT": (bert.eval(), words), "ResNet": (resnet.eval(), {"pixel_values": torch.randn(1, 3, 64, 64)})}
+    inputs = {"BERT": (bert, words), "ResNet": (resnet, {"pixel_values": torch.randn(1, 3, 64, 64)})}
+    files = {name: folder / f"{name}.onnx" for name in PLANS}
+    for name, (model, kwargs) in inputs.items():
+        htp_export.export(model.eval(), (), files[name], kwargs=kwargs, verbose=False)
+    settings = ["--set", "num_hidden_layers=4", "--set", "num_key_value_heads=2"]
+    settings += [word for key, size in sizes.items() if "layers" not in key for word in ("--set", f"{key}={size}")]
+    task = ["--random-weights", "--task", "text-generation-with-past", "--quiet"]
+    main(["export", "llama", *settings, *task, "-o", str(files["Llama"])])
+    return files
 
 
 def casts(model: onnx.ModelProto) -> int:
@@ -80,12 +96,10 @@ def by_autocast(file: Path, low: set[str]) -> int | None:
     return casts(convert_to_mixed_precision(str(file), "fp16", nodes_to_exclude=high, **limits))
 
 
-def main() -> None:
-    print("model   plan                                 nodes in fp16  casts of quantize  casts of AutoCast")
-    for name, (model, kwargs) in models().items():
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "model.onnx"
-            htp_export.export(model, (), file, kwargs=kwargs, verbose=False)
+def tabulate() -> None:
+    print("model   plan                                               fp16  casts of quantize  casts of AutoCast")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, file in write_models(Path(folder)).items():
             before = casts(onnx.load(file))
             for plan in PLANS[name]:
                 made = Path(folder) / "mixed.onnx"
@@ -95,8 +109,8 @@ def main() -> None:
                 shown = "-" if theirs is None else str(theirs - before)
                 rules = " ".join(map("=".join, plan.items()))
                 count = casts(onnx.load(made)) - before
-                print(f"{name:7} {rules:36} {len(low):13} {count:18} {shown:>18}")
+                print(f"{name:7} {rules:50} {len(low):4} {count:18} {shown:>18}")
 
 
 if __name__ == "__main__":
-    main()
+    tabulate()

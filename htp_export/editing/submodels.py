@@ -109,7 +109,7 @@ def cut_out(model: ir.Model, nodes: Sequence[ir.Node], types: Symbolic) -> Submo
         for value, copy in zip(node.outputs, twin.outputs, strict=True):
             _describe(copy, types.described(value))
     initializers = graph.inputs[len(graph_inputs) :]
-    del graph.inputs[len(graph_inputs) :]
+    graph.inputs[len(graph_inputs) :] = []  # del would leave them marked as inputs
     for copy in initializers:
         graph.initializers.add(copy)
     part = ir.Model(graph, ir_version=max(model.ir_version, 10))

@@ -64,6 +64,13 @@ def _is_blocks(setting: Any) -> bool:
     return bits in (4, 8) and type(block) is int and 16 <= block <= _LARGEST_BLOCK and symmetric in (0, 1)
 
 
+def _is_unpacking(setting: Any) -> bool:
+    if not isinstance(setting, list) or len(setting) != 3 or type(setting[0]) is not int or setting[0] < 0:
+        return False
+    _, bits, kind = setting
+    return bits in (4, 8) and kind in (f"int{bits}", f"uint{bits}")
+
+
 @dataclass(frozen=True)
 class _Form:
     """The operands that a step has, its setting, and whether it maps zeros to zeros, element by element."""
@@ -85,6 +92,7 @@ _FORMS: Mapping[str, _Form] = {
     "take": _Form(setting=_is_rows, keeps_zeros=True),
     "concat": _Form(1, _MOST_OPERANDS, _is_axis, keeps_zeros=True),
     "quantize": _Form(setting=_is_blocks),
+    "unpack": _Form(setting=_is_unpacking),
     "masked": _Form(),
     "equal": _Form(2, _MOST_OPERANDS),
     **dict.fromkeys(("add", "sub", "mul", "div"), _Form(2, 2)),

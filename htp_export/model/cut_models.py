@@ -146,7 +146,7 @@ def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
             computed[old] = new
     for value in part.sizes:
         counterparts[value].replace_all_uses_with(computed[value], replace_graph_outputs=True)
-    del graph.inputs[count:]
+    graph.inputs[count:] = []
     for node in nodes:
         node.metadata_props.update(tags.node_tags((part.path,), Reason.FLOW, {part.path}))
     if nodes:

@@ -28,7 +28,7 @@ from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_scopes import scopes_of
 from htp_export.model.regions import GraphIndex, Region, all_nodes, named_values
 from htp_export.process.argument_types import checks_arguments
-from htp_export.results.drawn_levels import drawn_parents
+from htp_export.results.drawn_levels import drawn_levels, drawn_parents
 from htp_export.results.html import html_table, html_tree
 from htp_export.results.result import Result
 from htp_export.results.tag_facts import TagFacts
@@ -114,10 +114,10 @@ class TaggedModel:
 
     def _lines(self) -> Iterator[tuple[int, str, str, str]]:
         """The lines of the tree: level, name, path, and what is said of a module."""
-        levels: dict[str, int] = {}
-        for path, above in drawn_parents({path: self[path] for path in self}).items():
+        parents = drawn_parents({path: self[path] for path in self})
+        levels = drawn_levels(parents)
+        for path, above in parents.items():
             module, nodes = self.hierarchy[path], len(self[path].nodes)
-            levels[path] = 0 if above is None else levels[above] + 1
             remarks = [module.simple_class, f"{nodes} node{'s' * (nodes != 1)}"]
             remarks += [f"{module.calls} calls"] if module.calls > 1 else []
             remarks += filter(None, [module.fate.remark])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from htp_export.discovery import imported_for_types
+from htp_export.discovery import imported_when_used
 
 if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.attention_report.attention_reporting import AttentionReport
@@ -52,13 +51,7 @@ __all__ = [
     "Search", "Sensitivity", "Splice", "Stage", "StepReport", "Trial", "Verification", "View",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    """Import a class when it is first used."""
-    homes = imported_for_types(__file__)
-    if name not in homes:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(homes[name]), name)
+__getattr__ = imported_when_used(__name__, __file__)
 
 
 def __dir__() -> list[str]:

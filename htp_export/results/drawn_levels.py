@@ -7,7 +7,7 @@ from typing import Protocol
 
 from htp_export.format import tags
 
-__all__ = ["Drawn", "drawn_parents"]
+__all__ = ["Drawn", "drawn_levels", "drawn_parents"]
 
 
 class Drawn(Protocol):
@@ -37,3 +37,16 @@ def drawn_parents(modules: Mapping[str, Drawn]) -> dict[str, str | None]:
         if not path or module.calls or not module.nodes or path not in holding
     }
     return {path: tags.nearest_above(path, drawn) for path in drawn}
+
+
+def drawn_levels(parents: Mapping[str, str | None]) -> dict[str, int]:
+    """The level of each module that is drawn, from 0 at the top; ``parents`` are those of `drawn_parents`.
+
+    Examples:
+        >>> drawn_levels({"": None, "layer.0": "", "layer.0.fc": "layer.0"})
+        {'': 0, 'layer.0': 1, 'layer.0.fc': 2}
+    """
+    levels: dict[str, int] = {}
+    for path, parent in parents.items():
+        levels[path] = 0 if parent is None else levels[parent] + 1
+    return levels

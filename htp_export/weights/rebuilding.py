@@ -15,7 +15,7 @@ from htp_export.format.recipes import CONSTANT, Recipe, is_exact, parameters_in
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Rebuilt", "narrowed", "rebuilt"]
+__all__ = ["Rebuilt", "narrowed", "rebuilt", "unpacked"]
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -159,6 +159,20 @@ def _quantized(array: _Array, blocks: list[Any]) -> _Array:
     return made[what]
 
 
+def unpacked(array: _Array, count: int, bits: int, kind: ir.DataType) -> _Array:
+    """The first integers that each row of bytes holds, the low bits of a byte first; signed ones are less the middle.
+
+    Examples:
+        >>> unpacked(np.array([[0x98, 0x0F]], np.uint8), 3, 4, ir.DataType.INT4)
+        array([[0, 1, 7]], dtype=int4)
+    """
+    rows = array.reshape(len(array), -1)
+    if bits == 4:
+        rows = np.stack([rows & 15, rows >> 4], -1).reshape(len(rows), -1)
+    middle = 1 << (bits - 1) if kind.is_signed() else 0
+    return (rows[:, :count].astype(np.int16) - middle).astype(kind.numpy())
+
+
 def _type(name: str) -> ir.DataType:
     return ir.DataType[name.upper()]
 
@@ -212,5 +226,6 @@ _STEPS: Mapping[str, Callable[..., Any]] = {
     "slice": _slice,
     "concat": _concat,
     "quantize": _quantized,
+    "unpack": lambda array, held: unpacked(array, held[0], held[1], _type(held[2])),
     "take": lambda array, rows: np.take(array, np.array(rows[1], np.int64), rows[0]),
 }

@@ -27,7 +27,7 @@ from tests.exporting import SharedFiles
 from tests.nets import EXPORTERS, TiedWeights, image, spread
 from tests.quantized import IDS, Net, assert_others_are_the_same, assert_tagged, outputs, slow, written
 
-PRECISIONS = ["int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16"]
+PRECISIONS = ["int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp8", "fp16"]
 INSERTED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Mul"}
 
 
@@ -133,7 +133,7 @@ class TestAccuracyLevel:
         outputs(file, {"ids": IDS})
 
     def test_int8_arithmetic_is_what_is_computed(self, net: Path, tmp_path: Path) -> None:
-        """At level 4 results differ from those in fp32 by about a step of int8; at level 1 they are those of level 0."""
+        """At level 4 results differ from those in fp32 by about a step of int8; levels 0 and 1 are equal."""
         found = {}
         for level in (0, 1, 4):
             htp_export.quantize(net, {"class:Linear": f"int8-weights:accuracy_level={level}"}, tmp_path / "q.onnx")
@@ -151,6 +151,10 @@ class TestAccuracyLevel:
             ("int4:accuracy_level=5", "accuracy_level is 5, and can be 0, 1, 2, 3, 4"),
             ({"precision": "int4", "accuracy_level": True}, "accuracy_level is 'True', and can be 0"),
             ("int4:algorithm=hqq:accuracy_level=4", "accuracy_level has no effect with hqq"),
+            (
+                "int4:format=qdq:accuracy_level=4",
+                "accuracy_level is of MatMulNBits, which the format qdq",
+            ),
             ("int4:accuracy_level", "'accuracy_level' is no field of a precision; write FIELD=VALUE"),
             ("int4:acuracy_level=0", "has no field 'acuracy_level'; nearest: 'accuracy_level'"),
         ],

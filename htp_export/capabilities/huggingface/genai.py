@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,15 +24,13 @@ from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import read_model
 from htp_export.files.targets import Kind
 from htp_export.files.text_files import named_if_unwritable, read_json, write_json, write_text
+from htp_export.runtime.generating import CACHE
 
 __all__ = ["GENAI_CONFIG", "check_genai", "genai_config", "note_shared_cache", "shares_cache", "write_genai"]
 
 GENAI_CONFIG = "genai_config.json"
 
 _log = logging.getLogger(__name__)
-
-_CACHE = re.compile(r"(?P<before>.*?)(?P<layer>\d+)\.(?P<kind>key|value)(?P<after>s?)", re.DOTALL)
-"""``past_key_values.0.key`` as optimum has it, ``input.past_key_values.layers.0.keys`` as transformers has it."""
 
 _TOKENS = ("input_ids", "attention_mask", "position_ids")
 """What GenAI gives a decoder besides its cache."""
@@ -78,7 +75,7 @@ def _cache_among(tensors: Iterable[ir.Value]) -> _Caches | None:
     """
     found: dict[str, dict[str, dict[int, ir.Value]]] = {"key": {}, "value": {}}
     for tensor in tensors:
-        match = _CACHE.fullmatch(str(tensor.name))
+        match = CACHE.fullmatch(str(tensor.name))
         if match is not None:
             pattern = f"{match['before']}%d.{match['kind']}{match['after']}"
             found[match["kind"]].setdefault(pattern, {})[int(match["layer"])] = tensor

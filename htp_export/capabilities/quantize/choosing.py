@@ -128,7 +128,11 @@ def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> PrecisionChoi
             continue
         how = precision.how
         if facts.opset < how.first_opset:
-            raise precision.fault(f"needs opset {how.first_opset} or later, and the model has {facts.opset}")
+            needed = how.first_opset
+            raise precision.fault(
+                f"needs opset {needed} or later, and the model has {facts.opset}: export it with "
+                f"opset_version={needed}, or convert it with htp_export.tools.version_converter"
+            )
         with_producer = node.op_type not in how.with_producer or chosen.get(_first_producer(node)) == precision
         in_reach = node.graph is facts.graph or how.in_subgraphs
         if with_producer and in_reach and how.takes(node, facts):

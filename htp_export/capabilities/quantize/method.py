@@ -29,7 +29,10 @@ __all__ = ["ENGINE", "FIELDS", "Method", "Precision"]
 ENGINE = "onnxruntime"
 """The engine whose methods are built in."""
 
-_BITS = {"int4": 4, "int8": 8, "uint8": 8, "int16": 16, "uint16": 16, "float16": 16, "bfloat16": 16, "float32": 32}
+_BITS = {
+    "int4": 4, "int8": 8, "uint8": 8, "float8e4m3fn": 8, "int16": 16, "uint16": 16,
+    "float16": 16, "bfloat16": 16, "float32": 32,
+}  # fmt: skip
 _FOLDER = "htp_export.capabilities.quantize.methods"
 
 
@@ -42,6 +45,7 @@ class Method:
         calibrations: Ways to choose ranges.
         algorithms: Ways to round weights.
         accuracy_levels: Levels of arithmetic of products with weights in blocks; none if there is no such attribute.
+        formats: Ways to write what was quantized.
         options: Names of fields of plans that this method alone knows; `check` checks their values.
         order: Methods with smaller numbers are applied first; what is measured later sees what they made.
         with_producer: Operators that are taken only together with the one that makes what they read.
@@ -53,6 +57,7 @@ class Method:
     calibrations: ClassVar[tuple[str, ...]] = ("minmax",)
     algorithms: ClassVar[tuple[str, ...]] = ("default",)
     accuracy_levels: ClassVar[tuple[int, ...]] = ()
+    formats: ClassVar[tuple[str, ...]] = ("default",)
     options: ClassVar[tuple[str, ...]] = ()
     order: ClassVar[int] = 0
     with_producer: ClassVar[frozenset[str]] = frozenset()
@@ -66,7 +71,7 @@ class Method:
 
     @property
     def first_opset(self) -> int:
-        """The version of ONNX's operators from which on it can be applied."""
+        """The version of ONNX's operators from which on it can be applied; files of earlier ones are converted."""
         return 1
 
     @property
@@ -131,16 +136,19 @@ class Precision:
 
     Attributes:
         name: Its name in tables.
-        method: ``keep``, ``cast``, ``static``, ``dynamic`` or ``weights``.
-        activation: Type of activations: ``float32``, ``float16``, ``bfloat16``, ``int8``, ``uint8``, ``int16`` or
-            ``uint16``. Dynamic ones are ``uint8``.
+        method: ``keep``, ``cast``, ``static``, ``float8``, ``dynamic``, ``weights`` or ``cache``.
+        activation: Type of activations: ``float32``, ``float16``, ``bfloat16``, ``float8e4m3fn``, ``int8``, ``uint8``,
+            ``int16`` or ``uint16``. Dynamic ones are ``uint8``.
         weight: Type of weights, as for activations, and ``int4``.
         symmetric: Whether zero is the middle of the range: of activations (``static``), or of weights in blocks.
-        per_channel: Whether each output channel of a weight has its own scale (``static``, ``dynamic``).
-        calibration: How ranges are chosen (``static``): ``minmax``, ``entropy`` or ``percentile``.
+        per_channel: Whether each output channel of a weight has its own scale (``static``, ``float8``,
+            ``dynamic``, ``cache``).
+        calibration: How ranges are chosen (``static``, ``float8``): ``minmax``, ``entropy`` or ``percentile``.
         reduce_range: Whether weights of 8 bits use 7 of them (``static``, ``dynamic``), for processors without VNNI.
         algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq``, ``gptq`` or ``k-quant``.
         block_size: Weights that share a scale (``weights``): 16 or more, a power of two.
+        format: How they are written (``weights``): ``default``, operators of ONNX Runtime, or ``qdq``, the operators of
+            ONNX behind a ``DequantizeLinear`` in blocks, which needs opset 21.
         engine: Whose numerics: ``onnxruntime``, or the name of a plug-in, such as ``nncf``.
         options: What the engine's method takes besides, such as ``{"awq": True}``. In plans these are fields like the
             others.
@@ -169,6 +177,7 @@ class Precision:
     reduce_range: bool = False
     algorithm: str = "default"
     block_size: int = 32
+    format: str = "default"
     engine: str = ENGINE
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     bits: int = 0
@@ -184,6 +193,7 @@ class Precision:
         self.check("weight", self.weight, how.weights)
         self.check("calibration", self.calibration, how.calibrations)
         self.check("algorithm", self.algorithm, how.algorithms)
+        self.check("format", self.format, how.formats)
         if not isinstance(self.block_size, int) or self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise self.fault(f"block_size is {self.block_size!r}, not 16, 32, 64, 128, ...")
         if self.accuracy_level is not None:

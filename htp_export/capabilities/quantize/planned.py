@@ -73,6 +73,8 @@ class PlannedModel:
             if precision.method not in methods:
                 known = ", ".join(sorted(methods))
                 raise RuleError(selector, f"{target} has no {precision}; it takes the methods {known}")
+            if precision.method == "weights" and precision.activation != "float32":
+                raise RuleError(selector, f"{target} has no {precision} with activations in {precision.activation}")
 
     def check_names(self) -> None:
         """Refuse nodes without a name of their own (`InputError`): tools know a node by its name."""

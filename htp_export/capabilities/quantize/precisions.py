@@ -23,6 +23,8 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision("int8-dynamic", "dynamic", "uint8", "int8", per_channel=True),
         Precision("int8-weights", "weights", weight="int8"),
         Precision("int4", "weights", weight="int4"),
+        Precision("int8-cache", "cache", weight="int8", per_channel=True),
+        Precision("fp8", "float8", "float8e4m3fn", "float8e4m3fn", per_channel=True),
         Precision("fp16", "cast", "float16", "float16"),
         Precision("bf16", "cast", "bfloat16", "bfloat16"),
         Precision("fp32"),

@@ -19,6 +19,7 @@ from htp_export.capabilities.quantize.precisions import precisions_of
 from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
 from htp_export.capabilities.quantize.work import Validation, Work
 from htp_export.editing.flattening import read_flat
+from htp_export.editing.opsets import raised
 from htp_export.errors import HtpExportError, InputError, ToolError, described
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target, files_named_in
@@ -70,9 +71,9 @@ def quantize(
     Args:
         model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         plan: Selector → precision, in order: ``int8``, ``u8s8``, ``uint8``, ``int16`` (QDQ, calibrated; ``u8s8`` is
-            the fast one on x86), ``int8-dynamic``, ``int4``, ``int8-weights`` (weights in blocks), ``fp16``, ``bf16``,
-            ``fp32`` (as it is), a `Precision`, or a mapping with the name as ``precision`` and other fields of it. Or a
-            precision for the whole model.
+            the fast one on x86), ``int8-dynamic``, ``int4``, ``int8-weights`` (weights in blocks), ``fp8``, ``fp16``,
+            ``bf16``, ``fp32`` (as it is), a `Precision`, or a mapping with the name as ``precision`` and other fields.
+            Or a precision for the whole model.
         output: The file to write.
         data: For precisions that are calibrated: input name → array, or an ``.npz`` file, for one run; several of
             these, of which one is in memory at a time; a folder of ``.npz`` files; or ``"package.module:factory"``,
@@ -116,7 +117,8 @@ def quantize(
         raise InputError("check runs the quantized model, and dry_run makes none: give one of them")
     if not dry_run:
         _check_metric(rules.values(), metric, validation)
-    original = read_flat(model)
+    first_opset = max((precision.how.first_opset for precision in rules.values()), default=1)
+    original = raised(read_flat(model), first_opset)
     if not dry_run:
         original.require_exact_tags()
     choice = choose(original, rules)

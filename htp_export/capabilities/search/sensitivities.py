@@ -32,6 +32,7 @@ __all__ = ["RANDOM_NOTE", "sensitivity"]
 _Rows: TypeAlias = Mapping[tuple[str, str], ModuleSensitivity]
 """Module path and precision → what is known."""
 
+ESTIMATE_NOTE = "these are estimates: their ranking had a correlation of 0.54 with the measured one"
 RANDOM_NOTE = "the inputs are random: errors on real data may be others, and an accuracy means nothing"
 
 
@@ -128,7 +129,11 @@ def sensitivity(
         by_path[path][name] = row
     original = None if estimate else measurer.original
     problems = [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
-    notes = (*([RANDOM_NOTE] if samples.random else []), *([] if estimate else measurer.remarks), *problems)
+    notes = (
+        *([RANDOM_NOTE] if samples.random else []),
+        *([ESTIMATE_NOTE] if estimate else measurer.remarks),
+        *problems,
+    )
     return Sensitivity(dict(by_path), original, _blocks(tagged, rows), not estimate, notes, tagged.tag_facts)
 
 

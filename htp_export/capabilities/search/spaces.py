@@ -16,7 +16,7 @@ from htp_export.format.call_tree import Part
 from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.deciders import Deciders
-from htp_export.results.drawn_levels import drawn_parents
+from htp_export.results.drawn_levels import drawn_levels, drawn_parents
 from htp_export.weights.products import products_of
 
 if TYPE_CHECKING:
@@ -303,7 +303,8 @@ def deciding_modules(
     else:
         if depth < 0:
             raise InputError(f"depth counts levels from 0, not {depth}")
-        levels = _levels(tagged)
+        modules = {path: content.facts for path, content in contents_of(tagged).modules.items()}
+        levels = drawn_levels(drawn_parents(modules))
         above = {path: [up for up in tags.ancestors(path) if levels.get(up) == depth] for path in holding}
         at_depth = {ups[0] if ups else path for path, ups in above.items()}
         found = [path for path in tagged if path in at_depth]
@@ -332,11 +333,3 @@ def _deciding_parts(tagged: TaggedModel) -> list[tuple[Part, ...]]:
     alike: dict[frozenset[ir.Node], str] = {}
     chosen = {alike.setdefault(frozenset(own), path) for path, own in nodes.items()}
     return [tuple(part for part in parts if part.call.path in chosen) for parts in found.values()]
-
-
-def _levels(tagged: TaggedModel) -> dict[str, int]:
-    modules = {path: content.facts for path, content in contents_of(tagged).modules.items()}
-    levels: dict[str, int] = {}
-    for path, parent in drawn_parents(modules).items():
-        levels[path] = 0 if parent is None else levels[parent] + 1
-    return levels

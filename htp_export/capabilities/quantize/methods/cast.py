@@ -1,14 +1,15 @@
 """Operators in another float type: their tensors and weights are cast, with Casts where they meet others.
 
 A tensor that an operator outside reads too stays what it was for that operator. A Cast is placed once for all that
-read it, and none between operators that are cast to the same type.
+read it, and none between operators that are cast to the same type, whether in one call or in several: what an earlier
+Cast widened is read before that Cast. So there is one Cast for each tensor that crosses a border, in each direction.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +20,15 @@ from htp_export.capabilities.quantize.method import Method, Precision
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.editing import take_place
 from htp_export.editing.submodels import constant_of, remove_unused
+from htp_export.format import tags
+from htp_export.format.reasons import Reason
 from htp_export.format.recipes import step
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, subgraphs
 from htp_export.weights.rebuilding import narrowed
 
-__all__ = ["METHOD"]
+__all__ = ["METHOD", "Cast", "cast_nodes"]
 
 _TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
@@ -43,12 +46,14 @@ class Cast(Method):
 
     activations = tuple(_TYPES)
     weights = tuple(_TYPES)
+    options = ("narrow_io",)
     order = 3
     in_subgraphs = True
 
     def check(self) -> None:
         if self.precision.activation != self.precision.weight:
             raise self.precision.fault("activations and weights have the same float type")
+        self.precision.check("narrow_io", self.precision.options.get("narrow_io", False), (False, True))
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
         return self._ports(node, facts) is not None
@@ -61,40 +66,55 @@ class Cast(Method):
         """All readers of the model share a weight."""
 
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
-        ports = {node: self._ports(work.twins[node], work.facts) for node in nodes}
-        chosen = {node: found for node, found in ports.items() if found is not None}
-        remove_unused(_Casting(chosen, self.precision, work).run())
+        cast_nodes(nodes, self.precision, work)
         return iter(())
 
     def _ports(self, node: ir.Node, facts: Facts) -> _Ports | None:
-        """The inputs and outputs of a node that can have the type; None if that changes nothing of it.
-
-        The ONNX definition of the operator in the model's opset decides: some inputs are floats of 32 bits always (the
-        scales of ``Resize``), some operators know a type only from a later opset on (``Conv`` in bfloat16).
-        """
-        if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain):
-            return None
-        known = _type_names(node.domain, node.op_type, facts.opset)
-        if known is None:
-            return None
-        wanted = f"tensor({self.precision.activation})"
-
-        def places(values: Sequence[ir.Value | None], formals: Sequence[str]) -> tuple[int, ...]:
-            return tuple(
-                place
-                for place, value in enumerate(values)
-                if value is not None
-                and facts.dtypes.get(value) == ir.DataType.FLOAT
-                and formals
-                and wanted in known.allowed.get(formals[min(place, len(formals) - 1)], ())
-            )
-
-        found = _Ports(places(node.inputs, known.inputs), places(node.outputs, known.outputs))
-        has_float_output = any(facts.dtypes.get(value) == ir.DataType.FLOAT for value in node.outputs)
-        return None if not (found.outputs if has_float_output else found.inputs) else found
+        return _ports(node, self.precision.activation, facts.opset, facts.dtypes)
 
 
 METHOD = Cast
+
+
+def cast_nodes(nodes: Iterable[ir.Node], precision: Precision, work: Work) -> None:
+    """Let nodes, also those that a method made, compute in the type of the activations of a precision."""
+    chosen: dict[ir.Node, _Ports] = {}
+    for node in nodes:
+        dtypes, known = work.facts.dtypes, work.twins.get(node, node)
+        if known is node:
+            dtypes = {value: value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
+        found = _ports(known, precision.activation, work.facts.opset, dtypes)
+        if found is not None:
+            chosen[node] = found
+    remove_unused(_Casting(chosen, precision, work).run())
+
+
+def _ports(node: ir.Node, activation: str, opset: int, dtypes: Mapping[ir.Value, ir.DataType | None]) -> _Ports | None:
+    """The inputs and outputs of a node that can have the type; None if that changes nothing of it.
+
+    The ONNX definition of the operator in the model's opset decides: some inputs are floats of 32 bits always (the
+    scales of ``Resize``), some operators know a type only from a later opset on (``Conv`` in bfloat16).
+    """
+    if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain):
+        return None
+    known = _type_names(node.domain, node.op_type, opset)
+    if known is None:
+        return None
+    wanted = f"tensor({activation})"
+
+    def places(values: Sequence[ir.Value | None], formals: Sequence[str]) -> tuple[int, ...]:
+        return tuple(
+            place
+            for place, value in enumerate(values)
+            if value is not None
+            and dtypes.get(value) == ir.DataType.FLOAT
+            and formals
+            and wanted in known.allowed.get(formals[min(place, len(formals) - 1)], ())
+        )
+
+    found = _Ports(places(node.inputs, known.inputs), places(node.outputs, known.outputs))
+    has_float_output = any(dtypes.get(value) == ir.DataType.FLOAT for value in node.outputs)
+    return None if not (found.outputs if has_float_output else found.inputs) else found
 
 
 @dataclass(frozen=True)
@@ -133,9 +153,11 @@ class _Casting:
     def __init__(self, chosen: Mapping[ir.Node, _Ports], precision: Precision, work: Work) -> None:
         self._chosen, self._precision, self._work, self._names = chosen, precision, work, work.names
         self._suffix, self._type = precision.activation, _TYPES[precision.activation]
+        self._narrows_io = precision.options.get("narrow_io", False)
         self._made = {node.outputs[place] for node, ports in chosen.items() for place in ports.outputs}
         self._cast: dict[tuple[ir.Value, ir.Graph | None], ir.Value] = {}
         self._weights: dict[ir.Value, ir.Value] = {}
+        self._widened: dict[ir.Value, ir.Value] = {}
 
     def run(self) -> list[ir.Value]:
         """Cast, and return the weights that may have no readers any more."""
@@ -149,7 +171,22 @@ class _Casting:
             _convert_attributes(node, self._type)
             for place in ports.outputs:
                 self._give_back(node.outputs[place])
+        for node in self._chosen:
+            source = node.inputs[0] if is_standard(node, "Cast") else None
+            if source is not None and source.dtype == self._type and not node.outputs[0].is_graph_output():
+                node.outputs[0].replace_all_uses_with(source)
+                self._widened[node.outputs[0]] = source
+        for value, source in self._widened.items():
+            if not value.uses() and not value.is_graph_output():
+                self._drop(value, source)
         return list(self._weights)
+
+    def _drop(self, value: ir.Value, source: ir.Value) -> None:
+        """Remove a Cast that nothing reads; the tensor before it has the name again that it had without the Cast."""
+        remove_unused([value])
+        if str(source.name).startswith(f"{value.name}_") and not source.is_graph_output():
+            source.name = value.name
+            source.metadata_props.update(value.metadata_props)
 
     def _narrow(self, value: ir.Value, reader: ir.Node) -> ir.Value:
         """The value in the type, for the first reader of it in a graph and for those that follow."""
@@ -158,6 +195,13 @@ class _Casting:
             if value not in self._weights:
                 self._weights[value] = self._narrow_weight(value, tensor)
             return self._weights[value]
+        if (source := _before_widening(value)) is not None:
+            self._widened[value], value = source, source
+            if source.dtype == self._type:
+                return source
+        if self._narrows_io and value.is_graph_input() and self._all_read_narrow(value, *SIZES_ONLY):
+            value.type = ir.TensorType(self._type)
+            return value
         graph = reader.graph
         assert isinstance(graph, ir.Graph)
         if (value, graph) not in self._cast:
@@ -175,8 +219,7 @@ class _Casting:
         to, shape = self._type, ir.Shape(tensor.shape.numpy())
         lazy = ir.LazyTensor(lambda: ir.Tensor(narrowed(tensor.numpy(), to), dtype=to), to, shape, name=tensor.name)
         narrow = recorded(lazy, step("narrow", recipe_of(value), to.name.lower()))
-        alone = value.is_initializer() and not value.is_graph_output()
-        if alone and all(self._reads_narrow(use.node, use.idx) for use in value.uses()):
+        if value.is_initializer() and not value.is_graph_output() and self._all_read_narrow(value):
             value.const_value, value.type = narrow, ir.TensorType(to)
             return value
         name = self._names.tensors.unused(f"{value.name}_{self._suffix}")
@@ -189,6 +232,13 @@ class _Casting:
         ports = self._chosen.get(node)
         return ports is not None and place in ports.inputs
 
+    def _all_read_narrow(self, value: ir.Value, *others: str) -> bool:
+        """Whether nothing else reads a value, other than operators of these types."""
+        return all(
+            self._reads_narrow(use.node, use.idx) or (bool(others) and is_standard(use.node, *others))
+            for use in value.uses()
+        )
+
     def _is_planned(self, node: ir.Node) -> bool:
         return self._work.planned.get(node) == self._precision
 
@@ -198,8 +248,14 @@ class _Casting:
         Those that read the size of a tensor alone, and have the same precision in the plan, need none of the old type.
         """
         others = [use for use in value.uses() if not self._reads_narrow(use.node, use.idx)]
+        for use in others:
+            if _narrows(use.node) and use.node.attributes["to"].as_int() == self._type:
+                self._widened[use.node.outputs[0]] = value
+                use.node.outputs[0].replace_all_uses_with(value)
+        others = [use for use in others if not _narrows(use.node)]
         others = [use for use in others if not (is_standard(use.node, *SIZES_ONLY) and self._is_planned(use.node))]
-        if others or value.is_graph_output():
+        stays = value.is_graph_output() and not (self._narrows_io and not others)
+        if others or stays:
             maker = value.producer()
             assert maker is not None
             assert isinstance(maker.graph, ir.Graph)
@@ -217,6 +273,25 @@ class _Casting:
         result.type, result.shape = ir.TensorType(to), value.shape
         result.name = self._names.tensors.unused(name) if name else None
         return node
+
+
+def _before_widening(value: ir.Value) -> ir.Value | None:
+    """The tensor of 16 bits that a Cast widens to a value; None if that was no Cast which `quantize` inserted."""
+    cast = value.producer()
+    source = cast.inputs[0] if cast is not None and _is_inserted_cast(cast) else None
+    return source if source is not None and source.dtype in _TYPES.values() else None
+
+
+def _narrows(node: ir.Node) -> bool:
+    """Whether a node is a Cast to 16 bits, which `quantize` inserted: it may read a tensor of 16 bits as well."""
+    is_bound = any(value.is_graph_output() for value in node.outputs)
+    return _is_inserted_cast(node) and not is_bound and node.attributes["to"].as_int() in _TYPES.values()
+
+
+def _is_inserted_cast(node: ir.Node) -> bool:
+    """Whether a node is such a Cast; new ones get their tags at the end."""
+    is_ours = tags.MODULE not in node.metadata_props or node.metadata_props.get(tags.REASON) == Reason.INSERTED
+    return is_ours and is_standard(node, "Cast")
 
 
 def _convert_attributes(node: ir.Node, to: ir.DataType) -> None:

@@ -72,13 +72,13 @@ class Static(Method):
             return None
         elements, bits = math.prod(tensor.shape.numpy()), self.precision.bits
         if _is_bias(node, place):
-            return elements * 4 + (8 * elements if self._channels(node) else 4)
+            return elements * 4 + (8 * elements if self.channels(node) else 4)
         if node.op_type == "MatMul" or (place == 1 and node.op_type in _WITH_BIAS):
-            channels = self._channels(node) if place == 1 else 0
+            channels = self.channels(node) if place == 1 else 0
             return elements * bits // 8 + (4 + bits // 8) * channels
         return elements * self.precision.activation_bits // 8
 
-    def _channels(self, node: ir.Node) -> int:
+    def channels(self, node: ir.Node) -> int:
         """The scales of the weight of a node; 0 where it has one, or no constant weight."""
         weight, axes = constant_of(node.inputs[1]), weight_axes(node, 1)
         if not self.precision.per_channel or axes is None or weight is None or len(weight.shape) < 2:

@@ -1,14 +1,20 @@
-"""Weights of matrix products and tables in few bits, block by block: ONNX Runtime's MatMulNBitsQuantizer."""
+"""Weights of matrix products and tables in few bits, block by block: ONNX Runtime's MatMulNBitsQuantizer.
+
+In the format ``qdq``, each ``MatMulNBits`` that it makes is written as a ``MatMul`` with a ``DequantizeLinear`` of the
+same integers (``dequantizing.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.method import Method
+from htp_export.capabilities.quantize.dequantizing import FIRST_BLOCKS, write_dequantized
+from htp_export.capabilities.quantize.method import Method, Precision
+from htp_export.capabilities.quantize.methods.cast import Cast, cast_nodes
 from htp_export.capabilities.quantize.ort_quantizers import (
     Reader,
     groups_in_memory,
@@ -35,26 +41,44 @@ Without a level it computes in fp32: with weights of 8 bits more slowly than wit
 
 
 class Blocks(Method):
-    """Weights are rounded in blocks with a scale each; activations stay."""
+    """Weights are rounded in blocks with a scale each; activations stay, or are floats of 16 bits."""
 
-    activations = ("float32",)
+    activations = ("float32", "float16", "bfloat16")
     weights = ("int4", "int8")
     algorithms = ("default", "rtn", "hqq", "gptq", "k-quant")
     accuracy_levels = (0, 1, 2, 3, 4)
+    formats = ("default", "qdq")
+    options = ("narrow_io",)
     order = 1
 
     def check(self) -> None:
+        if self.is_standard and self.precision.algorithm == "hqq":
+            raise self.precision.fault("zero points of hqq are no integers, and those of DequantizeLinear are")
+        if self._around is None and self.precision.options:
+            raise self.precision.fault("narrow_io is for activations in float16 or bfloat16")
         if self.precision.bits != 4 and self.precision.algorithm in ("gptq", "hqq"):
             algorithm, bits = self.precision.algorithm, self.precision.bits
             raise self.precision.fault(f"with {algorithm}, ONNX Runtime runs 4 bits, not {bits}")
         if self.precision.algorithm == "hqq" and self.precision.accuracy_level:
             raise self.precision.fault("accuracy_level has no effect with hqq: zero points that are floats mean fp32")
+        if self.is_standard and self.precision.accuracy_level is not None:
+            raise self.precision.fault("accuracy_level is of MatMulNBits, which the format qdq does not write")
 
     @property
     def accuracy_level(self) -> int:
         """The arithmetic of products: int8, unless zero points are floats, with which ONNX Runtime computes in fp32."""
         given = self.precision.accuracy_level
-        return given if given is not None else 0 if self.precision.algorithm == "hqq" else _INT8
+        has_none = self.is_standard or self.precision.algorithm == "hqq"
+        return given if given is not None else 0 if has_none else _INT8
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether the operators of ONNX read the weights."""
+        return self.precision.format == "qdq"
+
+    @property
+    def first_opset(self) -> int:
+        return FIRST_BLOCKS if self.is_standard else super().first_opset
 
     @property
     def calibrated(self) -> bool:
@@ -68,8 +92,20 @@ class Blocks(Method):
     def in_subgraphs(self) -> bool:
         return not self.calibrated
 
+    @property
+    def _around(self) -> Cast | None:
+        """What is done to operators without such weights, and to what the others read and make, if anything is."""
+        kind = self.precision.activation
+        return None if kind == "float32" else Cast(Precision(kind, "cast", kind, kind, options=self.precision.options))
+
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        """Whether a product has a constant matrix on the right; with 4 bits, also a ``Gather`` of rows."""
+        return self._has_blocks(node) or (self._around is not None and self._around.takes(node, facts))
+
+    def _has_blocks(self, node: ir.Node) -> bool:
+        """Whether a product has a constant matrix on the right; with 4 bits, also a ``Gather`` of rows.
+
+        The ``Gather`` of ONNX has no blocks: ONNX Runtime would dequantize the whole table in every run.
+        """
         if node.domain or node.op_type not in ("MatMul", "Gemm", "Gather"):
             return False
         weight = constant_of(node.inputs[weight_place(node)])
@@ -78,7 +114,8 @@ class Blocks(Method):
         precision = self.precision
         if node.op_type == "Gather":
             axis = node.attributes.get_int("axis", 0)
-            return precision.bits == 4 and precision.algorithm == "default" and axis == 0
+            takes_rows = precision.bits == 4 and precision.algorithm == "default" and not self.is_standard
+            return takes_rows and axis == 0
         return is_matrix_product(node) and not self._is_refused(node)
 
     def _is_refused(self, node: ir.Node) -> bool:
@@ -92,12 +129,12 @@ class Blocks(Method):
         return not self.precision.symmetric or self.precision.algorithm == "k-quant"
 
     def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
-        if place != weight_place(node):
-            return None
+        if not self._has_blocks(node) or place != weight_place(node):
+            return None if self._around is None else self._around.bytes_of(node, place, tensor, facts)
         bits, size = self.precision.bits, self.precision.block_size
         along, across = _sizes(node)
         blocks = -(-along // size)
-        if node.op_type == "Gather":
+        if node.op_type == "Gather" or self.is_standard:
             packed, points = (along * across * bits + 7) // 8, (across * blocks * bits + 7) // 8
         else:
             packed, points = across * blocks * size * bits // 8, across * ((blocks * bits + 7) // 8)
@@ -105,7 +142,19 @@ class Blocks(Method):
             points = across * blocks * 4  # floats
         elif not self._has_points():
             points = 0
-        return packed + across * blocks * 4 + points
+        return packed + across * blocks * self.precision.activation_bits // 8 + points
+
+    def shared_by(self, node: ir.Node, place: int) -> Hashable:
+        return super().shared_by(node, place) if self._has_blocks(node) and place == weight_place(node) else None
+
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
+        with_weight = [node for node in nodes if self._has_blocks(work.twins[node])]
+        known = set(work.model.graph.all_nodes())
+        yield from super().apply(with_weight, work)
+        if self._around is not None:
+            chosen = set(nodes)
+            new = [node for node in work.model.graph.all_nodes() if node not in known or node in chosen]
+            cast_nodes(new, self.precision, work)
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
         return groups_in_memory(nodes)
@@ -140,6 +189,8 @@ class Blocks(Method):
                 node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", self.accuracy_level)
         if self.precision.algorithm == "default":
             self._record(quantized.graph, weights)
+        if self.is_standard:
+            write_dequantized(quantized.graph)
         return quantized, ""
 
     def _record(self, graph: ir.Graph, weights: Mapping[str, Recipe]) -> None:

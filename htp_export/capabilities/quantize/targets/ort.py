@@ -28,6 +28,7 @@ _IN_BLOCKS = ("MatMul", "Gather")
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The calls as JSON: types and methods stand there by name, as in ``QuantType["QInt8"]``."""
+    planned.check_methods("ort", "cast", "static", "dynamic", "weights", "keep")
     steps = [  # float16 first: quantizers give the nodes that they make other names
         *(_float16(planned, precision, nodes) for precision, nodes in planned.of("cast").items()),
         *(_static(precision, nodes) for precision, nodes in planned.of("static").items()),
@@ -75,6 +76,8 @@ def _dynamic(precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
 def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
     if precision.algorithm != "default":
         raise InputError(f"rules for ort have the algorithm 'default', not {precision.algorithm!r} ({precision})")
+    if precision.format != "default":
+        raise InputError(f"rules for ort have the format 'default', not {precision.format!r} ({precision})")
     arguments = {
         "bits": precision.bits,
         "block_size": precision.block_size,

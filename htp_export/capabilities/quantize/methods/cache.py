@@ -1,0 +1,88 @@
+"""Keys and values of a decoder stored as integers of 8 bits: the caches of ONNX Runtime's ``GroupQueryAttention``.
+
+The operator quantizes what it appends and reads it back; scales are measured ahead, one for each head and feature, and
+are symmetric. Inputs and outputs of the model that hold the caches become integers, a quarter of the bytes.
+See https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.quantize.calibration_data import activations
+from htp_export.capabilities.quantize.method import Method
+from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.editing.editing import add_initializer
+from htp_export.format.recipes import step
+from htp_export.runtime.arrays import Array
+from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_of
+
+__all__ = ["METHOD"]
+
+_OPERATOR = "com.microsoft::GroupQueryAttention"
+_CACHES = {"k": (3, 1, 12), "v": (4, 2, 13)}
+"""Keys and values → the places of the past among the inputs, of the present among the outputs, and of the scales."""
+_LARGEST = 127.0
+
+
+class Cache(Method):
+    """Keys and values are stored as integers; everything else stays."""
+
+    activations = ("float32",)
+    weights = ("int8",)
+    calibrated = True
+    order = 4
+
+    def takes(self, node: ir.Node, facts: Facts) -> bool:
+        """Whether it is attention whose caches are inputs and outputs of the model, and are read by nothing else."""
+        if operator_of(node) != _OPERATOR or "kv_cache_bit_width" in node.attributes:
+            return False
+        return all(
+            past is not None and facts.dtypes.get(past) == ir.DataType.FLOAT and past.is_graph_input()
+            and present.is_graph_output() and _is_read_by_none(past, node) and _is_read_by_none(present, node)
+            for past, present in _caches_of(node).values()
+        )  # fmt: skip
+
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
+        names = [str(present.name) for node in nodes for _, present in _caches_of(node).values()]
+        largest: dict[str, Array] = {}
+        with activations(work.original.model, work.name, work.samples, names) as runs:
+            for arrays in runs:
+                for name in names:  # batch, heads, length, features
+                    array = np.abs(arrays[name]).max((0, 2), initial=0)
+                    largest[name] = np.maximum(largest.get(name, array), array)
+        for node in nodes:
+            self._quantize(node, work.model.graph, largest)
+        return iter(())
+
+    def _quantize(self, node: ir.Node, graph: ir.Graph, largest: dict[str, Array]) -> None:
+        node.resize_inputs(max(len(node.inputs), 1 + max(place for _, _, place in _CACHES.values())))
+        for which, (past, present) in _caches_of(node).items():
+            bound = largest[str(present.name)].reshape(-1)
+            if not self.precision.per_channel:
+                bound = bound.max(keepdims=True)
+            scale = np.where(bound > 0, bound / _LARGEST, 1).astype(np.float32)
+            tensor = ir.Tensor(scale)
+            made = add_initializer(graph, tensor, f"{present.name}_scale", step("computed", "quantized"))
+            node.replace_input_with(_CACHES[which][2], made)
+            kind = "PER_CHANNEL" if self.precision.per_channel else "PER_TENSOR"
+            node.attributes[f"{which}_quant_type"] = ir.AttrString(f"{which}_quant_type", kind)
+            for value in (past, present):
+                assert value is not None
+                value.type = ir.TensorType(ir.DataType.INT8)
+        node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", self.precision.bits)
+
+
+METHOD = Cache
+
+
+def _caches_of(node: ir.Node) -> dict[str, tuple[ir.Value | None, ir.Value]]:
+    """Keys and values: what comes in, and what goes out."""
+    return {which: (node.inputs[past], node.outputs[present]) for which, (past, present, _) in _CACHES.items()}
+
+
+def _is_read_by_none(value: ir.Value, but: ir.Node) -> bool:
+    return all(use.node is but or is_standard(use.node, *SIZES_ONLY) for use in value.uses())
