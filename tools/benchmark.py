@@ -372,7 +372,7 @@ def main() -> None:
     parser.add_argument(
         "what", choices=["export", "repair", "run", "carry", "memory", "functions", "scale", "compress"]
     )
-    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *compression.KINDS], default=[*MODELS])
     parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--nodes", type=int, default=50_000)
@@ -403,7 +403,7 @@ def main() -> None:
         models = {
             f"{name}-small" if given.small else name: (lambda name=name: small[name]("small"))
             if given.small
-            else MODELS[name]
+            else {**MODELS, **compression.KINDS}[name]
             for name in given.models
         }
         compression.run(

@@ -27,7 +27,7 @@ __all__ = [
 
 PlanArgument: TypeAlias = Annotated[
     str | None,
-    typer.Argument(help="A plan, .yaml or .json; or a precision for the whole model: int8, int4, fp16, ..."),
+    typer.Argument(help="A plan, .yaml or .json; or a precision for the whole model: auto, u8s8, int4, ..."),
 ]
 _WITH_FIELDS = re.compile(r"(.+?)=([\w-]+(?::\w+=[^:=]+)+)")
 _PLANS = (".yaml", ".yml", ".json")

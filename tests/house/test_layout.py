@@ -53,9 +53,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "place": {"carry", "cost"},
     "profile": {"carry", "cost", "verify"},
     "prune": {"quantize"},
-    "quantize": {"carry", "verify"},
+    "quantize": {"carry", "cost", "verify"},
     "rename": {"carry", "functions"},
     "search": {"fingerprint", "prune", "quantize", "verify"},
+    "tap": {"carry"},
     "verify": {"huggingface", "optimize"},
     "view": {"cost", "inspect", "profile", "search"},
 }
@@ -243,6 +244,8 @@ IN_ANOTHER_FOLDER = {
     "placement": "place",
     "sensitivity": "search",
     "splice": "extract",
+    "steer": "tap",
+    "untap": "tap",
 }
 
 

@@ -99,7 +99,7 @@ def test_a_plan_of_several_precisions_is_applied_in_turn(nets: dict[str, Path], 
     assert np.abs(quantized - expected).max() < 0.5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("algorithm", ["default", "rtn", "hqq", "gptq", "k-quant"])
+@pytest.mark.parametrize("algorithm", ["default", "rtn", "hqq", "k-quant"])
 def test_weights_are_rounded_by_each_algorithm(net: Path, algorithm: str, tmp_path: Path) -> None:
     file = tmp_path / "quantized.onnx"
     plan = {"class:Linear": {"precision": "int4", "algorithm": algorithm, "block_size": 32}}

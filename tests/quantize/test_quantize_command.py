@@ -105,7 +105,6 @@ def test_a_precision_is_for_the_whole_model(
     ("words", "problem"),
     [
         (["plan.yaml"], "give the file to write with -o, or --dry-run"),
-        (["-o", "q.onnx"], "give a plan (.yaml or .json), a precision (int8, u8s8"),
         (["none.yaml", "-o", "q.onnx"], "none.yaml: cannot be read"),
         (["--rule", "frist=int8", "-o", "q.onnx"], "selector 'frist': matches no module; nearest: 'first'"),
         (["--rule", "first", "-o", "q.onnx"], "--rule first: write SELECTOR=PRECISION, as in --rule first=PRECISION"),

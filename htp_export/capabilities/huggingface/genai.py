@@ -4,6 +4,10 @@ The keys are those of ``src/config.h`` in https://github.com/microsoft/onnxrunti
 model builder. The names of tensors and the sizes of the cache are read from the graph; token ids, the context length
 and the way to choose a token are read from the configs of transformers. ``type`` is ``"decoder"`` for all of them:
 GenAI's types of single architectures run the same way, and some of them expect other caches than transformers has.
+
+A decoder that takes ``inputs_embeds`` is one of three files: ``vision_encoder`` and ``embed_tokens`` lie beside it.
+GenAI gives positions in time, height and width (M-RoPE) to its types of Qwen's models alone, ``"qwen2_5_vl"`` among
+them; nothing else depends on which of these it is (``IsQwenVLFamily`` in ``src/models/model_type.h``).
 """
 
 from __future__ import annotations
@@ -32,8 +36,12 @@ GENAI_CONFIG = "genai_config.json"
 
 _log = logging.getLogger(__name__)
 
-_TOKENS = ("input_ids", "attention_mask", "position_ids")
+_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """What GenAI gives a decoder besides its cache."""
+
+_IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id")
+_VISION = "vision_encoder.onnx"
+_EMBEDDING = "embed_tokens.onnx"
 
 _UNLIMITED = 2048
 """The context length of a model whose config has no limit, as with ALiBi; GenAI wants a number."""
@@ -98,20 +106,21 @@ def genai_config(
 ) -> dict[str, Any]:
     """The content of ``genai_config.json`` for a decoder that takes a key-value cache and returns one.
 
-    The decoder takes ``input_ids``, a cache with batch, heads, length and head size, and maybe ``attention_mask`` and
-    ``position_ids``; it returns ``logits`` and the cache. An InputError names the tensor that is otherwise. Settings of
-    the generation config come before those of the config. The file name is that of the decoder in the folder of
-    ``genai_config.json``.
+    The decoder takes ``input_ids``, or ``inputs_embeds`` and positions in three dimensions, a cache with batch, heads,
+    length and head size, and maybe ``attention_mask`` and ``position_ids``; it returns ``logits`` and the cache. An
+    InputError names the tensor that is otherwise. Settings of the generation config come before those of the config.
+    The file name is that of the decoder in the folder of ``genai_config.json``.
     """
     past, present = _caches(model.graph)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     inputs = {name: name for name in _TOKENS if any(value.name == name for value in model.graph.inputs)}
-    heads, hidden_size = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-    head_size = past.head_size or _count(config, "head_dim")
+    heads, hidden_size = _count(text, "num_attention_heads"), _count(text, "hidden_size")
+    head_size = past.head_size or _count(text, "head_dim")
     if head_size is None and heads and hidden_size:
         head_size = hidden_size // heads
     logits = next(value.shape for value in model.graph.outputs if value.name == "logits")
-    vocabulary = logits[-1] if logits and isinstance(logits[-1], int) else _count(config, "vocab_size")
-    context = _context_length(config)
+    vocabulary = logits[-1] if logits and isinstance(logits[-1], int) else _count(text, "vocab_size")
+    context = _context_length(text)
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
         "filename": filename,
@@ -121,11 +130,16 @@ def genai_config(
         "outputs": {"logits": "logits", "present_key_names": present.keys, "present_value_names": present.values},
         "num_attention_heads": heads,
         "num_hidden_layers": len(past.layers),
-        "num_key_value_heads": past.heads or _count(config, "num_key_value_heads") or heads,
+        "num_key_value_heads": past.heads or _count(text, "num_key_value_heads") or heads,
     }
+    parts: dict[str, Any] = {"type": "decoder"}
+    if "inputs_embeds" in inputs:
+        parts = _three_files(model.graph, config)
+        [rows] = [value.shape for value in model.graph.inputs if value.name == "inputs_embeds"]
+        decoder["hidden_size"] = rows[-1] if rows and isinstance(rows[-1], int) else hidden_size
     return {
         "model": {
-            "type": "decoder",
+            **parts,
             **_token_ids(config, generation_config),
             "context_length": context,
             "vocab_size": vocabulary,
@@ -173,6 +187,31 @@ def note_shared_cache(graph: ir.Graph, file: str | os.PathLike[str]) -> None:
         return
 
 
+def _three_files(graph: ir.Graph, config: Any) -> dict[str, Any]:
+    """The type, the tokens and the other files of a model whose decoder takes what ``embed_tokens`` returns."""
+    positions = next((value.shape for value in graph.inputs if value.name == "position_ids"), None)
+    tokens = {name: _count(config, name) for name in _IMAGE_TOKENS}
+    if positions is None or len(positions) != 3 or tokens["vision_start_token_id"] is None:
+        raise InputError(
+            "of models that see images, ONNX Runtime GenAI runs those with position_ids of 3 dimensions (M-RoPE) and a "
+            "vision_start_token_id in their config; leave --genai away"
+        )
+    grids = {"spatial_merge_size": _count(config, "spatial_merge_size"), "patch_size": _count(config, "patch_size")}
+    vision = {
+        "filename": _VISION,
+        **grids,
+        "inputs": {"pixel_values": "pixel_values", "image_grid_thw": "image_grid_thw"},
+        "outputs": {"image_features": "image_features"},
+    }
+    embedding = {
+        "filename": _EMBEDDING,
+        "inputs": {"input_ids": "input_ids", "image_features": "image_features"},
+        "outputs": {"inputs_embeds": "inputs_embeds"},
+    }
+    known = {name: token for name, token in tokens.items() if token is not None}
+    return {"type": "qwen2_5_vl", **known, "vision": vision, "embedding": embedding}
+
+
 def _caches(graph: ir.Graph) -> tuple[_Caches, _Caches]:
     """The cache that a decoder takes, and the one that it returns."""
     given = [value for value in graph.inputs if not value.is_initializer()]
@@ -186,7 +225,7 @@ def _caches(graph: ir.Graph) -> tuple[_Caches, _Caches]:
         raise InputError(f"the model takes a cache of layers {past.layers}, and returns one of layers {present.layers}")
     names = {str(value.name) for value in given}
     unknown = sorted(names - past.names() - set(_TOKENS))
-    if unknown or "input_ids" not in names:
+    if unknown or not names & {"input_ids", "inputs_embeds"}:
         problem = f"gives no input {unknown[0]!r}" if unknown else "needs an input 'input_ids'"
         raise InputError(f"ONNX Runtime GenAI {problem}; the model takes {', '.join(sorted(names - past.names()))}")
     if all(value.name != "logits" for value in graph.outputs):

@@ -145,7 +145,7 @@ class Precision:
             ``dynamic``, ``cache``).
         calibration: How ranges are chosen (``static``, ``float8``): ``minmax``, ``entropy`` or ``percentile``.
         reduce_range: Whether weights of 8 bits use 7 of them (``static``, ``dynamic``), for processors without VNNI.
-        algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq``, ``gptq`` or ``k-quant``.
+        algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq`` or ``k-quant``.
         block_size: Weights that share a scale (``weights``): 16 or more, a power of two.
         format: How they are written (``weights``): ``default``, operators of ONNX Runtime, or ``qdq``, the operators of
             ONNX behind a ``DequantizeLinear`` in blocks, which needs opset 21.

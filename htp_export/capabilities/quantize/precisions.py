@@ -11,7 +11,10 @@ from typing import Any
 from htp_export.capabilities.quantize.method import FIELDS, Precision
 from htp_export.errors import InputError, RuleError
 
-__all__ = ["PRECISIONS", "Precision", "precision_of", "precisions_of", "weight_precision"]
+__all__ = ["AUTO", "PRECISIONS", "Precision", "precision_of", "precisions_of", "weight_precision"]
+
+AUTO = Precision("auto")
+"""Stands for one that is faster than fp32 on this machine, which `serving` chooses."""
 
 PRECISIONS: Mapping[str, Precision] = {
     precision.name: precision
@@ -28,6 +31,7 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision("fp16", "cast", "float16", "float16"),
         Precision("bf16", "cast", "bfloat16", "bfloat16"),
         Precision("fp32"),
+        AUTO,
     )
 }
 """The precisions that have a name."""
@@ -52,6 +56,8 @@ def precision_of(value: Any) -> Precision:
         if name is None:
             raise InputError(f"precision {value!r} has no name; write it as 'precision': 'int8'")
         base = precision_of(name)
+        if base == AUTO and given:
+            raise InputError(f"precision 'auto' has no fields, and {', '.join(map(repr, given))} is given")
         fields = {key: given.pop(key) for key in FIELDS if key in given}
         return dataclasses.replace(base, **{"bits": 0, "options": {**base.options, **given}, **fields})
     if isinstance(value, str) and value.partition(":")[0] in PRECISIONS and ":" in value:
@@ -99,6 +105,7 @@ def weight_precision(types: Iterable[str]) -> str:
         >>> weight_precision(["float32"]), weight_precision(["float64"]), weight_precision(["float16", "float32"])
         ('fp32', 'float64', 'mixed')
     """
-    float_names = {known.weight: known.name for known in PRECISIONS.values() if "float" in known.weight}
+    named = [known for known in PRECISIONS.values() if "float" in known.weight and known != AUTO]
+    float_names = {known.weight: known.name for known in named}
     first, *others = dict.fromkeys(types)
     return "mixed" if others else float_names.get(first, first)

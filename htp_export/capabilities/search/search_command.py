@@ -42,7 +42,8 @@ def search_command(
         Path | None, typer.Argument(help="A .yaml or .json file: for each selector, what modules may become.")
     ] = None,
     choices: Annotated[
-        list[str] | None, "By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8."
+        list[str] | None,
+        "By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8 (auto,fp32).",
     ] = None,
     objective: Annotated[
         list[str] | None,
@@ -80,8 +81,8 @@ def search_command(
     from htp_export.capabilities.search.searching import search
     from htp_export.plans.rules import read_plan
 
-    names = split_names(choices)
-    if (space is None) == (names is None):
+    names = split_names(choices) or ["auto", "fp32"]
+    if space is not None and choices:
         raise typer.BadParameter("give a file of selector → what modules may become, or --choices")
     if output is not None:
         check_plans(output)
@@ -89,7 +90,7 @@ def search_command(
         with Steps(quiet=as_json).step(f"searching plans for {file.name}"):
             result = search(
                 file,
-                names or [] if space is None else read_plan(space),
+                names if space is None else read_plan(space),
                 objectives=split_names(objective) or ("error", "size"),
                 **runs_on.keywords,
                 select=select or None,

@@ -46,7 +46,7 @@ _REFINED_AT_ONCE = 4  # then predictions use what was measured of them
 @names_model_faults("model")
 def search(
     model: ModelSource,
-    space: Space,
+    space: Space = ("auto", "fp32"),
     *,
     objectives: Sequence[str] = ("error", "size"),
     data: Data | None = None,
@@ -86,7 +86,8 @@ def search(
             modules inside each other that a selector names, the innermost count. Each choice is a precision, as in a
             plan of ``quantize``; a value of a plan of ``prune``, such as ``0.5``, ``"2:4"``, ``"rank:25%"`` or
             ``"drop"``; or both, as ``"2:4+int8"`` or ``{"prune": "2:4", "precision": "int8"}``. ``"fp32"`` leaves a
-            module as it is. Modules that may only be dropped or stay may have others inside.
+            module as it is; ``"auto"`` is one precision for all modules that have it. Modules that may only be dropped
+            or stay may have others inside.
         objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors), ``latency``, ``metric``, and
             ``nonzeros`` (elements of weights that are neither zero nor removed). Of a decoder with a key-value cache,
             also ``tokens``, the share of greedy tokens that agree with the original's, and ``time``, in ms, of the loop
@@ -133,6 +134,7 @@ def search(
         {'0': 'int4', '2': 'int4'}
     """
     from htp_export.capabilities.quantize.calibration_data import CalibrationData
+    from htp_export.capabilities.quantize.serving import Serving
 
     wanted = _check_objectives(objectives, metric)
     if sampler not in SAMPLERS:
@@ -141,7 +143,8 @@ def search(
     check_whole("runs", runs, 1, MOST_RUNS)
     check_whole("new_tokens", new_tokens, 1, MOST_RUNS)
     tagged = read_flat(model)
-    choices = read_space(tagged, space, select, depth)
+    serving = Serving(tagged, dims, shapes)
+    choices = read_space(tagged, space, select, depth, serving)
     if any(each.is_quantized for each in choices.choices.values()):
         tagged.require_exact_tags()
     samples = CalibrationData.of(data, tagged.model, dims=dims, shapes=shapes, seed=seed, passes=2)
@@ -181,6 +184,7 @@ def search(
             tuple((size, error) for size, error, _ in predicted.points),
             predicted.exact,
             (
+                *serving.notes,
                 *([note] if samples.random else []),
                 *measurer.remarks,
                 *work.space.problems,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import onnx_ir as ir
@@ -22,6 +22,7 @@ from htp_export.weights.products import products_of
 if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
     from htp_export.capabilities.quantize.precisions import Precision
+    from htp_export.capabilities.quantize.serving import Serving
 
 __all__ = [
     *("Decision", "ModuleChoice", "SearchSpace", "Space", "Treatment"),
@@ -124,12 +125,13 @@ def kept_precision() -> Precision:
     return PRECISIONS["fp32"]
 
 
-def _choices_of(values: Any, known: dict[str, ModuleChoice]) -> list[str]:
+def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: Serving) -> list[str]:
     """The names of several choices, which are added to those that are known."""
     from htp_export.capabilities.quantize.precisions import PRECISIONS, Precision
 
     listed: Iterable[Any] = [values] if isinstance(values, str | int | float | Precision | Mapping) else values
-    found = [choice_of(value) for value in listed]
+    read = [choice_of(value) for value in listed]
+    found = [replace(choice, precision=serving.precision(choice.precision)) for choice in read]
     for choice in found:
         if known.setdefault(choice.name, choice) != choice:
             raise InputError(two_named(choice.name))
@@ -224,14 +226,16 @@ class SearchSpace:
         return Treatment(removed, precisions)
 
 
-def read_space(tagged: TaggedModel, space: Space, select: str | Sequence[str] | None, depth: int | None) -> SearchSpace:
+def read_space(
+    tagged: TaggedModel, space: Space, select: str | Sequence[str] | None, depth: int | None, serving: Serving
+) -> SearchSpace:
     """The modules of a space and what they may become, as far as the graph allows it.
 
-    ``select`` or ``depth`` say which modules, for choices alone.
+    ``select`` or ``depth`` say which modules, for choices alone; ``serving`` knows what ``auto`` is.
     """
     choices: dict[str, ModuleChoice] = {}
     if not isinstance(space, Mapping):
-        names = _choices_of(space, choices)
+        names = _choices_of(space, choices, serving)
         deciding = dict.fromkeys(tags.innermost(deciding_modules(tagged, select, depth)), "")
         found = dict.fromkeys(deciding, names)
     else:
@@ -239,7 +243,7 @@ def read_space(tagged: TaggedModel, space: Space, select: str | Sequence[str] | 
             raise InputError("a space by selector says which modules; give no select or depth")
         if not space:
             raise InputError("the space is empty; give selectors and precisions")
-        given = {selector: _choices_of(values, choices) for selector, values in space.items()}
+        given = {selector: _choices_of(values, choices, serving) for selector, values in space.items()}
         last = {path: selector for selector in given for path in tags.innermost(deciding_modules(tagged, selector))}
         deciding = {path: last[path] for path in tagged if path in last}
         found = {path: given[selector] for path, selector in deciding.items()}
