@@ -139,10 +139,11 @@ def test_each_layer_has_one_node_of_its_own_attention(family: Family) -> None:
         tagged = htp_export.load(result.model)
         assert [node.attributes["do_rotary"].as_int() for node in nodes] == family.rotates
         owners = [tagged.owners_of(node) for node in nodes]
-        assert [len(each) for each in owners] == [1] * len(nodes)
-        for layer, (owner,) in enumerate(owners):
+        for layer, (node, (owner, *projections)) in enumerate(zip(nodes, owners, strict=True)):
             assert f".{layer}." in f".{owner}."
             assert "attn" in owner or "attention" in owner
+            assert all(each.startswith(f"{owner}.") for each in projections)
+            assert not projections or node.inputs[1] is None  # it reads the joint result of these
         assert all("htp.module" in node.metadata_props for node in result.model.graph)
 
 

@@ -399,3 +399,30 @@ def test_all_of_them_run_by_default_at_their_levels():
         "fuse_normalization_scale",
         "eliminate_nan_guards",
     }
+
+
+@pytest.mark.parametrize("inverse", ["Div", "Reciprocal"])
+def test_a_root_mean_square_norm_of_either_exporter_is_one_node(inverse: str) -> None:
+    """TorchScript writes ``1 / Sqrt(x)``, dynamo ``Reciprocal``; the sum before the norm belongs to it, too."""
+    net = Builder(20, x=[1, 3, 8], skip=[1, 3, 8])
+    for name, value in {"two": 2.0, "eps": 1e-6, "one": 1.0}.items():
+        net.const(name, np.array(value, np.float32))
+    net.const("axes", np.array([-1], np.int64))
+    net.const("weight", array(8))
+    net.add("Add", "x skip", "sum", "layer")
+    net.add("Pow", "sum two", "square", "norm")
+    settings = {} if inverse == "Div" else {"noop_with_empty_axes": 0}
+    net.add("ReduceMean", "square axes", "mean", "norm", keepdims=1, **settings)
+    net.add("Add", "mean eps", "more", "norm")
+    net.add("Sqrt", "more", "root", "norm")
+    net.add(inverse, "one root" if inverse == "Div" else "root", "inverse", "norm")
+    net.add("Mul", "sum inverse", "normal", "norm")
+    net.add("Mul", "weight normal", "y", "norm")
+    for name in ("sum", "square", "mean", "more", "root", "inverse", "normal", "y"):
+        net.values[name].shape, net.values[name].type = ir.Shape([1, 3, 8]), ir.TensorType(ir.DataType.FLOAT)
+    for name in ("mean", "more", "root", "inverse"):
+        net.values[name].shape = ir.Shape([1, 3, 1])
+    given = {"x": array(1, 3, 8, seed=1), "skip": array(1, 3, 8, seed=2)}
+    changed = rewritten(net.model("y sum"), "fuse_for_onnxruntime", tolerance=1e-5, **given)
+    assert ops(changed) == ["SkipSimplifiedLayerNormalization"]
+    assert owners(changed)["y"] == ("layer", "norm")
