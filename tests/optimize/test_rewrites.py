@@ -17,6 +17,55 @@ def sliced(
     net.add("Slice", f"{source} {names}", result, owner)
 
 
+# --- gathers ---
+
+
+def indexed(rows: list[int], columns: list[int], start: int = 0, ends: tuple[str, str] = ("n", "m")) -> Builder:
+    """x[rows, columns] with ranges of these shapes, that are broadcast to a grid."""
+    net = Builder(opset=18, x=["n", "m"])
+    net.const("start", np.array(start))
+    net.const("step", np.array(1))
+    net.const("last", np.array([-1]))
+    for axis, name in enumerate("nm"):
+        net.add("Shape", "x", f"{name}.size", "net", start=axis, end=axis + 1)
+        net.add("Squeeze", f"{name}.size", name, "net")
+    for side, end, shape in zip(("rows", "columns"), ends, (rows, columns), strict=True):
+        net.add("Range", f"start {end} step", f"{side}.range", "net")
+        net.add("Reshape", f"{side}.range {net.const(f'{side}.shape', np.array(shape))}", side, "net")
+    net.add("Max", "rows columns", "grid", "net")
+    net.add("Shape", "grid", "sizes", "net")
+    for side in ("rows", "columns"):
+        net.add("Expand", f"{side} sizes", f"{side}.grid", "net")
+        net.add("Unsqueeze", f"{side}.grid last", f"{side}.last", "net")
+    net.add("Concat", "rows.last columns.last", "indices", "net", axis=-1)
+    net.add("GatherND", "x indices", "y", "net")
+    return net
+
+
+def test_a_gather_of_everything_in_order_is_the_tensor_with_more_dimensions():
+    model = indexed([-1, 1, 1, 1], [1, 1, 1, -1]).model("y")
+    changed = rewritten(model, "eliminate_whole_gathers", x=array(3, 5))
+    assert ops(changed) == ["Unsqueeze"]
+    assert owners(changed) == {"y": ("net",)}
+    assert ops(rewritten(indexed([-1, 1], [1, -1]).model("y"), "eliminate_whole_gathers", x=array(3, 5))) == [
+        "Identity"
+    ]
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        indexed([1, -1], [-1, 1]),  # transposed
+        indexed([-1, 1], [1, -1], start=1),  # without the first of each
+        indexed([-1, 1], [1, -1], ends=("n", "n")),  # a square of it
+        indexed([-1], [-1], ends=("n", "n")),  # its diagonal
+    ],
+    ids=["transposed", "from-1", "square", "diagonal"],
+)
+def test_a_gather_of_a_part_or_in_another_order_stays(net: Builder):
+    assert "GatherND" in ops(rewritten(net.model("y"), "eliminate_whole_gathers", x=array(3, 5)))
+
+
 # --- slices ---
 
 

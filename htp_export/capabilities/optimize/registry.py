@@ -34,6 +34,7 @@ DEFAULT = (
     "merge_reshapes",
     "merge_layout_ops",
     "merge_slices",
+    "eliminate_whole_gathers",
     "eliminate_expands",
     "cleanup_attention",
     "simplify_arithmetic",
