@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -87,6 +87,23 @@ def shared_files(tmp_path_factory: pytest.TempPathFactory) -> "SharedFiles":
     return SharedFiles((folder.parent if own else folder) / "shared")
 
 
+@pytest.fixture
+def collecting_own() -> Iterator[None]:
+    """`gc.collect` looks only at what the test itself makes: over all that a long run imports, it takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[str]:
+    """A ``PATH`` on which ``htp-export`` starts at once."""
+    from tests.forking import on_path
+
+    with on_path() as path:
+        yield path
+
+
 @pytest.fixture(scope="session")
 def one_browser() -> Iterator["Page"]:
     """The browser of all tests of this process: its start takes longer than most of them."""
@@ -101,6 +118,34 @@ def page(one_browser: "Page") -> "Page":
     """A page as a browser has it that was just started."""
     one_browser.start_anew()
     return one_browser
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operators_listed_once() -> Iterator[None]:
+    """`torch.export` lists torch's operators anew for every export, and overrides some for devices that are not here.
+
+    This is half of the time that the export of a small net takes.
+    """
+    import torch
+    from torch._export import utils
+    from torch.export import decomp_utils, exported_program
+
+    listed, find = dict[tuple[str, ...], Any](), utils._collect_all_valid_cia_ops
+
+    def once() -> Any:
+        names = (
+            *torch._C._dispatch_get_all_op_names(),
+            *torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"),
+        )
+        return listed[names] if names in listed else listed.setdefault(names, find())
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (decomp_utils, exported_program):
+            patch.setattr(module, "_collect_all_valid_cia_ops", once, raising=False)
+        for keys in ("_BACKEND_KEYS_TO_OVERRIDE", "_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE"):
+            here = [key for key in getattr(exported_program, keys, ()) if key.name.endswith(("CPU", "Meta"))]
+            patch.setattr(exported_program, keys, here, raising=False)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,8 @@
 
     python -m tests.documents docs/cost.md FOLDER
 
-- Lines of indented blocks that begin with ``htp-export`` or ``echo`` are run by a shell, others are not.
+- Lines of indented blocks that begin with ``htp-export`` or ``echo`` are run by a shell, others are not. The program is
+  the one on the ``PATH``.
 - So are lines of ``console`` fences that begin with ``$ ``. The lines below are what the command prints: ``...`` stands
   for any lines, or for any part of a line; numbers that depend on the machine are not compared.
 - Snippets of a page in Python share their names. In ``value  # 3`` the comment is compared if it is a literal. A fence
@@ -197,8 +198,9 @@ def run(page: Path, folder: Path) -> Iterator[str]:
 
 def _run_command(command: Command, page: Path, folder: Path) -> Iterator[str]:
     where = f"{page.name}:{command.line}: {command.text}"
-    shell = command.text.replace("htp-export ", f"{sys.executable} -m htp_export ", 1)
-    ended = subprocess.run(shell, shell=True, cwd=folder, capture_output=True, text=True, check=False, timeout=_LONGEST)
+    ended = subprocess.run(
+        command.text, shell=True, cwd=folder, capture_output=True, text=True, check=False, timeout=_LONGEST
+    )
     if ended.returncode:
         yield f"{where}\nends with {ended.returncode}: {ended.stderr}"
     elif command.output and not same_output(command.output, ended.stdout.splitlines()):

@@ -95,7 +95,12 @@ class ReadsWithoutACall(Holder):
 
 @pytest.mark.parametrize(
     ("make", "path"),
-    [(Branches, "a"), (Branches, "b"), pytest.param(Loops, "b", marks=converts_loops), (ReadsWithoutACall, None)],
+    [
+        (Branches, "a"),
+        pytest.param(Branches, "b", marks=pytest.mark.slow),
+        pytest.param(Loops, "b", marks=converts_loops),
+        (ReadsWithoutACall, None),
+    ],
 )
 def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(
     make: type[nn.Module], path: str | None, tmp_path: Path

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import htp_export
-from tests.exporting import BOTH, exported
+from tests.exporting import BOTH, exported, quick
 from tests.extract.test_cutting import wrong_parts
 from tests.nets import spread, x
 from tests.truth import equal, run_pytorch, signatures_of, values_of
@@ -113,7 +113,12 @@ def faults(model: nn.Module, kwargs: dict[str, Any], exporter: str, folder: Path
 
 
 @pytest.mark.parametrize(
-    ("seed", "exporter"), [*((seed, "torchscript") for seed in range(16)), *((seed, "dynamo") for seed in range(2))]
+    ("seed", "exporter"),
+    quick(
+        [*((seed, "torchscript") for seed in range(16)), *((seed, "dynamo") for seed in range(2))],
+        *((seed, "torchscript") for seed in range(8)),
+        (0, "dynamo"),
+    ),
 )
 def test_modules_of_random_nets_keep_their_results_and_calls(seed: int, exporter: str, tmp_path: Path) -> None:
     assert faults(spread(Net(seed)).eval(), {"x": x(4, 4)}, exporter, tmp_path) == []

@@ -66,6 +66,7 @@ def test_a_program_made_elsewhere_has_neither_signatures_nor_parameters(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("collecting_own")
 def test_every_export_of_one_program_says_the_same_also_once_the_model_is_gone(
     shared_files: SharedFiles, tmp_path: Path
 ) -> None:

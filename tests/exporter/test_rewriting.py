@@ -112,6 +112,7 @@ def test_nodes_of_branches_keep_their_owners_when_a_node_outside_is_replaced() -
     assert same.metadata_props["htp.module"] == owner
 
 
+@pytest.mark.usefixtures("collecting_own")
 def test_what_follows_a_model_goes_with_it() -> None:
     with htp_export.tagging():
         model = exported()

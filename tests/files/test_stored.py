@@ -225,6 +225,7 @@ def test_a_file_that_was_cut_off_meanwhile_is_told(file: Path) -> None:
         weight_of(model).numpy()
 
 
+@pytest.mark.usefixtures("collecting_own")
 def test_a_file_is_closed_with_the_last_of_its_tensors(file: Path) -> None:
     def opened() -> int:
         gc.collect()
@@ -232,12 +233,10 @@ def test_a_file_is_closed_with_the_last_of_its_tensors(file: Path) -> None:
 
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("no way to count open files")
-    gc.freeze()  # what is there already need not be looked at
     tensor = weight_of(read_model(file))
     assert opened() == 1
     del tensor
     assert opened() == 0
-    gc.unfreeze()
 
 
 def test_those_who_use_a_weight_at_one_time_share_its_memory(file: Path) -> None:

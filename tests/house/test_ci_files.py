@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sysconfig
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -40,15 +39,15 @@ def read(path: str) -> Any:
 
 
 ACTION = read("action.yml")
-PATHS = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, an exported file and an optimised one; its path has a space, as runners' may have."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: str) -> Path:
+    """The current folder, with a model, an exported file and an optimised one; its path has a space, as on runners."""
     inside = tmp_path / "a b"
     inside.mkdir()
     monkeypatch.chdir(inside)
+    monkeypatch.setenv("PATH", forked)
     Path("net.py").write_text(NET, encoding="utf-8")
     names: dict[str, Any] = {}
     exec(NET, names)
@@ -74,7 +73,7 @@ def act(folder: Path, **inputs: str) -> dict[str, int]:
         }
         run = subprocess.run(
             [str(BASH), "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
-            env={**os.environ, "PATH": PATHS, **environment},
+            env={**os.environ, **environment},
             capture_output=True, text=True, encoding="utf-8", check=False,
         )  # fmt: skip
         done[step["name"]] = run.returncode
@@ -143,7 +142,7 @@ def test_hooks_run_as_they_stand(folder: Path) -> None:
         assert re.search(hooks[name]["files"], "a/net.onnx")
         for given, status in ((right, 0), (wrong, 1)):
             command = [*hooks[name]["entry"].split(), *given]
-            run = subprocess.run(command, env={**os.environ, "PATH": PATHS}, capture_output=True, check=False)
+            run = subprocess.run(command, capture_output=True, check=False)
             assert run.returncode == status, run.stderr.decode()
 
 

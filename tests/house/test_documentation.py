@@ -103,7 +103,8 @@ class TestPagesAreRead:
         with pytest.raises(AssertionError, match="2, where the page has 3"):
             exec(compile(documents.instrumented("1 + 1  # 3\n"), "page", "exec"), names)
 
-    def test_a_page_runs_and_says_what_is_not_as_it_shows(self, page, tmp_path):
+    def test_a_page_runs_and_says_what_is_not_as_it_shows(self, page, tmp_path, forked, monkeypatch):
+        monkeypatch.setenv("PATH", forked)
         failed = list(documents.run(page, tmp_path))
         assert [line.splitlines()[0] for line in failed] == [
             "page.md:3: htp-export tree net.onnx            # a comment",
@@ -174,10 +175,8 @@ def test_the_snippets_of_pages_are_python():
 
 
 def run(page: Path, folder: Path) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.documents", str(page), str(folder)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "tests.documents", str(page), str(folder)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert not ended.stderr.startswith("Traceback"), ended.stderr
     return ended.stdout.strip()
 
@@ -219,7 +218,8 @@ def test_the_examples_of_selectors_select_what_the_page_says():
     "page",
     [pytest.param(page, id=page.name, marks=() if page.stem == "tutorial" else pytest.mark.slow) for page in PAGES],
 )
-def test_a_page_runs_as_it_stands_in_a_folder_of_its_own(page, tmp_path):
+def test_a_page_runs_as_it_stands_in_a_folder_of_its_own(page, tmp_path, forked, monkeypatch):
+    monkeypatch.setenv("PATH", forked)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     failed = run(page, tmp_path)
     assert not failed, failed

@@ -13,27 +13,17 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from torch import nn
 
 import htp_export
 from htp_export.command.main import main
+from tests.all_commands import example
 from tests.refusing import assert_refused
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.act, self.second = nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.act(self.first(x)))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A net, tagged with its weights beside it, with open sizes, as torch writes it, bare, and quantized."""
-    folder, x = tmp_path_factory.mktemp("info"), torch.randn(2, 32)
-    net = Net().eval()
+    folder, (net, (x,)) = tmp_path_factory.mktemp("info"), example()
     htp_export.export(net, (x,), folder / "net.onnx", verbose=False)
     htp_export.load(folder / "net.onnx").save(folder / "external.onnx", external_data="external.data")
     shapes = {"x": {0: torch.export.Dim("batch"), 1: 32}}

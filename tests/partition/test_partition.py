@@ -101,7 +101,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # --- stages of real models --------------------------------------------------------------------------------
 
 
-QUICK = {("bert-dynamo", 2), ("gpt2-dynamo", 3), ("resnet-torchscript", 4), ("t5-torchscript", 3)}
+QUICK = {("gpt2-dynamo", 3), ("resnet-torchscript", 4), ("t5-torchscript", 3)}
 """What every run tries; the others are tried with -m slow."""
 SWEEP = [
     pytest.param(name, count, marks=() if (name, count) in QUICK else pytest.mark.slow)

@@ -43,6 +43,7 @@ def test_a_program_is_verified_with_the_call_that_it_was_exported_with(names: st
     assert htp_export.verify(program).first_wrong == "fc"
 
 
+@pytest.mark.usefixtures("collecting_own")
 def test_temporary_inputs_are_those_of_the_exported_program(tmp_path: Path) -> None:
     net, file = nn.Sequential(nn.Linear(4, 3)).eval(), tmp_path / "net.onnx"
     program = htp_export.export(net, (torch.randn(2, 4),), file, verbose=False)
@@ -77,6 +78,7 @@ def test_training_mode_is_restored_and_does_not_change_the_result() -> None:
     assert net.training
 
 
+@pytest.mark.usefixtures("collecting_own")
 def test_neither_model_nor_inputs_are_kept_alive(tmp_path: Path) -> None:
     net, x = nn.Sequential(nn.Linear(4, 3)).eval(), torch.randn(2, 4)
     held = weakref.ref(net), weakref.ref(x)
