@@ -302,6 +302,22 @@ def kept_of(model: nn.Module, pruned: onnx.ModelProto) -> Kept:
     return kept
 
 
+def masked(model: nn.Module, kept: Kept) -> nn.Module:
+    """A copy of a model of full size, with zeros in place of the indices of its parameters that are gone.
+
+    It computes what the smaller one computes if nothing normalises channels together, and so tells whether the
+    channels that producers lose are those that consumers lose.
+    """
+    full = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, tensor in full.state_dict(keep_vars=True).items():
+            if name in kept and not name.endswith("running_var"):
+                stays = torch.zeros_like(tensor)
+                stays[np.ix_(*kept[name])] = 1
+                tensor *= stays
+    return full.eval()
+
+
 def shrink(model: nn.Module, kept: Kept) -> nn.Module:
     """A copy of a model with some indices of its parameters, and the attributes of modules that say their sizes."""
     smaller = copy.deepcopy(model)
@@ -335,7 +351,8 @@ def shrink(model: nn.Module, kept: Kept) -> nn.Module:
 class Row:
     """One model: its weights that are smaller, those that stay, and how far outputs are from PyTorch's.
 
-    ``spread``: The standard deviation of the outputs.
+    ``spread``: The standard deviation of the outputs; ``masked``: how far they are from those of the full model with
+    zeros instead, None if it normalises channels together.
     """
 
     name: str
@@ -344,6 +361,7 @@ class Row:
     share: float
     spread: float
     difference: float
+    masked: float | None
 
 
 def outputs_of(model: nn.Module, args: tuple[torch.Tensor, ...]) -> np.ndarray:
@@ -361,12 +379,16 @@ def compared(name: str, folder: Path, amount: float = 0.25) -> Row:
     htp_export.export(model, args, file, dynamo=True, verbose=False)
     result = htp_export.prune(file, {"**": f"channels:{amount}"}, cut)
     written = onnx.load(cut)
-    smaller = shrink(model, kept_of(model, written))
+    kept = kept_of(model, written)
+    smaller = shrink(model, kept)
     session = onnxruntime.InferenceSession(cut, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
     found = session.run(None, {name: arg.numpy() for name, arg in zip(names, args, strict=True)})[0]
     difference = float(np.abs(found - outputs_of(smaller, args)).max())
-    return Row(name, len(result.cut), len(result.whole), result.modules[""].sparsity, float(found.std()), difference)
+    together = any(type(module).__name__.endswith(("LayerNorm", "RMSNorm")) for module in model.modules())
+    zeros = None if together else float(np.abs(found - outputs_of(masked(model, kept), args)).max())
+    share = result.modules[""].sparsity
+    return Row(name, len(result.cut), len(result.whole), share, float(found.std()), difference, zeros)
 
 
 def spread(model: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ from htp_export.errors import InputError, RuleError
 from tests.extract.test_cutting import run_file
 from tests.nets import EXPORTERS, spread, x
 from tests.prune.test_prune_structured import export
-from tools.prune_models import MODELS, Recurrent, compared, kept_of, outputs_of, shrink, shuffled
+from tools.prune_models import MODELS, Recurrent, compared, kept_of, masked, outputs_of, shrink, shuffled
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
@@ -90,7 +90,8 @@ def test_operators_that_repeat_channels(name: str, exporter: str, tmp_path: Path
     weights = {name.split(".")[0] for name in before if after[name] < before[name]}
     assert sorted(weights) == cut
     [found] = run_file(tmp_path / "cut.onnx", {written.graph.input[0].name: given.numpy()})
-    assert np.abs(found - outputs_of(shrink(model, kept), (given,))).max() < 1e-5
+    for same in (shrink(model, kept), masked(model, kept)):
+        assert np.abs(found - outputs_of(same, (given,))).max() < 1e-5
     assert set(result.whole.values())
 
 
@@ -110,11 +111,13 @@ def test_indices_of_channels_are_those_of_the_channels_that_stay(tmp_path: Path)
     file = export(model, {"x": x(2, 4)}, "dynamo", tmp_path)
     htp_export.prune(file, {"up": "channels:0.34"}, tmp_path / "cut.onnx")
     written = onnx.load(tmp_path / "cut.onnx")
-    smaller = shrink(model, kept_of(model, written))
+    kept = kept_of(model, written)
+    smaller = shrink(model, kept)
     smaller.order = [3, 0, 3]  # of 0, 1, 4 and 5
     assert smaller.down.weight.shape == (2, 3)
     [found] = run_file(tmp_path / "cut.onnx", {"x": x(2, 4).numpy()})
-    assert np.abs(found - outputs_of(smaller, (x(2, 4),))).max() < 1e-5
+    for same in (smaller, masked(model, kept)):
+        assert np.abs(found - outputs_of(same, (x(2, 4),))).max() < 1e-5
 
 
 class Partly(nn.Module):
@@ -160,6 +163,7 @@ def test_what_cannot_be_cut_stays_and_is_listed(tmp_path: Path, capsys: pytest.C
 def test_models_are_those_of_pytorch_without_the_channels(name: str, tmp_path: Path) -> None:
     row = compared(name, tmp_path)
     assert row.difference < 1e-4
+    assert row.masked is None or row.masked < 1e-4
     assert row.spread > 0.1
     assert row.share > 0.15
     assert row.whole <= 3
