@@ -438,10 +438,9 @@ def main() -> int:
             except Exception as error:
                 print(f"| {name} | {type(error).__name__}: {str(error)[:400]}", flush=True)
                 continue
-        print(
-            f"| {name} | {row.weights} | {row.whole} | {row.share:.0%} | {row.spread:.2g} | {row.difference:.1e} |",
-            flush=True,
-        )
+        numbers = f"{row.weights} | {row.whole} | {row.share:.0%} | {row.difference:.1e} | {row.spread:.2g}"
+        zeros = "" if row.masked is None else f"{row.masked:.1e}"
+        print(f"| {name} | {numbers} | {zeros} |", flush=True)
     return 0
 
 

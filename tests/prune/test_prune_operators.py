@@ -15,9 +15,9 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError, RuleError
 from tests.extract.test_cutting import run_file
-from tests.nets import EXPORTERS, spread, x
+from tests.nets import EXPORTERS, x
 from tests.prune.test_prune_structured import export
-from tools.prune_models import MODELS, Recurrent, compared, kept_of, masked, outputs_of, shrink, shuffled
+from tools.prune_models import MODELS, Recurrent, compared, kept_of, masked, outputs_of, shrink, shuffled, spread
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
@@ -78,7 +78,7 @@ NETS = {
 def test_operators_that_repeat_channels(name: str, exporter: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     build, make_input, cut = NETS[name]
-    model, given = spread(build()).eval(), make_input()
+    model, given = spread(build()), make_input()
     argument = "words" if isinstance(model, Recurrent) else "x"
     file = export(model, {argument: given}, exporter, tmp_path)
     result = htp_export.prune(file, {"**": "channels:0.5"}, tmp_path / "cut.onnx")
@@ -105,7 +105,7 @@ def test_indices_of_channels_are_those_of_the_channels_that_stay(tmp_path: Path)
             return self.down(self.up(x)[:, torch.tensor(self.order)])
 
     torch.manual_seed(0)
-    model = spread(Chosen()).eval()
+    model = spread(Chosen())
     with torch.no_grad():
         model.up.weight[[2, 3]] *= 0.01
     file = export(model, {"x": x(2, 4)}, "dynamo", tmp_path)
@@ -131,7 +131,7 @@ class Partly(nn.Module):
 
 def test_what_cannot_be_cut_stays_and_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    file = export(spread(Partly()).eval(), {"x": x(2, 4)}, "dynamo", tmp_path)
+    file = export(spread(Partly()), {"x": x(2, 4)}, "dynamo", tmp_path)
     result = htp_export.prune(file, {"**": "channels:0.5"})
     assert sorted(result.cut) == ["sums.weight", "up.bias", "up.weight"]
     assert {name: reason.split(",")[0] for name, reason in result.whole.items()} == {
