@@ -72,7 +72,8 @@ def remade(stored: ir.TensorProtocol, recipe: Recipe, state_dict: Mapping[str, A
     """A stored tensor with what parameters give by an exact recipe; it is computed when it is read.
 
     Examples:
-        >>> remade(ir.tensor(np.zeros((1, 2), np.float32)), ["transpose", "w", []], {"w": np.float32([[1], [2]])}).numpy()
+        >>> stored = ir.tensor(np.zeros((1, 2), np.float32))
+        >>> remade(stored, ["transpose", "w", []], {"w": np.float32([[1], [2]])}).numpy()
         array([[1., 2.]], dtype=float32)
     """
     make = _Rebuilding(str(stored.name), recipe, state_dict, stored)

@@ -294,7 +294,7 @@ def broken(folder: Path, model: nn.Module) -> dict[str, Path]:
         "infinite": adapter(folder, "infinite", {"up": (layers["up"][0], layers["up"][1] / 0)}, 6),
     }
     (folder / "empty").mkdir()
-    tensors = {"base_model.model.up.lora_A.weight": layers["up"][0], "base_model.model.up.bias": x(8)}
+    tensors = {"base_model.model.up.lora_A.weight": layers["up"][0], "base_model.model.up.bias": x(7)}
     save_file(tensors, folder / "bias" / "adapter_model.safetensors")
     (folder / "pickle" / "adapter_model.safetensors").rename(folder / "pickle" / "adapter_model.bin")
     whole = (folder / "cut" / "adapter_model.safetensors").read_bytes()
@@ -303,12 +303,12 @@ def broken(folder: Path, model: nn.Module) -> dict[str, Path]:
 
 
 BROKEN = {
-    "dora": "is a DoRA adapter",
+    "dora": "has no DoRA magnitude for module 'up'",
     "other": "peft_type is not 'LORA'",
     "elsewhere": "module 'nowhere' of the adapter is none of the",
     "large": "module 'down' maps 6 numbers to 8, and that of the model 8 to 4",
     "ranks": "has no two factors of one rank for module 'up'",
-    "bias": "has 'base_model.model.up.bias', which is no LoRA factor",
+    "bias": "parameter 'up.bias' has the shape|has 'up.bias', which is no LoRA factor",
     "pickle": "pickles are not read",
     "cut": "cannot be read",
     "alpha": "has no lora_alpha for module 'up'",

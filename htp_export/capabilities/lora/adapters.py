@@ -135,9 +135,9 @@ def require_switchable(adapter: Adapter) -> None:
     """Refuse (`FileError`) an adapter that is more than products of two factors for linear layers."""
     for path, layer in adapter.layers.items():
         if not layer.is_plain:
-            what = "DoRA magnitudes" if layer.magnitude is not None else f"init_lora_weights={layer.start!r}"
-            what = what if layer.kind == "linear" else f"factors of {'an' if layer.kind[0] == 'e' else 'a'} {layer.kind}"
-            raise FileError(adapter.source, f"has {what} for module {path!r}, {_ONLY_FUSED}")
+            what = "a DoRA magnitude for" if layer.magnitude is not None else f"init_lora_weights={layer.start!r} for"
+            what = what if layer.kind == "linear" else f"factors of the {layer.kind}"
+            raise FileError(adapter.source, f"has {what} {path!r}, {_ONLY_FUSED}")
     for name in adapter.parameters:
         raise FileError(adapter.source, f"has {name!r}, which is no LoRA factor of a linear layer, {_ONLY_FUSED}")
 
@@ -213,7 +213,8 @@ def _of_peft(folder: Path) -> Adapter:
     read = _layers(weights, _tensors(weights), lambda path, rank: _scaling(folder, config, path, rank))
     for path, layer in read.layers.items():
         if bool(config.get("use_dora")) != (layer.magnitude is not None):
-            raise FileError(weights, f"has {'no' if config.get('use_dora') else 'a'} DoRA magnitude for module {path!r}")
+            what = "no" if layer.magnitude is None else "a"
+            raise FileError(weights, f"has {what} DoRA magnitude for module {path!r}, unlike {_CONFIG}")
     layers = {path: replace(layer, start=start if start in _STARTS else None) for path, layer in read.layers.items()}
     return replace(read, source=folder, layers=layers)
 

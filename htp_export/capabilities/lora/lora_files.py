@@ -148,8 +148,8 @@ def fuse(
     """Add an adapter to the weights of a model, as PEFT's ``merge_and_unload`` does.
 
     Linear layers, convolutions and embeddings take LoRA and DoRA; trained biases and ``modules_to_save`` replace what
-    is stored. All but LoRA of linear layers needs PEFT (``pip install "htp-export[lora]"``). A weight that other modules
-    read, as of tied embeddings, is copied: these keep theirs.
+    is stored. All but LoRA of linear layers needs PEFT (``pip install "htp-export[lora]"``). A weight that other
+    modules read, as of tied embeddings, is copied: these keep theirs.
 
     The layers that `lora.insert` made are removed, so that the model has its original nodes again. It may also be a
     model without them. New weights are computed when they are written, one at a time.
@@ -190,8 +190,8 @@ def fuse(
     inserted = lora_layers(tagged)
     if inserted:
         tagged = _without_lora(tagged, inserted)
+    parameters = replace_parameters(tagged, adapter_read)  # PEFT saves embeddings beside what is added to them
     layers = add_to_weights(tagged, adapter_read, inserted)
-    parameters = replace_parameters(tagged, adapter_read)
     if output is not None:
         write_model(tagged.model, output, True if external else None)
     return FusedLora({path: layer.a.shape[0] for path, layer in layers.items()}, parameters, model=tagged.model)

@@ -1,4 +1,4 @@
-"""New weights as PEFT computes them: of convolutions, embeddings and DoRA; those of plain linear layers need no PEFT."""
+"""New weights as PEFT computes them; those of linear layers with LoRA alone need no PEFT."""
 
 from __future__ import annotations
 

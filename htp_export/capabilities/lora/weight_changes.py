@@ -1,4 +1,4 @@
-"""What `lora.fuse` does to the stored tensors of a model: products are added to weights, and parameters are replaced."""
+"""What `lora.fuse` does to stored tensors: products are added to weights, and parameters are replaced."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ __all__ = ["add_to_weights", "check_sizes", "replace_parameters"]
 
 _OPERATORS = {"convolution": ("Conv", "com.microsoft::FusedConv"), "embedding": ("Gather",)}
 """Kind of a layer of an adapter → what such a layer becomes; for linear ones see `linears_of`."""
+
+_EARLIER = "export with optimize=False, fuse the adapter, then optimize"
+
 
 def add_to_weights(tagged: TaggedModel, adapter: Adapter, inserted: Mapping[str, float]) -> dict[str, LowRank]:
     """Add what an adapter's factors give to the weights of a model, in place; they are computed when they are written.
@@ -86,10 +89,7 @@ def _uses(tagged: TaggedModel, path: str, kind: str) -> list[Product]:
     recipe = recipe_of(use.value)
     if is_exact(recipe) and any(word in ("merged", "computed") for place in places_in(recipe) for word in place.how):
         others = ", ".join(map(repr, dict.fromkeys(parameters_in(recipe))))
-        raise InputError(
-            f"module {path!r}: its weight {use.value.name!r} was computed of {others}; export with optimize=False, fuse "
-            "the adapter, then optimize"
-        )
+        raise InputError(f"module {path!r}: its weight {use.value.name!r} was computed of {others}; {_EARLIER}")
     return uses
 
 
@@ -185,14 +185,17 @@ def replace_parameters(tagged: TaggedModel, adapter: Adapter) -> list[str]:
     names = {**dict.fromkeys(declared), **dict.fromkeys(stored)}
     trained = {name: array for name, array in adapter.parameters.items() if array.dtype.kind not in "iu"}  # counters
     found = placed(adapter.source, trained, names, "parameters of the model", "parameter")
-    tied = {each.first for each in declared.values() if each.tied}
+    tied: dict[str, list[str]] = {}  # the first name of a parameter → all of them: a recipe may have any of these
+    for each in declared.values():
+        tied.setdefault(each.first, []).append(each.name)
     changed = []
     for name, array in found.items():
-        first = declared[name].first if name in declared else name
+        aliases = tied[declared[name].first] if name in declared else [name]
         if name in declared and tuple(array.shape) != declared[name].shape:
             sizes = f"{list(array.shape)}, and that of the model {list(declared[name].shape)}"
             raise InputError(f"{adapter.source}: parameter {name!r} has the shape {sizes}")
-        if any([_replace(tagged, value, name, first, array, first in tied) for value in stored.get(first, ())]):
+        values = dict.fromkeys(value for alias in aliases for value in stored.get(alias, ()))
+        if sum(_replace(tagged, value, name, array, aliases) for value in values):
             changed.append(name)
         elif _computes(tagged, tags.parent_path(name) or ""):
             raise InputError(f"{adapter.source}: parameter {name!r} has no place of its own in the model")
@@ -203,29 +206,28 @@ def _computes(tagged: TaggedModel, path: str) -> bool:
     return path not in tagged or tagged.hierarchy[path].fate not in (Fate.DEAD, Fate.UNCALLED)
 
 
-def _replace(tagged: TaggedModel, value: ir.Value, name: str, first: str, array: Array, is_tied: bool) -> bool:
+def _replace(tagged: TaggedModel, value: ir.Value, name: str, array: Array, aliases: Sequence[str]) -> bool:
     """Replace one stored tensor, or the copy of it that the parameter's module reads; whether there is one."""
     recipe = recipe_of(value)
     is_equal = isinstance(recipe, list) and recipe[0] == "equal"
     module = tags.parent_path(name) or ""
-    if is_equal or is_tied:
+    if is_equal or len(aliases) > 1:
         if not any(tags.is_under(owner, module) for node, _ in value.uses() for owner in tagged.owners_of(node)):
             return False
         value = _own(tagged, value, module, name)
     if isinstance(recipe, list) and is_equal:
-        recipe = next(each for each in operands_of(recipe) if first in parameters_in(each))
-    others = [each for each in dict.fromkeys(parameters_in(recipe)) if each != first]
+        recipe = next(each for each in operands_of(recipe) if {*aliases} & {*parameters_in(each)})
+    others = [each for each in dict.fromkeys(parameters_in(recipe)) if each not in aliases]
     if not is_exact(recipe) or others:
         why = f"merged with {', '.join(map(repr, others[:3]))}" if others else f"computed ({_last(recipe)})"
-        raise InputError(
-            f"parameter {name!r}: its tensor {value.name!r} is {why}; export with optimize=False, fuse the adapter, "
-            "then optimize"
-        )
+        raise InputError(f"parameter {name!r}: its tensor {value.name!r} is {why}; {_EARLIER}")
     tensor = value.const_value
     assert tensor is not None
     if tensor.dtype.is_floating_point():
         array = array.astype(tensor.dtype.numpy())
-    value.const_value = recorded(remade(tensor, recipe, {first: array}), step("computed", recipe, "lora"))
+    value.const_value = recorded(
+        remade(tensor, recipe, dict.fromkeys(aliases, array)), step("computed", recipe, "lora")
+    )
     return True
 
 
