@@ -294,7 +294,10 @@ def broken(folder: Path, model: nn.Module) -> dict[str, Path]:
         "infinite": adapter(folder, "infinite", {"up": (layers["up"][0], layers["up"][1] / 0)}, 6),
     }
     (folder / "empty").mkdir()
-    tensors = {"base_model.model.up.lora_A.weight": layers["up"][0], "base_model.model.up.bias": x(7)}
+    tensors = {
+        f"base_model.model.up.lora_{factor}.weight": each for factor, each in zip("AB", layers["up"], strict=True)
+    }
+    tensors["base_model.model.up.bias"] = x(7)
     save_file(tensors, folder / "bias" / "adapter_model.safetensors")
     (folder / "pickle" / "adapter_model.safetensors").rename(folder / "pickle" / "adapter_model.bin")
     whole = (folder / "cut" / "adapter_model.safetensors").read_bytes()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ __all__ = ["merged", "require_peft"]
 def require_peft(adapter: Adapter) -> None:
     """Refuse (`InputError`) an adapter of which PEFT computes the weights, if PEFT is not installed."""
     needing = [path for path, layer in adapter.layers.items() if not layer.is_plain]
-    if needing and importlib.util.find_spec("peft") is None:
+    if needing and find_spec("peft") is None:
         raise InputError(
             f"{adapter.source}: module {needing[0]!r} has more than two factors of a linear layer, which needs PEFT; "
             'install it with: pip install "htp-export[lora]"'

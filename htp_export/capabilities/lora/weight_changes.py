@@ -19,6 +19,7 @@ from htp_export.format.recipes import Recipe, is_exact, operands_of, parameters_
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.tagged import TaggedModel
+from htp_export.model.tensor_names import Names
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of
@@ -31,6 +32,9 @@ __all__ = ["add_to_weights", "check_sizes", "replace_parameters"]
 
 _OPERATORS = {"convolution": ("Conv", "com.microsoft::FusedConv"), "embedding": ("Gather",)}
 """Kind of a layer of an adapter → what such a layer becomes; for linear ones see `linears_of`."""
+
+_BIASED = ("Gemm", "Conv", "ConvTranspose")
+"""Operators whose third input is a bias, which may be missing."""
 
 _EARLIER = "export with optimize=False, fuse the adapter, then optimize"
 
@@ -147,7 +151,7 @@ def _own(tagged: TaggedModel, value: ir.Value, path: str, name: str) -> ir.Value
     graph, tensor = value.graph, value.const_value
     assert graph is not None
     assert tensor is not None
-    copy = add_initializer(graph, tensor, name, recipe_of(value))
+    copy = add_initializer(graph, tensor, Names(tagged.model).tensors.unused(name), recipe_of(value))
     for node, place in mine:
         node.replace_input_with(place, copy)
     return copy
@@ -195,15 +199,33 @@ def replace_parameters(tagged: TaggedModel, adapter: Adapter) -> list[str]:
             sizes = f"{list(array.shape)}, and that of the model {list(declared[name].shape)}"
             raise InputError(f"{adapter.source}: parameter {name!r} has the shape {sizes}")
         values = dict.fromkeys(value for alias in aliases for value in stored.get(alias, ()))
-        if sum(_replace(tagged, value, name, array, aliases) for value in values):
-            changed.append(name)
-        elif _computes(tagged, tags.parent_path(name) or ""):
-            raise InputError(f"{adapter.source}: parameter {name!r} has no place of its own in the model")
+        module = tagged.hierarchy.get(tags.parent_path(name) or "")
+        if not sum(_replace(tagged, value, name, array, aliases) for value in values):
+            if module is not None and module.fate in (Fate.DEAD, Fate.UNCALLED):
+                continue
+            if name not in declared or not _add_bias(tagged, name, array):
+                raise InputError(f"{adapter.source}: parameter {name!r} has no place of its own in the model")
+        changed.append(name)
     return changed
 
 
-def _computes(tagged: TaggedModel, path: str) -> bool:
-    return path not in tagged or tagged.hierarchy[path].fate not in (Fate.DEAD, Fate.UNCALLED)
+def _add_bias(tagged: TaggedModel, name: str, array: Array) -> bool:
+    """Give a bias back to the products of its module; exporters leave one of zeros out. Whether that is possible."""
+    path, works = tags.parent_path(name) or "", tagged.index.works
+    nodes = [node for node in tagged[path].nodes if operator_of(node) in _BIASED and works[node].doing == (path,)]
+    uses = [use for use in products_of(tagged, nodes) if use.place == 1]
+    if not uses or len(uses) != len(nodes) or array.ndim != 1:
+        return False
+    graph, tensor = uses[0].value.graph, uses[0].value.const_value
+    free = [use for use in uses if len(use.node.inputs) < 3 or use.node.inputs[2] is None]
+    if tensor is None or graph is None or len(free) != len(uses):
+        return False
+    stored = ir.tensor(array.astype(tensor.dtype.numpy()))
+    bias = add_initializer(graph, stored, Names(tagged.model).tensors.unused(name), step("computed", name, "lora"))
+    for use in uses:
+        use.node.resize_inputs(3)
+        use.node.replace_input_with(2, bias)
+    return True
 
 
 def _replace(tagged: TaggedModel, value: ir.Value, name: str, array: Array, aliases: Sequence[str]) -> bool:
