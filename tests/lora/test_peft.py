@@ -206,7 +206,7 @@ def test_what_cannot_be_fused_is_refused_with_what_to_do(
         htp_export.lora.fuse(tmp_path / "True.onnx", tmp_path / "conv")
     htp_export.lora.fuse(tmp_path / "False.onnx", tmp_path / "conv", tmp_path / "fused.onnx")
     assert np.abs(run(tmp_path / "fused.onnx", PICTURES) - called(merged, PICTURES)).max() < 1e-5
-    with pytest.raises(InputError, match="has factors of the convolution 'wide', which no run can switch; lora.fuse"):
+    with pytest.raises(InputError, match=r"has factors of the convolution 'wide', which no run can switch; lora.fuse"):
         htp_export.lora.adapter(
             htp_export.lora.insert(exported("convolutions", "dynamo")[2], "head"), tmp_path / "conv"
         )

@@ -14,14 +14,13 @@ import onnx_ir as ir
 from htp_export.capabilities.lora.adapters import (
     LowRank,
     arrays_of,
-    factor_name,
     files_of,
     placed,
     read_adapter,
     require_switchable,
     write_adapter,
 )
-from htp_export.capabilities.lora.linears import lora_layers
+from htp_export.capabilities.lora.linears import factor_inputs, lora_layers
 from htp_export.capabilities.lora.peft_weights import require_peft
 from htp_export.capabilities.lora.weight_changes import add_to_weights, check_sizes, replace_parameters
 from htp_export.editing.editing import take_place
@@ -31,7 +30,7 @@ from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import Kind, check_target
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.lora import FACTORS, lora_modules, write_lora
+from htp_export.format.lora import lora_modules, write_lora
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load
@@ -129,7 +128,7 @@ def adapter(
     require_switchable(read)
     layers = {}
     for path, layer in placed(read.source, read.layers, known, "layers that take adapters").items():
-        a, b = (tagged.model.graph.initializers[factor_name(path, factor)] for factor in FACTORS)
+        a, b = factor_inputs(tagged.model.graph, path)
         check_sizes(read.source, path, layer, [_size(b, 0), _size(a, 1)])
         dtype = (a.dtype or ir.DataType.FLOAT).numpy()
         ratio = 1.0 if layer.scaling is None else layer.scaling / known[path]
@@ -215,7 +214,7 @@ def _remove(graph: ir.Graph, path: str) -> None:
 
     If the graph no longer has the nodes that `lora.insert` made, as after an optimizer, that is an `InputError`.
     """
-    factors = [graph.initializers[factor_name(path, factor)] for factor in FACTORS]
+    factors = factor_inputs(graph, path)
     made = _derived(factors[0])
     joins = [node for node in made if node.op_type == "Add" and any(_not_among(value, made) for value in node.inputs)]
     if not joins:
@@ -228,7 +227,7 @@ def _remove(graph: ir.Graph, path: str) -> None:
         if factor.uses():
             raise InputError(f"module {path!r}: {factor.name!r} is read outside of its LoRA layer")
         graph.inputs.remove(factor)
-        del graph.initializers[str(factor.name)]
+        graph.initializers.pop(str(factor.name), None)
 
 
 def _derived(value: ir.Value) -> dict[ir.Node, None]:

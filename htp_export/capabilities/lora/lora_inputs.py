@@ -100,6 +100,7 @@ def insert(
     *,
     rank: int = 8,
     alpha: float | None = None,
+    required: bool = False,
 ) -> InsertedLora:
     """Give linear layers inputs for LoRA adapters, so that one file serves many of them.
 
@@ -118,6 +119,8 @@ def insert(
         output: The file to write.
         rank: The rank of the adapters, for the factor ``alpha / rank``.
         alpha: PEFT's ``lora_alpha``; None for ``rank``, which is the factor 1.
+        required: Without defaults, for runtimes that give no optional inputs, as ONNX Runtime's for JavaScript: every
+            run has to be given factors, of the rank 0 where there is no adapter.
 
     Returns:
         The model, and its layers that take adapters.
@@ -145,7 +148,8 @@ def insert(
     if again := [path for path in paths if path in known]:
         raise InputError(f"module {again[0]!r} takes adapters already")
     linears = {path: linears_of(tagged, path) for path in paths}
-    insertion = _Insertion(tagged, scaling, {linear.y for calls in linears.values() for linear in calls})
+    results = {linear.y for calls in linears.values() for linear in calls}
+    insertion = _Insertion(tagged, scaling, results, required)
     for path in counted(paths, "layers"):
         insertion.add(path, linears[path])
     ranges = insertion.release()
@@ -190,7 +194,8 @@ def _input_names(path: str) -> tuple[str, ...]:
 class _Insertion:
     """Puts low-rank products beside linear layers of a model, in place; ``results`` are what these layers give."""
 
-    def __init__(self, tagged: TaggedModel, scaling: float, results: Container[ir.Value]) -> None:
+    def __init__(self, tagged: TaggedModel, scaling: float, results: Container[ir.Value], required: bool) -> None:
+        self._required = required
         self._tagged, self._scaling, self._given = tagged, scaling, results
         self._graph = tagged.model.graph
         names = Names(tagged.model)
@@ -217,8 +222,11 @@ class _Insertion:
         name = factor_name(path, factor)
         if self._values.unused(name) != name:
             raise InputError(f"the model has a tensor {name!r} already")
-        tensor = ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name)
-        value = add_initializer(self._graph, tensor, name, CONSTANT)
+        if self._required:
+            value = ir.Value(name=name, type=ir.TensorType(dtype))
+        else:
+            tensor = ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name)
+            value = add_initializer(self._graph, tensor, name, CONSTANT)
         value.shape = ir.Shape([f"{path}.lora_rank" if size == 0 else size for size in shape])
         self._graph.inputs.append(value)
         return value
