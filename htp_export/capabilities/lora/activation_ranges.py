@@ -39,7 +39,8 @@ def release_ranges(graph: ir.Graph, changed: Iterable[ir.Value], named: Collecti
         (1, ['Relu'], [])
     """
     count = 0
-    depending = dependence(reads_and_results(graph), dict.fromkeys(changed, 1))
+    starts: dict[ir.Value | None, int] = dict.fromkeys(changed, 1)
+    depending = dependence(reads_and_results(graph), starts)
     for quantize in [node for node in graph if is_standard(node, "QuantizeLinear")]:
         [levels], before = quantize.outputs, quantize.inputs[0]
         readers = [use.node for use in levels.uses()]

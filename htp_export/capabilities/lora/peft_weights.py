@@ -39,7 +39,8 @@ def merged(weight: Array, layer: LowRank, scaling: float) -> Array:
     """
     if not layer.is_plain:
         return _by_peft(weight, layer, scaling)
-    return weight + layer.b.astype(np.float32) @ layer.a.astype(np.float32) * np.float32(scaling)
+    total: Array = weight + layer.b.astype(np.float32) @ layer.a.astype(np.float32) * np.float32(scaling)
+    return total
 
 
 def _by_peft(weight: Array, layer: LowRank, scaling: float) -> Array:
