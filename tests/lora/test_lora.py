@@ -289,6 +289,8 @@ def broken(folder: Path, model: nn.Module) -> dict[str, Path]:
         "pickle": adapter(folder, "pickle", layers, 6),
         "cut": adapter(folder, "cut", layers, 6),
         "alpha": adapter(folder, "alpha", layers, 6, lora_alpha=None),
+        "magnitude": adapter(folder, "magnitude", layers, 6, use_dora=True),
+        "variant": adapter(folder, "variant", layers, 6, layer_replication=[[0, 2]]),
         "empty": folder / "empty",
         "nan": adapter(folder, "nan", {"up": (layers["up"][0] * float("nan"), layers["up"][1])}, 6),
         "infinite": adapter(folder, "infinite", {"up": (layers["up"][0], layers["up"][1] / 0)}, 6),
@@ -297,6 +299,7 @@ def broken(folder: Path, model: nn.Module) -> dict[str, Path]:
     tensors = {
         f"base_model.model.up.lora_{factor}.weight": each for factor, each in zip("AB", layers["up"], strict=True)
     }
+    save_file({**tensors, "up.lora_magnitude_vector": x(7)}, folder / "magnitude" / "adapter_model.safetensors")
     tensors["base_model.model.up.bias"] = x(7)
     save_file(tensors, folder / "bias" / "adapter_model.safetensors")
     (folder / "pickle" / "adapter_model.safetensors").rename(folder / "pickle" / "adapter_model.bin")
@@ -312,6 +315,8 @@ BROKEN = {
     "large": "module 'down' maps 6 numbers to 8, and that of the model 8 to 4",
     "ranks": "has no two factors of one rank for module 'up'",
     "bias": "parameter 'up.bias' has the shape|has 'up.bias', which is no LoRA factor",
+    "magnitude": "has 7 DoRA magnitudes for module 'up', of 8 outputs",
+    "variant": r"has layer_replication=\[\[0, 2\]\], a variant of LoRA that is not read",
     "pickle": "pickles are not read",
     "cut": "cannot be read",
     "alpha": "has no lora_alpha for module 'up'",

@@ -20,6 +20,7 @@ from htp_export.errors import InputError
 from tests.nets import spread, x
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore:Could not find a config file")
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 IDS = torch.tensor([[3, 7, 1, 9, 2]])
@@ -108,9 +109,7 @@ def trained(model: nn.Module, folder: Path, **settings: Any) -> nn.Module:
     return merged
 
 
-Case = tuple[str, str, dict[str, Any], list[str]]
-
-CASES: list[Case] = [
+CASES: list[Any] = [
     (
         *("bert", "dynamo", {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}),
         ["classifier.bias", "classifier.weight"],
@@ -146,10 +145,11 @@ CASES: list[Case] = [
         },
         ["lm_head.weight", "model.embed_tokens.weight"],
     ),
-    (
+    pytest.param(
         *("llama", "torchscript"),
         {"use_rslora": True, "target_modules": ["embed_tokens", "k_proj"], "rank_pattern": {"k_proj": 2}},
         ["model.embed_tokens.weight"],  # PEFT saves embeddings that have factors
+        marks=pytest.mark.slow,
     ),
     ("tied", "dynamo", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, ["lm_head.weight"]),
     (
@@ -160,7 +160,6 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 @pytest.mark.parametrize(("name", "exporter", "settings", "parameters"), CASES)
 def test_the_fused_model_is_the_one_that_peft_merges(
     name: str, exporter: str, settings: dict[str, Any], parameters: list[str], exported: Any, tmp_path: Path

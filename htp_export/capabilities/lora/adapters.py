@@ -244,14 +244,21 @@ def _layers(file: Path, tensors: Mapping[str, Array], scaling: Any) -> Adapter:
             parameters[plain.replace(".base_layer.", ".")] = array
     layers = {}
     for path, parts in sorted(factors.items(), key=lambda item: tags.path_order(item[0])):
-        a, b = parts.get("A"), parts.get("B")
-        if a is None or b is None or a.ndim < 2 or b.ndim != a.ndim or a.shape[0] != b.shape[1]:
+        a, b, magnitude = parts.get("A"), parts.get("B"), parts.get("magnitude")
+        if a is None or b is None or not _fit(a, b):
             raise FileError(file, f"has no two factors of one rank for module {path!r}")
+        if magnitude is not None and magnitude.size != b.shape[0]:
+            raise FileError(file, f"has {magnitude.size} DoRA magnitudes for module {path!r}, of {b.shape[0]} outputs")
         kind = "embedding" if path in embeddings else "linear" if a.ndim == 2 else "convolution"
-        layers[path] = LowRank(a, b, scaling(path, a.shape[0]), kind, parts.get("magnitude"))
+        layers[path] = LowRank(a, b, scaling(path, a.shape[0]), kind, magnitude)
     if not layers:
         raise FileError(file, "has no LoRA factors")
     return Adapter(file, layers, parameters)
+
+
+def _fit(a: Array, b: Array) -> bool:
+    """Whether two factors are those of one layer: linear, or a convolution of up to three dimensions."""
+    return 2 <= a.ndim == b.ndim <= 5 and a.shape[0] == b.shape[1] and all(size == 1 for size in b.shape[2:])
 
 
 def _scaling(folder: Path, config: Mapping[str, Any], path: str, rank: int) -> float:

@@ -64,7 +64,8 @@ def _by_peft(weight: Array, layer: LowRank, scaling: float) -> Array:
         tensors = {"A": layer.a, "B": layer.b}
         state = {f"layer.{dot.format(name)}": _tensor(array) for name, array in tensors.items()}
         if layer.magnitude is not None:
-            state["layer.lora_magnitude_vector"] = _tensor(layer.magnitude)
+            shape = (1, -1, *(1 for _ in weight.shape[2:])) if weight.ndim > 2 else (-1,)
+            state["layer.lora_magnitude_vector"] = _tensor(layer.magnitude.reshape(shape))
         left: Any = peft.set_peft_model_state_dict(holder, state)
         assert not left.unexpected_keys, left
         around.merge()
