@@ -114,11 +114,11 @@ class Programs(dict[str, Any]):
 
     def assert_agree(self, name: str) -> None:
         """Every module of a file agrees with PyTorch in each of its runs, and all that the file returns is compared."""
-        call = self.calls[name]
+        call, program = self.calls[name], self[name]
         with call.adapted():
             for run, kwargs in call.runs.items():
                 for _ in range(2):  # a model adds to the cache that it is given, and the next call has the same again
-                    result = htp_export.verify(call.model, self[name], kwargs=kwargs)
+                    result = htp_export.verify(call.model, program, kwargs=kwargs)
                     assert result.ok, f"{name}, {run}: {result.summary}"
                     assert len(result.modules[""].calls[0].outputs) == len(call.output_names)
 

@@ -10,6 +10,8 @@
     python tools/benchmark.py compress --models bert --trials 20   # bytes, time and error of precisions and of a search
     python tools/benchmark.py scale --sizes 2000 10000 --levels 330   # how each command grows with the graph
 
+Decoders in ONNX Runtime GenAI: tools/decoder_speed.py.
+
 Every ratio is a median of pairs that ran one after the other in one process, in turn which of the two comes first,
 and stands beside an A/A control: torch's exporter against itself, paired in the same way. A ratio inside the
 control's spread says nothing.
@@ -370,7 +372,7 @@ def main() -> None:
     parser.add_argument(
         "what", choices=["export", "repair", "run", "carry", "memory", "functions", "scale", "compress"]
     )
-    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *compression.KINDS], default=[*MODELS])
     parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--nodes", type=int, default=50_000)
@@ -401,7 +403,7 @@ def main() -> None:
         models = {
             f"{name}-small" if given.small else name: (lambda name=name: small[name]("small"))
             if given.small
-            else MODELS[name]
+            else {**MODELS, **compression.KINDS}[name]
             for name in given.models
         }
         compression.run(

@@ -4,10 +4,11 @@ A row is one way to make one model smaller. Every row is made, and then measured
 quantizer or ONNX Runtime may crash, or need more memory than there is; a row that failed says why. Rows are appended
 to a file as soon as they are there. The same command goes on after the last one; a search also goes on inside.
 
-A time is a ratio of the original's time, as a median of pairs, in turn which of the two comes first; its control is the
-original against another session of itself, in the same process and in the same turns.
+A time is a ratio of the original's processor time on one thread, as a median of pairs, in turn which of the two comes
+first; its control is the original against another session of itself, in the same process and in the same turns.
 
     python tools/benchmark.py compress --models bert --trials 20 --results compress.jsonl
+    python tools/benchmark.py compress --models encoder mlp --ways u8s8 int8-dynamic   # a kind of network each
     python tools/benchmark.py compress --results compress.jsonl --pairs 0   # bytes and errors alone
 """
 
@@ -18,7 +19,6 @@ import contextlib
 import io
 import json
 import math
-import statistics
 import subprocess
 import sys
 import time
@@ -37,13 +37,111 @@ from htp_export.capabilities.search.output_errors import OutputErrors
 
 SPACE = ("int8", "int4", "fp16")
 SEARCHED, NNCF = "searched", "NNCF int8"
-WAYS = ("int8", "u8s8", "int8-dynamic", "fp16", "int4", SEARCHED, NNCF)
+WAYS = ("int8", "u8s8", "int8-dynamic", "int8-weights", "fp16", "int4", SEARCHED, NNCF)
 WHOLE = "."
 SAMPLES = 4
+_SHORTEST_MS = 20  # of a half of a pair: small networks take microseconds
 
 Built = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 Feed = dict[str, np.ndarray]
 Row = dict[str, Any]
+
+
+def encoder() -> Built:
+    """A transformer encoder, BERT of 4 layers and width 512, length 64."""
+    from transformers import BertConfig, BertModel
+
+    size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
+    ids = torch.randint(0, 1000, (1, 64))
+    return BertModel(BertConfig(**size)), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def conv_net() -> Built:
+    """ResNet-18, 224 x 224."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    size = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "layer_type": "basic", "embedding_size": 64}
+    return ResNetForImageClassification(ResNetConfig(**size)), {"pixel_values": torch.randn(1, 3, 224, 224)}
+
+
+def mobile_net() -> Built:
+    """MobileNetV2, of convolutions by channel, 224 x 224."""
+    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
+
+    return MobileNetV2ForImageClassification(MobileNetV2Config()), {"pixel_values": torch.randn(1, 3, 224, 224)}
+
+
+def small_conv_net() -> Built:
+    """Two convolutions and two products, 28 x 28, as in PyTorch's MNIST example."""
+    convolutions = [torch.nn.Conv2d(1, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 3), torch.nn.ReLU()]
+    head = [torch.nn.Linear(9216, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)]
+    return torch.nn.Sequential(*convolutions, torch.nn.MaxPool2d(2), torch.nn.Flatten(), *head), {
+        "input": torch.randn(1, 1, 28, 28)
+    }
+
+
+def tiny_conv_net() -> Built:
+    """Three convolutions of 16 channels, 32 x 32."""
+    layers = [torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3, padding=1)]
+    layers += [torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3, padding=1), torch.nn.ReLU()]
+    tail = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(16, 10)]
+    return torch.nn.Sequential(*layers, *tail), {"input": torch.randn(1, 3, 32, 32)}
+
+
+def silu_conv_net() -> Built:
+    """Five convolutions with SiLU and a sum around each, 64 x 64, as in small detectors."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.act = (
+                torch.nn.Conv2d(32, 32, 3, padding=1),
+                torch.nn.BatchNorm2d(32),
+                torch.nn.SiLU(),
+            )
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            """A residual."""
+            return input + self.act(self.norm(self.conv(input)))
+
+    tail = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 10)]
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3, stride=2), *(Block() for _ in range(4)), *tail), {
+        "input": torch.randn(1, 3, 64, 64)
+    }
+
+
+def mlp() -> Built:
+    """Four products of width 512, for 16 rows."""
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(512, 512), torch.nn.ReLU())]
+    return torch.nn.Sequential(*layers), {"input": torch.randn(16, 512)}
+
+
+def lstm() -> Built:
+    """An LSTM of two layers, width 256, for 32 steps, and a product."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = torch.nn.LSTM(256, 256, 2, batch_first=True), torch.nn.Linear(256, 10)
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            """The last step's scores."""
+            return self.head(self.lstm(input)[0][:, -1])
+
+    return Net(), {"input": torch.randn(1, 32, 256)}
+
+
+KINDS: Mapping[str, Callable[[], Built]] = {
+    "encoder": encoder,
+    "conv": conv_net,
+    "mobile": mobile_net,
+    "small-conv": small_conv_net,
+    "tiny-conv": tiny_conv_net,
+    "silu-conv": silu_conv_net,
+    "mlp": mlp,
+    "lstm": lstm,
+}
+"""A network of each kind, with random weights."""
 
 
 def samples_of(inputs: Mapping[str, torch.Tensor]) -> list[Feed]:
@@ -116,15 +214,14 @@ def measure(original: Path, other: Path, samples: list[Feed], pairs: int, runs: 
     def session(file: Path) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
+        options.intra_op_num_threads = 1
         return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
     def milliseconds(of: onnxruntime.InferenceSession) -> float:
-        times = []
-        for _ in range(runs):
-            start = time.perf_counter()
+        start = time.process_time()
+        for _ in range(repeated):
             of.run(None, samples[0])
-            times.append((time.perf_counter() - start) * 1000)
-        return statistics.median(times)
+        return (time.process_time() - start) * 1000 / repeated
 
     first, changed = session(original), session(other)
     errors, names = OutputErrors(), [value.name for value in first.get_outputs()]
@@ -136,6 +233,8 @@ def measure(original: Path, other: Path, samples: list[Feed], pairs: int, runs: 
         return found
     same = session(original)
     same.run(None, samples[0])
+    repeated = 1
+    repeated = max(runs, math.ceil(_SHORTEST_MS / milliseconds(first)))
     ratios: dict[str, list[float]] = {"time": [], "A/A": []}
     for index in range(pairs):
         for what, against in (("time", changed), ("A/A", same)):

@@ -156,7 +156,7 @@ def is_exact(recipe: Recipe) -> bool:
     """Whether the tensor can be made once more of other parameters.
 
     Examples:
-        >>> is_exact(["masked", "fc.weight"]), is_exact(["computed", "fc.weight", "gptq"])
+        >>> is_exact(["masked", "fc.weight"]), is_exact(["computed", "fc.weight", "hqq"])
         (True, False)
     """
     return recipe == CONSTANT or not _why_not(recipe)

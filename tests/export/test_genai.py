@@ -146,6 +146,16 @@ def test_a_decoder_that_counts_padding_in_another_way_is_warned_of(
     assert ("MptForCausalLM counts the padding" in caplog.text) == warned
 
 
+def test_a_window_that_a_decoder_applies_by_itself_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    overrides = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+    overrides |= {"attention_types": [[["global", "local"], 1]], "bos_token_id": 1, "eos_token_id": 2}
+    model = load_model("gpt_neo", task="text-generation-with-past", random_weights=True, overrides=overrides)
+    with caplog.at_level(logging.WARNING):
+        example_call(model, right_padding=True)
+    assert "GPTNeoForCausalLM counts the padding" in caplog.text
+
+
 # --- what the file says -----------------------------------------------------------------------------------
 
 
@@ -242,6 +252,7 @@ def test_what_the_configs_do_not_say_is_said_in_the_log(caplog: pytest.LogCaptur
         ({"inputs": ("input_ids", "token_type_ids")}, "gives no input 'token_type_ids'"),
         ({"inputs": ("attention_mask",)}, "needs an input 'input_ids'"),
         ({"past": "past%d.{}.{}"}, "of one name each, with a number"),
+        ({"inputs": ("inputs_embeds", "position_ids")}, r"those with position_ids of 3 dimensions \(M-RoPE\)"),
     ],
 )
 def test_a_model_that_genai_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -66,7 +66,7 @@ def test_two_files_and_names_of_transformers(tmp_path: Path) -> None:
 def test_a_command_asks_for_windows_that_count_tokens(caplog: Any) -> None:
     settings = [f"{key}={value}" for key, value in DECODERS["mpt"].items()]
     options = ModelOptions(source="mpt", random_weights=True, task=PAST, settings=settings)
-    assert options.calls_by_task(right_padding=True)["model"].example.right_padding
+    assert options.calls_by_task(for_genai=True)["model"].example.right_padding
     assert "counts the padding" in caplog.text
     assert not options.calls_by_task()["model"].example.right_padding
 

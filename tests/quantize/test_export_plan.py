@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import onnx
 import onnx_ir as ir
@@ -263,6 +267,137 @@ class TestModelOpt:
             htp_export.export_plan(files["dynamo"], rules, to="modelopt")
 
 
+class Decoder(nn.Module):
+    """Modules with the paths of a decoder of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.lm_head = nn.Module(), nn.Linear(32, 64, bias=False)
+        self.model.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for layer in self.model.layers:
+            layer.self_attn, layer.mlp = nn.Module(), nn.Module()
+            layer.self_attn.q_proj = nn.Linear(32, 32, bias=False)
+            layer.mlp.down_proj = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.model.layers:
+            x = layer.mlp.down_proj(layer.self_attn.q_proj(x).relu())
+        return self.lm_head(x)
+
+
+@pytest.fixture(scope="module")
+def decoder_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("decoder") / "model.onnx"
+    htp_export.export(spread(Decoder()).eval(), (example(),), file, verbose=False, dynamo=True)
+    return file
+
+
+def bits_of(model: onnx.ModelProto) -> dict[str, int]:
+    """Node with a weight in blocks → its bits."""
+    return {
+        re.sub("_Q[48]$", "", node.name): next(each.i for each in node.attribute if each.name == "bits")
+        for node in model.graph.node
+        if node.op_type == "MatMulNBits"
+    }
+
+
+class TestGenAI:
+    RULES: ClassVar[dict[str, Any]] = {
+        "model.layers.*.self_attn": {"precision": "int4", "symmetric": True},
+        "lm_head": {"precision": "int8-weights", "block_size": 32, "symmetric": True},
+    }
+
+    def test_nodes_have_the_names_of_the_builder(self, decoder_file: Path) -> None:
+        plan = htp_export.export_plan(decoder_file, self.RULES, to="genai")
+        weights = plan.content["quant_config"]["weights"]
+        assert (weights["type"], weights["block_size"], weights["symmetric"]) == ("int4", 32, True)
+        assert weights["overrides"] == [
+            {"match": {"name": "/model/layers.0/mlp/down_proj/MatMul"}, "exclude": True},
+            {"match": {"name": "/model/layers.1/mlp/down_proj/MatMul"}, "exclude": True},
+            {"match": {"name": "/lm_head/MatMul"}, "type": "int8"},
+        ]
+
+    @pytest.mark.parametrize(
+        ("rules", "problem"),
+        [
+            ({"lm_head": "fp16"}, r"rule 'lm_head': genai has no fp16"),
+            ({"lm_head": "fp32"}, "no weights of 4 or 8 bits"),
+            ({"lm_head": "int4", "model": {"precision": "int4", "block_size": 64}}, "one block_size in a run"),
+            ({"lm_head": {"precision": "int4", "algorithm": "hqq"}}, "no algorithm 'hqq'"),
+        ],
+    )
+    def test_what_the_builder_cannot_do_is_refused(
+        self, decoder_file: Path, rules: dict[str, Any], problem: str
+    ) -> None:
+        with pytest.raises(InputError, match=problem):
+            htp_export.export_plan(decoder_file, rules, to="genai")
+
+    def test_modules_that_the_builder_does_not_know_are_refused(self, files: dict[str, Path]) -> None:
+        with pytest.raises(InputError, match=r"the builder of genai names no node by module 'layers\.0'"):
+            htp_export.export_plan(files["dynamo"], {"head": "int4"}, to="genai")
+
+    @pytest.mark.slow
+    def test_the_builder_gives_each_module_the_planned_bits(self, tmp_path: Path) -> None:
+        pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+        pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+        from htp_export.huggingface import example_calls
+        from tests.decoders import Programs, decoder
+        from tests.export.test_transformers_js import words
+
+        model, checkpoint, options = decoder("llama"), words(tmp_path / "llama"), tmp_path / "options.json"
+        model.save_pretrained(checkpoint)
+        rules = {**self.RULES, "model.layers.1.mlp.down_proj": self.RULES["lm_head"]}
+        htp_export.export_plan(Programs(model, example_calls(model))["model"], rules, options, to="genai")
+        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint)]
+        command += ["-o", str(tmp_path / "built"), "-e", "cpu", "-c", str(tmp_path), "--target_options", str(options)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        layers = [f"/model/layers.{layer}/attn/{name}/MatMul" for layer in range(2) for name in ("qkv_proj", "o_proj")]
+        eight = dict.fromkeys(["/model/layers.1/mlp/down_proj/MatMul", "/lm_head/MatMul"], 8)
+        built = onnx.load(tmp_path / "built" / "model.onnx", load_external_data=False)
+        assert bits_of(built) == {**dict.fromkeys(layers, 4), **eight}
+
+
+class TestOlive:
+    def test_each_precision_is_a_pass_with_the_names_of_its_nodes(self, decoder_file: Path) -> None:
+        rules = {"model.layers.0": "fp16", "model.layers.1.mlp": "int8-dynamic", "lm_head": "int4"}
+        passes = htp_export.export_plan(decoder_file, rules, to="olive").content["passes"]
+        half, dynamic, blocks = passes.values()
+        assert set(half["node_block_list"]) == all_names(decoder_file) - owned(decoder_file, "model.layers.0")
+        assert dynamic["nodes_to_quantize"] == list(owned(decoder_file, "model.layers.1.mlp"))
+        assert (blocks["bits"], set(blocks["nodes_to_include"])) == (4, owned(decoder_file, "lm_head"))
+
+    @pytest.mark.parametrize(
+        ("rules", "problem"),
+        [
+            ({"lm_head": "int8"}, r"rule 'lm_head': olive has no int8; it takes the methods"),
+            ({"lm_head": "bf16"}, "olive converts to float16 alone"),
+            ({"lm_head": {"precision": "int4", "algorithm": "hqq"}}, "have the algorithm 'rtn', not 'hqq'"),
+        ],
+    )
+    def test_what_olive_cannot_do_is_refused(self, decoder_file: Path, rules: dict[str, Any], problem: str) -> None:
+        with pytest.raises(InputError, match=problem):
+            htp_export.export_plan(decoder_file, rules, to="olive")
+
+    @pytest.mark.slow
+    def test_olive_gives_each_node_the_planned_bits(self, decoder_file: Path, tmp_path: Path) -> None:
+        program = shutil.which(os.environ.get("HTP_OLIVE", "olive"))
+        if program is None:
+            pytest.skip("HTP_OLIVE names no program olive, and none is installed (pip install olive-ai)")
+        rules = {"model.layers.0": "int4", "lm_head": {"precision": "int8-weights", "block_size": 16}}
+        rules["model.layers.1.mlp"] = "int8-dynamic"
+        config, target = tmp_path / "olive.json", tmp_path / "made"
+        htp_export.export_plan(decoder_file, rules, config, to="olive")
+        command = [program, "run", "--config", str(config), "-m", str(decoder_file), "-o", str(target)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        made = onnx.load(next(target.rglob("*.onnx")), load_external_data=False)
+        expected = dict.fromkeys(owned(decoder_file, "model.layers.0.self_attn.q_proj"), 4)
+        expected |= dict.fromkeys(owned(decoder_file, "model.layers.0.mlp.down_proj"), 4)
+        assert bits_of(made) == expected | dict.fromkeys(owned(decoder_file, "lm_head"), 8)
+        assert sum(node.op_type == "MatMulInteger" for node in made.graph.node) == 1
+
+
 def test_nodes_without_names_are_refused() -> None:
     x = ir.val("x", ir.DataType.FLOAT, [2])
     relu = ir.node("Relu", [x], name="", metadata_props={"htp.module": "act"})
@@ -284,7 +419,7 @@ class TestFiles:
         printed = json.loads(capsys.readouterr().out)
         assert printed["nodes"] == dict(result.nodes)
         assert set(printed) == {"schema_version", *result.to_dict()}
-        assert sorted(targets()) == ["modelopt", "nncf", "ort"]
+        assert sorted(targets()) == ["genai", "modelopt", "nncf", "olive", "ort"]
 
     def test_rules_of_a_file_come_before_those_that_are_typed(
         self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -303,7 +438,7 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("rules", "to", "out", "problem"),
         [
-            (["head=int8"], "tvm", "p.json", "plans are written for modelopt, nncf, ort, not for 'tvm'"),
+            (["head=int8"], "tvm", "p.json", "plans are written for genai, modelopt, nncf, olive, ort, not for 'tvm'"),
             (["nothing=int8"], "ort", "p.json", "matches no module"),
             (["head=int9"], "ort", "p.json", "there is no precision 'int9'"),
             (["head=int8"], "ort", "model.onnx", "is the name of a model"),

@@ -57,16 +57,20 @@ class DeployOptions:
     def check_files(self, names: Iterable[str]) -> None:
         """Refuse a model with files of these names that the other runtimes do not take, before it is exported."""
         listed = list(names)
-        if self.makes_folder and len(listed) > 1:
+        sees_images = "vision_encoder" in listed
+        if len(listed) > 1 and (self.export_json or (self.genai and not sees_images)):
             problem = f"this one has {len(listed)}: {', '.join(listed)}"
             raise InputError(f"--genai and --export-json are for models of one file, and {problem}")
+        if sees_images and self.genai and self.transformers_js is not None:
+            problem = "embed_tokens puts images in their places for GenAI, and does not for transformers.js"
+            raise InputError(f"--genai and --transformers-js: {problem}; export twice")
         if self.transformers_js is not None and "decoder_with_past_model" in listed:
             raise InputError("--transformers-js: it runs decoders of one file; leave --two-files away")
 
     def write_beside(self, model: ModelOptions, call: SourceCall, file: Path, made: Any) -> list[str]:
         """Write the files that lie beside the exported model, ``made`` by the exporter; their names."""
         written: list[Path] = []
-        if self.genai:
+        if self.genai and (call.example is None or "logits" in call.example.output_names):  # of several, the decoder
             from htp_export.capabilities.huggingface.genai import write_genai
 
             written += write_genai(file, call.model, companions=_companions(model))

@@ -99,7 +99,7 @@ def _calls(
             two_files=False if two_files is None and deploy.transformers_js is not None else two_files,
             cache_names=cache_names or "optimum",
             stream_weights=streamed,
-            right_padding=deploy.genai,
+            for_genai=deploy.genai,
         )
     has_cache = any(split_task(call.example.task)[1] for call in calls.values() if call.example is not None)
     for option, value in (("--two-files/--one-file", two_files), ("--cache-names", cache_names)):

@@ -227,10 +227,17 @@ class Calls:
     def prefill_and_decode(self, whole: Mapping[str, Any], length: int) -> dict[str, dict[str, Any]]:
         """Arguments with an empty cache, and arguments with a cache in which the first tokens are.
 
-        In the arguments for all tokens, the second dimension is that of the tokens.
+        In the arguments for all tokens, the second dimension is that of the tokens; of positions, it is the last.
         """
-        first = {name: value[:, :length] for name, value in whole.items()}
-        rest = {name: value if name == "attention_mask" else value[:, length:] for name, value in whole.items()}
+
+        def part(name: str, value: torch.Tensor, tokens: slice) -> torch.Tensor:
+            return value[..., tokens] if name == "position_ids" else value[:, tokens]
+
+        first = {name: part(name, value, slice(length)) for name, value in whole.items()}
+        rest = {
+            name: value if name == "attention_mask" else part(name, value, slice(length, None))
+            for name, value in whole.items()
+        }
         cache = caches.empty_cache(self.model)
         try:
             run(self.model, {**first, "past_key_values": cache})
@@ -309,7 +316,7 @@ def _dynamic(name: str, value: Any, axes: Mapping[str, Axes]) -> Any:
     import torch
 
     if name in axes:
-        decided = {"height", "width", "num_channels", "num_images"}
+        decided = {"height", "width", "num_channels", "num_images", "num_patches"}
         return {place: torch.export.Dim.AUTO if dim in decided else dim for place, dim in axes[name].items()}
     paths = [path for path, _ in named_tensors_in({name: value})]
     return [axes[path] for path in paths] if paths and not isinstance(value, torch.Tensor) else None

@@ -39,6 +39,7 @@ def example_calls(
     seed: int = 0,
     processor: Processor | None = None,
     right_padding: bool = False,
+    embeds_images: bool = False,
 ) -> dict[str, ExampleCall]:
     """The files of a task, and the call that each is exported from, with optimum's names and dynamic axes.
 
@@ -63,6 +64,8 @@ def example_calls(
         right_padding: Whether a decoder of one file shall be right for batches whose texts are padded on the right, as
             in ONNX Runtime GenAI: its sliding windows count tokens rather than places in the cache. A warning is
             logged if other parts of the model count the padding, such as biases by distance.
+        embeds_images: Whether ``embed_tokens`` takes ``image_features``, too, and puts them in the places of their
+            tokens, as ONNX Runtime GenAI wants it; in transformers.js, the program does that.
 
     Returns:
         Name of the file, without ``.onnx`` → call.
@@ -87,7 +90,7 @@ def example_calls(
     if calls.model.config.is_encoder_decoder:
         return EncoderAndDecoder(*given).calls(two_files is not False)
     if base == "image-text-to-text":
-        return ImagesAndText(*given).calls()
+        return ImagesAndText(*given).calls(embeds_images)
     return _decoder(calls, bool(two_files), right_padding)
 
 

@@ -4,14 +4,18 @@ The keys are those of ``src/config.h`` in https://github.com/microsoft/onnxrunti
 model builder. The names of tensors and the sizes of the cache are read from the graph; token ids, the context length
 and the way to choose a token are read from the configs of transformers. ``type`` is ``"decoder"`` for all of them:
 GenAI's types of single architectures run the same way, and some of them expect other caches than transformers has.
+
+A decoder that takes ``inputs_embeds`` is one of three files: ``vision_encoder`` and ``embed_tokens`` lie beside it.
+GenAI gives positions in time, height and width (M-RoPE) to its types of Qwen's models alone, ``"qwen2_5_vl"`` among
+them; nothing else depends on which of these it is (``IsQwenVLFamily`` in ``src/models/model_type.h``).
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,19 +26,22 @@ from htp_export.capabilities.huggingface.companions import copy_companions, writ
 from htp_export.capabilities.huggingface.configs import find
 from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import read_model
-from htp_export.files.text_files import named_if_unwritable, write_json
+from htp_export.files.targets import Kind
+from htp_export.files.text_files import named_if_unwritable, read_json, write_json, write_text
+from htp_export.runtime.generating import CACHE
 
-__all__ = ["GENAI_CONFIG", "check_genai", "genai_config", "write_genai"]
+__all__ = ["GENAI_CONFIG", "check_genai", "genai_config", "note_shared_cache", "shares_cache", "write_genai"]
 
 GENAI_CONFIG = "genai_config.json"
 
 _log = logging.getLogger(__name__)
 
-_CACHE = re.compile(r"(?P<before>.*?)(?P<layer>\d+)\.(?P<kind>key|value)(?P<after>s?)", re.DOTALL)
-"""``past_key_values.0.key`` as optimum has it, ``input.past_key_values.layers.0.keys`` as transformers has it."""
-
-_TOKENS = ("input_ids", "attention_mask", "position_ids")
+_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """What GenAI gives a decoder besides its cache."""
+
+_IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id")
+_VISION = "vision_encoder.onnx"
+_EMBEDDING = "embed_tokens.onnx"
 
 _UNLIMITED = 2048
 """The context length of a model whose config has no limit, as with ALiBi; GenAI wants a number."""
@@ -76,7 +83,7 @@ def _cache_among(tensors: Iterable[ir.Value]) -> _Caches | None:
     """
     found: dict[str, dict[str, dict[int, ir.Value]]] = {"key": {}, "value": {}}
     for tensor in tensors:
-        match = _CACHE.fullmatch(str(tensor.name))
+        match = CACHE.fullmatch(str(tensor.name))
         if match is not None:
             pattern = f"{match['before']}%d.{match['kind']}{match['after']}"
             found[match["kind"]].setdefault(pattern, {})[int(match["layer"])] = tensor
@@ -99,20 +106,21 @@ def genai_config(
 ) -> dict[str, Any]:
     """The content of ``genai_config.json`` for a decoder that takes a key-value cache and returns one.
 
-    The decoder takes ``input_ids``, a cache with batch, heads, length and head size, and maybe ``attention_mask`` and
-    ``position_ids``; it returns ``logits`` and the cache. An InputError names the tensor that is otherwise. Settings of
-    the generation config come before those of the config. The file name is that of the decoder in the folder of
-    ``genai_config.json``.
+    The decoder takes ``input_ids``, or ``inputs_embeds`` and positions in three dimensions, a cache with batch, heads,
+    length and head size, and maybe ``attention_mask`` and ``position_ids``; it returns ``logits`` and the cache. An
+    InputError names the tensor that is otherwise. Settings of the generation config come before those of the config.
+    The file name is that of the decoder in the folder of ``genai_config.json``.
     """
     past, present = _caches(model.graph)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     inputs = {name: name for name in _TOKENS if any(value.name == name for value in model.graph.inputs)}
-    heads, hidden_size = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-    head_size = past.head_size or _count(config, "head_dim")
+    heads, hidden_size = _count(text, "num_attention_heads"), _count(text, "hidden_size")
+    head_size = past.head_size or _count(text, "head_dim")
     if head_size is None and heads and hidden_size:
         head_size = hidden_size // heads
     logits = next(value.shape for value in model.graph.outputs if value.name == "logits")
-    vocabulary = logits[-1] if logits and isinstance(logits[-1], int) else _count(config, "vocab_size")
-    context = _context_length(config)
+    vocabulary = logits[-1] if logits and isinstance(logits[-1], int) else _count(text, "vocab_size")
+    context = _context_length(text)
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
         "filename": filename,
@@ -122,18 +130,86 @@ def genai_config(
         "outputs": {"logits": "logits", "present_key_names": present.keys, "present_value_names": present.values},
         "num_attention_heads": heads,
         "num_hidden_layers": len(past.layers),
-        "num_key_value_heads": past.heads or _count(config, "num_key_value_heads") or heads,
+        "num_key_value_heads": past.heads or _count(text, "num_key_value_heads") or heads,
     }
+    parts: dict[str, Any] = {"type": "decoder"}
+    if "inputs_embeds" in inputs:
+        parts = _three_files(model.graph, config)
+        [rows] = [value.shape for value in model.graph.inputs if value.name == "inputs_embeds"]
+        decoder["hidden_size"] = rows[-1] if rows and isinstance(rows[-1], int) else hidden_size
     return {
         "model": {
-            "type": "decoder",
+            **parts,
             **_token_ids(config, generation_config),
             "context_length": context,
             "vocab_size": vocabulary,
             "decoder": {key: value for key, value in decoder.items() if value is not None},
         },
-        "search": {**_search(generation_config), "max_length": context, "past_present_share_buffer": False},
+        "search": {
+            **_search(generation_config),
+            "max_length": context,
+            "past_present_share_buffer": shares_cache(model.graph),
+        },
     }
+
+
+def shares_cache(graph: ir.Graph) -> bool:
+    """Whether the cache that a decoder takes and the one that it returns can be one buffer, of the longest length.
+
+    They can if nothing but ``GroupQueryAttention`` of ONNX Runtime reads and writes them: it is told how much of the
+    buffer is used.
+    """
+    past, present = _caches(graph)
+    taken, given = past.names(), present.names()
+    places = [(use.node, use.idx) for value in graph.inputs if value.name in taken for use in value.uses()]
+    read = all(_is_grouped(node) and place in (3, 4) for node, place in places)
+    return read and all(_is_grouped(value.producer()) for value in graph.outputs if value.name in given)
+
+
+def _is_grouped(node: ir.Node | None) -> bool:
+    return node is not None and (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention")
+
+
+def note_shared_cache(graph: ir.Graph, file: str | os.PathLike[str]) -> None:
+    """Let the ``genai_config.json`` beside a file that was changed say whether its caches can be one buffer.
+
+    Nothing is done where there is none, or where it is that of another file.
+    """
+    path = Path(file)
+    config = path.with_name(GENAI_CONFIG)
+    content: Any = read_json(config) if config.is_file() else None
+    try:
+        named, search = content["model"]["decoder"]["filename"], content["search"]
+        if named == path.name and search["past_present_share_buffer"] != shares_cache(graph):
+            content["search"] = {**search, "past_present_share_buffer": shares_cache(graph)}
+            write_text(config, json.dumps(content, indent=2, ensure_ascii=False) + "\n", Kind.JSON)
+    except (KeyError, TypeError, InputError):  # of stages, or of a model that GenAI does not run
+        return
+
+
+def _three_files(graph: ir.Graph, config: Any) -> dict[str, Any]:
+    """The type, the tokens and the other files of a model whose decoder takes what ``embed_tokens`` returns."""
+    positions = next((value.shape for value in graph.inputs if value.name == "position_ids"), None)
+    tokens = {name: _count(config, name) for name in _IMAGE_TOKENS}
+    if positions is None or len(positions) != 3 or tokens["vision_start_token_id"] is None:
+        raise InputError(
+            "of models that see images, ONNX Runtime GenAI runs those with position_ids of 3 dimensions (M-RoPE) and a "
+            "vision_start_token_id in their config; leave --genai away"
+        )
+    grids = {"spatial_merge_size": _count(config, "spatial_merge_size"), "patch_size": _count(config, "patch_size")}
+    vision = {
+        "filename": _VISION,
+        **grids,
+        "inputs": {"pixel_values": "pixel_values", "image_grid_thw": "image_grid_thw"},
+        "outputs": {"image_features": "image_features"},
+    }
+    embedding = {
+        "filename": _EMBEDDING,
+        "inputs": {"input_ids": "input_ids", "image_features": "image_features"},
+        "outputs": {"inputs_embeds": "inputs_embeds"},
+    }
+    known = {name: token for name, token in tokens.items() if token is not None}
+    return {"type": "qwen2_5_vl", **known, "vision": vision, "embedding": embedding}
 
 
 def _caches(graph: ir.Graph) -> tuple[_Caches, _Caches]:
@@ -149,7 +225,7 @@ def _caches(graph: ir.Graph) -> tuple[_Caches, _Caches]:
         raise InputError(f"the model takes a cache of layers {past.layers}, and returns one of layers {present.layers}")
     names = {str(value.name) for value in given}
     unknown = sorted(names - past.names() - set(_TOKENS))
-    if unknown or "input_ids" not in names:
+    if unknown or not names & {"input_ids", "inputs_embeds"}:
         problem = f"gives no input {unknown[0]!r}" if unknown else "needs an input 'input_ids'"
         raise InputError(f"ONNX Runtime GenAI {problem}; the model takes {', '.join(sorted(names - past.names()))}")
     if all(value.name != "logits" for value in graph.outputs):

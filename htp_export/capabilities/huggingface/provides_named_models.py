@@ -42,7 +42,7 @@ def calls_by_task(
     stream_weights: bool,
     two_files: bool | None = None,
     sizes: Mapping[str, int] | None = None,
-    right_padding: bool = False,
+    for_genai: bool = False,
 ) -> dict[str, SourceCall]:
     """The files of the task, and the call that each is exported from; see ``ModelOptions.calls_by_task``.
 
@@ -52,7 +52,8 @@ def calls_by_task(
         stream_weights: Whether the weights stay in their safetensors files.
         two_files: Whether a decoder has one file for prefill and one for decoding; None for what is usual.
         sizes: Name of a dimension → its size in the example.
-        right_padding: Whether sliding windows count tokens, for batches that are padded on the right.
+        for_genai: Whether the files are for ONNX Runtime GenAI: sliding windows count tokens, for batches that are
+            padded on the right, and ``embed_tokens`` puts images in the places of tokens.
     """
     source = _source(options)
     model, checkpoint = _load(source, options, options.task or AUTO, stream_weights)
@@ -66,7 +67,8 @@ def calls_by_task(
             shapes=read_shapes(options.shapes) or None,
             seed=options.seed,
             processor=processor_of(source),
-            right_padding=right_padding,
+            right_padding=for_genai,
+            embeds_images=for_genai,
         )
     return {name: SourceCall(call.model, (), call.kwargs, call, checkpoint) for name, call in calls.items()}
 

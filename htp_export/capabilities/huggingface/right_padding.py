@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.huggingface.caches import emptied
+from htp_export.capabilities.huggingface.configs import find
 from htp_export.process.restoring import Changes, restored
 
 if TYPE_CHECKING:
@@ -22,23 +23,26 @@ if TYPE_CHECKING:
 __all__ = ["warn_of_right_padding", "windows_of_tokens"]
 
 _PADDING = 3
+_WINDOWS = ("sliding_window", "window_size")  # None in the configs of models that apply none
 
 _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def windows_of_tokens() -> Iterator[None]:
+def windows_of_tokens() -> Iterator[list[int]]:
     """Let sliding windows of transformers count tokens that are not masked rather than places, for a ``with`` block.
 
-    With padding on the left, or without padding, this is the same.
+    With padding on the left, or without padding, this is the same. The list gets the windows that were applied.
     """
     from transformers import masking_utils
 
     overlay, padding = masking_utils.sliding_window_overlay, masking_utils.padding_mask_function
+    windows: list[int] = []
     masks: list[torch.Tensor] = []  # that of the tokens, if there is one, of the mask that is being made
 
     def overlay_of_tokens(window: int) -> Callable[..., Any]:
         masks.clear()
+        windows.append(window)
         places: Callable[..., Any] = overlay(window)
 
         def inner(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -60,20 +64,22 @@ def windows_of_tokens() -> Iterator[None]:
             setattr(masking_utils, original.__name__, replacement)
 
     with restored(make):
-        yield
+        yield windows
 
 
 def warn_of_right_padding(model: Any, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
     """Log a warning if a decoder computes something else behind padding, as with biases by distance (ALiBi).
 
-    The decoder is run four times.
+    The decoder is run four times. A window of its own, which transformers' masks do not apply (GPT-Neo), is longer than
+    the texts of these runs: it is known by the config alone.
     """
     import torch
 
-    with windows_of_tokens():
+    with windows_of_tokens() as windows:
         alone, padded = (_logits_behind(model, prefill, decode, padding) for padding in (0, _PADDING))
     allowed = torch.finfo(alone.dtype).eps ** 0.5 * float(alone.abs().max())
-    if not torch.allclose(alone, padded, rtol=0, atol=allowed):
+    has_own_window = not windows and find(model.config, *_WINDOWS) is not None
+    if has_own_window or not torch.allclose(alone, padded, rtol=0, atol=allowed):
         _log.warning(
             "%s counts the padding between tokens: in ONNX Runtime GenAI, which pads on the right, texts of different "
             "length in one batch get wrong tokens. Run one text at a time, or texts of one length",

@@ -55,6 +55,8 @@ _VARIANTS: dict[str, tuple[str, Callable[[Path], ir.Model]]] = {
 
 DTYPES = tuple(_VARIANTS)
 
+_CACHE_SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+
 
 def write_transformers_js(
     files: Mapping[str, str | os.PathLike[str]],
@@ -81,11 +83,17 @@ def write_transformers_js(
             external = [made for name, file in files.items() for made in _variants(name, Path(file), new, dtypes)]
             config, *_ = write_configs(model, new)
             settings = {"use_external_data_format": dict.fromkeys(external, 1)}  # a browser has to fetch their weights
-            write_json(config, {**read_json(config), "transformers.js_config": settings})
+            write_json(config, {**_with_cache_sizes(read_json(config)), "transformers.js_config": settings})
             if companions is not None:
                 copy_companions(companions, new)
             work.commit([Move(new, target)])
     return target
+
+
+def _with_cache_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with the sizes of the cache in it, where transformers.js looks for those of some types (Qwen2-VL)."""
+    text = config.get("text_config")
+    return {**{key: text[key] for key in _CACHE_SIZES if key in text}, **config} if isinstance(text, dict) else config
 
 
 def check_transformers_js(folder: Path, dtypes: Sequence[str]) -> None:

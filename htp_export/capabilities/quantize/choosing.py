@@ -66,16 +66,17 @@ class PrecisionChoice:
         return {path: next(iter(given[path])) if len(given[path]) == 1 else "mixed" for path in self.tagged}
 
     def predicted(self) -> dict[str, int]:
-        """Module path → bytes of its weights afterwards, without the scales of activations."""
-        sizes = {node: dict(self._sizes(node)) for node in self.tagged.nodes}
-        found: dict[str, int] = {}
-        for path in self.tagged:
-            below = self.tagged.index.below.get(path, ()) if path else self.tagged.nodes
-            whole: dict[Hashable, int] = {}
-            for node in below:
-                whole |= sizes[node]
-            found[path] = sum(whole.values())
-        return found
+        """Module path → bytes of its weights afterwards, without the scales of activations.
+
+        As `contents_of` counts them: a module that others call too has the weights of all of its calls.
+        """
+        found: dict[str, dict[Hashable, int]] = {path: {} for path in self.tagged}
+        for node in self.tagged.nodes:
+            sizes = dict(self._sizes(node))
+            owners = self.tagged.owners_of(node) or ("",)
+            for path in {"", *(up for owner in owners for up in tags.ancestors(owner))} if sizes else ():
+                found[path] |= sizes
+        return {path: sum(sizes.values()) for path, sizes in found.items()}
 
     def _sizes(self, node: ir.Node) -> Iterator[tuple[Hashable, int]]:
         """The weights that a node reads afterwards, and their bytes; equal weights of several nodes are equal."""

@@ -8,23 +8,28 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.editing.submodels import constant_of
+from htp_export.files.filesystem import temporary_folder
 from htp_export.format.recipes import step
-from htp_export.model.recipes import recipe_of, recorded
+from htp_export.model.recipes import recipe_of
 from htp_export.process.progress import counted
 from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
-from htp_export.weights.products import is_matrix_product
+from htp_export.weights.products import changed_when_written, is_matrix_product
 
-__all__ = ["GROUP_BYTES", "Reader", "groups_in_memory", "quantizers", "quietly", "write_products"]
+__all__ = ["GROUP_BYTES", "Reader", "groups_in_memory", "made_file", "quantizers", "quietly", "write_products"]
 
-GROUP_BYTES = 256 << 20
+GROUP_BYTES = 32 << 20
 """Weights that are in memory at a time; a single one may be larger."""
+
+_MOST_GROUPS = 256
+"""Each group leaves an open file: systems allow 1024, or fewer, for a process. Groups of huge models are larger."""
 
 _QUANTIZATION = "onnxruntime.quantization"
 
@@ -87,10 +92,12 @@ def _groups(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
     for node in nodes:
         by_weight.setdefault(next(iter(_weights_of(node)), None), []).append(node)
     order = {node: place for place, node in enumerate(nodes)}
+    whole = sum(sum(_weights_of(readers[0]).values()) for readers in by_weight.values())
+    most = max(GROUP_BYTES, whole // _MOST_GROUPS)
     group, size = list[ir.Node](), 0
     for readers in by_weight.values():
         more = sum(_weights_of(readers[0]).values())
-        if group and size + more > GROUP_BYTES:
+        if group and size + more > most:
             yield sorted(group, key=order.__getitem__)
             group, size = [], 0
         group += readers
@@ -103,6 +110,16 @@ def _weights_of(node: ir.Node) -> dict[ir.Value, int]:
     """The constants that a node reads as floats, with their bytes."""
     tensors = {value: tensor for value in node.inputs if value is not None and (tensor := constant_of(value))}
     return {value: tensor.nbytes for value, tensor in tensors.items() if tensor.dtype == ir.DataType.FLOAT}
+
+
+@contextlib.contextmanager
+def made_file() -> Iterator[Path]:
+    """A place for what a quantizer makes.
+
+    `read_model` leaves its large tensors there: they are read when they are used, also after the file is deleted.
+    """
+    with temporary_folder() as folder:
+        yield folder / "made.onnx"
 
 
 def write_products(graph: ir.Graph) -> None:
@@ -123,9 +140,11 @@ def _as_product(graph: ir.Graph, node: ir.Node) -> None:
         if turned.name in graph.initializers:
             turned = graph.initializers[str(turned.name)]
         else:
-            array = np.ascontiguousarray(tensor.numpy().T)
-            turned.const_value, turned.shape = ir.Tensor(array, name=turned.name), ir.Shape(array.shape)
-            turned.const_value = recorded(turned.const_value, step("transpose", recipe_of(right), [1, 0]))
+            recipe, shape = step("transpose", recipe_of(right), [1, 0]), tensor.shape.numpy()[::-1]
+            turned.const_value, turned.shape = (
+                changed_when_written(tensor, np.transpose, recipe, shape),
+                ir.Shape(shape),
+            )
             graph.register_initializer(turned)
     else:
         turned = right

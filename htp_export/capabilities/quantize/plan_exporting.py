@@ -12,6 +12,7 @@ from typing import Any
 
 from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile
 from htp_export.capabilities.quantize.precisions import precisions_of
+from htp_export.capabilities.quantize.serving import Serving
 from htp_export.discovery import names_in
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
@@ -76,13 +77,15 @@ def export_plan(
     ``"ort"``       JSON: arguments of ``quantize_static``, ``quantize_dynamic`` and ``MatMulNBitsQuantizer``
     ``"nncf"``      JSON: arguments of ``nncf.quantize`` and ``nncf.compress_weights``, with ignored scopes
     ``"modelopt"``  JSON: arguments of ``modelopt.onnx.quantization.quantize``
+    ``"genai"``     JSON: ``target_options`` of ONNX Runtime GenAI's model builder
+    ``"olive"``     JSON: passes of ``olive run``
     ==============  ================================================================================================
 
     Thread-safe, also for calls on the same model.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        plan: Selector → precision, in order, or the name of a preset; as for ``quantize``.
+        plan: Selector → precision, in order, or a precision for the whole model; as for ``quantize``.
         output: The file to write; None for none.
         to: The tool.
 
@@ -106,13 +109,15 @@ def export_plan(
     check_target(output, Kind.JSON)
     if to not in targets():
         raise InputError(f"plans are written for {', '.join(targets())}, not for {to!r}")
-    rules = precisions_of(plan)
     tagged = read_flat(model)
+    serving = Serving(tagged)
+    rules = serving.rules(precisions_of(plan))
     planned = PlannedModel(tagged, assigned(tagged, rules).nodes, rules)
     planned.check_names()
     written: TargetFile = import_module(f"{_FOLDER}.{to}").plan_file(planned)
     counts = Counter(str(precision) for precision in planned.precisions.values())
-    result = PlanFile(to, written.content, dict(counts), written.notes, None if output is None else os.fspath(output))
+    notes = (*serving.notes, *written.notes)
+    result = PlanFile(to, written.content, dict(counts), notes, None if output is None else os.fspath(output))
     if output is not None:
         write_text(output, result.text, Kind.JSON)
     return result

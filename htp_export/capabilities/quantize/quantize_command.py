@@ -51,11 +51,11 @@ def quantize_command(
     dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
     check: Annotated[bool, "Run both models on the data: the worst module, and the time of both."] = False,
     plan_for: Annotated[
-        str | None, "Run nothing; write the plan as another tool reads it, to -o: ort, nncf, modelopt."
+        str | None, "Run nothing; write the plan as another tool reads it, to -o: ort, nncf, modelopt, genai, olive."
     ] = None,
     share_weights: ShareOption = False,
 ) -> None:
-    """Give modules other precisions: int8, int4, fp16.
+    """Give modules other precisions: int8, int4, fp16; without a plan, one that is faster than fp32 on this machine.
 
     Exactly the modules of the plan change. Without --data, ranges of activations are those of random inputs.
     """
@@ -67,7 +67,8 @@ def quantize_command(
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
     if output is not None:
         check_output(output, Kind.MODEL if plan_for is None else Kind.JSON)
-    rules = read_rules(plan, rule, "PRECISION", named=PRECISIONS)
+    preset = "auto" if plan is None and not rule and plan_for is None else plan
+    rules = read_rules(preset, rule, "PRECISION", named=PRECISIONS)
     if plan_for is not None:
         _write_plan(file, rules, output, plan_for, table.as_json)
         return

@@ -17,6 +17,7 @@ from htp_export.capabilities.quantize.choosing import PrecisionChoice, choose
 from htp_export.capabilities.quantize.method import ENGINE, Precision
 from htp_export.capabilities.quantize.precisions import precisions_of
 from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
+from htp_export.capabilities.quantize.serving import Serving
 from htp_export.capabilities.quantize.work import Validation, Work
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.opsets import raised
@@ -30,6 +31,7 @@ from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
 from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.metrics import Metric
+from htp_export.runtime.processors import saturates
 
 __all__ = ["quantize"]
 
@@ -45,7 +47,7 @@ _CRASH = (
 @names_model_faults("model")
 def quantize(
     model: ModelSource,
-    plan: Mapping[str, Any] | str,
+    plan: Mapping[str, Any] | str = "auto",
     output: str | os.PathLike[str] | None = None,
     *,
     data: Data | None = None,
@@ -72,8 +74,8 @@ def quantize(
         model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         plan: Selector → precision, in order: ``int8``, ``u8s8``, ``uint8``, ``int16`` (QDQ, calibrated; ``u8s8`` is
             the fast one on x86), ``int8-dynamic``, ``int4``, ``int8-weights`` (weights in blocks), ``fp8``, ``fp16``,
-            ``bf16``, ``fp32`` (as it is), a `Precision`, or a mapping with the name as ``precision`` and other fields.
-            Or a precision for the whole model.
+            ``bf16``, ``fp32`` (as it is), ``auto`` (one that is faster than fp32 on this machine), a `Precision`, or a
+            mapping with the name as ``precision`` and other fields. Or a precision for the whole model.
         output: The file to write.
         data: For precisions that are calibrated: input name → array, or an ``.npz`` file, for one run; several of
             these, of which one is in memory at a time; a folder of ``.npz`` files; or ``"package.module:factory"``,
@@ -121,13 +123,14 @@ def quantize(
     original = raised(read_flat(model), first_opset)
     if not dry_run:
         original.require_exact_tags()
-    choice = choose(original, rules)
+    serving = Serving(original, dims, shapes)
+    choice = choose(original, serving.rules(rules))
     if dry_run:
-        return _result(choice, choice.predicted(), _notes(choice))
+        return _result(choice, choice.predicted(), [*serving.notes, *_notes(choice)])
     name = name_of(model, f"model {original.model.graph.name!r}")
     readings = sum(precision.how.readings for precision in choice.nodes) + (metric is not None) + check
     samples = CalibrationData.of(data, original.model, dims=dims, shapes=shapes, seed=seed, passes=readings)
-    notes = _notes(choice)
+    notes = [*serving.notes, *_notes(choice)]
     if samples.random and any(precision.calibrated for precision in choice.nodes):
         _log.warning("no data: %s", _RANDOM)
         notes.insert(0, _RANDOM)
@@ -206,8 +209,6 @@ def _is_raised_by(error: Exception, package: str) -> bool:
 
 
 def _notes(choice: PrecisionChoice) -> list[str]:
-    from htp_export.capabilities.carry.adapters.quantizers import saturates
-
     notes = []
     eight = [precision for precision in choice.nodes if precision.weight == "int8" and not precision.reduce_range]
     if any(precision.how.multiplies_integers for precision in eight) and saturates():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from htp_export.capabilities.search.estimates import estimated_errors
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.sensitivity_results import BlockSensitivity, ModuleSensitivity, Sensitivity
-from htp_export.capabilities.search.spaces import deciding_modules
+from htp_export.capabilities.search.spaces import deciding_modules, two_named
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -25,6 +25,7 @@ from htp_export.runtime.sessions import SessionSettings
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.precisions import Precision
+    from htp_export.capabilities.quantize.serving import Serving
     from htp_export.runtime.data import Data
 
 __all__ = ["RANDOM_NOTE", "sensitivity"]
@@ -32,13 +33,14 @@ __all__ = ["RANDOM_NOTE", "sensitivity"]
 _Rows: TypeAlias = Mapping[tuple[str, str], ModuleSensitivity]
 """Module path and precision → what is known."""
 
+ESTIMATE_NOTE = "these are estimates: their ranking had a correlation of 0.54 with the measured one"
 RANDOM_NOTE = "the inputs are random: errors on real data may be others, and an accuracy means nothing"
 
 
 @names_model_faults("model")
 def sensitivity(
     model: ModelSource,
-    precisions: Sequence[Any] | str = ("int8", "int4"),
+    precisions: Sequence[Any] | str = ("auto",),
     *,
     data: Data | None = None,
     dims: Mapping[str, int] | None = None,
@@ -64,7 +66,7 @@ def sensitivity(
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        precisions: Precisions, as in a plan of ``quantize``: names, or `Precision`s.
+        precisions: Precisions, as in a plan of ``quantize``: names, or `Precision`s. ``auto`` is one for all modules.
         data: Inputs, as for ``quantize``; None for random ones, whose errors say little about those on real data.
         dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other sizes are refused.
         shapes: For random inputs: input name → shape.
@@ -99,13 +101,15 @@ def sensitivity(
         (['0', '2'], True)
     """
     from htp_export.capabilities.quantize.calibration_data import CalibrationData
+    from htp_export.capabilities.quantize.serving import Serving
 
     check_whole("runs", runs, 0, MOST_RUNS)
     idle = {"runs": runs, "results": results, "by_module": by_module, "metric": metric}
     if estimate and (given := next((name for name, value in idle.items() if value), None)):
         raise InputError(f"{given} has no effect on an estimate, for which nothing is quantized; leave it out")
-    chosen = _precisions(precisions)
     tagged = read_flat(model)
+    serving = Serving(tagged, dims, shapes)
+    chosen = _precisions(precisions, serving)
     if not estimate:
         tagged.require_exact_tags()
     paths = deciding_modules(tagged, select, depth)
@@ -128,15 +132,24 @@ def sensitivity(
         by_path[path][name] = row
     original = None if estimate else measurer.original
     problems = [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
-    notes = (*([RANDOM_NOTE] if samples.random else []), *([] if estimate else measurer.remarks), *problems)
+    notes = (
+        *serving.notes,
+        *([RANDOM_NOTE] if samples.random else []),
+        *([ESTIMATE_NOTE] if estimate else measurer.remarks),
+        *problems,
+    )
     return Sensitivity(dict(by_path), original, _blocks(tagged, rows), not estimate, notes, tagged.tag_facts)
 
 
-def _precisions(given: Sequence[Any] | str) -> dict[str, Precision]:
+def _precisions(given: Sequence[Any] | str, serving: Serving) -> dict[str, Precision]:
     from htp_export.capabilities.quantize.precisions import PRECISIONS, Precision, precision_of
 
     listed = [given] if isinstance(given, str | Precision | Mapping) else list(given)
-    chosen = {precision.name: precision for precision in map(precision_of, listed)}
+    chosen: dict[str, Precision] = {}
+    for each in listed:
+        precision = serving.precision(precision_of(each))
+        if chosen.setdefault(precision.name, precision) != precision:
+            raise InputError(two_named(precision.name))
     if not chosen:
         raise InputError(f"give precisions, of {', '.join(PRECISIONS)}")
     kept = [name for name, precision in chosen.items() if precision.is_kept]

@@ -36,7 +36,7 @@ IDLE = (
 def sensitivity_command(
     file: FileArgument,
     runs_on: DataOptions,
-    precision: Annotated[list[str] | None, "By comma: int8, int4, fp16, ... (int8,int4)."] = None,
+    precision: Annotated[list[str] | None, "By comma: int8, int4, fp16, ... (auto)."] = None,
     select: SelectOption = None,
     depth: DepthOption = None,
     metric: MetricOption = None,
@@ -59,7 +59,7 @@ def sensitivity_command(
     with Steps(quiet=as_json or as_csv).step(f"quantizing modules of {file.name}"):
         result = sensitivity(
             file,
-            split_names(precision) or ("int8", "int4"),
+            split_names(precision) or ("auto",),
             **runs_on.keywords,
             select=select or None,
             depth=depth,

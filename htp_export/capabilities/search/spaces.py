@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import onnx_ir as ir
@@ -21,10 +22,11 @@ from htp_export.weights.products import products_of
 if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
     from htp_export.capabilities.quantize.precisions import Precision
+    from htp_export.capabilities.quantize.serving import Serving
 
 __all__ = [
     *("Decision", "ModuleChoice", "SearchSpace", "Space", "Treatment"),
-    *("choice_of", "deciding_modules", "kept_precision", "read_space"),
+    *("choice_of", "deciding_modules", "kept_precision", "read_space", "two_named"),
 ]
 
 Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
@@ -98,12 +100,12 @@ def choice_of(value: Any) -> ModuleChoice:
 def _joined(text: str) -> ModuleChoice:
     """A precision, a value for prune, or both."""
     from htp_export.capabilities.prune.sparsities import sparsity_of
-    from htp_export.capabilities.quantize.precisions import PRECISIONS
+    from htp_export.capabilities.quantize.precisions import PRECISIONS, precision_of
 
     precisions, sparsities = [], []
     for part in map(str.strip, text.split("+")):
-        if part in PRECISIONS:
-            precisions.append(PRECISIONS[part])
+        if part.partition(":")[0] in PRECISIONS:
+            precisions.append(precision_of(part))
         elif part == "drop" or ":" in part or part.replace(".", "", 1).isdecimal():
             sparsities.append(sparsity_of(part))
         else:
@@ -123,27 +125,34 @@ def kept_precision() -> Precision:
     return PRECISIONS["fp32"]
 
 
-def _choices_of(values: Any, known: dict[str, ModuleChoice]) -> list[str]:
+def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: Serving) -> list[str]:
     """The names of several choices, which are added to those that are known."""
     from htp_export.capabilities.quantize.precisions import PRECISIONS, Precision
 
     listed: Iterable[Any] = [values] if isinstance(values, str | int | float | Precision | Mapping) else values
-    found = [choice_of(value) for value in listed]
+    read = [choice_of(value) for value in listed]
+    found = [replace(choice, precision=serving.precision(choice.precision)) for choice in read]
     for choice in found:
         if known.setdefault(choice.name, choice) != choice:
-            raise InputError(f"two precisions are named {choice.name!r}; give one of them another name")
+            raise InputError(two_named(choice.name))
     if not found:
         raise InputError(f"give precisions to choose from, of {', '.join(PRECISIONS)}, or values of prune")
     return list(dict.fromkeys(choice.name for choice in found))
 
 
+def two_named(name: str) -> str:
+    """What is wrong with two choices that have one name."""
+    return f"two precisions are named {name!r}; write one as 'int4:block_size=16', or give it a name of its own"
+
+
 def _written(precision: Precision) -> Any:
     """A precision as plans write it: its name, or a mapping with what differs."""
-    from htp_export.capabilities.quantize.precisions import PRECISIONS
+    from htp_export.capabilities.quantize.precisions import PRECISIONS, precision_of
 
+    with contextlib.suppress(InputError):  # it may have a name of its own
+        if precision_of(precision.name) == precision:
+            return precision.name
     known = PRECISIONS.get(precision.name)
-    if known == precision:
-        return precision.name
     fields = {key: value for key, value in vars(precision).items() if key not in ("bits", "options")}
     base = known or next(each for each in PRECISIONS.values() if each.method == precision.method)
     changed = {key: value for key, value in fields.items() if getattr(base, key) != value}
@@ -217,14 +226,16 @@ class SearchSpace:
         return Treatment(removed, precisions)
 
 
-def read_space(tagged: TaggedModel, space: Space, select: str | Sequence[str] | None, depth: int | None) -> SearchSpace:
+def read_space(
+    tagged: TaggedModel, space: Space, select: str | Sequence[str] | None, depth: int | None, serving: Serving
+) -> SearchSpace:
     """The modules of a space and what they may become, as far as the graph allows it.
 
-    ``select`` or ``depth`` say which modules, for choices alone.
+    ``select`` or ``depth`` say which modules, for choices alone; ``serving`` knows what ``auto`` is.
     """
     choices: dict[str, ModuleChoice] = {}
     if not isinstance(space, Mapping):
-        names = _choices_of(space, choices)
+        names = _choices_of(space, choices, serving)
         deciding = dict.fromkeys(tags.innermost(deciding_modules(tagged, select, depth)), "")
         found = dict.fromkeys(deciding, names)
     else:
@@ -232,7 +243,7 @@ def read_space(tagged: TaggedModel, space: Space, select: str | Sequence[str] | 
             raise InputError("a space by selector says which modules; give no select or depth")
         if not space:
             raise InputError("the space is empty; give selectors and precisions")
-        given = {selector: _choices_of(values, choices) for selector, values in space.items()}
+        given = {selector: _choices_of(values, choices, serving) for selector, values in space.items()}
         last = {path: selector for selector in given for path in tags.innermost(deciding_modules(tagged, selector))}
         deciding = {path: last[path] for path in tagged if path in last}
         found = {path: given[selector] for path, selector in deciding.items()}

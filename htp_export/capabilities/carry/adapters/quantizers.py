@@ -13,13 +13,13 @@ from htp_export.capabilities.carry.adapting import adapter, library
 from htp_export.errors import InputError
 from htp_export.files.model_files import read_model
 from htp_export.runtime.data import Data, Samples
+from htp_export.runtime.processors import saturates
 
 __all__ = ["matmul_nbits", "quantize_dynamic", "quantize_static"]
 
 _log = logging.getLogger(__name__)
 
 _BITS = (2, 4, 8)
-_PROCESSORS = Path("/proc/cpuinfo")
 
 
 @adapter
@@ -106,13 +106,3 @@ def _warn_of_saturation(options: Mapping[str, Any]) -> None:
             "this processor has no VNNI: ONNX Runtime's products of 8-bit integers saturate on it, and results can be "
             "far off. Quantize with reduce_range=true, or with unsigned weights"
         )
-
-
-def saturates() -> bool:
-    """Whether it is an x86 processor without VNNI; not known, and so False, where Linux does not say."""
-    try:
-        lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return False
-    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set[str]())
-    return "avx2" in flags and not flags & {"avx512_vnni", "avx_vnni"}

@@ -5,21 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.method import Method
-from htp_export.capabilities.quantize.ort_quantizers import groups_in_memory, quantizers, quietly, write_products
+from htp_export.capabilities.quantize.ort_quantizers import (
+    groups_in_memory,
+    made_file,
+    quantizers,
+    quietly,
+    write_products,
+)
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
-from htp_export.files.filesystem import temporary_folder
-from htp_export.files.parsing import model_from_proto
+from htp_export.files.model_files import read_model
 from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
 
 __all__ = ["METHOD"]
 
 _FIRST_DYNAMIC, _FIRST_PER_CHANNEL = 10, 13  # opsets
-_WITH_WEIGHT = frozenset(("MatMul", "Gemm", "Conv", "Gather"))
+_WITH_WEIGHT = frozenset(("MatMul", "Gemm", "Conv", "Gather", "LSTM"))
+_BY_CHANNEL = frozenset(("MatMul", "Gemm", "LSTM"))
 
 
 class Dynamic(Method):
@@ -38,17 +43,21 @@ class Dynamic(Method):
         """Whether it is an operator of the main graph with a constant weight."""
         if node.domain or node.op_type not in _WITH_WEIGHT:
             return False
-        weight = constant_of(node.inputs[weight_place(node)])
-        if weight is None or weight.dtype != ir.DataType.FLOAT:
+        if not _is_float(constant_of(node.inputs[weight_place(node)])):
             return False
+        if node.op_type == "LSTM":
+            return not node.attributes.get_int("layout", 0) and _is_float(constant_of(node.inputs[2]))
         return node.op_type not in ("MatMul", "Gemm") or is_matrix_product(node)
 
     def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
-        if place != weight_place(node):
+        axes = weight_axes(node, place)
+        if place != weight_place(node) and (axes is None or node.op_type != "LSTM"):
             return tensor.size if place == 0 else None  # a constant input is quantized with the weight
         shape = [int(size) for size in tensor.shape.numpy()]
-        axes = weight_axes(node, 1) if self.precision.per_channel and node.op_type in ("MatMul", "Gemm") else None
-        return math.prod(shape) + (0 if axes is None else 5 * shape[axes[1]])
+        directions = shape[0] if node.op_type == "LSTM" else 1
+        by_channel = axes is not None and self.precision.per_channel and node.op_type in _BY_CHANNEL
+        scales = directions * shape[axes[1]] if axes is not None and by_channel else 0
+        return math.prod(shape) + 5 * (scales or (directions if node.op_type == "LSTM" else 0))
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
         return groups_in_memory(nodes)
@@ -59,8 +68,7 @@ class Dynamic(Method):
         kinds = {node.op_type for node in part.model.graph}
         unsigned = self.precision.weight == "uint8" or "Conv" in kinds
         tool = quantizers()
-        with temporary_folder() as folder, quietly():
-            target = folder / "made.onnx"
+        with made_file() as target, quietly():
             tool.quantize_dynamic(
                 part.proto(),
                 target,
@@ -70,7 +78,11 @@ class Dynamic(Method):
                 weight_type=tool.QuantType.QUInt8 if unsigned else tool.QuantType.QInt8,
                 extra_options={"MatMulConstBOnly": True},
             )
-            return model_from_proto(onnx.load(target)), ""
+            return read_model(target), ""
 
 
 METHOD = Dynamic
+
+
+def _is_float(tensor: ir.TensorProtocol | None) -> bool:
+    return tensor is not None and tensor.dtype == ir.DataType.FLOAT

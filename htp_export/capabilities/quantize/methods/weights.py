@@ -2,6 +2,8 @@
 
 In the format ``qdq``, each ``MatMulNBits`` that it makes is written as a ``MatMul`` with a ``DequantizeLinear`` of the
 same integers (``dequantizing.py``).
+
+Convolutions and tables in 8 bits, which it does not know: `eight_bits`.
 """
 
 from __future__ import annotations
@@ -13,26 +15,34 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.dequantizing import FIRST_BLOCKS, write_dequantized
+from htp_export.capabilities.quantize.eight_bits import CONVOLUTIONS, store_in_eight_bits
 from htp_export.capabilities.quantize.method import Method, Precision
 from htp_export.capabilities.quantize.methods.cast import Cast, cast_nodes
 from htp_export.capabilities.quantize.ort_quantizers import (
-    Reader,
     groups_in_memory,
+    made_file,
     quantizers,
     quietly,
     write_products,
 )
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
+from htp_export.files.model_files import read_model
 from htp_export.format.recipes import Recipe, step
 from htp_export.model.recipes import recipe_of, recorded
-from htp_export.runtime.arrays import Array
 from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
 
 __all__ = ["METHOD", "Blocks"]
 
-_PACKING = ("rtn", "gptq", "k-quant")
+_PACKING = ("rtn", "k-quant")
 """Algorithms that pack two zero points of a column into a byte, and fail on an odd number of them."""
+_INT8 = 4
+"""The accuracy level at which ONNX Runtime rounds activations to int8, block by block, and multiplies integers.
+
+Without a level it computes in fp32: with weights of 8 bits more slowly than with floats (docs/quantize.md).
+"""
+
+_FIRST_BY_CHANNEL = 13  # opset of DequantizeLinear with an axis
 
 
 class Blocks(Method):
@@ -40,19 +50,31 @@ class Blocks(Method):
 
     activations = ("float32", "float16", "bfloat16")
     weights = ("int4", "int8")
-    algorithms = ("default", "rtn", "hqq", "gptq", "k-quant")
+    algorithms = ("default", "rtn", "hqq", "k-quant")
+    accuracy_levels = (0, 1, 2, 3, 4)
     formats = ("default", "qdq")
     options = ("narrow_io",)
     order = 1
+    in_subgraphs = True
 
     def check(self) -> None:
         if self.is_standard and self.precision.algorithm == "hqq":
             raise self.precision.fault("zero points of hqq are no integers, and those of DequantizeLinear are")
         if self._around is None and self.precision.options:
             raise self.precision.fault("narrow_io is for activations in float16 or bfloat16")
-        if self.precision.bits != 4 and self.precision.algorithm in ("gptq", "hqq"):
-            algorithm, bits = self.precision.algorithm, self.precision.bits
-            raise self.precision.fault(f"with {algorithm}, ONNX Runtime runs 4 bits, not {bits}")
+        if self.precision.bits != 4 and self.precision.algorithm == "hqq":
+            raise self.precision.fault(f"with hqq, ONNX Runtime runs 4 bits, not {self.precision.bits}")
+        if self.precision.algorithm == "hqq" and self.precision.accuracy_level:
+            raise self.precision.fault("accuracy_level has no effect with hqq: zero points that are floats mean fp32")
+        if self.is_standard and self.precision.accuracy_level is not None:
+            raise self.precision.fault("accuracy_level is of MatMulNBits, which the format qdq does not write")
+
+    @property
+    def accuracy_level(self) -> int:
+        """The arithmetic of products: int8, unless zero points are floats, with which ONNX Runtime computes in fp32."""
+        given = self.precision.accuracy_level
+        has_none = self.is_standard or self.precision.algorithm == "hqq"
+        return given if given is not None else 0 if has_none else _INT8
 
     @property
     def is_standard(self) -> bool:
@@ -64,41 +86,34 @@ class Blocks(Method):
         return FIRST_BLOCKS if self.is_standard else super().first_opset
 
     @property
-    def calibrated(self) -> bool:
-        return self.precision.algorithm == "gptq"
-
-    @property
-    def readings(self) -> int:
-        return 2 * self.calibrated  # each group of weights reads them
-
-    @property
-    def in_subgraphs(self) -> bool:
-        return not self.calibrated
-
-    @property
     def _around(self) -> Cast | None:
         """What is done to operators without such weights, and to what the others read and make, if anything is."""
         kind = self.precision.activation
         return None if kind == "float32" else Cast(Precision(kind, "cast", kind, kind, options=self.precision.options))
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        return self._has_blocks(node) or (self._around is not None and self._around.takes(node, facts))
+        is_old = node.op_type in CONVOLUTIONS and facts.opset < _FIRST_BY_CHANNEL
+        return (self._has_blocks(node) and not is_old) or (self._around is not None and self._around.takes(node, facts))
 
     def _has_blocks(self, node: ir.Node) -> bool:
-        """Whether a product has a constant matrix on the right; with 4 bits, also a ``Gather`` of rows.
+        """Whether a product has a constant matrix on the right; also a ``Gather`` of rows; with 8 bits, convolutions.
 
         The ``Gather`` of ONNX has no blocks: ONNX Runtime would dequantize the whole table in every run.
         """
-        if node.domain or node.op_type not in ("MatMul", "Gemm", "Gather"):
+        if node.domain or node.op_type not in ("MatMul", "Gemm", "Gather", *CONVOLUTIONS):
             return False
         weight = constant_of(node.inputs[weight_place(node)])
-        if weight is None or weight.dtype != ir.DataType.FLOAT or len(weight.shape) != 2:
+        if weight is None or weight.dtype != ir.DataType.FLOAT:
             return False
         precision = self.precision
+        if node.op_type in CONVOLUTIONS:
+            return precision.bits == 8 and precision.algorithm == "default" and self._around is None
+        if len(weight.shape) != 2:
+            return False
         if node.op_type == "Gather":
-            axis = node.attributes.get_int("axis", 0)
-            takes_rows = precision.bits == 4 and precision.algorithm == "default" and not self.is_standard
-            return takes_rows and axis == 0
+            takes_rows = precision.algorithm == "default" and not self.is_standard
+            takes_rows = takes_rows and (precision.bits == 4 or self._around is None)
+            return takes_rows and node.attributes.get_int("axis", 0) == 0
         return is_matrix_product(node) and not self._is_refused(node)
 
     def _is_refused(self, node: ir.Node) -> bool:
@@ -114,6 +129,9 @@ class Blocks(Method):
     def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
         if not self._has_blocks(node) or place != weight_place(node):
             return None if self._around is None else self._around.bytes_of(node, place, tensor, facts)
+        if node.op_type in CONVOLUTIONS:
+            axes = weight_axes(node, place)
+            return tensor.size + 4 * int(tensor.shape.numpy()[axes[1]]) if axes is not None else None
         bits, size = self.precision.bits, self.precision.block_size
         along, across = _sizes(node)
         blocks = -(-along // size)
@@ -140,13 +158,20 @@ class Blocks(Method):
             cast_nodes(new, self.precision, work)
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
-        return groups_in_memory(nodes)
+        apart: dict[ir.Graph | ir.Function | None, list[ir.Node]] = {}
+        for node in nodes:
+            if self._in_eight_bits(node):
+                apart.setdefault(node.graph, []).append(node)
+        yield from apart.values()  # nothing of them is in memory
+        yield from groups_in_memory([node for node in nodes if not self._in_eight_bits(node)])
+
+    def _in_eight_bits(self, node: ir.Node) -> bool:
+        return self.precision.bits == 8 and node.op_type in ("Gather", *CONVOLUTIONS)
 
     def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
-        samples: list[Mapping[str, Array]] = []
-        if self.calibrated:
-            with work.runs(part) as runs:
-                samples += runs
+        if any(self._in_eight_bits(node) for node in part.model.graph):
+            store_in_eight_bits(part.model.graph, self.precision.block_size, symmetric=self.precision.symmetric)
+            return part.model, ""
         tool = quantizers("matmul_nbits_quantizer")
         write_products(part.model.graph)
         weights = {
@@ -158,7 +183,7 @@ class Blocks(Method):
             part.proto(),
             block_size=self.precision.block_size,
             is_symmetric=self.precision.symmetric,
-            algo_config=self._algorithm(tool, part, samples),
+            algo_config=self._algorithm(tool, part),
         )
         with quietly():
             quantizer.process()
@@ -166,7 +191,12 @@ class Blocks(Method):
         unique = {tensor.name: tensor for tensor in made.graph.initializer}  # two readers of a weight write it twice
         del made.graph.initializer[:]
         made.graph.initializer.extend(unique.values())
-        quantized = ir.from_proto(made)
+        with made_file() as file:
+            onnx.save(made, file)
+            quantized = read_model(file)
+        for node in quantized.graph if self.accuracy_level else ():
+            if node.op_type == "MatMulNBits":
+                node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", self.accuracy_level)
         if self.precision.algorithm == "default":
             self._record(quantized.graph, weights)
         if self.is_standard:
@@ -183,7 +213,7 @@ class Blocks(Method):
                     made = step("quantize", recipe, [what, bits, size, symmetric])
                     value.const_value = recorded(value.const_value, made)
 
-    def _algorithm(self, tool: Any, part: Submodel, samples: Sequence[Mapping[str, Array]]) -> Any:
+    def _algorithm(self, tool: Any, part: Submodel) -> Any:
         """The configuration of the algorithm, for the nodes of a part."""
         algorithm, bits, size = self.precision.algorithm, self.precision.bits, self.precision.block_size
         if algorithm in ("rtn", "k-quant"):
@@ -192,8 +222,6 @@ class Blocks(Method):
             return config(customized_weight_config=by_node)
         if algorithm == "hqq":
             return tool.HQQWeightOnlyQuantConfig(block_size=size, bits=bits)
-        if algorithm == "gptq":
-            return tool.GPTQWeightOnlyQuantConfig(Reader(samples))
         kinds = ("MatMul", "Gather") if any(node.op_type == "Gather" for node in part.model.graph) else ("MatMul",)
         symmetric = self.precision.symmetric
         return tool.DefaultWeightOnlyQuantConfig(size, symmetric, bits=bits, op_types_to_quantize=kinds)

@@ -1,0 +1,75 @@
+"""Olive: the passes of a workflow, for ``olive run --config``.
+
+Each precision is one pass with the names of its nodes, in the order of the keys. ``OnnxBlockWiseRtnQuantization`` takes
+the nodes of ``nodes_to_include`` alone; of these, ``MatMul`` with two-dimensional initializers and ``Gather``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile, names
+from htp_export.errors import InputError
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.quantize.precisions import Precision
+
+__all__ = ["plan_file"]
+
+_IN_BLOCKS = ("MatMul", "Gather")
+
+
+def plan_file(planned: PlannedModel) -> TargetFile:
+    """The workflow as JSON, without its ``input_model``."""
+    planned.check_methods("olive", "weights", "dynamic", "cast", "keep")
+    weights = planned.of("weights")
+    steps = [
+        *(_float16(planned, precision, nodes) for precision, nodes in planned.of("cast").items()),
+        *(_dynamic(precision, nodes) for precision, nodes in planned.of("dynamic").items()),
+        *(_blocks(planned, precision, nodes) for precision, nodes in weights.items()),
+    ]
+    passes = {f"step{number}": step for number, step in enumerate(filter(None, steps), 1)}
+    notes = ["olive run --config FILE -m MODEL.onnx -o FOLDER"]
+    left_out = [use.node.op_type for nodes in weights.values() for use in planned.weighted(nodes)]
+    left_out = [kind for kind in left_out if kind not in _IN_BLOCKS]
+    if left_out:
+        kinds = ", ".join(sorted(set(left_out)))
+        notes.append(f"{len(left_out)} nodes keep their weights: Olive has no blocks in {kinds}")
+    return TargetFile({"passes": passes}, (*notes, *planned.subgraph_notes()))
+
+
+def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, object] | None:
+    """The pass for weights in blocks; None without such weights: an empty list would be all nodes."""
+    if precision.algorithm not in ("default", "rtn"):
+        raise InputError(f"rules for olive have the algorithm 'rtn', not {precision.algorithm!r} ({precision})")
+    included = names(use.node for use in planned.weighted(nodes) if use.node.op_type in _IN_BLOCKS)
+    return (
+        {
+            "type": "OnnxBlockWiseRtnQuantization",
+            "bits": precision.bits,
+            "block_size": precision.block_size,
+            "is_symmetric": precision.symmetric,
+            "nodes_to_include": included,
+        }
+        if included
+        else None
+    )
+
+
+def _dynamic(precision: Precision, nodes: list[ir.Node]) -> dict[str, object]:
+    return {
+        "type": "OnnxDynamicQuantization",
+        "precision": precision.weight,
+        "per_channel": precision.per_channel,
+        "reduce_range": precision.reduce_range,
+        "quant_preprocess": False,  # it would give nodes other names
+        "nodes_to_quantize": names(nodes),
+    }
+
+
+def _float16(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, object]:
+    if precision.activation != "float16":
+        raise InputError(f"olive converts to float16 alone, and not to {precision}")
+    return {"type": "OnnxFloatToFloat16", "keep_io_types": True, "node_block_list": names(planned.others(nodes))}

@@ -1,0 +1,91 @@
+"""Weights of convolutions and tables in 8 bits, and of LSTMs with ranges at run time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from tests.nets import spread
+from tests.quantized import assert_others_are_the_same, assert_tagged, outputs
+
+
+class Convolutions(nn.Module):
+    """One that ends on a BatchNorm, one in groups, a transposed one, and a table whose rows have 40 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 40)
+        self.first, self.norm = nn.Conv1d(7, 12, 3), nn.BatchNorm1d(12)
+        self.second = nn.Conv1d(12, 8, 3, groups=4)
+        self.last = nn.ConvTranspose1d(8, 6, 3, groups=2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(torch.relu(self.norm(self.first(self.table(ids))))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.rnn, self.head = kind(16, 24, 2, batch_first=True, bidirectional=True), nn.Linear(48, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+def exported(model: nn.Module, array: np.ndarray[Any, Any], file: Path, *, dynamo: bool = True) -> Path:
+    model = spread(model.eval())
+    names = {} if dynamo else {"input_names": ["input"]}
+    htp_export.export(model, (torch.from_numpy(array),), file, dynamo=dynamo, verbose=False, **names)
+    return file
+
+
+def sizes(result: Any) -> dict[str, int]:
+    return {path: module.bytes_after for path, module in result.modules.items()}
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_weights_of_convolutions_and_tables_have_8_bits(tmp_path: Path, symmetric: bool) -> None:
+    ids = np.arange(14, dtype=np.int64).reshape(2, 7)
+    file, made = exported(Convolutions(), ids, tmp_path / "net.onnx"), tmp_path / "made.onnx"
+    plan = {"**,!second": {"precision": "int8-weights", "symmetric": symmetric}}
+    result = htp_export.quantize(file, plan, made)
+    kinds = Counter(node.op_type for node in result.model.graph)
+    assert (kinds["DequantizeLinear"], kinds["GatherBlockQuantized"], kinds["Conv"]) == (2, 1, 2)
+    assert sizes(result) == sizes(htp_export.quantize(file, plan, dry_run=True))
+    assert_others_are_the_same(file, made, "**,!second")
+    assert_tagged(file, made, "**,!second")
+    # Levels of one byte, and a scale for each of 12 channels; for 30 rows of two blocks each, and their zero points.
+    weights = {path: result.modules[path].bytes_after for path in ("table", "first")}
+    assert weights == {"table": 1200 + 60 * (4 if symmetric else 5), "first": 7 * 12 * 3 + 12 * 4 + 12 * 4}
+    name = htp_export.load(file).model.graph.inputs[0].name
+    [expected], [found] = outputs(file, {name: ids}), outputs(made, {name: ids})
+    assert 0 < np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_a_table_that_is_tied_to_a_product_stays_for_it(tmp_path: Path, net: Path) -> None:
+    result = htp_export.quantize(net, {"table": "int8-weights"})
+    before = htp_export.load(net)["table"]
+    assert [node.op_type for node in result.tagged["table"].nodes] == ["GatherBlockQuantized"]
+    assert result.modules["table"].bytes_after < 0.35 * sum(p.nbytes for p in [before.nodes[0].inputs[0].const_value])
+
+
+def test_an_lstm_is_computed_in_integers_and_a_gru_stays(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((1, 5, 16)).astype(np.float32)
+    for kind, left in ((nn.LSTM, 0), (nn.GRU, 2)):  # ONNX Runtime has no such GRU
+        file = exported(Recurrent(kind), x, tmp_path / f"{kind.__name__}.onnx", dynamo=False)
+        made = tmp_path / "made.onnx"
+        result = htp_export.quantize(file, "int8-dynamic", made)
+        kinds = Counter(node.op_type for node in result.model.graph)
+        assert (kinds["DynamicQuantizeLSTM"], kinds["GRU"]) == (2 - left, left)
+        assert result.left["int8-dynamic"].get("GRU", 0) == left
+        assert sizes(result) == sizes(htp_export.quantize(file, "int8-dynamic", dry_run=True))
+        assert not result.tagged.untagged
+        [expected], [found] = outputs(file, {"input": x}), outputs(made, {"input": x})
+        assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
