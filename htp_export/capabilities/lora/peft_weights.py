@@ -53,7 +53,7 @@ def _by_peft(weight: Array, layer: LowRank, scaling: float) -> Array:
         rank = layer.a.shape[0]
         config = peft.LoraConfig(
             r=rank,
-            lora_alpha=scaling * rank,  # type: ignore[arg-type]
+            lora_alpha=scaling * rank,
             target_modules=["layer"],
             use_dora=layer.magnitude is not None,
             init_lora_weights=layer.start or True,  # type: ignore[arg-type]
