@@ -123,7 +123,7 @@ def lift(
             elif own.dtype != value.dtype or own.shape is None or len(own.shape) != len(value.shape):
                 raise InputError(f"the branches give tensors of different types: {own.name!r} and {value.name!r}")
             body.outputs.append(own if own.name in made else new("Identity", [own], body, own))
-        holder.resize_outputs(len(holder.outputs) + 1)
+        _resize_outputs(holder, 1)
         outer = holder.outputs[-1]
         outer.name, outer.type = names.tensors.unused(f"{name}.body"), value.type
         outer.shape = shape if holder.op_type == "If" else ir.Shape([None, *value.shape])
@@ -134,6 +134,15 @@ def lift(
     if len(by_graph) != 1:
         raise InputError("its parts lie in several bodies; name one call of it")
     return next(iter(by_graph.values())), made
+
+
+def _resize_outputs(node: ir.Node, more: int) -> None:
+    """Give a node one output more or less at its end; a ``Scan`` says of each the axis and the direction, or of none."""
+    node.resize_outputs(len(node.outputs) + more)
+    for name in ("scan_output_axes", "scan_output_directions"):
+        if name in node.attributes:
+            listed = node.attributes[name].as_ints()
+            node.attributes[name] = ir.AttrInt64s(name, [*listed, 0] if more > 0 else listed[:-1])
 
 
 def _depth(index: GraphIndex, graph: ir.Graph | None) -> int:
@@ -179,4 +188,4 @@ def _shrink(node: ir.Node, ours: set[str]) -> None:
             producer = body.outputs.pop().producer()
             if producer is not None and producer.op_type not in CONTROL_FLOW and not _is_needed(producer, ours):
                 body.remove(producer, safe=True)
-        node.resize_outputs(len(node.outputs) - 1)
+        _resize_outputs(node, -1)

@@ -134,6 +134,8 @@ def held(model: Any, seen: Hooked, again: Hooked, feed: Mapping[str, Any], atol:
         if info.fate.is_merged:
             assert info.fused_with, place
             assert all(repr(other) in each.problem for other in info.fused_with), each.problem
+        elif info.fate.passes_on:
+            assert "were merged" in each.problem, place
         elif not info.fate.is_needless:
             assert "constant" in each.problem, (place, each.problem)
             torch.testing.assert_close(seen[place], again[place], msg=f"{place}: {each.problem}")
