@@ -138,10 +138,9 @@ def test_a_tap_in_a_scan_has_what_each_step_gave_and_without_it_the_file_is_as_b
     assert "Scan" in [node.op_type for node in htp_export.load(file).model.graph]
     tapped = htp_export.tap(file, ["fc:in", "fc:out", "act:out"], tmp_path / "tapped.onnx")
     onnx.checker.check_model(str(tmp_path / "tapped.onnx"))
-    state, rows = x[0], []
+    state = x[0]
     with torch.no_grad():
-        for row in x:
-            rows.append((state, model.fc(state), state := model.act(model.fc(state) + row)))
+        rows = [(state, model.fc(state), state := model.act(model.fc(state) + row)) for row in x]
     [name] = [value.name for value in tapped.model.graph.inputs]
     found = run(tmp_path / "tapped.onnx", {name: x.numpy()})
     for place, expected in zip(("fc:in", "fc:out", "act:out"), zip(*rows, strict=True), strict=True):
