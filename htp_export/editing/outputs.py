@@ -137,7 +137,7 @@ def lift(
 
 
 def _resize_outputs(node: ir.Node, more: int) -> None:
-    """Give a node one output more or less at its end; a ``Scan`` says of each the axis and the direction, or of none."""
+    """Give a node one output more or less at its end; a ``Scan`` may say of each the axis and the direction."""
     node.resize_outputs(len(node.outputs) + more)
     for name in ("scan_output_axes", "scan_output_directions"):
         if name in node.attributes:

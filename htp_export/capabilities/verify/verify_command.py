@@ -102,7 +102,7 @@ def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str
 
 
 def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCall:
-    """The call with the inputs that a dump has, the others those of the run, prefill or decode, that is most like it."""
+    """The call with the inputs that a dump has; the others are those of the run, prefill or decode, most like it."""
     import torch
 
     from htp_export.capabilities.verify.checking import input_arguments
