@@ -267,6 +267,28 @@ def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_be
         htp_export.tap(file, f"{gone}:*"[: len(gone)] + (":out" if not tagged.tensors(gone)[-1].values else ":in"))
 
 
+class Twins(nn.Module):
+    """Two modules that compute the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) - 2 * self.two(x).sin()
+
+
+def test_a_vector_is_refused_at_a_tensor_that_another_module_gives_too(tmp_path: Path) -> None:
+    file = tmp_path / "twins.onnx"
+    htp_export.export(Twins().eval(), (torch.randn(2, 4),), file, verbose=False, optimize=False)
+    assert htp_export.steer(file, "one.0:out").tensors
+    merged = htp_export.optimize(file, level="exact")
+    assert merged.tagged.tensors("one")[-1].tensor == merged.tagged.tensors("two")[-1].tensor
+    for place in ("one:out", "one.0:out"):
+        with pytest.raises(InputError, match="the same tensor for two:out, two.0:out, and cannot add to one alone"):
+            htp_export.steer(merged, place)
+
+
 def test_weights_stay_where_they_are_and_the_map_stays_true(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
     file = tmp_path / "net.onnx"

@@ -136,7 +136,7 @@ class _Steering:
         places = [(side, str(key)) for side, listed in sides for key, each in listed if each == name]
         same = [f":{side}[{key}]" for side, key in places if (side, key) != (tensor.side, tensor.name)]
         if tensor.side == OUT:
-            same += [f" of {path!r}" for path in self._merged_with(call, str(name))]
+            same += [f"{path}:out" for path in self._merged_with(call, str(name))]
         if same and not (tensor.side == IN and not call.path):
             raise InputError(
                 f"{tensor.place}: the file has the same tensor for {', '.join(same)}, and cannot add to one alone; "

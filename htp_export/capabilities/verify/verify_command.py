@@ -111,8 +111,8 @@ def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCa
 
     arrays, runs = read_npz(dump), call.runs
     given = {argument: arrays[name] for name, argument in input_arguments(tagged).items() if name in arrays}
-    if len(runs) > 1 and not given:
-        raise InputError(f"{dump}: {' or '.join(runs)}? write the inputs of the run into the dump, too")
+    if not given:
+        raise InputError(f"{dump}: has none of the file's inputs; write the inputs of the run into the dump, too")
 
     def unlike(kwargs: dict[str, Any]) -> int:
         shapes = {name: tuple(leaf.shape) for name, leaf in named_tensors_in(kwargs)}
