@@ -109,7 +109,7 @@ def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCa
     from htp_export.files.npz_file import read_npz
     from htp_export.format.leaves import named_tensors_in
 
-    arrays, runs = read_npz(dump), call.runs
+    arrays = read_npz(dump)
     given = {argument: arrays[name] for name, argument in input_arguments(tagged).items() if name in arrays}
     if not given:
         raise InputError(f"{dump}: has none of the file's inputs; write the inputs of the run into the dump, too")
@@ -118,7 +118,7 @@ def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCa
         shapes = {name: tuple(leaf.shape) for name, leaf in named_tensors_in(kwargs)}
         return sum(array.shape != shapes.get(name) for name, array in given.items())
 
-    kwargs = copy.deepcopy(min(runs.values(), key=unlike))
+    kwargs = copy.deepcopy(min(call.runs.values(), key=unlike))
     for name, leaf in named_tensors_in(kwargs):
         if name in given:
             leaf.data = torch.from_numpy(given[name]).to(leaf.dtype)
