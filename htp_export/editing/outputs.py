@@ -63,7 +63,7 @@ def without_defaults(graph: ir.Graph) -> Iterator[Callable[[ir.Graph], None]]:
 
     for value in graph.inputs:
         if value.name in defaults:
-            graph.initializers.pop(value.name)
+            graph.initializers.pop(str(value.name))
             value.const_value = None
     try:
         yield put_back
