@@ -23,6 +23,7 @@ __all__ = [
     "add_initializer",
     "bytes_of",
     "constant_array",
+    "insert_behind",
     "is_boundary",
     "is_constant",
     "multiple",
@@ -182,6 +183,16 @@ def take_place(
         reader.replace_input_with(at, new)
     new.type, new.shape = new.type or old.type, old.shape if new.shape is None else new.shape
     old.name, new.name = rest, name
+
+
+def insert_behind(graph: ir.Graph, value: ir.Value, node: ir.Node) -> None:
+    """Insert a node right behind the one that makes a value; before all others where none does."""
+    if (producer := value.producer()) is not None:
+        graph.insert_after(producer, node)
+    elif len(graph):
+        graph.insert_before(graph[0], node)
+    else:
+        graph.append(node)
 
 
 def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,7 +24,7 @@ from htp_export.model.regions import all_nodes, all_values, subgraphs
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames, rename
 
-__all__ = ["InlinedCall", "dissolve", "dissolved", "flattened", "read_flat"]
+__all__ = ["InlinedCall", "dissolve", "dissolved", "flattened", "read_flat", "read_for_change"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,16 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
     except InputError as error:
         _log.warning("functions are looked at apart from the nodes that call them: %s", error)
         return tagged
+
+
+def read_for_change(source: ModelSource) -> TaggedModel:
+    """A model that may be changed, without the functions that ``functions`` made: a file's, or a copy of one in memory.
+
+    Raises:
+        FileError: If a file cannot be read.
+    """
+    tagged = read_flat(source, others=False)
+    return tagged if isinstance(source, str | os.PathLike) else tagged.clone()
 
 
 def flattened(tagged: TaggedModel) -> tuple[ir.Model, dict[str, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -13,12 +13,9 @@ from htp_export.errors import InputError
 from htp_export.format.recipes import CONSTANT
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tensor_names import Names
-from htp_export.shapes.operator_kinds import subgraphs
+from htp_export.shapes.operator_kinds import CONTROL_FLOW, subgraphs
 
 __all__ = ["add_output", "add_zeros_input", "lift", "remove_outputs", "without_defaults"]
-
-_HOLDERS = ("If", "Loop", "Scan")
-"""The operators with branches and loop bodies."""
 
 
 def add_output(
@@ -51,18 +48,27 @@ def add_zeros_input(graph: ir.Graph, name: str, dtype: ir.DataType, shape: Seque
 
 
 @contextlib.contextmanager
-def without_defaults(graph: ir.Graph) -> Iterator[None]:
-    """Let optional inputs be plain inputs for a time, because onnxscript's passes take their defaults for constants."""
-    defaults = {value: value.const_value for value in graph.inputs if value.is_initializer()}
-    for value in defaults:
-        graph.initializers.pop(str(value.name))
-        value.const_value = None
+def without_defaults(graph: ir.Graph) -> Iterator[Callable[[ir.Graph], None]]:
+    """Let optional inputs be plain inputs for a time, because onnxscript's passes take their defaults for constants.
+
+    Gives what puts the defaults into a graph that a pass returns in place of this one.
+    """
+    defaults = {value.name: value.const_value for value in graph.inputs if value.is_initializer()}
+
+    def put_back(graph: ir.Graph) -> None:
+        for value in graph.inputs:
+            if value.name in defaults:
+                value.const_value = defaults[value.name]
+                graph.register_initializer(value)
+
+    for value in graph.inputs:
+        if value.name in defaults:
+            graph.initializers.pop(str(value.name))
+            value.const_value = None
     try:
-        yield
+        yield put_back
     finally:
-        for value, tensor in defaults.items():
-            value.const_value = tensor
-            graph.register_initializer(value)
+        put_back(graph)
 
 
 def lift(
@@ -104,7 +110,7 @@ def lift(
         depths = {graph: _depth(index, graph) for graph in inner}
         deepest = max(inner, key=depths.__getitem__)
         holder = next(iter(index.holders(deepest)), None)
-        if holder is None or holder.op_type not in _HOLDERS or deepest not in subgraphs(holder):
+        if holder is None or holder.op_type not in CONTROL_FLOW or deepest not in subgraphs(holder):
             raise InputError("it lies in a function, whose results cannot be extended; use inline(...) before")
         bodies, value = subgraphs(holder), by_graph[deepest]
         shape = None if value.shape is None else ir.Shape([None] * len(value.shape))
@@ -117,7 +123,7 @@ def lift(
             elif own.dtype != value.dtype or own.shape is None or len(own.shape) != len(value.shape):
                 raise InputError(f"the branches give tensors of different types: {own.name!r} and {value.name!r}")
             body.outputs.append(own if own.name in made else new("Identity", [own], body, own))
-        holder.resize_outputs(len(holder.outputs) + 1)
+        _resize_outputs(holder, 1)
         outer = holder.outputs[-1]
         outer.name, outer.type = names.tensors.unused(f"{name}.body"), value.type
         outer.shape = shape if holder.op_type == "If" else ir.Shape([None, *value.shape])
@@ -128,6 +134,15 @@ def lift(
     if len(by_graph) != 1:
         raise InputError("its parts lie in several bodies; name one call of it")
     return next(iter(by_graph.values())), made
+
+
+def _resize_outputs(node: ir.Node, more: int) -> None:
+    """Give a node one output more or less at its end; a ``Scan`` may say of each the axis and the direction."""
+    node.resize_outputs(len(node.outputs) + more)
+    for name in ("scan_output_axes", "scan_output_directions"):
+        if name in node.attributes:
+            listed = node.attributes[name].as_ints()
+            node.attributes[name] = ir.AttrInt64s(name, [*listed, 0] if more > 0 else listed[:-1])
 
 
 def _depth(index: GraphIndex, graph: ir.Graph | None) -> int:
@@ -155,10 +170,10 @@ def remove_outputs(model: ir.Model, names: Sequence[str], made: Sequence[str]) -
     for place in reversed([place for place, value in enumerate(graph.outputs) if value.name in gone]):
         graph.outputs.pop(place)  # ``del`` would not tell the value
     for node in reversed(list(graph)):
-        if node.op_type not in _HOLDERS and not _is_needed(node, ours):
+        if node.op_type not in CONTROL_FLOW and not _is_needed(node, ours):
             graph.remove(node, safe=True)
     for node in list(graph.all_nodes()):  # a node before those in its bodies
-        if node.op_type in _HOLDERS:
+        if node.op_type in CONTROL_FLOW:
             _shrink(node, ours)
 
 
@@ -171,6 +186,6 @@ def _shrink(node: ir.Node, ours: set[str]) -> None:
     while (last := node.outputs[-1]).name in ours and not last.uses() and not last.is_graph_output():
         for body in subgraphs(node):
             producer = body.outputs.pop().producer()
-            if producer is not None and producer.op_type not in _HOLDERS and not _is_needed(producer, ours):
+            if producer is not None and producer.op_type not in CONTROL_FLOW and not _is_needed(producer, ours):
                 body.remove(producer, safe=True)
-        node.resize_outputs(len(node.outputs) - 1)
+        _resize_outputs(node, -1)

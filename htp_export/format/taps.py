@@ -31,13 +31,13 @@ def taps_from_json(text: str) -> dict[str, Tap]:
         >>> taps_from_json('{"h":{"places":["fc:out"],"made":["h"]}}')
         {'h': Tap(places=('fc:out',), made=('h',))}
     """
+    listed = tags.json_object(tags.TAPS, text, "outputs with places")
     try:
-        listed = json.loads(text)
         return {
-            str(name): Tap(tuple(map(str, entry["places"])), tuple(map(str, entry["made"])))
+            name: Tap(tuple(map(str, entry["places"])), tuple(map(str, entry["made"])))
             for name, entry in listed.items()
         }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (TypeError, KeyError) as error:
         raise ValueError(f"{tags.TAPS} is not a JSON object of outputs with places: {error}") from error
 
 

@@ -93,9 +93,10 @@ def _why_gone(region: Region, name: str | None) -> str:
     if name is not None:
         return f"a tool renamed or removed the tensor {name!r}; take it from the file before that tool, and carry(...)"
     others = ", ".join(map(repr, region.info.fused_with))
-    if others or region.fate.is_merged:
-        took = f"it was merged with {others}" if others else "it was merged with its neighbours"
-        return f"{took}; tap the file before it is optimised (optimize keeps taps), or optimise with keep_exact"
+    if others or region.fate.is_merged or region.fate.passes_on:
+        took = f"it was merged with {others}" if others else "the modules that it lies between were merged"
+        before = "tap the file before it is optimised (optimize keeps taps), or optimise with keep_exact"
+        return f"{took}; {before}; if torch merged it, export with dynamo=True, optimize=False"
     if region.info.fate.is_folded:
         return "it is a constant, which was folded"
     return "the file has no tensor of this value: it is a constant, was merged with others, or nothing needs it"

@@ -114,6 +114,21 @@ def test_without_an_adapter_the_model_computes_what_it_did_before(exporter: str,
     assert htp_export.verify(model, tmp_path / "lora.onnx", (), feeds()).ok
 
 
+def test_an_adapter_has_its_effect_after_the_file_is_optimised(tmp_path: Path) -> None:
+    model, file = made("dynamo", tmp_path)
+    inserted = htp_export.lora.insert(file, "**", rank=4, alpha=8)
+    htp_export.optimize(inserted, tmp_path / "optimised.onnx", level="fused")
+    layers = factors(model, ["up", "twice", "down", "head"], 4, seed=3)
+    arrays = {
+        f"{path}.lora_{letter}.weight": factor.numpy()
+        for path, pair in layers.items()
+        for letter, factor in zip("AB", pair, strict=True)
+    }
+    with torch.no_grad():
+        assert close(run(tmp_path / "optimised.onnx"), model(**feeds()))
+        assert close(run(tmp_path / "optimised.onnx", arrays), merged(model, layers, 2)(**feeds()))
+
+
 @BOTH
 def test_nodes_and_names_that_were_there_stay(exporter: str, tmp_path: Path) -> None:
     _, file = made(exporter, tmp_path)

@@ -17,6 +17,7 @@ from htp_export.capabilities.optimize.registry import register
 from htp_export.capabilities.optimize.results import Change, OptimizedModels
 from htp_export.capabilities.optimize.running import OutputCheck
 from htp_export.command.main import main
+from htp_export.editing.outputs import add_zeros_input
 from htp_export.errors import FileError, InputError, PassError
 from htp_export.model.regions import all_nodes
 from htp_export.runtime.data import Samples
@@ -462,6 +463,32 @@ def test_a_functional_pass_may_give_another_model(passes):
     result = htp_export.optimize(small_net(), passes=["copies", "eliminate_identity_ops"], level="exact")
     assert owners(result.model) == {"b": ("layer.act",), "y": ("layer",)}
     assert htp_export.load(result.model).hierarchy["layer"].fate == "computed"
+
+
+def test_passes_take_no_default_for_a_constant_and_another_model_has_it_again(passes):
+    seen = []
+
+    class Copies(ir.passes.FunctionalPass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            seen.append(dict(model.graph.initializers))
+            return ir.passes.PassResult(model.clone(), modified=True)
+
+    class Fails(ir.passes.InPlacePass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            raise ValueError("no")
+
+    passes("copies", level="exact")(Copies)
+    passes("fails", level="exact")(Fails)
+    model = small_net()
+    vector = add_zeros_input(model.graph, "v", ir.DataType.FLOAT, [4])
+    result = htp_export.optimize(model, passes=["copies", "eliminate_identity_ops"], level="exact")
+    assert seen[0] == {}
+    for graph in (result.model.graph, model.graph):
+        assert graph.initializers["v"] is graph.inputs[-1]
+        np.testing.assert_array_equal(graph.initializers["v"].const_value.numpy(), np.zeros(4))
+    with pytest.raises(PassError):
+        htp_export.optimize(model, passes=["fails"], level="exact")
+    assert model.graph.initializers == {"v": vector}
 
 
 def test_an_untagged_model_is_optimised_too():

@@ -116,6 +116,61 @@ def test_a_tap_in_a_loop_has_what_each_iteration_gave_one_after_the_other(tmp_pa
     assert (tmp_path / "back.onnx").read_bytes() == (tmp_path / "saved.onnx").read_bytes()
 
 
+class Scans(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch._higher_order_ops.scan import scan
+
+        def step(state: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            state = self.act(self.fc(state) + row)
+            return state, state * 2
+
+        state, rows = scan(step, x[0], x)
+        return state + rows.sum(0)
+
+
+def test_a_tap_in_a_scan_has_what_each_step_gave_and_without_it_the_file_is_as_before(tmp_path: Path) -> None:
+    model, x, file = ready(Scans()), torch.linspace(-1, 1, 12).reshape(3, 4), tmp_path / "scan.onnx"
+    htp_export.export(model, (x,), file, dynamo=True, verbose=False)
+    assert "Scan" in [node.op_type for node in htp_export.load(file).model.graph]
+    tapped = htp_export.tap(file, ["fc:in", "fc:out", "act:out"], tmp_path / "tapped.onnx")
+    onnx.checker.check_model(str(tmp_path / "tapped.onnx"))
+    state = x[0]
+    with torch.no_grad():
+        rows = [(state, model.fc(state), state := model.act(model.fc(state) + row)) for row in x]
+    [name] = [value.name for value in tapped.model.graph.inputs]
+    found = run(tmp_path / "tapped.onnx", {name: x.numpy()})
+    for place, expected in zip(("fc:in", "fc:out", "act:out"), zip(*rows, strict=True), strict=True):
+        np.testing.assert_allclose(found[place], torch.stack(expected), atol=1e-6)
+    [only] = htp_export.untap(tapped, ["fc:in", "act:out"]).model.graph.outputs[1:]
+    assert only.name == "fc:out"
+    htp_export.untap(tapped, None, tmp_path / "back.onnx")
+    htp_export.load(file).save(tmp_path / "saved.onnx")
+    assert (tmp_path / "back.onnx").read_bytes() == (tmp_path / "saved.onnx").read_bytes()
+    with pytest.raises(InputError, match="a branch or a loop body"):
+        htp_export.steer(file, "fc:out")
+
+
+@BOTH
+def test_a_tapped_file_that_is_optimised_has_the_modules_of_the_optimised_file(exporter: str, tmp_path: Path) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    net = ready(nn.Sequential(inner, nn.Linear(4, 2)))
+    file = tmp_path / "net.onnx"
+    htp_export.export(net, (torch.randn(2, 4),), file, dynamo=exporter == "dynamo", verbose=False)
+    tapped = htp_export.tap(file, ["0.1:out", "0.2:in", "0:in"])
+    plain, kept = htp_export.optimize(file, level="exact").tagged, htp_export.optimize(tapped, level="exact").tagged
+    assert kept.taps.keys() == {"0.1:out", "0.2:in", "0:in"}
+    assert len(kept.results) == 1
+    assert [info.fate for info in plain.hierarchy.values()] == [info.fate for info in kept.hierarchy.values()]
+    for path in plain.paths:
+        sides = [(len(each[path].inputs), len(each[path].outputs), len(each[path].nodes)) for each in (plain, kept)]
+        assert sides[0] == sides[1] or not path, path
+    assert [value.name for value in kept["0"].outputs] == [value.name for value in plain["0"].outputs]
+
+
 class Two(nn.Module):
     """Gives back two tensors, the second of which is its input."""
 
@@ -210,6 +265,28 @@ def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_be
     [other] = tagged.hierarchy[gone].fused_with[:1]
     with pytest.raises(InputError, match=rf"merged with .*{other!r}.*; tap the file before it is optimised"):
         htp_export.tap(file, f"{gone}:*"[: len(gone)] + (":out" if not tagged.tensors(gone)[-1].values else ":in"))
+
+
+class Twins(nn.Module):
+    """Two modules that compute the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) - 2 * self.two(x).sin()
+
+
+def test_a_vector_is_refused_at_a_tensor_that_another_module_gives_too(tmp_path: Path) -> None:
+    file = tmp_path / "twins.onnx"
+    htp_export.export(Twins().eval(), (torch.randn(2, 4),), file, verbose=False, optimize=False)
+    assert htp_export.steer(file, "one.0:out").tensors
+    merged = htp_export.optimize(file, level="exact")
+    assert merged.tagged.tensors("one")[-1].tensor == merged.tagged.tensors("two")[-1].tensor
+    for place in ("one:out", "one.0:out"):
+        with pytest.raises(InputError, match=r"the same tensor for two:out, two\.0:out, and cannot add to one alone"):
+            htp_export.steer(merged, place)
 
 
 def test_weights_stay_where_they_are_and_the_map_stays_true(tmp_path: Path) -> None:

@@ -29,6 +29,13 @@ Hooked = dict[str, torch.Tensor]
 LEVELS: tuple[Any, ...] = ("exact", "tolerant", "fused")
 
 
+def seen_in(model: Any, kwargs: Mapping[str, Any]) -> Hooked:
+    """What hooks see in one run."""
+    with hooks(model) as seen, torch.no_grad():
+        model(**copy.deepcopy(dict(kwargs)))
+    return seen
+
+
 @contextlib.contextmanager
 def hooks(model: nn.Module) -> Iterator[Hooked]:
     """Place → what forward hooks see there: arguments that are tensors, and results."""
@@ -102,11 +109,36 @@ def present(tagged: htp_export.TaggedModel) -> dict[str, Any]:
     }
 
 
-def held(model: Any, seen: Hooked, feed: Mapping[str, Any], atol: float = 2e-4) -> tuple[int, list[str]]:
-    """How many places of a file hold what hooks saw, and those that are refused."""
+def with_other_values(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the same types and shapes, with other elements."""
+
+    def other(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
+            return value
+        return value * 0.5 + 0.1 if value.is_floating_point() else value.flip(-1)
+
+    return {name: other(value) for name, value in kwargs.items()}
+
+
+def held(model: Any, seen: Hooked, again: Hooked, feed: Mapping[str, Any], atol: float = 2e-4) -> tuple[int, list[str]]:
+    """How many places of a file hold what hooks saw, and those that are refused, each for a reason that is true.
+
+    A module was merged with others, which the message names; or the tensor is the same in another run, ``again``.
+    """
     tagged = htp_export.load(model)
     known = present(tagged)
+    assert seen.keys() <= known.keys()
     refused = [place for place, each in known.items() if place in seen and each.problem]
+    for place in refused:
+        each, info = known[place], tagged.hierarchy[known[place].path]
+        if info.fate.is_merged:
+            assert info.fused_with, place
+            assert all(repr(other) in each.problem for other in info.fused_with), each.problem
+        elif info.fate.passes_on:
+            assert "were merged" in each.problem, place
+        elif not info.fate.is_needless:
+            assert "constant" in each.problem, (place, each.problem)
+            torch.testing.assert_close(seen[place], again[place], msg=f"{place}: {each.problem}")
     wanted = {place: each for place, each in known.items() if place in seen and not each.problem}
     places = {f"tap{k}": _escaped(each) for k, each in enumerate(wanted.values())}
     tapped = htp_export.tap(tagged, places)
@@ -167,20 +199,24 @@ def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(
 ) -> None:
     torch.manual_seed(0)
     model, kwargs = subjects()[f"transformers/{family}"].build()
-    with hooks(model) as seen, torch.no_grad():
-        model(**kwargs)
+    for noise in ("noise_scale", "noise_scale_duration"):  # vits
+        if hasattr(model, noise):
+            setattr(model, noise, 0.0)
+    seen, again = seen_in(model, kwargs), seen_in(model, with_other_values(kwargs))
     try:
         program = made(model, kwargs, exporter, tmp_path)
     except Exception as error:
         pytest.skip(f"torch does not export it: {type(error).__name__}")
-    tagged = htp_export.load(program)
-    feed = feed_of(tagged, kwargs)
-    count, refused = held(program, seen, feed)
+    if not (verified := htp_export.verify(model, program, kwargs=kwargs)).ok:
+        pytest.skip(f"torch exports another model, without this package too: {verified.summary}")
+    feed = feed_of(htp_export.load(program), kwargs)
+    count, refused = held(program, seen, again, feed)
     print(f"{family} {exporter}: {count} places, refused {len(refused)}", refused[:4])
-    assert count > len(refused)
+    fates = {htp_export.load(program).hierarchy[place.rpartition("#")[0]].fate for place in refused}
+    assert exporter == "torchscript" or all(fate.is_merged or fate.is_folded for fate in fates), refused
     for level in LEVELS:
         optimized = htp_export.optimize(program, level=level)
-        count, refused = held(optimized, seen, feed)
+        count, refused = held(optimized, seen, again, feed)
         print(f"   {level}: {count} places, refused {len(refused)}")
         assert count > len(refused)
 
@@ -199,15 +235,14 @@ def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_
     with call.adapted():
         for kwargs in call.runs.values():
             feed = feed_of(htp_export.load(program), copy.deepcopy(kwargs))
-            with hooks(call.model) as seen, torch.no_grad():
-                call.model(**copy.deepcopy(kwargs))
+            seen, again = seen_in(call.model, kwargs), seen_in(call.model, with_other_values(kwargs))
             entering = next(value for place, value in seen.items() if place.startswith(f"{layer}#0:in[hidden_states"))
             expected = torch.cat([entering, seen[f"{layer}#0:out[0]"]], -1)
             for session in sessions:
                 [found] = session.run(["hidden_states"], feed)
                 np.testing.assert_allclose(found, expected, atol=1e-5)
-            count, refused = held(program, seen, feed)
-            assert count > len(refused)
+            count, refused = held(program, seen, again, feed)
+            assert count > 4 * len(refused)
         assert htp_export.verify(call.model, tapped, kwargs=copy.deepcopy(kwargs)).ok
 
 

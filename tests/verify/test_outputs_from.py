@@ -122,6 +122,62 @@ def test_a_tap_is_a_tensor_of_its_module_and_names_may_be_those_that_engines_wri
     assert result.modules["blocks.3.down"].status == "not compared"
 
 
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_tensors_that_a_tap_put_together_are_those_of_their_modules(file: Path, axis: int, tmp_path: Path) -> None:
+    model, (x,) = example()
+    places = ["blocks.3:out", "blocks.4:out"] + ["blocks.2.up:out"] * (axis == -1)  # the last is of another size
+    tapped = htp_export.tap(file, {"h": places}, tmp_path / "tapped.onnx", concat=axis)
+    [given] = [value for value in tapped.model.graph.outputs if value.name == "h"]
+    session = onnxruntime.InferenceSession(tmp_path / "tapped.onnx")
+    [h] = session.run(["h"], {"x": x.numpy()})
+    assert list(given.shape or ()) == list(h.shape)
+    second = [slice(None)] * 3
+    second[axis] = slice(8, 16) if axis == -1 else slice(5, 10)
+    h[tuple(second)] += 1
+    result = htp_export.verify(model, tmp_path / "tapped.onnx", (x,), outputs_from={"h": h})
+    assert result.first_wrong == "blocks.4"
+    assert result.modules["blocks.3"].status == "agrees"
+    assert result.modules["blocks.2.up"].status == ("agrees" if axis == -1 else "not compared")
+
+
+def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    options = ["llama", "--random-weights", "--task", "text-generation-with-past", "--set", "num_hidden_layers=2"]
+    options += ["--set", "hidden_size=32", "--set", "intermediate_size=32", "--set", "vocab_size=64"]
+    options += ["--set", "num_attention_heads=2", "--set", "num_key_value_heads=2"]
+    assert main(["export", *options, "-o", str(tmp_path / "made")]) == 0
+    [made] = (tmp_path / "made").rglob("*.onnx") if (tmp_path / "made").is_dir() else [tmp_path / "made"]
+    htp_export.tap(htp_export.steer(made, "model.layers.0:out"), "model.layers.0:out", tmp_path / "file.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "file.onnx")
+    for past in (0, 3):
+        feed = {}
+        for value in session.get_inputs():
+            sizes = [size if isinstance(size, int) else 2 for size in value.shape]
+            if "past" in value.name:
+                sizes[2] = past
+            elif value.name == "attention_mask":
+                sizes[1] = past + 2
+            feed[value.name] = np.ones(sizes, np.float32 if value.type == "tensor(float)" else np.int64)
+        if "position_ids" in feed:
+            feed["position_ids"][:] = np.arange(past, past + 2)
+        names = [value.name for value in session.get_outputs()]
+        dump = dict(zip(names, session.run(None, feed), strict=True))
+        np.savez(tmp_path / "bare.npz", **dump)
+        np.savez(tmp_path / "right.npz", **dump, **feed)
+        dump["model.layers.0:out"][0, 0] += 1
+        np.savez(tmp_path / "wrong.npz", **dump, **feed)
+        typed = ["verify", str(tmp_path / "file.onnx"), *options, "--outputs-from"]
+        assert main([*typed, str(tmp_path / "right.npz")]) == 0, capsys.readouterr().err
+        capsys.readouterr()
+        assert main([*typed, str(tmp_path / "wrong.npz"), "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert [path for path, each in found["modules"].items() if each["status"] == "differs"] == ["model.layers.0"]
+    assert main([*typed, str(tmp_path / "bare.npz")]) == 2
+    assert "write the inputs of the run into the dump" in capsys.readouterr().err
+
+
 def test_the_command_reads_an_npz_with_its_inputs_and_says_what_to_ask_for(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

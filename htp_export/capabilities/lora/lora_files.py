@@ -24,7 +24,7 @@ from htp_export.capabilities.lora.linears import factor_inputs, lora_layers
 from htp_export.capabilities.lora.peft_weights import require_peft
 from htp_export.capabilities.lora.weight_changes import add_to_weights, check_sizes, replace_parameters
 from htp_export.editing.editing import take_place
-from htp_export.editing.flattening import read_flat
+from htp_export.editing.flattening import read_for_change
 from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
@@ -182,9 +182,8 @@ def fuse(
     check_target(output, reads=files_of(adapter))
     adapter_read = read_adapter(adapter)
     require_peft(adapter_read)
-    read = read_flat(model, others=False)
-    read.require_tags()
-    tagged = read if isinstance(model, str | os.PathLike) else read.clone()
+    tagged = read_for_change(model)
+    tagged.require_tags()
     external = has_external_data(tagged.model)
     inserted = lora_layers(tagged)
     if inserted:

@@ -14,7 +14,8 @@ from htp_export.capabilities.lora.activation_ranges import release_ranges
 from htp_export.capabilities.lora.adapters import factor_name
 from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of, lora_layers, unquantized
 from htp_export.editing.editing import add_initializer, take_place
-from htp_export.editing.flattening import read_flat
+from htp_export.editing.flattening import read_for_change
+from htp_export.editing.outputs import add_zeros_input
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
@@ -141,8 +142,7 @@ def insert(
     """
     check_target(output)
     scaling = scaling_of(rank, alpha)
-    read = read_flat(model, others=False)
-    tagged = read if isinstance(model, str | os.PathLike) else read.clone()
+    tagged = read_for_change(model)
     paths = _chosen(tagged, select)
     known = lora_layers(tagged)
     if again := [path for path in paths if path in known]:
@@ -224,11 +224,10 @@ class _Insertion:
             raise InputError(f"the model has a tensor {name!r} already")
         if self._required:
             value = ir.Value(name=name, type=ir.TensorType(dtype))
+            self._graph.inputs.append(value)
         else:
-            tensor = ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name)
-            value = add_initializer(self._graph, tensor, name, CONSTANT)
+            value = add_zeros_input(self._graph, name, dtype, shape)
         value.shape = ir.Shape([f"{path}.lora_rank" if size == 0 else size for size in shape])
-        self._graph.inputs.append(value)
         return value
 
     def _product(

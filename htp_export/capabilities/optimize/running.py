@@ -16,7 +16,7 @@ from htp_export.capabilities.optimize.bookkeeping import Bookkeeping
 from htp_export.capabilities.optimize.merging import PassDifference
 from htp_export.capabilities.optimize.registry import Level, PassInfo
 from htp_export.capabilities.optimize.results import Change, PassReport
-from htp_export.editing.editing import stand_in
+from htp_export.editing.editing import insert_behind, stand_in
 from htp_export.editing.outputs import without_defaults
 from htp_export.errors import FileError, InputError, PassError
 from htp_export.files.filesystem import temporary_folder
@@ -188,9 +188,10 @@ class Pipeline:
         self.running = account.info.name
         held = {value for name in account.held if (value := books.tensor(name)) is not None}
         try:
-            with _barriers(books.model.graph, held), without_defaults(books.model.graph):
+            with _barriers(books.model.graph, held), without_defaults(books.model.graph) as give_defaults:
                 result = account.info.make()(books.model)
             _take_barriers(result.model.graph)
+            give_defaults(result.model.graph)
             books.model = result.model
             return result.modified, *(books.settle() if result.modified else ({}, {}))
         except InputError:  # weights that cannot be read: no fault of the pass
@@ -220,12 +221,7 @@ def _barriers(graph: ir.Graph, values: Iterable[ir.Value]) -> Iterator[None]:
             behind.shape, behind.type, behind.name = value.shape, value.type, f"{value.name}_behind"
             for node, place in readers:  # a result of the model stays one
                 node.replace_input_with(place, behind)
-            if (maker := value.producer()) is not None:
-                graph.insert_after(maker, barrier)
-            elif len(graph):
-                graph.insert_before(graph[0], barrier)
-            else:
-                graph.append(barrier)
+            insert_behind(graph, value, barrier)
         graph.opset_imports[domain] = 1
         yield
     finally:

@@ -15,7 +15,7 @@ from htp_export.capabilities.prune.pruned import Counts, Pruned, pruned_modules
 from htp_export.capabilities.prune.residual_blocks import remove_blocks
 from htp_export.capabilities.prune.sparsities import Sparsity, sparsities_of
 from htp_export.capabilities.prune.structured import Cut, cut_channels
-from htp_export.editing.flattening import read_flat
+from htp_export.editing.flattening import read_for_change
 from htp_export.errors import InputError, RuleError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target
@@ -106,8 +106,7 @@ def prune(
     if scope not in _SCOPES:
         raise InputError(f"scope {scope!r}: there are {' and '.join(map(repr, _SCOPES))}")
     rules = sparsities_of(plan)
-    read = read_flat(model, others=False)
-    tagged = read if isinstance(model, str | os.PathLike) else read.clone()
+    tagged = read_for_change(model)
     external = has_external_data(tagged.model)
     scores = Scores(None if method == "l1" else seed)
     dropped = {path for selector, value in rules.items() if value.kind == "blocks" for path in tagged.select(selector)}

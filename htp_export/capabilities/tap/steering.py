@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from htp_export.capabilities.tap.tapping import Places, Tapped, TappedTensor, named_places, read_for_change, written
-from htp_export.editing.editing import take_place
+from htp_export.capabilities.tap.tapping import Places, Tapped, TappedTensor, named_places, written
+from htp_export.editing.editing import insert_behind, take_place
+from htp_export.editing.flattening import read_for_change
 from htp_export.editing.outputs import add_zeros_input
 from htp_export.errors import InputError
 from htp_export.files.targets import check_target
@@ -68,11 +69,8 @@ def steer(
     """
     check_target(output)
     tagged = read_for_change(model)
-    if isinstance(places, (str, Sequence)):
-        places = {f"{tensor.place}.steer": tensor.place for tensor in tagged.select_tensors(places)}
-    wanted = named_places(tagged, places, apart=False)
     steering = _Steering(tagged)
-    added = [steering.add(name, tensors) for name, tensors in wanted.items()]
+    added = [steering.add(name, tensors) for name, tensors in named_places(tagged, places, ".steer").items()]
     if tagged.signatures:
         write_model_metadata(tagged.model.metadata_props, tagged.hierarchy, signatures=steering.signatures)
     count = f"{len(added)} optional input{'s' * (len(added) != 1)}"
@@ -116,7 +114,7 @@ class _Steering:
         )
         name = self._names.nodes.unused(f"{tensor.place}.steer")
         node = ir.node("Add", [value, vector], name=name, metadata_props=metadata)
-        self._insert(node, value.producer())
+        insert_behind(self._graph, value, node)
         result, other = node.outputs[0], self._names.tensors.unused(f"{value.name}.{'steered' if enters else 'base'}")
         if enters:
             for reader, at in readers:
@@ -127,13 +125,6 @@ class _Steering:
         self._rename(call, str(result.name if not enters else value.name), other, itself=enters and bool(call.path))
         self._values.update({str(each.name): each for each in (value, result)})
 
-    def _insert(self, node: ir.Node, producer: ir.Node | None) -> None:
-        """Insert a node right behind what it reads."""
-        if producer is not None:
-            self._graph.insert_after(producer, node)
-        else:
-            self._graph.insert_before(self._graph[0], node)
-
     def _value(self, tensor: ModuleTensor, call: Instance) -> ir.Value:
         """The tensor as it is now, which is certain to be that of this place alone."""
         if call.call >= len(self.signatures.get(call.path, ())):
@@ -141,16 +132,11 @@ class _Steering:
             raise InputError(f"{tensor.place}: a vector cannot be added: {why}")
         signature = self.signatures[call.path][call.call]
         name = signature.inputs[tensor.name] if tensor.side == IN else signature.outputs[int(tensor.name)]
-        arguments = [argument for argument, each in signature.inputs.items() if each == name]
-        others = [argument for argument in arguments if tensor.side == OUT or argument != tensor.name]
-        same = [f":in[{argument}]" for argument in others]
-        same += [
-            f":out[{at}]"
-            for at, each in enumerate(signature.outputs)
-            if each == name and (tensor.side == IN or str(at) != tensor.name)
-        ]
+        sides = ((IN, signature.inputs.items()), (OUT, enumerate(signature.outputs)))
+        places = [(side, str(key)) for side, listed in sides for key, each in listed if each == name]
+        same = [f":{side}[{key}]" for side, key in places if (side, key) != (tensor.side, tensor.name)]
         if tensor.side == OUT:
-            same += [f" of {path!r}" for path in self._merged_with(call, str(name))]
+            same += [f"{path}:out" for path in self._merged_with(call, str(name))]
         if same and not (tensor.side == IN and not call.path):
             raise InputError(
                 f"{tensor.place}: the file has the same tensor for {', '.join(same)}, and cannot add to one alone; "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 import onnx_ir as ir
 
-from htp_export.editing.flattening import read_flat
+from htp_export.editing.flattening import read_for_change
 from htp_export.editing.outputs import add_output, lift, remove_outputs
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
@@ -25,7 +25,7 @@ from htp_export.model.tensor_names import Names
 from htp_export.results.columns import Column
 from htp_export.results.result import Table
 
-__all__ = ["Places", "Tapped", "TappedTensor", "named_places", "read_for_change", "tap", "untap", "written"]
+__all__ = ["Places", "Tapped", "TappedTensor", "named_places", "tap", "untap", "written"]
 
 Places: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 """A selector of tensors, ``encoder.layer.*:out``; or name → selector."""
@@ -135,7 +135,8 @@ def tap(
     """
     check_target(output)
     tagged = read_for_change(model)
-    wanted = named_places(tagged, places, apart=concat is None)
+    wanted = named_places(tagged, places)
+    _check_joins(wanted, given=isinstance(places, Mapping), joins=concat is not None)
     taps, names = dict(tagged.taps), Names(tagged.model)
     owner = tags.node_tags(("",), Reason.INSERTED, tagged.hierarchy.called)
     added: list[TappedTensor] = []
@@ -205,44 +206,34 @@ def untap(
     return written(tagged, removed, said, output, share_weights=share_weights)
 
 
-def read_for_change(model: ModelSource) -> TaggedModel:
-    """A model with exact tags that may be changed: the file itself, or a copy of a model in memory.
+def named_places(tagged: TaggedModel, places: Places, suffix: str = "") -> dict[str, list[ModuleTensor]]:
+    """Name → the tensors of its places; a name that was not given is the place itself, and the suffix.
 
     Raises:
-        UntaggedModelError: If it has no exact tags.
-    """
-    read = read_flat(model, others=False)
-    read.require_exact_tags()
-    return read if isinstance(model, str | os.PathLike) else read.clone()
-
-
-def named_places(tagged: TaggedModel, places: Places, *, apart: bool) -> dict[str, list[ModuleTensor]]:
-    """Name → the tensors of its places; names that were not given are the places themselves.
-
-    Args:
-        tagged: The model.
-        places: The places.
-        apart: Whether a name has one tensor only.
-
-    Raises:
-        InputError: If a name is that of another tensor, or has several tensors where it may not.
+        InputError: If there is none, or a name is that of another tensor.
     """
     if isinstance(places, Mapping):
         wanted = {str(name): tagged.select_tensors(selector) for name, selector in places.items()}
-    elif apart:
-        wanted = {tensor.place: [tensor] for tensor in tagged.select_tensors(places)}
     else:
-        raise InputError("concat puts the tensors of a name together; give name → places")
+        wanted = {f"{tensor.place}{suffix}": [tensor] for tensor in tagged.select_tensors(places)}
     if not wanted:
         raise InputError("no place is given; give 'PATH:out'")
-    for name, tensors in wanted.items():
-        if apart and len(tensors) > 1:
-            listed = ", ".join(tensor.place for tensor in tensors[:3])
-            raise InputError(f"{name!r} names {len(tensors)} tensors ({listed}); give concat, or a name for each")
-        if not name or name in tagged.values or name in {value.name for value in tagged.model.graph.inputs}:
-            taken = "an output" if name in {value.name for value in tagged.model.graph.outputs} else "a tensor"
+    outputs = {value.name for value in tagged.model.graph.outputs}
+    for name in wanted:
+        if not name or name in tagged.values:
+            taken = "an output" if name in outputs else "a tensor"
             raise InputError(f"the model has {taken} {name!r} already; give another name")
     return wanted
+
+
+def _check_joins(wanted: Mapping[str, Sequence[ModuleTensor]], *, given: bool, joins: bool) -> None:
+    """Several tensors have one name if, and only if, they are to be put together."""
+    if joins and not given:
+        raise InputError("concat puts the tensors of a name together; give name → places")
+    for name, tensors in wanted.items():
+        if len(tensors) > 1 and not joins:
+            listed = ", ".join(tensor.place for tensor in tensors[:3])
+            raise InputError(f"{name!r} names {len(tensors)} tensors ({listed}); give concat, or a name for each")
 
 
 def _source(
@@ -268,35 +259,23 @@ def _concatenated(
 ) -> ir.Value:
     """The tensors along an axis of theirs, made by a node of the root: it belongs to no module."""
     typed = [_typed(tagged, value) for value in values]
-    shapes = [value.shape for value in typed]
     kinds = ", ".join(f"{value.name}: {TappedTensor.of(value, ()).kind}" for value in typed)
-    ranks = {None if shape is None else len(shape) for shape in shapes}
-    [rank] = ranks if len(ranks) == 1 else [None]
-    if rank is None or len({value.dtype for value in typed}) > 1:
+    shapes = [value.shape for value in typed if value.shape is not None]
+    if len({len(shape) for shape in shapes}) != 1 or len(shapes) < len(typed) or len({v.dtype for v in typed}) > 1:
         raise InputError(f"{name!r}: tensors of different type or rank cannot be put together: {kinds}")
+    rank = len(shapes[0])
     if not -rank <= axis < rank:
         raise InputError(f"concat {axis}: the tensors of {name!r} have {rank} axes ({kinds})")
-    known = [shape for shape in shapes if shape is not None]
-    sizes: list[int | ir.SymbolicDim | None] = []
-    for place, dims in enumerate(zip(*known, strict=True)):
-        numbers = {dim for dim in dims if isinstance(dim, int)}
-        if place == axis % rank:
-            sizes.append(
-                sum(dim for dim in dims if isinstance(dim, int)) if len(numbers) and _all_known(dims) else None
-            )
-        elif len(numbers) > 1:
+    for place, sizes in enumerate(zip(*shapes, strict=True)):
+        if place != axis % rank and len({size for size in sizes if isinstance(size, int)}) > 1:
             raise InputError(f"{name!r}: tensors differ in axis {place} too, and cannot be put together: {kinds}")
-        else:
-            sizes.append(next(iter(numbers), dims[0]))
-    result = ir.Value(name=name, type=typed[0].type, shape=ir.Shape(sizes))
+    result = ir.Value(name=name, type=typed[0].type)
     node = ir.node("Concat", values, {"axis": axis}, outputs=[result], name=name, metadata_props=dict(owner))
     tagged.model.graph.append(node)
+    tagged.inferred.visit(node)
+    result.shape = tagged.inferred.described(result).shape
     tagged.model.graph.outputs.append(result)
     return result
-
-
-def _all_known(dims: Collection[object]) -> bool:
-    return all(isinstance(dim, int) for dim in dims)
 
 
 def written(

@@ -57,8 +57,7 @@ class DumpedRun(FileRun):
         """
         arrays = read_npz(dump) if isinstance(dump, str | os.PathLike) else dump
         name = os.fspath(dump) if isinstance(dump, str | os.PathLike) else "the dump"
-        found = _resolved(run.tagged, arrays)
-        dumped = {tensor: np.asarray(arrays[key]) for tensor, key in found.items()}
+        dumped = _resolved(run.tagged, arrays)
         if not dumped.keys() - run.feed.keys():
             listed = ", ".join(map(repr, list(arrays)[:5])) or "nothing"
             raise InputError(f"{name}: has no tensor that {run.name} computes; it has {listed}")
@@ -82,20 +81,38 @@ def _is_same(one: Array, other: Array) -> bool:
     return one.shape == other.shape and np.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=one.dtype.kind == "f")
 
 
-def _resolved(tagged: TaggedModel, names: Iterable[str]) -> dict[str, str]:
-    """Tensor of the file → its name in a dump."""
+def _resolved(tagged: TaggedModel, arrays: Mapping[str, Any]) -> dict[str, Array]:
+    """Tensor of the file → its values in a dump; a tap gives the tensors that it was made of, too."""
     plain = Counter(_plain(name) for name in tagged.values)
     by_plain = {_plain(name): name for name in tagged.values if plain[_plain(name)] == 1}
-    found: dict[str, str] = {}
-    for name in names:
+    found: dict[str, Array] = {}
+    for name, array in arrays.items():
         tensor = name if name in tagged.values else by_plain.get(_plain(name))
         if tensor is not None:
-            found.setdefault(tensor, name)
-    for tap in tagged.taps:
+            found.setdefault(tensor, np.asarray(array))
+    for tap in tagged.taps.keys() & found.keys():
         node = tagged.values[tap].producer()
-        if tap in found and node is not None and node.op_type == "Identity" and is_inserted(node):
-            found.setdefault(str(node.inputs[0].name), found[tap])  # type: ignore[union-attr]
+        if node is not None and is_inserted(node):
+            for value, part in zip(node.inputs, _parts(tagged, node, found[tap]), strict=False):
+                if value is not None:
+                    found.setdefault(str(value.name), part)
     return found
+
+
+def _parts(tagged: TaggedModel, node: ir.Node, array: Array) -> list[Array]:
+    """What a tap put together: along an axis of which the file knows the sizes, or whose parts are equally long."""
+    if node.op_type == "Identity":
+        return [array]
+    shapes = [tagged.inferred.shape(value) for value in node.inputs]
+    if node.op_type != "Concat" or any(shape is None or len(shape) != array.ndim for shape in shapes):
+        return []
+    axis = node.attributes["axis"].as_int()
+    sizes = [shape[axis] for shape in shapes if shape is not None]
+    if len(set(sizes)) == 1 and array.shape[axis] % len(sizes) == 0:
+        return np.split(array, len(sizes), axis)
+    numbers = [size for size in sizes if isinstance(size, int)]
+    is_whole = len(numbers) == len(sizes) and sum(numbers) == array.shape[axis]
+    return np.split(array, np.cumsum(numbers)[:-1], axis) if is_whole else []
 
 
 def _plain(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +83,7 @@ def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str
     """
     from htp_export.capabilities.huggingface.tasks import split_task
 
-    names = {str(value.name) for value in tagged.model.graph.inputs}
+    names = {str(value.name) for value in tagged.model.graph.inputs if not value.is_initializer()}
     is_cached = any("past_key_values." in name for name in names) or "encoder_hidden_states" in names
     if not (is_cached or split_task(options.task)[1] or (options.task is not None and not sizes)):
         return None
@@ -101,23 +102,27 @@ def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str
 
 
 def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCall:
-    """The call with the inputs that a dump has; the others are example inputs."""
+    """The call with the inputs that a dump has; the others are those of the run, prefill or decode, most like it."""
     import torch
 
     from htp_export.capabilities.verify.checking import input_arguments
     from htp_export.files.npz_file import read_npz
+    from htp_export.format.leaves import named_tensors_in
 
-    if len(call.runs) > 1:
-        raise InputError(
-            f"{dump}: the file has {' and '.join(call.runs)}; say which in Python: verify(outputs_from=...)"
-        )
     arrays = read_npz(dump)
-    given = {
-        argument: torch.from_numpy(arrays[name])
-        for name, argument in input_arguments(tagged).items()
-        if name in arrays and argument in call.kwargs
-    }
-    return replace(call, kwargs={**call.kwargs, **given})
+    given = {argument: arrays[name] for name, argument in input_arguments(tagged).items() if name in arrays}
+    if not given:
+        raise InputError(f"{dump}: has none of the file's inputs; write the inputs of the run into the dump, too")
+
+    def unlike(kwargs: dict[str, Any]) -> int:
+        shapes = {name: tuple(leaf.shape) for name, leaf in named_tensors_in(kwargs)}
+        return sum(array.shape != shapes.get(name) for name, array in given.items())
+
+    kwargs = copy.deepcopy(min(call.runs.values(), key=unlike))
+    for name, leaf in named_tensors_in(kwargs):
+        if name in given:
+            leaf.data = torch.from_numpy(given[name]).to(leaf.dtype)
+    return replace(call, kwargs=kwargs, example=call.example and replace(call.example, runs={}))
 
 
 def _shapes(tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, list[int | None]]:
