@@ -67,6 +67,14 @@ def search_command(
     runs: Annotated[
         int, typer.Option(min=1, max=MOST_RUNS, help="Timed runs of each plan, for the objective latency.")
     ] = 20,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=MOST_RUNS,
+            help="Measure plans of the front so often again, for noisy numbers: medians and a spread (0).",
+        ),
+    ] = 0,
     new_tokens: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Tokens after each prompt.")] = 64,
     seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0,
     output: Annotated[Path | None, "A folder for the plans of the front, and its picture.", Writes()] = None,
@@ -102,6 +110,7 @@ def search_command(
                 study=study,
                 metric=read_metric(metric),
                 runs=runs,
+                repeats=repeats,
                 new_tokens=new_tokens,
                 grace=grace,
             )
