@@ -117,8 +117,8 @@ class Search(Result):
     def pareto(self) -> tuple[Trial, ...]:
         """The trials that no other trial is ahead of, by the last objective.
 
-        A trial is ahead of another one if it is worse in no objective, and better in one: if their values have a spread,
-        by more than the larger of the two.
+        A trial is ahead of another one if it is worse in no objective, and better in one: if their values have a
+        spread, by more than the larger of the two.
         """
         best = [self.trials[place] for place in sorted(self.front_places)]
         return tuple(sorted(best, key=lambda trial: self._signed(trial, self.objectives[-1])))
