@@ -142,7 +142,10 @@ class Search(Result):
 
     def table(self) -> Table:
         """The trials on the front."""
-        return trial_columns(self.objectives), self.pareto
+        spread: Column[Trial] = Column("spread", "spread", _spread_of, right=False)
+        columns = trial_columns(self.objectives)
+        noisy = any(trial.spread for trial in self.pareto)
+        return [*columns[:-2], *([spread] if noisy else []), *columns[-2:]], self.pareto
 
 
 class SearchInterrupted(KeyboardInterrupt):
@@ -163,8 +166,7 @@ def trial_columns(objectives: Sequence[str]) -> list[Column[Trial]]:
     number: Column[Trial] = Column(
         "number", "trial", lambda trial: -1 if trial.number is None else trial.number, text=_name
     )
-    spread: Column[Trial] = Column("spread", "spread", _spread_of, right=False)
-    return [number, *values, spread, Column("origin", "from", right=False), Column("counted", "modules", right=False)]
+    return [number, *values, Column("origin", "from", right=False), Column("counted", "modules", right=False)]
 
 
 def _spread_of(trial: Trial) -> str | None:
