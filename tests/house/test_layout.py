@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forensics": {"optimize"},
     "huggingface": {"carry"},
     "info": {"fingerprint"},
+    "optimize": {"huggingface"},
     "partition": {"cost", "huggingface"},
     "pipeline": {"carry", "huggingface"},
     "place": {"carry", "cost"},
