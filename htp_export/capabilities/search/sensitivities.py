@@ -33,9 +33,7 @@ __all__ = ["RANDOM_NOTE", "sensitivity"]
 _Rows: TypeAlias = Mapping[tuple[str, str], ModuleSensitivity]
 """Module path and precision → what is known."""
 
-ESTIMATE_NOTE = (
-    "these are estimates: their ranking had a correlation of 0.54 with the measured one, and from -0.10 to 1.00 by net"
-)
+ESTIMATE_NOTE = "these are estimates: by net, their ranking had a correlation of -0.10 to 1.00 with the measured one"
 RANDOM_NOTE = "the inputs are random: errors on real data may be others, and an accuracy means nothing"
 
 
