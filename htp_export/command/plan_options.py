@@ -60,9 +60,9 @@ def read_rules(
 
     rules: dict[str, Any] = {}
     if plan is not None:
-        rules.update(
-            {".": str(plan)} if str(plan).partition(":")[0] in named else read_plan(_plan_file(str(plan), named))
-        )
+        is_named = str(plan).partition(":")[0] in named
+        given: Any = str(plan) if is_named else read_plan(_plan_file(str(plan), named))
+        rules.update({".": given} if is_named or (named and "precision" in given) else given)
     for selector, given in typed_pairs(typed or (), "--rule", f"SELECTOR={value}").items():
         rules.pop(selector, None)  # it holds at its new place
         rules[selector] = given

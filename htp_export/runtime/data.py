@@ -25,7 +25,7 @@ from htp_export.process.user_code import iterated, user_code
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.inputs import Feed, Inputs
 
-__all__ = ["Data", "Run", "Samples", "check_runs", "single_run"]
+__all__ = ["Data", "Run", "Samples", "arrays_of", "check_runs", "single_run"]
 
 Run: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 """One run: input name → array, or an ``.npz`` file, which is read when it is its turn."""
@@ -100,7 +100,7 @@ class Samples:
         if isinstance(run, str | os.PathLike):
             name = os.fspath(run)
         try:
-            return self.inputs.feed(_arrays(run), self.dims)
+            return self.inputs.feed(arrays_of(run), self.dims)
         except FileError:
             raise
         except InputError as error:
@@ -114,7 +114,7 @@ def single_run(data: Data | None, what: str) -> Any:
         InputError: If there are several runs, or none. See `Samples.of` for more.
     """
     given = _runs_of(data)
-    return None if given is None else _arrays(_one(given, what))
+    return None if given is None else arrays_of(_one(given, what))
 
 
 def check_runs(data: Data | None) -> None:
@@ -175,7 +175,8 @@ def _files(path: str | os.PathLike[str]) -> list[Run]:
     return list(files)
 
 
-def _arrays(run: Any) -> Any:
+def arrays_of(run: Any) -> Any:
+    """The arrays of a run, unchecked: of a file, those in it."""
     return read_npz(run) if isinstance(run, str | os.PathLike) else run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.quantize.plan_exporting import targets
 from htp_export.command.main import main
-from htp_export.errors import FileError, InputError, SelectorError
+from htp_export.errors import FileError, InputError, RuleError, SelectorError
 from tests.extract.test_cutting import exported_to
 from tests.nets import EXPORTERS, spread
 from tests.refusing import assert_refused
@@ -255,9 +256,12 @@ class TestModelOpt:
         [
             ({"layers.1": "int8", "layers.2": "int4"}, "not both"),
             ({"layers.1": "uint8"}, "modelopt has no uint8"),
-            ({"layers.1": "fp16", "layers.2": "bf16"}, "one high precision"),
+            ({"layers.1": "fp16", "layers.2": "bf16"}, "rule 'layers.2': modelopt has one activation in a run"),
             ({"layers.1": "int8-dynamic"}, r"rule 'layers.1': modelopt has no int8-dynamic"),
-            ({"layers.1": "int4", "layers.2": {"precision": "int4", "block_size": 64}}, "one block size"),
+            (
+                {"layers.1": "int4", "layers.2": {"precision": "int4", "block_size": 64}},
+                "'layers.2': .*one block_size",
+            ),
         ],
     )
     def test_what_one_run_cannot_do_is_refused(
@@ -323,7 +327,11 @@ class TestGenAI:
             ({"lm_head": "fp16"}, r"rule 'lm_head': genai has no fp16"),
             ({"lm_head": "fp32"}, "no weights of 4 or 8 bits"),
             ({"lm_head": "int4", "model": {"precision": "int4", "block_size": 64}}, "one block_size in a run"),
-            ({"lm_head": {"precision": "int4", "algorithm": "hqq"}}, "no algorithm 'hqq'"),
+            ({"lm_head": {"precision": "int4", "algorithm": "hqq"}}, "algorithm hqq; it takes default, rtn, k-quant"),
+            (
+                {"lm_head": "int4", "model": "int4:accuracy_level=1"},
+                "'model': .* one accuracy_level .* 4 and 1",
+            ),
         ],
     )
     def test_what_the_builder_cannot_do_is_refused(
@@ -371,8 +379,8 @@ class TestOlive:
         ("rules", "problem"),
         [
             ({"lm_head": "int8"}, r"rule 'lm_head': olive has no int8; it takes the methods"),
-            ({"lm_head": "bf16"}, "olive converts to float16 alone"),
-            ({"lm_head": {"precision": "int4", "algorithm": "hqq"}}, "have the algorithm 'rtn', not 'hqq'"),
+            ({"lm_head": "bf16"}, "olive has no bf16 with activation bfloat16; it takes float16"),
+            ({"lm_head": "int4:algorithm=hqq"}, "with algorithm hqq; it takes default, rtn"),
         ],
     )
     def test_what_olive_cannot_do_is_refused(self, decoder_file: Path, rules: dict[str, Any], problem: str) -> None:
@@ -396,6 +404,39 @@ class TestOlive:
         expected |= dict.fromkeys(owned(decoder_file, "model.layers.0.mlp.down_proj"), 4)
         assert bits_of(made) == expected | dict.fromkeys(owned(decoder_file, "lm_head"), 8)
         assert sum(node.op_type == "MatMulInteger" for node in made.graph.node) == 1
+
+
+PLAIN = {"weights": "int4", "cast": "fp16", "static": "int8", "dynamic": "int8-dynamic", "float8": "fp8"}
+FIELDS: list[tuple[str, dict[str, Any]]] = [
+    ("weights", {"format": "qdq"}),
+    *(("weights", {"activation": kind}) for kind in ("float16", "bfloat16")),
+    *(("weights", {"accuracy_level": level}) for level in (1, 2, 3)),
+    *(("weights", {"algorithm": name}) for name in ("rtn", "hqq", "k-quant")),
+    ("cast", {"activation": "bfloat16", "weight": "bfloat16"}),
+    ("static", {"activation": "int16", "symmetric": True}),
+    ("static", {"activation": "uint16", "weight": "uint8"}),
+    ("float8", {}),
+]
+
+
+@pytest.mark.parametrize("to", targets())
+@pytest.mark.parametrize(("method", "fields"), FIELDS, ids=str)
+def test_no_tool_gets_a_plan_without_a_field_that_it_cannot_express(
+    decoder_file: Path, to: str, method: str, fields: dict[str, Any]
+) -> None:
+    """A field changes what is written, or the rule is refused by its selector."""
+    given = {"precision": PLAIN[method], **fields}
+    written: Any = None
+    with contextlib.suppress(RuleError):
+        written = htp_export.export_plan(decoder_file, {"lm_head": given}, to=to).content
+    if written is None:
+        named = "|".join(f"with {name} {value}; it takes" for name, value in (fields or {"": ""}).items())
+        with pytest.raises(RuleError, match=f"rule 'lm_head': .*({named}|it takes the methods)"):
+            htp_export.export_plan(decoder_file, {"lm_head": given}, to=to)
+        return
+    same = fields.get("algorithm") == "rtn" and to == "olive"  # it has no other
+    plain = htp_export.export_plan(decoder_file, {"lm_head": PLAIN[method]}, to=to).content
+    assert (written == plain) == same
 
 
 def test_nodes_without_names_are_refused() -> None:

@@ -101,6 +101,18 @@ def test_a_precision_is_for_the_whole_model(
     onnx.checker.check_model("q.onnx")
 
 
+def test_a_file_with_the_fields_of_a_precision_is_for_the_whole_model(
+    net: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "blocks.yaml").write_text("precision: int4\nblock_size: 16\n")
+    assert main(["quantize", str(net), "blocks.yaml", "--rule", "first=fp32", "--dry-run", "--json"]) == 0
+    typed = said(capsys)["modules"]
+    assert main(["quantize", str(net), "int4:block_size=16", "--rule", "first=fp32", "--dry-run", "--json"]) == 0
+    named = said(capsys)["modules"]
+    assert [each["bytes_after"] for each in typed.values()] == [each["bytes_after"] for each in named.values()]
+    assert typed["first"]["precision"] == "fp32"
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

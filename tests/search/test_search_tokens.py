@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.capabilities.search.measuring import Measurer, Prompts
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.huggingface import example_calls, load_model
+from htp_export.runtime.data import Samples
 from htp_export.runtime.generating import Decoder
 from htp_export.runtime.sessions import RunnableModel, Session
 from tests.decoders import TEXT, Programs, decoder, prompt
@@ -73,6 +76,26 @@ def test_tokens_and_time_are_objectives(llama: tuple[Any, Path], tmp_path: Path)
     assert kept.measured["kl"] == 0
     assert all(0 <= trial.values["tokens"] <= 1 and trial.values["time"] > 0 for trial in found.trials)
     assert not any("random" in note for note in found.notes)
+
+
+def test_a_pipeline_calibrates_on_the_prompts_of_the_search(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    """It makes what was measured: with other ranges, the logits of the tokens would differ."""
+    np.savez(tmp_path / "prompts.npz", input_ids=prompt())
+    (tmp_path / "space.yaml").write_text('"**.down_proj": [0.5+int8, fp32]\n')
+    out, words = tmp_path / "found", ["--objectives", "tokens,nonzeros", "--new-tokens", "4", "--trials", "4"]
+    data = ["--data", str(tmp_path / "prompts.npz"), "-o", str(out)]
+    assert main(["search", str(llama[1]), str(tmp_path / "space.yaml"), *words, *data]) == 0
+    best = json.loads((out / "front.json").read_text())["pareto"][0]
+    assert best["prune"]
+    made = tmp_path / "made.onnx"
+    assert main(["pipeline", str(out / "steps0.json"), "-m", str(llama[1]), "-o", str(made)]) == 0
+    tagged = htp_export.load(llama[1])
+    loop = Decoder.of(tagged.model)
+    samples = Samples.of(loop.first_feed(prompt()), tagged.model)
+    measurer = Measurer(tagged, samples, prompts=Prompts(loop, [prompt()], 4))
+    found = measurer._measured(htp_export.load(made))
+    assert (found.bytes, found.tokens) == (best["measured"]["bytes"], best["values"]["tokens"])
+    assert found.error == pytest.approx(best["measured"]["error"], rel=1e-4) != 0
 
 
 def test_random_prompts_are_said(llama: tuple[Any, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,15 +6,24 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.methods.weights import Blocks
 from htp_export.capabilities.quantize.precisions import Precision
 from htp_export.errors import InputError, RuleError
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.products import Product, products_of
 
-__all__ = ["PlannedModel", "TargetFile", "names"]
+__all__ = ["Expressed", "PlannedModel", "TargetFile", "names", "value_of"]
+
+
+Expressed: TypeAlias = Mapping[str, Mapping[str, tuple[Any, ...]]]
+"""What a tool can be told: method → field of a precision → its values. Other fields do not restrict a rule."""
+
+_USUAL: Mapping[str, tuple[Any, ...]] = {"format": ("default",), "accuracy_level": (None, 0)}
+"""Values that tools take which say nothing else: they write their own operators, with no level of arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +76,29 @@ class PlannedModel:
         """The weights that nodes multiply with or look up."""
         return list(products_of(self.tagged, nodes))
 
-    def check_methods(self, target: str, *methods: str) -> None:
-        """Refuse a plan with a precision that a tool does not have; the message names the rule (`InputError`)."""
+    def check(self, target: str, expressed: Expressed) -> None:
+        """Refuse a plan with a precision that a tool does not have; the message names the rule (`RuleError`)."""
         for selector, precision in self.rules.items():
-            if precision.method not in methods:
-                known = ", ".join(sorted(methods))
+            if precision.method == "keep":
+                continue
+            if precision.method not in expressed:
+                known = ", ".join(sorted({*expressed, "keep"}))
                 raise RuleError(selector, f"{target} has no {precision}; it takes the methods {known}")
-            if precision.method == "weights" and precision.activation != "float32":
-                raise RuleError(selector, f"{target} has no {precision} with activations in {precision.activation}")
+            for name, allowed in {**_USUAL, **expressed[precision.method]}.items():
+                value = getattr(precision, name)
+                if value not in allowed:
+                    known = ", ".join(str(each) for each in allowed if each is not None)
+                    raise RuleError(selector, f"{target} has no {precision} with {name} {value}; it takes {known}")
+
+    def check_alike(self, target: str, method: str, *fields: str) -> None:
+        """Refuse rules of a method that differ in fields of which a tool has one value in a run (`RuleError`)."""
+        used = {*self.precisions.values()}
+        listed = [(key, each) for key, each in self.rules.items() if each.method == method and each in used]
+        for name in fields:
+            for selector, precision in listed[1:]:
+                first, value = (value_of(each, name) for each in (listed[0][1], precision))
+                if value != first:
+                    raise RuleError(selector, f"{target} has one {name} in a run; the plan has {first} and {value}")
 
     def check_names(self) -> None:
         """Refuse nodes without a name of their own (`InputError`): tools know a node by its name."""
@@ -92,6 +116,11 @@ class PlannedModel:
         count = len(self.precisions.keys() - set(self.nodes))
         left_out = f"{count} nodes in branches or loops are left out: the file names nodes of the main graph"
         return (left_out,) if count else ()
+
+
+def value_of(precision: Precision, field: str) -> Any:
+    """The value of a field; for the level of arithmetic the one that is used where none is given."""
+    return Blocks(precision).accuracy_level if field == "accuracy_level" else getattr(precision, field)
 
 
 def names(nodes: Iterable[ir.Node]) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from typing import Any
 
 from htp_export.capabilities.quantize.method import FIELDS, Precision
@@ -78,14 +79,20 @@ def _field(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def precisions_of(plan: Mapping[str, Any] | str) -> dict[str, Precision]:
+def precisions_of(plan: Mapping[str, Any] | Precision | str) -> dict[str, Precision]:
     """The rules of a plan, or of a precision for the whole model, as precisions; a `RuleError` names the selector.
+
+    A mapping with the key ``precision`` is a precision with fields, as it is in a rule.
 
     Examples:
         >>> {selector: precision.name for selector, precision in precisions_of("int4").items()}
         {'.': 'int4'}
+        >>> precisions_of({"precision": "int4", "block_size": 64})["."].block_size
+        64
     """
-    if isinstance(plan, str):
+    if isinstance(plan, str) and PurePath(plan).suffix == ".onnx":
+        raise InputError(f"{plan!r} is a model and not a plan; the model comes before the plan")
+    if isinstance(plan, str | Precision) or (isinstance(plan, Mapping) and "precision" in plan):
         return {".": precision_of(plan)}
     if not isinstance(plan, Mapping):
         raise InputError(f"a plan is a mapping from selectors to precisions, or a precision, not {type(plan).__name__}")

@@ -75,7 +75,7 @@ def quantize(
         plan: Selector → precision, in order: ``int8``, ``u8s8``, ``uint8``, ``int16`` (QDQ, calibrated; ``u8s8`` is
             the fast one on x86), ``int8-dynamic``, ``int4``, ``int8-weights`` (weights in blocks), ``fp8``, ``fp16``,
             ``bf16``, ``fp32`` (as it is), ``auto`` (one that is faster than fp32 on this machine), a `Precision`, or a
-            mapping with the name as ``precision`` and other fields. Or a precision for the whole model.
+            mapping with the name as ``precision`` and other fields. Or one of these for the whole model.
         output: The file to write.
         data: For precisions that are calibrated: input name → array, or an ``.npz`` file, for one run; several of
             these, of which one is in memory at a time; a folder of ``.npz`` files; or ``"package.module:factory"``,

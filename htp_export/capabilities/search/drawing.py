@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from htp_export.capabilities.search.search_results import Search, trial_columns
+from htp_export.capabilities.search.search_results import Search
 from htp_export.capabilities.search.sensitivity_results import (
     SENSITIVITY_COLUMNS,
     BlockSensitivity,
@@ -47,7 +47,7 @@ def sensitivity_csv(result: Sensitivity) -> str:
 
 def render_search(result: Search) -> RenderableType:
     """The plans on the front, and the summary."""
-    table = flat_table(trial_columns(result.objectives), result.pareto)
+    table = flat_table(*result.table())
     return Group(table, Text(result.summary), *_lines(result.lines))
 
 

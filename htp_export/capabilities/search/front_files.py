@@ -6,9 +6,10 @@ import html
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from htp_export.capabilities.search.fronts import pareto
@@ -38,18 +39,18 @@ def plan_file(number: int, trial: Trial) -> str:
     return f"{_STEPS if trial.prune else _PLAN}{number}.json"
 
 
-def write_plans(search: Search, folder: Path, data: Sequence[str | Path] = ()) -> None:
+def write_plans(search: Search, folder: Path, inputs: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Write ``front.json``, ``front.svg`` (with two objectives or more) and a file for each point of the front.
 
     The files are those of `plan_file`, in the order of ``Search.pareto``. Files of an earlier search in the folder are
-    replaced. ``data``: ``.npz`` files with which the steps of a pipeline calibrate.
+    replaced. ``inputs``: the options ``data``, ``dims``, ``shapes`` and ``seed``, with which a pipeline calibrates.
     """
     check_plans(folder)
     texts = {_FRONT: json.dumps(search.to_dict(), indent=2) + "\n"}
     if len(search.objectives) > 1 and search.trials:
         texts[_PICTURE] = front_svg(search)
     for number, trial in enumerate(search.pareto):
-        content = _with_data(trial.steps, data) if trial.prune else dict(trial.plan)
+        content = _with_inputs(trial.steps, inputs) if trial.prune else dict(trial.plan)
         texts[plan_file(number, trial)] = json.dumps(content, indent=2) + "\n"
     with named_if_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,12 +61,13 @@ def write_plans(search: Search, folder: Path, data: Sequence[str | Path] = ()) -
             work.commit([Move(work.new / name, folder / name) for name in texts], lambda: old)
 
 
-def _with_data(steps: list[dict[str, Any]], data: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """The steps, in which quantizing has data."""
-    for step in steps:
-        if data and "quantize" in step:
-            step["quantize"]["data"] = [str(file) for file in data]
-    return steps
+def _with_inputs(steps: list[dict[str, Any]], inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The steps, in which quantizing has inputs."""
+    given = {key: value for key, value in inputs.items() if value}
+    return [
+        {name: {**options, **given} if name == "quantize" else options for name, options in step.items()}
+        for step in steps
+    ]
 
 
 def _is_ours(name: str) -> bool:

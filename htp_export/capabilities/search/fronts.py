@@ -82,25 +82,41 @@ def _non_dominated(sizes: np.ndarray, errors: np.ndarray) -> np.ndarray:
     return np.asarray(order[better])
 
 
-def pareto(points: Sequence[Sequence[float]]) -> list[int]:
+def pareto(points: Sequence[Sequence[float]], spreads: Sequence[Sequence[float]] = ()) -> list[int]:
     """The places of points that no other point dominates; smaller is better. Of equal points, the first one.
+
+    With the spreads of the numbers of each point, numbers that differ by no more than the larger of two are as good as
+    equal: no point that another one dominates only by such numbers is left out.
 
     Examples:
         >>> pareto([(1, 5), (2, 2), (3, 3), (2, 2), (4, 1)])
         [0, 1, 4]
+        >>> pareto([(1, 5), (1, 6), (1, 9)], [(0, 2), (0, 2), (0, 0)])
+        [0, 1]
     """
     kept = []
+    none = [0.0] * max(map(len, points), default=0)
     for place, point in enumerate(points):
         if any(value != value for value in point):
             continue
         dominated = any(
-            all(a <= b for a, b in zip(other, point, strict=True)) and (tuple(other) != tuple(point) or at < place)
+            all(a <= b for a, b in zip(other, point, strict=True))
+            and (tuple(other) != tuple(point) or at < place)
+            and _exceeds(point, other, spreads[place] if spreads else none, spreads[at] if spreads else none)
             for at, other in enumerate(points)
             if at != place
         )
         if not dominated:
             kept.append(place)
     return kept
+
+
+def _exceeds(
+    point: Sequence[float], other: Sequence[float], spread: Sequence[float], of_other: Sequence[float]
+) -> bool:
+    """Whether a point is behind another one by more than their spreads in a number, or they have none."""
+    limits = [max(pair) for pair in zip(spread, of_other, strict=True)]
+    return not any(limits) or any(a - b > limit for a, b, limit in zip(point, other, limits, strict=True))
 
 
 def spread_over(points: Sequence[tuple[float, float]], count: int) -> list[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -67,6 +67,14 @@ def search_command(
     runs: Annotated[
         int, typer.Option(min=1, max=MOST_RUNS, help="Timed runs of each plan, for the objective latency.")
     ] = 20,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=MOST_RUNS,
+            help="Measure plans of the front so often again, for noisy numbers: medians and a spread (0).",
+        ),
+    ] = 0,
     new_tokens: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Tokens after each prompt.")] = 64,
     seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0,
     output: Annotated[Path | None, "A folder for the plans of the front, and its picture.", Writes()] = None,
@@ -86,30 +94,31 @@ def search_command(
         raise typer.BadParameter("give a file of selector → what modules may become, or --choices")
     if output is not None:
         check_plans(output)
+    inputs = {**runs_on.keywords, "seed": seed}
     try:
         with Steps(quiet=as_json).step(f"searching plans for {file.name}"):
             result = search(
                 file,
                 names if space is None else read_plan(space),
                 objectives=split_names(objective) or ("error", "size"),
-                **runs_on.keywords,
+                **inputs,
                 select=select or None,
                 depth=depth,
                 trials=trials,
                 sampler=sampler,
-                seed=seed,
                 storage=storage,
                 study=study,
                 metric=read_metric(metric),
                 runs=runs,
+                repeats=repeats,
                 new_tokens=new_tokens,
                 grace=grace,
             )
     except KeyboardInterrupt as stopped:
-        _show_stopped(stopped, output, runs_on.data or (), storage, trials)
+        _show_stopped(stopped, output, inputs, storage, trials)
         raise
     if output is not None:
-        write_plans(result, output, runs_on.data or ())
+        write_plans(result, output, inputs)
     if as_json:
         print_json(result.to_dict())
         return
@@ -126,7 +135,7 @@ def search_command(
 
 
 def _show_stopped(
-    stopped: KeyboardInterrupt, output: Path | None, data: Sequence[str | Path], storage: str | None, trials: int
+    stopped: KeyboardInterrupt, output: Path | None, inputs: Mapping[str, Any], storage: str | None, trials: int
 ) -> None:
     """Write the front so far, and say how to go on."""
     from htp_export.capabilities.search.front_files import write_plans
@@ -135,7 +144,7 @@ def _show_stopped(
     measured = stopped.result.trials if isinstance(stopped, SearchInterrupted) else ()
     written = ""
     if output is not None and isinstance(stopped, SearchInterrupted) and measured:
-        write_plans(stopped.result, output, data)
+        write_plans(stopped.result, output, inputs)
         written = f"; their front is in {output}"
     notice_line(f"{len(measured)} of {trials} trials are measured{written}")
     if storage is None:

@@ -45,6 +45,7 @@ class Trial(PlainData):
         origin: ``front`` of the additive problem, ``uniform``, or ``sampler``.
         measured: All that was measured, as plain data.
         prune: Selector → what is removed before: a plan for ``prune``; empty if nothing is.
+        spread: Objective → half the range of its values, if it is the median of repeated measurements that differ.
     """
 
     number: int | None
@@ -53,6 +54,7 @@ class Trial(PlainData):
     origin: str
     measured: Mapping[str, Any]
     prune: Mapping[str, str] = field(default_factory=dict)
+    spread: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -113,10 +115,20 @@ class Search(Result):
 
     @property
     def pareto(self) -> tuple[Trial, ...]:
-        """The trials that no other trial is better than in all objectives, by the last objective."""
-        points = [[self._signed(trial, name) for name in self.objectives] for trial in self.trials]
-        best = [self.trials[place] for place in pareto(points)]
+        """The trials that no other trial is ahead of, by the last objective.
+
+        A trial is ahead of another one if it is worse in no objective, and better in one: if their values have a
+        spread, by more than the larger of the two.
+        """
+        best = [self.trials[place] for place in sorted(self.front_places)]
         return tuple(sorted(best, key=lambda trial: self._signed(trial, self.objectives[-1])))
+
+    @property
+    def front_places(self) -> set[int]:
+        """The places of these trials in `trials`."""
+        points = [[self._signed(trial, name) for name in self.objectives] for trial in self.trials]
+        spreads = [[trial.spread.get(name, 0.0) for name in self.objectives] for trial in self.trials]
+        return {*pareto(points, spreads)}
 
     def _signed(self, trial: Trial, objective: str) -> float:
         value = trial.values[objective]
@@ -130,7 +142,10 @@ class Search(Result):
 
     def table(self) -> Table:
         """The trials on the front."""
-        return trial_columns(self.objectives), self.pareto
+        spread: Column[Trial] = Column("spread", "spread", _spread_of, right=False)
+        columns = trial_columns(self.objectives)
+        noisy = any(trial.spread for trial in self.pareto)
+        return [*columns[:-2], *([spread] if noisy else []), *columns[-2:]], self.pareto
 
 
 class SearchInterrupted(KeyboardInterrupt):
@@ -152,6 +167,11 @@ def trial_columns(objectives: Sequence[str]) -> list[Column[Trial]]:
         "number", "trial", lambda trial: -1 if trial.number is None else trial.number, text=_name
     )
     return [number, *values, Column("origin", "from", right=False), Column("counted", "modules", right=False)]
+
+
+def _spread_of(trial: Trial) -> str | None:
+    """Spreads in words, as ``time ±0.12``; None without."""
+    return ", ".join(f"{name} ±{value:.3g}" for name, value in trial.spread.items()) or None
 
 
 def _name(number: int) -> str:
@@ -207,7 +227,9 @@ def _trial(entry: Mapping[str, Any], objectives: tuple[str, ...]) -> Trial:
         raise ValueError(f"a trial has a number, and comes from {', '.join(ORIGINS)}")
     plan = {str(selector): _precision(precision) for selector, precision in entry["plan"].items()}
     removed = {str(selector): str(value) for selector, value in entry.get("prune", {}).items()}
-    return Trial(number, plan, values, origin, dict(entry.get("measured", {})), removed)
+    spread = {name: float(entry.get("spread", {}).get(name, 0)) for name in objectives}
+    spread = {name: value for name, value in spread.items() if value > 0}
+    return Trial(number, plan, values, origin, dict(entry.get("measured", {})), removed, spread)
 
 
 def _precision(precision: object) -> str | dict[str, Any]:

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from htp_export.capabilities.search.fronts import (
@@ -17,7 +18,7 @@ from htp_export.capabilities.search.fronts import (
     spread_over,
 )
 from htp_export.capabilities.search.measuring import Measurement, Measurer
-from htp_export.capabilities.search.search_results import Trial
+from htp_export.capabilities.search.search_results import Search, Trial
 from htp_export.capabilities.search.spaces import Decision, SearchSpace, Treatment, kept_precision
 from htp_export.capabilities.search.studies import SharedStudy
 from htp_export.errors import InputError
@@ -174,6 +175,38 @@ class SearchWork:
             found.append(Trial(trial.number, plan, values, origin, trial.user_attrs["measured"], removed))
         return tuple(found)
 
+    def repeated(self, search: Search, repeats: int) -> Search:
+        """A search in which the plans of the front are measured again: medians and spreads in place of one value."""
+        trials, done = list(search.trials), set[int]()
+        while waiting := search.front_places - done:
+            for place in counted(sorted(waiting), "plans of the front again"):
+                done.add(place)
+                trials[place] = self._again(trials[place], repeats)
+            search = replace(search, trials=tuple(trials))
+        differ = list(dict.fromkeys(name for trial in search.trials for name in trial.spread))
+        how = "no value differed"
+        if differ:
+            alone = Search(search.objectives, tuple(replace(each, spread={}) for each in search.trials), 0, {})
+            tied = [each.name for each in search.pareto if replace(each, spread={}) not in alone.pareto]
+            how = f"medians and half the range of {', '.join(differ)}"
+            how += f"; no plan is ahead by more than that of {', '.join(tied)}" * bool(tied)
+        return replace(search, notes=(*search.notes, f"{len(done)} plans were measured {repeats} more times: {how}"))
+
+    def _again(self, trial: Trial, repeats: int) -> Trial:
+        from htp_export.capabilities.prune.sparsities import sparsities_of
+        from htp_export.capabilities.quantize.precisions import precisions_of
+
+        removed = sparsities_of(trial.prune) if trial.prune else {}
+        plan = precisions_of(trial.plan) if trial.plan else {}
+        found = self._numbers(self._measurer.again(plan, removed, repeats))
+        values, spreads = _values(found), {_OF_FIELDS.get(name, name): value for name, value in found.spread.items()}
+        return replace(
+            trial,
+            values={name: values[name] for name in self._objectives},
+            measured=found.to_dict(),
+            spread={name: spreads[name] for name in self._objectives if name in spreads},
+        )
+
     def _whole(self, name: str) -> Trial | None:
         """The whole model with one choice, its nodes outside of modules with weights too."""
         choice = self.space.choices[name]
@@ -186,6 +219,10 @@ class SearchWork:
         chosen = {objective: values[objective] for objective in self._objectives}
         removed, plan = treatment.written
         return Trial(None, plan, chosen, "uniform", found.to_dict(), removed)
+
+
+_OF_FIELDS = {"latency_ms": "latency", "time_ms": "time"}
+"""The objectives of fields of a measurement with another name."""
 
 
 def _values(found: Measurement) -> dict[str, float]:

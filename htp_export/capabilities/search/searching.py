@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.search.measuring import Measurer, Prompts, digest_of
+from htp_export.capabilities.search.measuring import Measurer, Prompts, check_repeats, digest_of
 from htp_export.capabilities.search.search_results import (
     LARGER_IS_BETTER,
     OBJECTIVES,
@@ -61,6 +61,7 @@ def search(
     study: str = "htp_export",
     metric: Metric | None = None,
     runs: int = _TIMED_RUNS,
+    repeats: int = 0,
     new_tokens: int = 64,
     first: int = 20,
     calibration: Data | None = None,
@@ -105,7 +106,9 @@ def search(
         study: Its name in the storage.
         metric: The number behind the objective ``metric``: called with the outputs, name → array, for each of the
             inputs; larger is better.
-        runs: Runs that are timed for the objective ``latency``.
+        runs: Runs that are timed for the objective ``latency``, each beside one of the original.
+        repeats: How often each plan of the front is measured again at the end, 2 or more; 0 for not at all. Its values
+            are medians of these, with a spread, and a plan is ahead of another one only by more than that.
         new_tokens: With ``tokens`` or ``time``, the tokens that follow each prompt.
         first: Plans of the computed front that are measured first.
         calibration: Inputs for calibration; None for ``data``.
@@ -141,6 +144,7 @@ def search(
         raise InputError(f"there is no sampler {sampler!r}; there are {', '.join(SAMPLERS)}")
     check_whole("trials", trials, 1, MOST_RUNS)
     check_whole("runs", runs, 1, MOST_RUNS)
+    check_repeats(repeats)
     check_whole("new_tokens", new_tokens, 1, MOST_RUNS)
     tagged = read_flat(model)
     serving = Serving(tagged, dims, shapes)
@@ -153,7 +157,7 @@ def search(
     timed = runs if "latency" in wanted else 0
     prompts, note = None, RANDOM_NOTE
     if not {*OF_DECODERS}.isdisjoint(wanted):
-        prompts, note = _prompts(tagged, samples, settings, new_tokens), RANDOM_PROMPTS
+        prompts, note = _prompts(tagged, samples, settings, new_tokens, "time" in wanted), RANDOM_PROMPTS
     feeds = samples if prompts is None else replace(samples, given=list(map(prompts.decoder.first_feed, prompts.ids)))
     measurer = Measurer(tagged, feeds, metric, timed, settings, None, calibration, prompts)
     shared = SharedStudy(
@@ -162,7 +166,9 @@ def search(
         ["maximize" if name in LARGER_IS_BETTER else "minimize" for name in wanted],
         grace=grace,
         facts={
-            "model and data": digest_of(tagged.model, measurer.feeds, (timed, *([new_tokens] if prompts else ()))),
+            "model and data": digest_of(
+                tagged.model, measurer.feeds, (timed, *([new_tokens] if prompts else ()), *_in_turn(wanted))
+            ),
             "objectives": list(wanted),
             "choices": choices.written,
         },
@@ -198,14 +204,20 @@ def search(
     try:
         with report_counts("trials", trials) as count:
             _measure_plans(work, shared, min(first, trials), trials, lambda done: count(min(done, trials)))
-        return result(work.results(fronts.values()))
+        found = result(work.results(fronts.values()))
+        return work.repeated(found, repeats) if repeats else found
     except BaseException as error:
         if not stems_from_interrupt(error):
             raise
         raise SearchInterrupted(result(work.finished(fronts.values()), stopped=True)) from error
 
 
-def _prompts(tagged: TaggedModel, samples: Samples, settings: SessionSettings, new_tokens: int) -> Prompts:
+def _in_turn(objectives: Sequence[str]) -> list[str]:
+    """What tells times that are ratios to those of the original from those of earlier versions."""
+    return ["in turn"] if {"latency", "time"} & {*objectives} else []
+
+
+def _prompts(tagged: TaggedModel, samples: Samples, settings: SessionSettings, new_tokens: int, timed: bool) -> Prompts:
     """The prompts of a decoder, random ones without data; an `InputError` if the model generates no tokens."""
     decoder = Decoder.of(tagged.model)
     if samples.random:
@@ -214,7 +226,7 @@ def _prompts(tagged: TaggedModel, samples: Samples, settings: SessionSettings, n
             ids = [decoder.random_prompt(session, samples.seed + number) for number in range(_RANDOM_PROMPTS)]
     else:
         ids = [next(iter(run.values())) for run in replace(samples, inputs=decoder.of_prompts)]
-    return Prompts(decoder, ids, new_tokens)
+    return Prompts(decoder, ids, new_tokens, timed)
 
 
 def _measure_plans(

@@ -24,7 +24,7 @@ EXAMPLE = "bert.onnx --precision int8,int4 --data inputs.npz --depth 3"
 PLACE = ("Compress", 2)
 IDLE = (
     Idle(
-        ("runs", "all_but", "by_module", "metric", "results"),
+        ("runs", "repeats", "all_but", "by_module", "metric", "results"),
         lambda given: given["estimate"],
         "--estimate quantizes nothing",
     ),
@@ -45,6 +45,12 @@ def sensitivity_command(
     all_but: Annotated[bool, typer.Option("--all-but/--alone", help="Measure all modules but one, too.")] = True,
     by_module: Annotated[bool, "Compare all modules in each quantized model; for --json."] = False,
     runs: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="Timed runs of each model.")] = 0,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=0, max=MOST_RUNS, help="Measure each model so often, for noisy numbers: medians and a spread (0)."
+        ),
+    ] = 0,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, "Write CSV."] = False,
@@ -68,6 +74,7 @@ def sensitivity_command(
             estimate=estimate,
             by_module=by_module,
             runs=runs,
+            repeats=repeats,
             results=results,
             seed=seed,
         )

@@ -10,28 +10,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile
+from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile, value_of
 from htp_export.errors import InputError
 
-__all__ = ["plan_file"]
+__all__ = ["EXPRESSED", "plan_file"]
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:layers\.(\d+)\.(self_attn|attn|mlp)\.(\w+)|(lm_head))")
 _METHODS = {"default": "default", "rtn": "rtn", "k-quant": "k_quant"}
+EXPRESSED: Expressed = {
+    "weights": {"activation": ("float32",), "algorithm": tuple(_METHODS), "accuracy_level": (None, 0, 1, 2, 3, 4)}
+}
 
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The options as JSON."""
-    planned.check_methods("genai", "weights", "keep")
     weights = planned.of("weights")
     if not weights:
         raise InputError("the plan has no weights of 4 or 8 bits, and the builder of genai takes no other rules")
-    for what in ("block_size", "symmetric", "algorithm"):
-        found = sorted({str(getattr(precision, what)) for precision in weights})
-        if len(found) > 1:
-            raise InputError(f"the builder of genai has one {what} in a run; the plan has {', '.join(found)}")
+    planned.check_alike("genai", "weights", "block_size", "symmetric", "algorithm", "accuracy_level")
     first = next(iter(weights))
-    if first.algorithm not in _METHODS:
-        raise InputError(f"the builder of genai has no algorithm {first.algorithm!r}; it takes {', '.join(_METHODS)}")
     bits = {use.node: precision.bits for precision, nodes in weights.items() for use in planned.weighted(nodes)}
     usual = min(bits.values())
     named = {
@@ -44,6 +41,7 @@ def plan_file(planned: PlannedModel) -> TargetFile:
         "block_size": first.block_size,
         "symmetric": first.symmetric,
         "method": _METHODS[first.algorithm],
+        "accuracy_level": value_of(first, "accuracy_level"),
         "op_types": ["MatMul"],
         "overrides": [
             {"match": {"name": name}, **({"exclude": True} if found is None else {"type": f"int{found}"})}

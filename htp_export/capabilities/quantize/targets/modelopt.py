@@ -11,10 +11,16 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile
+from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile
 from htp_export.errors import InputError
 
-__all__ = ["plan_file"]
+__all__ = ["EXPRESSED", "plan_file"]
+
+EXPRESSED: Expressed = {
+    "static": {"activation": ("int8",), "weight": ("int8",)},
+    "weights": {"activation": ("float32",), "algorithm": ("default",)},
+    "cast": {},
+}
 
 _HIGH = {"float16": "fp16", "bfloat16": "bf16"}
 _EIGHT_BITS = re.compile(r"[/a-zA-Z0-9_.\-]+")
@@ -22,16 +28,11 @@ _EIGHT_BITS = re.compile(r"[/a-zA-Z0-9_.\-]+")
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The arguments as JSON."""
-    planned.check_methods("modelopt", "static", "weights", "cast", "keep")
     static, weights, casts = planned.of("static"), planned.of("weights"), planned.of("cast")
     if static and weights:
         raise InputError("modelopt quantizes either activations and weights or weights alone in one run, and not both")
-    for precision in static:
-        if (precision.activation, precision.weight) != ("int8", "int8"):
-            raise InputError(f"modelopt has no {precision}; it quantizes to int8")
+    planned.check_alike("modelopt", "cast", "activation")
     high = {_HIGH[precision.activation] for precision in casts}
-    if len(high) > 1:
-        raise InputError("modelopt has one high precision in a run; the plan has fp16 and bf16")
     chosen = [node for nodes in (*static.values(), *weights.values()) for node in nodes]
     content: dict[str, object] = {
         "quantize_mode": "int4" if weights else "int8",
@@ -57,9 +58,7 @@ def _patterns(nodes: Iterable[ir.Node]) -> list[str]:
 def _blocks(planned: PlannedModel) -> dict[str, object]:
     """What the mode ``int4`` takes: the size of blocks, and the weights with 8 bits."""
     weights = planned.of("weights")
-    sizes = {precision.block_size for precision in weights}
-    if len(sizes) > 1:
-        raise InputError(f"modelopt has one block size in a run; the plan has {', '.join(map(str, sorted(sizes)))}")
+    planned.check_alike("modelopt", "weights", "block_size")
     names = {
         bits: [
             str(use.value.name)
@@ -76,4 +75,4 @@ def _blocks(planned: PlannedModel) -> dict[str, object]:
         if within is not None:
             raise InputError(f"modelopt's layers_8bit would also take weight {within!r} with {name!r}")
     eight = {"enable_mixed_quant": True, "layers_8bit": ",".join(names[8])} if names[8] else {}
-    return {"block_size": sizes.pop(), **eight}
+    return {"block_size": next(iter(weights)).block_size, **eight}

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile, names
-from htp_export.errors import InputError
+from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile, names
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.precisions import Precision
 
-__all__ = ["plan_file"]
+__all__ = ["EXPRESSED", "plan_file"]
+
+EXPRESSED: Expressed = {
+    "static": {"activation": ("int8", "uint8"), "weight": ("int8", "uint8")},
+    "weights": {"activation": ("float32",), "algorithm": ("default",)},
+}
 
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The arguments as JSON: each ``ignored_scope`` is made by ``nncf.IgnoredScope(**...)``."""
-    planned.check_methods("nncf", "static", "weights", "keep")
     static, weights = planned.of("static"), planned.of("weights")
-    for precision in static:
-        if precision.bits != 8 or precision.activation not in ("int8", "uint8"):
-            raise InputError(f"nncf.quantize has no {precision}; it quantizes to 8 bits")
     content: dict[str, object] = {}
     if static:
         chosen = [node for nodes in static.values() for node in nodes]

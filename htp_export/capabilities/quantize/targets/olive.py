@@ -10,20 +10,28 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile, names
-from htp_export.errors import InputError
+from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile, names, value_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.precisions import Precision
 
-__all__ = ["plan_file"]
+__all__ = ["EXPRESSED", "plan_file"]
+
+EXPRESSED: Expressed = {
+    "cast": {"activation": ("float16",)},
+    "dynamic": {},
+    "weights": {
+        "activation": ("float32",),
+        "algorithm": ("default", "rtn"),
+        "accuracy_level": (None, 0, 1, 2, 3, 4),
+    },
+}
 
 _IN_BLOCKS = ("MatMul", "Gather")
 
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The workflow as JSON, without its ``input_model``."""
-    planned.check_methods("olive", "weights", "dynamic", "cast", "keep")
     weights = planned.of("weights")
     steps = [
         *(_float16(planned, precision, nodes) for precision, nodes in planned.of("cast").items()),
@@ -42,8 +50,6 @@ def plan_file(planned: PlannedModel) -> TargetFile:
 
 def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, object] | None:
     """The pass for weights in blocks; None without such weights: an empty list would be all nodes."""
-    if precision.algorithm not in ("default", "rtn"):
-        raise InputError(f"rules for olive have the algorithm 'rtn', not {precision.algorithm!r} ({precision})")
     included = names(use.node for use in planned.weighted(nodes) if use.node.op_type in _IN_BLOCKS)
     return (
         {
@@ -51,6 +57,7 @@ def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -
             "bits": precision.bits,
             "block_size": precision.block_size,
             "is_symmetric": precision.symmetric,
+            "accuracy_level": value_of(precision, "accuracy_level"),
             "nodes_to_include": included,
         }
         if included
@@ -70,6 +77,4 @@ def _dynamic(precision: Precision, nodes: list[ir.Node]) -> dict[str, object]:
 
 
 def _float16(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, object]:
-    if precision.activation != "float16":
-        raise InputError(f"olive converts to float16 alone, and not to {precision}")
     return {"type": "OnnxFloatToFloat16", "keep_io_types": True, "node_block_list": names(planned.others(nodes))}

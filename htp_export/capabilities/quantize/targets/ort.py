@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.methods.weights import Blocks
-from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile, names
-from htp_export.errors import InputError
+from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile, names, value_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.precisions import Precision
 
-__all__ = ["plan_file"]
+__all__ = ["EXPRESSED", "plan_file"]
+
+EXPRESSED: Expressed = {
+    "cast": {"activation": ("float16",)},
+    "static": {},
+    "dynamic": {},
+    "weights": {"activation": ("float32",), "algorithm": ("default",), "accuracy_level": (None, 0, 1, 2, 3, 4)},
+}
 
 _TYPES = {"int8": "QInt8", "uint8": "QUInt8", "int16": "QInt16", "uint16": "QUInt16"}
 _CALIBRATIONS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
@@ -28,7 +33,6 @@ _IN_BLOCKS = ("MatMul", "Gather")
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The calls as JSON: types and methods stand there by name, as in ``QuantType["QInt8"]``."""
-    planned.check_methods("ort", "cast", "static", "dynamic", "weights", "keep")
     steps = [  # float16 first: quantizers give the nodes that they make other names
         *(_float16(planned, precision, nodes) for precision, nodes in planned.of("cast").items()),
         *(_static(precision, nodes) for precision, nodes in planned.of("static").items()),
@@ -74,15 +78,11 @@ def _dynamic(precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
 
 
 def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
-    if precision.algorithm != "default":
-        raise InputError(f"rules for ort have the algorithm 'default', not {precision.algorithm!r} ({precision})")
-    if precision.format != "default":
-        raise InputError(f"rules for ort have the format 'default', not {precision.format!r} ({precision})")
     arguments = {
         "bits": precision.bits,
         "block_size": precision.block_size,
         "is_symmetric": precision.symmetric,
-        "accuracy_level": Blocks(precision).accuracy_level,
+        "accuracy_level": value_of(precision, "accuracy_level"),
         "op_types_to_quantize": list(_IN_BLOCKS),
         "nodes_to_exclude": names(planned.others(nodes)),
     }
@@ -90,7 +90,5 @@ def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -
 
 
 def _float16(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
-    if precision.activation != "float16":
-        raise InputError(f"onnxruntime converts to float16 alone, and not to {precision}")
     arguments = {"keep_io_types": True, "node_block_list": names(planned.others(nodes))}
     return _step("onnxruntime.transformers.float16.convert_float_to_float16", arguments)
