@@ -35,8 +35,10 @@ PRECISIONS: Mapping[str, Precision] = {
 """The precisions that have a name."""
 
 
-def precision_of(value: Any) -> Precision:
+def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Precision:
     """The precision that a value of a plan stands for: its name, or a mapping with it as ``precision``.
+
+    ``named``: Those that there are by name.
 
     Examples:
         >>> precision_of("int4").block_size, precision_of({"precision": "int4", "block_size": 128}).block_size
@@ -49,17 +51,19 @@ def precision_of(value: Any) -> Precision:
         name = given.pop("precision", None)
         if name is None:
             raise InputError(f"precision {value!r} has no name; write it as 'precision': 'int8'")
-        base = precision_of(name)
+        base = precision_of(name, named)
         if base == AUTO and given:
             raise InputError(f"precision 'auto' has no fields, and {', '.join(map(repr, given))} is given")
         fields = {key: given.pop(key) for key in FIELDS if key in given}
         return dataclasses.replace(base, **{"bits": 0, "options": {**base.options, **given}, **fields})
-    if not isinstance(value, str) or value not in PRECISIONS:
-        raise InputError(f"there is no precision {value!r}; there are {', '.join(PRECISIONS)}")
-    return PRECISIONS[value]
+    if not isinstance(value, str) or value not in named:
+        raise InputError(f"there is no precision {value!r}; there are {', '.join(named)}")
+    return named[value]
 
 
-def precisions_of(plan: Mapping[str, Any] | str) -> dict[str, Precision]:
+def precisions_of(
+    plan: Mapping[str, Any] | str, named: Mapping[str, Precision] = PRECISIONS
+) -> dict[str, Precision]:
     """The rules of a plan, or of a precision for the whole model, as precisions; a `RuleError` names the selector.
 
     Examples:
@@ -67,13 +71,13 @@ def precisions_of(plan: Mapping[str, Any] | str) -> dict[str, Precision]:
         {'.': 'int4'}
     """
     if isinstance(plan, str):
-        return {".": precision_of(plan)}
+        return {".": precision_of(plan, named)}
     if not isinstance(plan, Mapping):
         raise InputError(f"a plan is a mapping from selectors to precisions, or a precision, not {type(plan).__name__}")
     rules: dict[str, Precision] = {}
     for selector, value in plan.items():
         try:
-            rules[selector] = precision_of(value)
+            rules[selector] = precision_of(value, named)
         except InputError as error:
             raise RuleError(selector, str(error)) from error
     return rules
