@@ -17,7 +17,7 @@ from htp_export.capabilities.quantize.dequantizing import FIRST_BLOCKS, write_de
 from htp_export.capabilities.quantize.method import Method
 from htp_export.capabilities.quantize.ort_quantizers import groups_in_memory, write_products
 from htp_export.capabilities.quantize.work import Facts, Work
-from htp_export.editing.submodels import Submodel, constant_of
+from htp_export.editing.submodels import Submodel, constant_of, remove_unused
 from htp_export.errors import InputError
 from htp_export.format.recipes import Recipe, step
 from htp_export.model.recipes import recipe_of, recorded
@@ -85,19 +85,17 @@ class Stored(Method):
         graph = part.model.graph
         names = {node.name: self._name(node) for node in graph}
         write_products(graph)
-        made: dict[ir.Value, tuple[dict[str, ir.Value], dict[str, int]]] = {}
+        made: dict[str, tuple[dict[str, ir.Value], dict[str, int]]] = {}
         for node in list(graph):
-            name, weight = names.get(node.name), node.inputs[1]
-            if node.op_type != "MatMul" or name is None or weight is None:
+            name = names.get(node.name)
+            if node.op_type != "MatMul" or name is None:
                 continue
-            if weight not in made:
+            if name not in made:
                 packed = self._checkpoint.packed(name)
                 recipe = step("computed", name, self._checkpoint.kind)
-                made[weight] = _registered(graph, weight, _tensors(packed), recipe), _attributes(packed)
-            _replace(graph, node, *made[weight])
-        for weight in made:
-            if not weight.uses():
-                graph.initializers.pop(str(weight.name))
+                made[name] = _registered(graph, name, _tensors(packed), recipe), _attributes(packed)
+            _replace(graph, node, *made[name])
+        remove_unused(list(graph.initializers.values()))
         if self.precision.format == "qdq":
             write_dequantized(graph)
         return part.model, ""
@@ -126,11 +124,11 @@ def _attributes(packed: Packed) -> dict[str, int]:
 
 
 def _registered(
-    graph: ir.Graph, weight: ir.Value, arrays: dict[str, np.ndarray[Any, Any]], recipe: Recipe
+    graph: ir.Graph, parameter: str, arrays: dict[str, np.ndarray[Any, Any]], recipe: Recipe
 ) -> dict[str, ir.Value]:
     values = {}
     for end, array in arrays.items():
-        name = f"{weight.name}_{end}"
+        name = f"{parameter}_{end}"
         tensor = recorded(ir.Tensor(array, name=name), recipe)
         values[end] = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
         values[end].const_value = tensor

@@ -1,0 +1,81 @@
+"""Quantized checkpoints, packed integer by integer as each tool's documentation of its format says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words(rows: list[list[int]], bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """Integers of each row in words of 32 bits, the first one lowest; ``order``: which column comes next in a word."""
+    count = 32 // bits
+    order = order or tuple(range(count))
+    made = [
+        [sum(row[start + order[k]] << (bits * k) for k in range(count)) for start in range(0, len(row), count)]
+        for row in rows
+    ]
+    return torch.from_numpy(np.array(made, np.uint32).view(np.int32))
+
+
+def gptq(
+    generator: np.random.Generator,
+    outputs: int,
+    inputs: int,
+    group: int,
+    *,
+    bits: int = 4,
+    act_order: bool = False,
+    v2: bool = False,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of a module in GPTQ's format, and its weight: (level - zero) * scale of the group in ``g_idx``."""
+    most, groups = 1 << bits, -(-inputs // group)
+    levels = generator.integers(0, most, (outputs, inputs))
+    zeros = generator.integers(0, most, (groups, outputs))
+    scales = generator.uniform(0.01, 0.1, (groups, outputs)).astype(np.float16)
+    index = np.arange(inputs) // group
+    if act_order:
+        index = generator.permutation(index)
+    stored = zeros if v2 else (zeros - 1) % most
+    tensors = {
+        "qweight": words(levels.tolist(), bits).T.contiguous(),
+        "qzeros": words(stored.tolist(), bits),
+        "scales": torch.from_numpy(scales),
+        "g_idx": torch.from_numpy(index.astype(np.int32)),
+    }
+    weight = (levels - zeros[index].T).astype(np.float32) * scales[index].T.astype(np.float32)
+    return tensors, torch.from_numpy(weight)
+
+
+def awq(
+    generator: np.random.Generator, outputs: int, inputs: int, group: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of a module in AWQ's format (gemm), and its weight."""
+    levels = generator.integers(0, 16, (inputs, outputs))
+    zeros = generator.integers(0, 16, (inputs // group, outputs))
+    scales = generator.uniform(0.01, 0.1, zeros.shape).astype(np.float16)
+    tensors = {
+        "qweight": words(levels.tolist(), 4, AWQ_ORDER),
+        "qzeros": words(zeros.tolist(), 4, AWQ_ORDER),
+        "scales": torch.from_numpy(scales),
+    }
+    index = np.arange(inputs) // group
+    return tensors, torch.from_numpy(((levels - zeros[index]).astype(np.float32) * scales[index].astype(np.float32)).T)
+
+
+def written_checkpoint(
+    folder: Path, tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any], config: Any = None
+) -> Path:
+    """A folder with the tensors, and the quantization in its config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    content = {**(config or {}), "quantization_config": dict(quantization)}
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder

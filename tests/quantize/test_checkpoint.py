@@ -1,0 +1,122 @@
+"""Quantized checkpoints become packed weights without quantizing again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from tests.nets import EXPORTERS
+from tests.packed import awq, gptq, written_checkpoint
+from tests.quantized import written
+
+INPUTS = 96
+
+
+class Net(nn.Module):
+    """Products with and without bias, and a norm that the checkpoint has other numbers for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(INPUTS, 64)
+        self.norm = nn.LayerNorm(64)
+        self.second = nn.Linear(64, 48, bias=False)
+        self.head = nn.Linear(48, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.second(self.norm(self.first(x)))))
+
+
+X = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32))
+
+CASES: dict[str, dict[str, Any]] = {
+    "gptq": {"group": 32},
+    "gptq of one group": {"group": 4096},
+    "gptq in groups of 48": {"group": 48},
+    "gptq in any order": {"group": 32, "act_order": True},
+    "gptq of 8 bits": {"group": 16, "bits": 8},
+    "gptq of 2 bits": {"group": 16, "bits": 2},
+    "gptq_v2": {"group": 32, "v2": True},
+    "awq": {"group": 32},
+}
+
+
+def checkpoint(folder: Path, case: str, **changes: Any) -> tuple[Path, nn.Module]:
+    """A checkpoint of `Net` whose first two products are packed, and the net with these weights."""
+    generator, net, tensors = np.random.default_rng(0), Net().eval(), {}
+    pack: Any = awq if case.startswith("awq") else gptq
+    settings = CASES[case]
+    for path in ("first", "second"):
+        module = net.get_submodule(path)
+        group = min(settings["group"], module.in_features) if case != "gptq in groups of 48" or path == "first" else 64
+        packed, weight = pack(generator, *module.weight.shape, **{**settings, "group": group})
+        module.weight = nn.Parameter(weight)
+        tensors |= {f"{path}.{name}": tensor for name, tensor in packed.items()}
+    for name, parameter in net.named_parameters():
+        with torch.no_grad():
+            if not name.endswith("weight") or "norm" in name or "head" in name:
+                parameter.copy_(parameter.half() + torch.linspace(0, 1, parameter.shape[-1]).half())
+                tensors[name] = parameter.half()
+    quantization = {"quant_method": case[:4].strip("_ "), "bits": settings.get("bits", 4), "group_size": -1}
+    if settings.get("v2"):
+        quantization["checkpoint_format"] = "gptq_v2"
+    return written_checkpoint(folder, {**tensors, **changes}, quantization), net
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The net with other weights; not to be written to."""
+    folder = tmp_path_factory.mktemp("packed")
+    return {each: written(Net(), (X,), folder / f"{each}.onnx", each, ["x"]) for each in EXPORTERS}
+
+
+def numbers_of(file: Path) -> dict[str, Any]:
+    """Module → the matrix that ``MatMulNBits`` multiplies with, bit by bit as its documentation says."""
+    model = onnx.load(file)
+    arrays = {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+    found = {}
+    for node in (node for node in model.graph.node if node.op_type == "MatMulNBits"):
+        bits, block, rows, columns = (
+            next(attribute.i for attribute in node.attribute if attribute.name == name)
+            for name in ("bits", "block_size", "N", "K")
+        )
+        levels, scales = arrays[node.input[1]], arrays[node.input[2]]
+        zeros = arrays[node.input[3]] if len(node.input) > 3 else None
+        gathered = next((each for each in model.graph.node if each.output[0] == node.input[0]), None)
+        order = arrays[gathered.input[1]] if gathered is not None and gathered.op_type == "Gather" else range(columns)
+        weight = np.zeros((rows, columns), np.float32)
+        for row in range(rows):
+            for column in range(columns):
+                at, within = divmod(column, block)
+                level, zero = int(levels[row, at, within * bits // 8]), 1 << (bits - 1)
+                level = level >> (within * bits % 8) & ((1 << bits) - 1)
+                if zeros is not None:
+                    zero = int(zeros.reshape(rows, -1)[row, at * bits // 8]) >> (at * bits % 8) & ((1 << bits) - 1)
+                weight[row, order[column]] = np.float32(level - zero) * scales.reshape(rows, -1)[row, at]
+        [module] = (entry.value for entry in node.metadata_props if entry.key == "htp.module")
+        found[module] = weight
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_file_has_the_numbers_of_the_checkpoint(case: str, files: dict[str, Path], tmp_path: Path):
+    source, net = checkpoint(tmp_path / "source", case)
+    result = htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
+    numbers = numbers_of(tmp_path / "made.onnx")
+    assert set(numbers) == {"first", "second"}
+    for path, weight in numbers.items():
+        np.testing.assert_array_equal(weight, net.get_submodule(path).weight.detach().numpy(), strict=True)
+    session = onnxruntime.InferenceSession(tmp_path / "made.onnx")
+    [made] = session.run(None, {session.get_inputs()[0].name: X.numpy()})
+    torch.testing.assert_close(torch.from_numpy(made), net(X), rtol=1e-5, atol=1e-4)
+    assert result.modules["first"].precision == "checkpoint"
+    assert not result.tags.untagged
+    report = htp_export.verify(net, tmp_path / "made.onnx", (X,))
+    assert report.ok, report
