@@ -59,8 +59,8 @@ class PackedCheckpoint(Mapping[str, Array]):
 
 
 def is_packed(source: str | os.PathLike[str]) -> bool:
-    """Whether a folder has a quantized checkpoint, by its config."""
-    return bool(_quantization(Path(source)))
+    """Whether a folder has a quantized checkpoint that can be read, by its config."""
+    return Path(source).is_dir() and str(_quantization(Path(source)).get("quant_method")) in LAYOUTS
 
 
 def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
