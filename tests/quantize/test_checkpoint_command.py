@@ -25,6 +25,7 @@ def packed_decoder(folder: Path, method: str) -> tuple[Path, nn.Module]:
     import numpy as np
 
     generator, model, tensors = np.random.default_rng(0), decoder("llama"), {}
+    model.config.use_cache = False
     for name, parameter in model.named_parameters():
         path, _, attribute = name.rpartition(".")
         if isinstance(model.get_submodule(path), nn.Linear) and "layers" in path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.huggingface.configs import tokens_outside, use_cache
-from htp_export.capabilities.huggingface.packed.checkpoints import is_packed, read_packed
+from htp_export.capabilities.huggingface.packed.checkpoints import is_gguf, is_packed, read_packed
 from htp_export.capabilities.huggingface.sources import Source
 from htp_export.capabilities.huggingface.streaming import check_loaded, find_checkpoint, weights_in_files
 from htp_export.capabilities.huggingface.tasks import AUTO, class_for_task, generates, split_task, task_hint
@@ -102,6 +102,8 @@ def packed_source(source: Source, config: Any = None) -> Path | None:
     """The folder of a checkpoint that is quantized in a way that is read here; None for others and random weights."""
     if source.random_weights or not source.has_files:
         return None
+    if is_gguf(source.name):
+        return Path(source.name)
     if getattr(config or source.config(), "quantization_config", None) is None:
         return None
     folder = source.folder((".json", ".safetensors"), ())
@@ -112,7 +114,8 @@ def _dequantized(source: Source, model_class: Any, config: Any, options: Mapping
     """A model with the numbers of a quantized checkpoint in float32, or the dtype that was asked for."""
     import torch
 
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     state = {name: torch.from_numpy(packed[name]) for name in packed}
     settings = {"dtype": torch.float32, **options, "config": config, "output_loading_info": True}
     build = getattr(model_class, "from_config", None) or model_class._from_config

@@ -21,7 +21,7 @@ from htp_export.files.checkpoint import read_checkpoint
 from htp_export.files.text_files import read_json
 from htp_export.runtime.arrays import from_torch
 
-__all__ = ["PackedCheckpoint", "is_packed", "read_packed"]
+__all__ = ["PackedCheckpoint", "is_gguf", "is_packed", "read_packed"]
 
 _CONFIG, _GPTQ_CONFIG = "config.json", "quantize_config.json"
 
@@ -39,16 +39,17 @@ class PackedCheckpoint(Mapping[str, Array]):
         self.path, self.kind, self.layers, self._others = path, kind, layers, others
 
     def __getitem__(self, name: str) -> Array:
-        if name in self.layers:
+        """A parameter; a `KeyError` if the checkpoint has none of this name."""
+        if name not in self._others:
             return self.packed(name).weight()
         array: Array = self._others[name]()
         return array if array.dtype.kind in "iub" else array.astype(np.float32)
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self.layers, *self._others))
+        return iter({**self.layers, **self._others})
 
     def __len__(self) -> int:
-        return len(self.layers) + len(self._others)
+        return len({*self.layers, *self._others})
 
     def packed(self, name: str) -> Packed:
         """The packed weight of a parameter; a `FileError` if its tensors do not fit together."""
@@ -59,12 +60,17 @@ class PackedCheckpoint(Mapping[str, Array]):
 
 
 def is_packed(source: str | os.PathLike[str]) -> bool:
-    """Whether a folder has a quantized checkpoint that can be read, by its config."""
-    return Path(source).is_dir() and str(_quantization(Path(source)).get("quant_method")) in LAYOUTS
+    """Whether it is a GGUF file, or a folder with a quantized checkpoint that can be read, by its config."""
+    return is_gguf(source) or Path(source).is_dir() and str(_quantization(Path(source)).get("quant_method")) in LAYOUTS
+
+
+def is_gguf(source: str | os.PathLike[str]) -> bool:
+    """Whether it is named as a GGUF file, and is a file."""
+    return Path(source).suffix.lower() == ".gguf" and Path(source).is_file()
 
 
 def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
-    """Read a quantized checkpoint: a folder with safetensors files and ``quantization_config`` in its ``config.json``.
+    """Read a quantized checkpoint: a GGUF file, or a folder with safetensors files whose ``config.json`` says how.
 
     Only headers are read; weights are when they are used.
 
@@ -72,6 +78,10 @@ def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
         FileError: If there is no such checkpoint, or its tensors do not have the shapes that the method needs.
     """
     path = Path(source)
+    if is_gguf(path):
+        from htp_export.capabilities.huggingface.packed.gguf_files import read_gguf
+
+        return read_gguf(path)
     config = _quantization(path)
     method = str(config.get("quant_method", "gptq" if config else ""))
     if method not in LAYOUTS:
