@@ -79,3 +79,51 @@ def written_checkpoint(
     content = {**(config or {}), "quantization_config": dict(quantization)}
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+TYPES = {
+    "attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q4_1", "attn_output": "Q4_K",
+    "ffn_gate": "Q6_K", "ffn_up": "Q5_0", "ffn_down": "Q8_0",
+}  # fmt: skip
+"""A type of ggml for each matrix of a layer; Q5_0 has no counterpart in ONNX Runtime."""
+
+
+def blocks(generator: np.random.Generator, kind: str, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
+    """Blocks of random bytes, whose scales are small numbers."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    made = generator.integers(0, 256, (shape[0], shape[1] // elements, size), dtype=np.uint8)
+    places = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,))
+    for place in places:
+        factors = generator.uniform(0.001, 0.01, made.shape[:2]).astype(np.float16)
+        factors[0, 0] = 0  # a block of equal elements
+        made[..., place : place + 2] = factors[..., None].view(np.uint8)
+    return made.reshape(shape[0], -1)
+
+
+def written_gguf(file: Path, kinds: Mapping[str, str] = TYPES) -> Path:
+    """A Llama of one layer of width 256, 4 heads and 2 for keys."""
+    import gguf
+
+    generator, width, writer = np.random.default_rng(0), 256, gguf.GGUFWriter(file, "llama")
+    for key, value in {
+        "vocab_size": 32, "context_length": 64, "embedding_length": width, "block_count": 1,
+        "feed_forward_length": width, "head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-6,
+        "rope_freq_base": 10000.0,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{key}")(value)
+    rows = {"attn_k": width // 2, "attn_v": width // 2}
+    for name, kind in kinds.items():
+        made = blocks(generator, kind, (rows.get(name, width), width))
+        writer.add_tensor(f"blk.0.{name}.weight", made, raw_dtype=gguf.GGMLQuantizationType[kind])
+    for name, shape in {
+        "token_embd": (32, width), "output": (32, width), "output_norm": (width,),
+        "blk.0.attn_norm": (width,), "blk.0.ffn_norm": (width,),
+    }.items():  # fmt: skip
+        writer.add_tensor(f"{name}.weight", generator.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

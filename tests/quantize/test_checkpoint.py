@@ -120,3 +120,62 @@ def test_the_file_has_the_numbers_of_the_checkpoint(case: str, files: dict[str, 
     assert not result.tags.untagged
     report = htp_export.verify(net, tmp_path / "made.onnx", (X,))
     assert report.ok, report
+
+
+@pytest.fixture(scope="module")
+def awq_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("source"), "awq")[0]
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_operators_of_onnx_alone_and_modules_of_a_plan(
+    exporter: str, files: dict[str, Path], awq_source: Path, tmp_path: Path
+):
+    _, net = checkpoint(tmp_path / "again", "awq")
+    plan = {"first": {"precision": "checkpoint", "format": "qdq"}, "second": "fp32"}
+    result = htp_export.quantize(files[exporter], plan, tmp_path / "made.onnx", weights=awq_source)
+    words = {path: result.modules[path].precision for path in ("first", "norm", "second")}
+    assert words == {"first": "checkpoint", "norm": "fp32", "second": "fp32"}
+    kinds = [node.op_type for node in onnx.load(tmp_path / "made.onnx").graph.node]
+    assert (kinds.count("DequantizeLinear"), kinds.count("MatMulNBits")) == (1, 0)
+    assert htp_export.verify(net, tmp_path / "made.onnx", (X,)).ok
+
+
+def test_the_bytes_are_predicted(files: dict[str, Path], awq_source: Path):
+    predicted = htp_export.quantize(files["dynamo"], weights=awq_source, dry_run=True)
+    made = htp_export.quantize(files["dynamo"], weights=awq_source)
+    sizes = [{path: each.bytes_after for path, each in result.modules.items()} for result in (predicted, made)]
+    assert sizes[0] == sizes[1]
+
+
+def test_recipes_and_places_are_those_of_the_parameters(files: dict[str, Path], awq_source: Path):
+    made = htp_export.quantize(files["dynamo"], weights=awq_source).tagged
+    recipes = {
+        name: value.const_value.metadata_props.get("htp.recipe")
+        for name, value in made.model.graph.initializers.items()
+        if value.const_value is not None and name.startswith("first.weight_")
+    }
+    assert set(recipes) == {"first.weight_levels", "first.weight_scales", "first.weight_zero_points"}
+    assert set(recipes.values()) == {'["computed","first.weight","awq"]'}
+    [*held] = htp_export.nodes(made).parameters["first.weight"].initializers
+    assert [(each.name, each.how) for each in held] == [("first.weight_levels", ("quantized",))]
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "problem"),
+    [
+        ("gptq", {"first.scales": torch.zeros(2, 64)}, "module 'first': 'scales' has shape [2, 64]"),
+        ("gptq", {"first.qweight": torch.zeros(12, dtype=torch.int32)}, "'qweight' is missing or is no matrix"),
+        ("gptq", {"first.g_idx": torch.zeros(96, dtype=torch.int32)}, "g_idx does not give each group 32 inputs"),
+        ("gptq", {"norm.weight": torch.zeros(7)}, "the parameters make a tensor of float32 [7]"),
+        ("awq", {"first.qweight": torch.zeros(96, 7, dtype=torch.int32)}, "module 'first': 'qzeros' has shape [3, 8]"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_named(
+    case: str, changes: Any, problem: str, files: dict[str, Path], tmp_path: Path
+):
+    source, _ = checkpoint(tmp_path / "source", case, **changes)
+    with pytest.raises(htp_export.errors.HtpExportError) as refused:
+        htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
+    assert problem in str(refused.value)
+    assert not (tmp_path / "made.onnx").exists()

@@ -14,7 +14,7 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from tests.decoders import decoder
-from tests.packed import awq, gptq, written_checkpoint
+from tests.packed import awq, gptq, written_checkpoint, written_gguf
 from tests.refusing import assert_refused
 
 PACK: dict[str, Any] = {"gptq": gptq, "awq": awq}
@@ -49,6 +49,23 @@ def test_a_quantized_folder_is_exported_with_its_weights_and_verified(method: st
     assert sorted(each.name for each in tmp_path.iterdir()) == ["int4.onnx", "int4.onnx.data", "packed"]
     kinds = [node.op_type for node in onnx.load(file, load_external_data=False).graph.node]
     assert kinds.count("MatMulNBits") == 14
+    ids = torch.arange(12).reshape(2, 6)
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(6).expand(2, 6)}
+    assert htp_export.verify(model, file, kwargs=call).ok
+
+
+def test_a_gguf_file_is_exported_with_its_blocks_and_verified(tmp_path: Path, capsys: Any):
+    from transformers import LlamaForCausalLM
+
+    source, file = written_gguf(tmp_path / "model.gguf"), tmp_path / "made.onnx"
+    assert main(["export", str(source), "--task", "text-generation", "-o", str(file), "--verify", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verify"]["ok"]
+    nodes = [node for node in onnx.load(file, load_external_data=False).graph.node if node.op_type == "MatMulNBits"]
+    kept = {next(entry.value for entry in node.metadata_props if entry.key == "htp.module") for node in nodes}
+    assert {path.rpartition(".")[2] for path in kept} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")  # up_proj is Q5_0
+    }
+    model = LlamaForCausalLM.from_pretrained(tmp_path, gguf_file=source.name, use_cache=False).eval()
     ids = torch.arange(12).reshape(2, 6)
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(6).expand(2, 6)}
     assert htp_export.verify(model, file, kwargs=call).ok

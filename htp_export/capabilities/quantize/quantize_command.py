@@ -33,6 +33,7 @@ IDLE = (
     ),
     Idle(("output", "force"), lambda given: given["dry_run"] and not given["plan_for"], "--dry-run writes nothing"),
     Idle(("depth", "select", "sort", "as_csv", "fold"), lambda given: given["plan_for"], "--plan-for has no table"),
+    Idle(("weights",), lambda given: given["plan_for"], "--plan-for reads no weights"),
     Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
     DATA_HAS_VALUES,
 )
@@ -71,9 +72,10 @@ def quantize_command(
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
     if output is not None:
         check_output(output, Kind.MODEL if plan_for is None else Kind.JSON)
-    preset = "auto" if plan is None and not rule and plan_for is None else plan
+    without = "auto" if weights is None else CHECKPOINT
+    preset = without if plan is None and not rule and plan_for is None else plan
     named = PRECISIONS if weights is None else (*PRECISIONS, CHECKPOINT)
-    rules = preset if preset == "auto" else read_rules(preset, rule, "PRECISION", named=named)
+    rules = read_rules(preset, rule, "PRECISION", named=named)
     if plan_for is not None:
         _write_plan(file, rules, output, plan_for, table.as_json)
         return

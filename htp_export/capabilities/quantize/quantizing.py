@@ -95,8 +95,7 @@ def quantize(
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
             no copy. If that file changes, ``output`` cannot be read any more.
         weights: A checkpoint that is quantized already (GPTQ, AWQ, ...): the model gets its numbers, and matrices stay
-            packed as they are in it. This is the precision ``checkpoint``, that of the whole model without a plan and of
-            modules that a plan does not name.
+            packed as they are in it. This is the precision ``checkpoint``, that of the whole model without a plan.
 
     Returns:
         What became of each module: ``.modules[path].precision``, ``.bytes_before``, ``.bytes_after``.
@@ -120,7 +119,11 @@ def quantize(
     """
     check_target(output, reads=files_named_in([data, validation]))
     checkpoint = None if weights is None else checkpoint_precision(weights)
-    rules = precisions_of(plan) if checkpoint is None else _beside(checkpoint, plan)
+    if checkpoint is None:
+        rules = precisions_of(plan)
+    else:
+        named = {**PRECISIONS, checkpoint.name: checkpoint}
+        rules = precisions_of(checkpoint.name if plan == "auto" else plan, named)
     if dry_run and check:
         raise InputError("check runs the quantized model, and dry_run makes none: give one of them")
     if not dry_run:
@@ -162,12 +165,6 @@ def quantize(
     if can_crash(changed.model) and not can_crash(original.model):
         notes.append(_CRASH)
     return _result(choice, sizes, notes, changed.model, metrics, checked)
-
-
-def _beside(checkpoint: Precision, plan: Mapping[str, Any] | str) -> dict[str, Precision]:
-    """The rules of a plan, and that of a checkpoint for all that it does not name."""
-    given = {} if plan == "auto" else {".": plan} if isinstance(plan, str) else plan
-    return precisions_of({".": checkpoint.name, **given}, {**PRECISIONS, checkpoint.name: checkpoint})
 
 
 def _check_metric(precisions: Iterable[Precision], metric: Metric | None, validation: object) -> None:
