@@ -70,6 +70,51 @@ def awq(
     return tensors, torch.from_numpy(((levels - zeros[index]).astype(np.float32) * scales[index].astype(np.float32)).T)
 
 
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The numbers of nf4 (https://arxiv.org/abs/2305.14314, appendix E)."""
+
+
+def nf4(
+    generator: np.random.Generator, outputs: int, inputs: int, group: int, *, nested: bool = False
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of a module in bitsandbytes' format, and its weight."""
+    codes = generator.integers(0, 16, outputs * inputs)
+    count = codes.size // group
+    scales = generator.uniform(0.1, 1, count).astype(np.float32)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": group, "dtype": "float16", "shape": [outputs, inputs]}
+    tensors = {
+        "weight": torch.from_numpy((codes[::2] << 4 | codes[1::2]).astype(np.uint8))[:, None],
+        "weight.absmax": torch.from_numpy(scales),
+        "weight.quant_map": torch.tensor(NF4),
+    }
+    if nested:
+        short, table = generator.integers(0, 256, count).astype(np.uint8), np.linspace(-1, 1, 256, dtype=np.float32)
+        outer = generator.uniform(0.1, 0.2, -(-count // 256)).astype(np.float32)
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5}
+        scales = table[short] * outer[np.arange(count) // 256] + np.float32(0.5)
+        tensors |= {"weight.absmax": torch.from_numpy(short), "weight.nested_absmax": torch.from_numpy(outer)}
+        tensors["weight.nested_quant_map"] = torch.from_numpy(table)
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+    tensors["weight.quant_state.bitsandbytes__nf4"] = torch.from_numpy(text)
+    weight = np.float32(NF4)[codes] * np.repeat(scales, group)
+    return tensors, torch.from_numpy(weight.reshape(outputs, inputs))
+
+
+def int8(
+    generator: np.random.Generator, outputs: int, inputs: int, group: int = 0
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of a module in the format of LLM.int8, and its weight; a row is a group."""
+    levels = generator.integers(-127, 128, (outputs, inputs)).astype(np.int8)
+    bounds = generator.uniform(0.1, 1, outputs).astype(np.float32)
+    tensors = {"weight": torch.from_numpy(levels), "SCB": torch.from_numpy(bounds)}
+    tensors["weight_format"] = torch.tensor(0, dtype=torch.uint8)
+    return tensors, torch.from_numpy(levels.astype(np.float32) * (bounds / np.float32(127))[:, None])
+
+
 def written_checkpoint(
     folder: Path, tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any], config: Any = None
 ) -> Path:

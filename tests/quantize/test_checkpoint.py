@@ -14,7 +14,7 @@ from torch import nn
 
 import htp_export
 from tests.nets import EXPORTERS
-from tests.packed import awq, gptq, written_checkpoint
+from tests.packed import awq, gptq, int8, nf4, written_checkpoint
 from tests.quantized import written
 
 INPUTS = 96
@@ -45,14 +45,18 @@ CASES: dict[str, dict[str, Any]] = {
     "gptq of 2 bits": {"group": 16, "bits": 2},
     "gptq_v2": {"group": 32, "v2": True},
     "awq": {"group": 32},
+    "bitsandbytes nf4": {"group": 64},
+    "bitsandbytes nf4, nested": {"group": 64, "nested": True},
+    "bitsandbytes int8": {"group": 64},
 }
+METHODS = {"gptq": gptq, "awq": awq, "bitsandbytes nf4": nf4, "bitsandbytes int8": int8}
 
 
 def checkpoint(folder: Path, case: str, **changes: Any) -> tuple[Path, nn.Module]:
     """A checkpoint of `Net` whose first two products are packed, and the net with these weights."""
     torch.manual_seed(0)
     generator, net, tensors = np.random.default_rng(0), Net().eval(), {}
-    pack: Any = awq if case.startswith("awq") else gptq
+    pack: Any = next(method for name, method in METHODS.items() if case.startswith(name))
     settings = CASES[case]
     for path in ("first", "second"):
         module = net.get_submodule(path)
@@ -65,7 +69,7 @@ def checkpoint(folder: Path, case: str, **changes: Any) -> tuple[Path, nn.Module
             if not name.endswith("weight") or "norm" in name or "head" in name:
                 parameter.copy_(parameter.half() + torch.linspace(0, 1, parameter.shape[-1]).half())
                 tensors[name] = parameter.half()
-    quantization = {"quant_method": case[:4].strip("_ "), "bits": settings.get("bits", 4), "group_size": -1}
+    quantization = {"quant_method": case.replace("_", " ").split()[0], "bits": settings.get("bits", 4), "group_size": -1}
     if settings.get("v2"):
         quantization["checkpoint_format"] = "gptq_v2"
     return written_checkpoint(folder, {**tensors, **changes}, quantization), net
@@ -106,13 +110,36 @@ def numbers_of(file: Path) -> dict[str, Any]:
     return found
 
 
+def product_of_unit(file: Path, module: str) -> Any:
+    """What the product of a module gives for the unit matrix, transposed: the weight itself."""
+    part = htp_export.extract(file, module).model
+    product = next(node for node in part.graph if node.op_type == "MatMulBnb4")
+    onnx_model = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [onnx.helper.make_node("MatMulBnb4", ["x", "b", "s"], ["y"], domain="com.microsoft",
+                                   **{name: each.as_int() for name, each in product.attributes.items()})],
+            "unit",
+            [onnx.helper.make_tensor_value_info("x", 1, [None, None])],
+            [onnx.helper.make_tensor_value_info("y", 1, [None, None])],
+            [onnx.numpy_helper.from_array(value.const_value.numpy(), name)
+             for name, value in zip("bs", product.inputs[1:], strict=True)],
+        ),
+        opset_imports=[onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("com.microsoft", 1)],
+        ir_version=10,
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(onnx_model.SerializeToString())
+    return session.run(None, {"x": np.eye(product.attributes["K"].as_int(), dtype=np.float32)})[0].T
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_file_has_the_numbers_of_the_checkpoint(case: str, files: dict[str, Path], tmp_path: Path):
     source, net = checkpoint(tmp_path / "source", case)
     result = htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
-    numbers = numbers_of(tmp_path / "made.onnx")
+    numbers = numbers_of(tmp_path / "made.onnx") if "nf4" not in case else dict.fromkeys(("first", "second"))
     assert set(numbers) == {"first", "second"}
     for path, weight in numbers.items():
+        if weight is None:  # MatMulBnb4 multiplies with the unit matrix
+            weight = product_of_unit(tmp_path / "made.onnx", path)
         np.testing.assert_array_equal(weight, net.get_submodule(path).weight.detach().numpy(), strict=True)
     session = onnxruntime.InferenceSession(tmp_path / "made.onnx")
     [made] = session.run(None, {session.get_inputs()[0].name: X.numpy()})

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from htp_export.capabilities.huggingface.packed.layouts import LAYOUTS
-from htp_export.capabilities.huggingface.packed.weights import Array, Layer, Packed
+from htp_export.capabilities.huggingface.packed.weights import Array, Coded, Layer, Packed
 from htp_export.errors import FileError
 from htp_export.files.checkpoint import read_checkpoint
 from htp_export.files.text_files import read_json
@@ -51,7 +51,7 @@ class PackedCheckpoint(Mapping[str, Array]):
     def __len__(self) -> int:
         return len({*self.layers, *self._others})
 
-    def packed(self, name: str) -> Packed:
+    def packed(self, name: str) -> Packed | Coded:
         """The packed weight of a parameter; a `FileError` if its tensors do not fit together."""
         try:
             return self.layers[name].read()
@@ -90,7 +90,8 @@ def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
     checkpoint = read_checkpoint(path)
     by_module: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, shape in checkpoint.shapes.items():
-        by_module[_module(name)][name.rpartition(".")[2]] = shape
+        module = _module(name)
+        by_module[module][name.removeprefix(f"{module}.")] = shape
     layers: dict[str, Layer] = {}
     others: dict[str, Any] = {}
     for module, shapes in by_module.items():
@@ -111,7 +112,8 @@ def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
 
 
 def _module(name: str) -> str:
-    return name.rpartition(".")[0]
+    """The module of a tensor; bitsandbytes has ``<module>.weight.absmax``."""
+    return name.rpartition(".weight.")[0] or name.rpartition(".")[0]
 
 
 def _quantization(folder: Path) -> Mapping[str, Any]:

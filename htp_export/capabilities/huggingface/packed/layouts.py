@@ -6,12 +6,21 @@ is not packed in this way. Sizes are checked before anything is read.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from htp_export.capabilities.huggingface.packed.weights import Array, Layer, Packed, blocks_of_groups, integers_in
+from htp_export.capabilities.huggingface.packed.weights import (
+    Array,
+    Coded,
+    Layer,
+    Packed,
+    blocks_of_groups,
+    integers_in,
+)
 
 __all__ = ["LAYOUTS", "Layout", "Tensors"]
 
@@ -22,6 +31,9 @@ Layout = Callable[[Mapping[str, tuple[int, ...]], Tensors, Mapping[str, Any]], L
 
 _WORD = 32  # bits of an integer that holds several
 _WIDTHS = (2, 4, 8)
+_STATE = "weight.quant_state.bitsandbytes__"
+_LONGEST_STATE = 1 << 12
+_CODES = ("fp4", "nf4")  # as ``quant_type`` of MatMulBnb4 counts them
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight columns
 
 
@@ -83,7 +95,46 @@ def _awq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[s
     return Layer((outputs, inputs), packed)
 
 
-LAYOUTS: Mapping[str, Layout] = {"gptq": _gptq, "awq": _awq}
+def _bitsandbytes(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]) -> Layer | None:
+    """bitsandbytes: nf4 and fp4, with scales that may be quantized once more, and LLM.int8 with a scale for each row.
+
+    (https://github.com/bitsandbytes-foundation/bitsandbytes, ``bitsandbytes/functional.py``: ``QuantState``.)
+    """
+    if "SCB" in shapes:
+        [(outputs, inputs)] = _sizes(shapes, "weight")
+        _require(shapes, SCB=(outputs,))
+        return Layer((outputs, inputs), lambda: _int8(read("weight"), read("SCB")))
+    kinds = [kind for kind in _CODES if f"{_STATE}{kind}" in shapes]
+    if not kinds:
+        return None
+    [kind] = kinds
+    if math.prod(shapes[f"{_STATE}{kind}"]) > _LONGEST_STATE:
+        raise ValueError(f"{_STATE}{kind!r} is too long")
+    state = json.loads(read(f"{_STATE}{kind}").tobytes())
+    (outputs, inputs), block = state["shape"], state["blocksize"]
+    count = -(-outputs * inputs // block)
+    _require(shapes, **{"weight.absmax": (count,), "weight.quant_map": (16,)})
+    if math.prod(shapes["weight"]) * 2 != outputs * inputs:
+        raise ValueError(f"'weight' has shape {list(shapes['weight'])}, and {[outputs, inputs]} was packed")
+
+    def coded() -> Coded:
+        scales = read("weight.absmax")
+        if "weight.nested_absmax" in shapes:
+            outer = np.repeat(read("weight.nested_absmax"), state["nested_blocksize"])[:count]
+            scales = read("weight.nested_quant_map")[scales] * outer + np.float32(state["nested_offset"])
+        codes, table = read("weight").reshape(-1), read("weight.quant_map")
+        return Coded(codes, scales.astype(np.float32), table, block, (outputs, inputs), _CODES.index(kind))
+
+    return Layer((outputs, inputs), coded)
+
+
+def _int8(weight: Array, bounds: Array) -> Packed:
+    block, groups = blocks_of_groups(weight.shape[1], weight.shape[1])
+    scales = np.repeat(bounds.astype(np.float32)[:, None] / np.float32(127), len(groups), axis=1)
+    return Packed(weight.view(np.uint8) ^ np.uint8(128), 8, scales, None, block)
+
+
+LAYOUTS: Mapping[str, Layout] = {"gptq": _gptq, "awq": _awq, "bitsandbytes": _bitsandbytes}
 """``quant_method`` of a config → how it packs."""
 
 

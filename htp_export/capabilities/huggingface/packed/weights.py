@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Array", "Layer", "Packed", "blocks_of_groups", "bytes_of_integers", "integers_in"]
+__all__ = ["Array", "Coded", "Layer", "Packed", "blocks_of_groups", "bytes_of_integers", "integers_in"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -56,6 +56,21 @@ class Packed:
     def _by_input(self, by_block: Array) -> Array:
         return np.repeat(by_block, self.block, axis=1)[:, : self.levels.shape[1]]
 
+    operator = "MatMulNBits"
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        """Those of the operator."""
+        outputs, inputs = self.levels.shape
+        return {"K": inputs, "N": outputs, "bits": self.bits, "block_size": self.block}
+
+    def tensors(self) -> dict[str, Array]:
+        """What the operator reads beside its input; ``order``: in which order it reads this input."""
+        tensors = {"levels": self.written_levels(), "scales": self.scales}
+        if (points := self.written_points()) is not None:
+            tensors["zero_points"] = points
+        return tensors if self.order is None else {**tensors, "order": self.order.astype(np.int64)}
+
     def written_levels(self) -> Array:
         """The levels as ``MatMulNBits`` reads them: uint8 of ``(outputs, blocks, bytes)``."""
         rows, columns = self.levels.shape
@@ -71,11 +86,51 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Coded:
+    """A matrix of ``(outputs, inputs)`` in codes of 4 bits: ``table[code] * scale``, computed in float32.
+
+    Attributes:
+        codes: Bytes of two codes each, the first in the high bits; row after row.
+        scales: float32, one for each block of the rows one after the other.
+        table: 16 numbers.
+        block: Elements that share a scale.
+        shape: Outputs and inputs.
+        kind: That of ``MatMulBnb4``: 0 for fp4, 1 for nf4.
+    """
+
+    codes: Array
+    scales: Array
+    table: Array
+    block: int
+    shape: tuple[int, int]
+    kind: int
+
+    operator = "MatMulBnb4"
+    points = None
+    order = None
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        """Those of the operator."""
+        return {"K": self.shape[1], "N": self.shape[0], "block_size": self.block, "quant_type": self.kind}
+
+    def tensors(self) -> dict[str, Array]:
+        """What the operator reads beside its input."""
+        return {"levels": self.codes, "scales": self.scales}
+
+    def weight(self) -> Array:
+        """The matrix as float32."""
+        codes = np.stack([self.codes >> np.uint8(4), self.codes & np.uint8(15)], -1).reshape(-1)
+        scales = np.repeat(self.scales, self.block)[: codes.size]
+        return np.asarray(self.table[codes] * scales).reshape(self.shape)
+
+
+@dataclass(frozen=True)
 class Layer:
     """A weight that is packed in a checkpoint: ``(outputs, inputs)``, and how to read it."""
 
     shape: tuple[int, int]
-    read: Callable[[], Packed]
+    read: Callable[[], Packed | Coded]
 
 
 def integers_in(array: Array, bits: int) -> Array:

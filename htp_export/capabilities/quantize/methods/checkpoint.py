@@ -25,7 +25,7 @@ from htp_export.weights.products import is_matrix_product
 
 if TYPE_CHECKING:
     from htp_export.capabilities.huggingface.packed.checkpoints import PackedCheckpoint
-    from htp_export.capabilities.huggingface.packed.weights import Packed
+    from htp_export.capabilities.huggingface.packed.weights import Coded, Packed
 
 __all__ = ["METHOD"]
 
@@ -76,7 +76,7 @@ class Stored(Method):
         name = self._name(node)
         if name is None or place != 1:
             return None
-        return sum(each.nbytes for each in _tensors(self._checkpoint.packed(name)).values())
+        return sum(each.nbytes for each in self._checkpoint.packed(name).tensors().values())
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
         return groups_in_memory(nodes)
@@ -85,20 +85,30 @@ class Stored(Method):
         graph = part.model.graph
         names = {node.name: self._name(node) for node in graph}
         write_products(graph)
-        made: dict[str, tuple[dict[str, ir.Value], dict[str, int]]] = {}
+        made: dict[str, tuple[Packed | Coded, dict[str, ir.Value]]] = {}
         for node in list(graph):
             name = names.get(node.name)
             if node.op_type != "MatMul" or name is None:
                 continue
             if name not in made:
-                packed = self._checkpoint.packed(name)
+                packed = self._readable(name)
                 recipe = step("computed", name, self._checkpoint.kind)
-                made[name] = _registered(graph, name, _tensors(packed), recipe), _attributes(packed)
+                made[name] = packed, _registered(graph, name, packed.tensors(), recipe)
             _replace(graph, node, *made[name])
         remove_unused(list(graph.initializers.values()))
         if self.precision.format == "qdq":
             write_dequantized(graph)
         return part.model, ""
+
+
+    def _readable(self, name: str) -> Packed | Coded:
+        """A packed weight, if the operators of the format can read it."""
+        packed = self._checkpoint.packed(name)
+        is_integer = packed.operator == "MatMulNBits" and (packed.points is None or packed.points.dtype.kind == "u")
+        if self.precision.format == "qdq" and not is_integer:
+            has = "zero points that are no integers" if packed.operator == "MatMulNBits" else "a table of numbers"
+            raise InputError(f"{name!r} of {self._checkpoint.path} has {has}, which DequantizeLinear has not")
+        return packed
 
 
 METHOD = Stored
@@ -109,18 +119,6 @@ def _parameter(recipe: Recipe) -> str | None:
     if isinstance(recipe, list) and recipe[0] == "transpose" and recipe[-1] in (_TURNED, []):
         recipe = recipe[1]
     return recipe if isinstance(recipe, str) else None
-
-
-def _tensors(packed: Packed) -> dict[str, np.ndarray[Any, Any]]:
-    tensors = {"levels": packed.written_levels(), "scales": packed.scales}
-    if (points := packed.written_points()) is not None:
-        tensors["zero_points"] = points
-    return tensors if packed.order is None else {**tensors, "order": packed.order.astype(np.int64)}
-
-
-def _attributes(packed: Packed) -> dict[str, int]:
-    outputs, inputs = packed.levels.shape
-    return {"K": inputs, "N": outputs, "bits": packed.bits, "block_size": packed.block}
 
 
 def _registered(
@@ -136,7 +134,7 @@ def _registered(
     return values
 
 
-def _replace(graph: ir.Graph, node: ir.Node, values: dict[str, ir.Value], attributes: dict[str, int]) -> None:
+def _replace(graph: ir.Graph, node: ir.Node, packed: Packed | Coded, values: dict[str, ir.Value]) -> None:
     read, new = node.inputs[0], []
     if "order" in values:
         new.append(ir.node("Gather", [read, values["order"]], {"axis": -1}, name=f"{node.name}_order"))
@@ -144,7 +142,7 @@ def _replace(graph: ir.Graph, node: ir.Node, values: dict[str, ir.Value], attrib
         assert node.inputs[0] is not None
         read.name, read.type, read.shape = f"{node.name}_ordered", node.inputs[0].type, node.inputs[0].shape
     given = [read, *(values[end] for end in ("levels", "scales", "zero_points") if end in values)]
-    product = ir.node("MatMulNBits", given, attributes, domain="com.microsoft", name=node.name)
+    product = ir.node(packed.operator, given, packed.attributes, domain="com.microsoft", name=node.name)
     [old], [result] = node.outputs, product.outputs
     result.name, result.type, result.shape = old.name, old.type, old.shape
     ir.convenience.replace_nodes_and_values(graph, node, [node], [*new, product], [old], [result])
