@@ -69,7 +69,11 @@ def checkpoint(folder: Path, case: str, **changes: Any) -> tuple[Path, nn.Module
             if not name.endswith("weight") or "norm" in name or "head" in name:
                 parameter.copy_(parameter.half() + torch.linspace(0, 1, parameter.shape[-1]).half())
                 tensors[name] = parameter.half()
-    quantization = {"quant_method": case.replace("_", " ").split()[0], "bits": settings.get("bits", 4), "group_size": -1}
+    quantization = {
+        "quant_method": case.replace("_", " ").split()[0],
+        "bits": settings.get("bits", 4),
+        "group_size": -1,
+    }
     if settings.get("v2"):
         quantization["checkpoint_format"] = "gptq_v2"
     return written_checkpoint(folder, {**tensors, **changes}, quantization), net

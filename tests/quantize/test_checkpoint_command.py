@@ -15,7 +15,6 @@ import htp_export
 from htp_export.command.main import main
 from tests.decoders import decoder
 from tests.packed import awq, gptq, written_checkpoint, written_gguf
-from tests.refusing import assert_refused
 
 PACK: dict[str, Any] = {"gptq": gptq, "awq": awq}
 
@@ -27,7 +26,7 @@ def packed_decoder(folder: Path, method: str) -> tuple[Path, nn.Module]:
     generator, model, tensors = np.random.default_rng(0), decoder("llama"), {}
     model.config.use_cache = False
     for name, parameter in model.named_parameters():
-        path, _, attribute = name.rpartition(".")
+        path = name.rpartition(".")[0]
         if isinstance(model.get_submodule(path), nn.Linear) and "layers" in path:
             packed, weight = PACK[method](generator, *parameter.shape, 16)
             tensors |= {f"{path}.{each}": tensor for each, tensor in packed.items()}

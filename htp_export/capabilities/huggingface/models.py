@@ -128,7 +128,9 @@ def _dequantized(source: Source, model_class: Any, config: Any, options: Mapping
     for what, names in (("lacks", loading["missing_keys"]), ("has no place for", loading["unexpected_keys"])):
         layers = sorted(set(names) & (set(packed.layers) if what == "has no place for" else set(names)))
         if layers:
-            raise ModelSourceError(source.name, f"the {'checkpoint' if what == 'lacks' else 'model'} {what} {layers[0]!r}")
+            raise ModelSourceError(
+                source.name, f"the {'checkpoint' if what == 'lacks' else 'model'} {what} {layers[0]!r}"
+            )
     return model
 
 

@@ -61,9 +61,7 @@ def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Pre
     return named[value]
 
 
-def precisions_of(
-    plan: Mapping[str, Any] | str, named: Mapping[str, Precision] = PRECISIONS
-) -> dict[str, Precision]:
+def precisions_of(plan: Mapping[str, Any] | str, named: Mapping[str, Precision] = PRECISIONS) -> dict[str, Precision]:
     """The rules of a plan, or of a precision for the whole model, as precisions; a `RuleError` names the selector.
 
     Examples:

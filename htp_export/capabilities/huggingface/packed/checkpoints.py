@@ -61,7 +61,9 @@ class PackedCheckpoint(Mapping[str, Array]):
 
 def is_packed(source: str | os.PathLike[str]) -> bool:
     """Whether it is a GGUF file, or a folder with a quantized checkpoint that can be read, by its config."""
-    return is_gguf(source) or Path(source).is_dir() and str(_quantization(Path(source)).get("quant_method")) in LAYOUTS
+    return is_gguf(source) or (
+        Path(source).is_dir() and str(_quantization(Path(source)).get("quant_method")) in LAYOUTS
+    )
 
 
 def is_gguf(source: str | os.PathLike[str]) -> bool:
@@ -121,7 +123,9 @@ def _quantization(folder: Path) -> Mapping[str, Any]:
     for name in (_CONFIG, _GPTQ_CONFIG):
         if (folder / name).is_file():
             content = read_json(folder / name)
-            found = content if name == _GPTQ_CONFIG else isinstance(content, dict) and content.get("quantization_config")
+            found = (
+                content if name == _GPTQ_CONFIG else isinstance(content, dict) and content.get("quantization_config")
+            )
             if isinstance(found, dict) and found:
                 return found
     return {}

@@ -28,7 +28,8 @@ def gguf_config(file: Path) -> Any:
 
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        config.architectures = [model_class.__name__]
     return config
 
 
@@ -40,7 +41,7 @@ def read_gguf(file: Path) -> PackedCheckpoint:
     Raises:
         FileError: If it is no GGUF file, or transformers has no names for its architecture.
     """
-    from gguf import GGUFReader, dequantize
+    from gguf import GGUFReader
 
     try:
         reader = GGUFReader(file)
@@ -55,7 +56,7 @@ def read_gguf(file: Path) -> PackedCheckpoint:
         name, shape = names.get(tensor.name), tuple(int(size) for size in tensor.shape[::-1])
         if name is None:
             continue
-        others[name] = lambda tensor=tensor: process(dequantize(tensor.data, tensor.tensor_type), tensor.name)
+        others[name] = functools.partial(_dequantized, tensor, process)
         parts = _TYPES.get(tensor.tensor_type.name)
         rows = _rows(process, tensor.name, shape[0]) if parts is not None and len(shape) == 2 else None
         if parts is not None and rows is not None:
@@ -65,18 +66,26 @@ def read_gguf(file: Path) -> PackedCheckpoint:
     return PackedCheckpoint(file, "gguf", layers, others)
 
 
+def _dequantized(tensor: Any, process: Callable[[Array, str], Array]) -> Array:
+    from gguf import dequantize
+
+    return process(dequantize(tensor.data, tensor.tensor_type), tensor.name)
+
+
 def _names(file: Path, reader: Any) -> tuple[Mapping[str, str], Callable[[Array, str], Array]]:
     """Name in the file → name in transformers' model, and what transformers does to the numbers of a tensor."""
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers import modeling_gguf_pytorch_utils as loading
+    import transformers
+    from transformers import modeling_gguf_pytorch_utils as gguf_loading
 
+    loading: Any = gguf_loading
+    models: Any = transformers.AutoModelForCausalLM
     architecture = reader.get_field("general.architecture").contents()
     if architecture not in loading.GGUF_SUPPORTED_ARCHITECTURES:
         raise FileError(file, f"is of the architecture {architecture!r}, whose names transformers does not tell")
     config = gguf_config(file)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = models.from_config(config)
     processor = loading.TENSOR_PROCESSORS.get(architecture, loading.TensorProcessor)(config=config.to_dict())
     names = loading.get_gguf_hf_weights_map(model, processor)
 

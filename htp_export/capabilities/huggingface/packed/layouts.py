@@ -38,7 +38,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight co
 
 
 def _gptq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]) -> Layer | None:
-    """GPTQ: ``qweight`` int32 (inputs / per word, outputs), ``qzeros`` (groups, outputs / per word), ``scales``, ``g_idx``.
+    """GPTQ: ``qweight`` int32 (inputs / per word, outputs), ``qzeros`` (groups, outputs / per word), ``g_idx``.
 
     Zero points are stored less one, modulo their bits, in all formats but ``gptq_v2``
     (https://github.com/ModelCloud/GPTQModel, ``gptqmodel/nn_modules/qlinear``, and AutoGPTQ's ``qlinear_cuda_old.py``).

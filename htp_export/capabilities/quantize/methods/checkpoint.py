@@ -1,8 +1,8 @@
 """Weights as a quantized checkpoint has them: its integers, scales and zero points, in the operators of ONNX Runtime.
 
-Nothing is rounded. A scale of 16 bits is written in 32, which holds it exactly; groups of any multiple of 16 inputs become
-blocks of a power of two with equal scales. Inputs that GPTQ reordered (``desc_act``) are gathered in this order, because
-ONNX Runtime's ``g_idx`` is deprecated.
+Nothing is rounded. A scale of 16 bits is written in 32, which holds it exactly; groups of any multiple of 16 inputs
+become blocks of a power of two with equal scales. Inputs that GPTQ reordered (``desc_act``) are gathered in this order,
+because ONNX Runtime's ``g_idx`` is deprecated.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ class Stored(Method):
         if self.precision.format == "qdq":
             write_dequantized(graph)
         return part.model, ""
-
 
     def _readable(self, name: str) -> Packed | Coded:
         """A packed weight, if the operators of the format can read it."""
