@@ -123,9 +123,8 @@ def _quantization(folder: Path) -> Mapping[str, Any]:
     for name in (_CONFIG, _GPTQ_CONFIG):
         if (folder / name).is_file():
             content = read_json(folder / name)
-            found = (
-                content if name == _GPTQ_CONFIG else isinstance(content, dict) and content.get("quantization_config")
-            )
+            is_whole = name == _GPTQ_CONFIG or not isinstance(content, dict)
+            found = content if is_whole else content.get("quantization_config")
             if isinstance(found, dict) and found:
                 return found
     return {}

@@ -31,6 +31,7 @@ Layout = Callable[[Mapping[str, tuple[int, ...]], Tensors, Mapping[str, Any]], L
 
 _WORD = 32  # bits of an integer that holds several
 _WIDTHS = (2, 4, 8)
+_VERSIONS = ("gptq", "gptq_v2")
 _STATE = "weight.quant_state.bitsandbytes__"
 _LONGEST_STATE = 1 << 12
 _CODES = ("fp4", "nf4")  # as ``quant_type`` of MatMulBnb4 counts them
@@ -45,6 +46,9 @@ def _gptq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[
     """
     if "qweight" not in shapes:
         return None
+    version = config.get("checkpoint_format") or config.get("format") or _VERSIONS[0]
+    if version not in _VERSIONS:
+        raise ValueError(f"GPTQ of the format {version!r} is not read; {' and '.join(_VERSIONS)} are")
     (words, outputs), (groups, zeros) = _sizes(shapes, "qweight", "qzeros")
     bits = zeros * _WORD // max(outputs, 1)
     if bits not in _WIDTHS or zeros * _WORD != bits * outputs:
@@ -58,9 +62,9 @@ def _gptq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[
         order = np.argsort(index, kind="stable")
         if (index[order] != np.arange(inputs) // group).any():
             raise ValueError(f"g_idx does not give each group {group} inputs")
-        levels = integers_in(read("qweight").T, bits)
-        points = integers_in(read("qzeros"), bits).T
-        if config.get("checkpoint_format", config.get("format")) != "gptq_v2":
+        levels = integers_in(_words(read("qweight")).T, bits)
+        points = integers_in(_words(read("qzeros")), bits).T
+        if version == _VERSIONS[0]:
             points = (points + np.uint8(1)) & np.uint8((1 << bits) - 1)
         if (order == np.arange(inputs)).all():
             return _in_blocks(levels, bits, read("scales").T, points, group)
@@ -86,7 +90,7 @@ def _awq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[s
     _require(shapes, qzeros=(groups, words), scales=(groups, outputs))
 
     def columns(name: str) -> Array:
-        held = integers_in(read(name), bits)
+        held = integers_in(_words(read(name)), bits)
         return held.reshape(len(held), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER].reshape(len(held), -1).T
 
     def packed() -> Packed:
@@ -162,6 +166,12 @@ def _require(shapes: Mapping[str, tuple[int, ...]], **wanted: tuple[int, ...]) -
         if shapes.get(name) != shape:
             there = "is missing" if name not in shapes else f"has shape {list(shapes[name])}"
             raise ValueError(f"{name!r} {there}, and {list(shape)} is needed")
+
+
+def _words(array: Array) -> Array:
+    if array.dtype != np.int32:
+        raise ValueError(f"integers are packed into {array.dtype}, and int32 is read")
+    return array
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]], *names: str) -> list[tuple[int, ...]]:
