@@ -147,8 +147,8 @@ def blocks(generator: np.random.Generator, kind: str, shape: tuple[int, int]) ->
     return made.reshape(shape[0], -1)
 
 
-def written_gguf(file: Path, kinds: Mapping[str, str] = TYPES) -> Path:
-    """A Llama of one layer of width 256, 4 heads and 2 for keys."""
+def written_gguf(file: Path, kinds: Mapping[str, str] = TYPES, *, tied: bool = False) -> Path:
+    """A Llama of one layer of width 256, 4 heads and 2 for keys; ``tied``: its table, in blocks, is its head."""
     import gguf
 
     generator, width, writer = np.random.default_rng(0), 256, gguf.GGUFWriter(file, "llama")
@@ -162,8 +162,11 @@ def written_gguf(file: Path, kinds: Mapping[str, str] = TYPES) -> Path:
     for name, kind in kinds.items():
         made = blocks(generator, kind, (rows.get(name, width), width))
         writer.add_tensor(f"blk.0.{name}.weight", made, raw_dtype=gguf.GGMLQuantizationType[kind])
+    if tied:
+        made = blocks(generator, "Q8_0", (32, width))
+        writer.add_tensor("token_embd.weight", made, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     for name, shape in {
-        "token_embd": (32, width), "output": (32, width), "output_norm": (width,),
+        **({} if tied else {"token_embd": (32, width), "output": (32, width)}), "output_norm": (width,),
         "blk.0.attn_norm": (width,), "blk.0.ffn_norm": (width,),
     }.items():  # fmt: skip
         writer.add_tensor(f"{name}.weight", generator.standard_normal(shape).astype(np.float32))

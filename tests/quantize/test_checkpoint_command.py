@@ -53,16 +53,18 @@ def test_a_quantized_folder_is_exported_with_its_weights_and_verified(method: st
     assert htp_export.verify(model, file, kwargs=call).ok
 
 
-def test_a_gguf_file_is_exported_with_its_blocks_and_verified(tmp_path: Path, capsys: Any):
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_is_exported_with_its_blocks_and_verified(tied: bool, tmp_path: Path, capsys: Any):
     from transformers import LlamaForCausalLM
 
-    source, file = written_gguf(tmp_path / "model.gguf"), tmp_path / "made.onnx"
+    source, file = written_gguf(tmp_path / "model.gguf", tied=tied), tmp_path / "made.onnx"
     assert main(["export", str(source), "--task", "text-generation", "-o", str(file), "--verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verify"]["ok"]
     nodes = [node for node in onnx.load(file, load_external_data=False).graph.node if node.op_type == "MatMulNBits"]
     kept = {next(entry.value for entry in node.metadata_props if entry.key == "htp.module") for node in nodes}
     assert {path.rpartition(".")[2] for path in kept} == {
-        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")  # up_proj is Q5_0
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),  # up_proj is Q5_0
+        *(("lm_head",) if tied else ()),
     }
     model = LlamaForCausalLM.from_pretrained(tmp_path, gguf_file=source.name, use_cache=False).eval()
     ids = torch.arange(12).reshape(2, 6)

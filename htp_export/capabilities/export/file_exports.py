@@ -127,6 +127,8 @@ class FileExports:
             return
         from htp_export.capabilities.quantize.quantizing import quantize
 
+        if self.model.dtype not in (None, "float32", "fp32"):
+            raise InputError(f"--dtype {self.model.dtype}: packed weights are multiplied in float32; leave it out")
         external = f"{target.name}.data" if self.graph.external_data else None
         quantize(target, output=target, weights=call.packed, external_data=external)
 
