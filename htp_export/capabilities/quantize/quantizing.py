@@ -118,7 +118,7 @@ def quantize(
         [('MatMulNBits', '0'), ('Add', '0'), ('Relu', '1'), ('Gemm', '2')]
     """
     check_target(output, reads=files_named_in([data, validation]))
-    checkpoint = None if weights is None else checkpoint_precision(weights)
+    checkpoint = None if weights is None else checkpoint_precision(weights, read_flat(model))
     if checkpoint is None:
         rules = precisions_of(plan)
     else:

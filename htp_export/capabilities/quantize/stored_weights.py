@@ -18,11 +18,17 @@ NAME = "checkpoint"
 """The precision of plans: packed as in the checkpoint."""
 
 
-def checkpoint_precision(weights: str | os.PathLike[str]) -> Precision:
-    """The precision that a quantized checkpoint has; only its headers are read."""
+def checkpoint_precision(weights: str | os.PathLike[str], tagged: TaggedModel) -> Precision:
+    """The precision that a quantized checkpoint has; only its headers are read.
+
+    A tied parameter that the checkpoint has once has both of its names.
+    """
     from htp_export.capabilities.huggingface.packed.checkpoints import read_packed
 
-    return Precision(NAME, NAME, weight="int4", options={"checkpoint": read_packed(weights)})
+    found = read_packed(weights)
+    ties = [(each.name, each.tied) for each in (tagged.declared or {}).values() if each.tied]
+    both = {name: other for pair in ties for name, other in (pair, pair[::-1]) if name not in found and other in found}
+    return Precision(NAME, NAME, weight="int4", options={"checkpoint": found.also(both)})
 
 
 def with_numbers(tagged: TaggedModel, precision: Precision) -> TaggedModel:
@@ -35,12 +41,10 @@ def with_numbers(tagged: TaggedModel, precision: Precision) -> TaggedModel:
     """
     checkpoint: Any = precision.options["checkpoint"]
     copy = tagged.clone()
-    ties = {each.name: each.tied for each in (copy.declared or {}).values() if each.tied}
-    state = _State(checkpoint, {**ties, **{first: name for name, first in ties.items()}})
-    new = rebuilt(copy, state)
+    new = rebuilt(copy, checkpoint)
     for value, why in new.unknown.items():
         names = list(parameters_in(recipe_of(value)))
-        missing = [name for name in names if name not in state]
+        missing = [name for name in names if name not in checkpoint]
         declared = [name for name in missing if name in (copy.declared or {})]
         if declared:
             raise InputError(f"{checkpoint.path} has no {declared[0]!r}, which initializer {value.name!r} is made of")
@@ -52,17 +56,3 @@ def with_numbers(tagged: TaggedModel, precision: Precision) -> TaggedModel:
         if copy.declared is not None and layer not in copy.declared:
             raise InputError(f"{checkpoint.path} has {layer!r}, and the model has no such parameter")
     return copy.refresh()
-
-
-class _State(dict[str, Any]):
-    """A checkpoint as a ``state_dict``, also under the other name of a tied parameter that it has once."""
-
-    def __init__(self, checkpoint: Any, ties: dict[str, str | None]) -> None:
-        super().__init__()
-        self._checkpoint, self._ties = checkpoint, ties
-
-    def __missing__(self, name: str) -> Any:
-        return self._checkpoint[name if name in self._checkpoint else self._ties.get(name)]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._checkpoint or self._ties.get(str(name)) in self._checkpoint

@@ -51,6 +51,12 @@ class PackedCheckpoint(Mapping[str, Array]):
     def __len__(self) -> int:
         return len({*self.layers, *self._others})
 
+    def also(self, names: Mapping[str, str]) -> PackedCheckpoint:
+        """The same with more names: name → the one that the checkpoint has."""
+        layers = {name: self.layers[known] for name, known in names.items() if known in self.layers}
+        others = {name: self._others[known] for name, known in names.items() if known in self._others}
+        return PackedCheckpoint(self.path, self.kind, {**self.layers, **layers}, {**self._others, **others})
+
     def packed(self, name: str) -> Packed | Coded:
         """The packed weight of a parameter; a `FileError` if its tensors do not fit together."""
         try:
