@@ -45,6 +45,8 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.rename.naming import rename
     from htp_export.capabilities.search.searching import search
     from htp_export.capabilities.search.sensitivities import sensitivity
+    from htp_export.capabilities.tap.steering import steer
+    from htp_export.capabilities.tap.tapping import tap, untap
     from htp_export.capabilities.verify.file_comparing import compare
     from htp_export.capabilities.verify.verifying import verify
     from htp_export.capabilities.view.viewing import view
@@ -60,7 +62,7 @@ __all__ = [
     "embed_map", "export", "export_plan", "extract", "fingerprint", "forensics", "frozen_fake_quantize",
     "functions", "info", "inline", "inspect", "load", "load_partition", "module_filter", "nodes", "optimize",
     "partition", "pipeline", "place", "placement", "profile", "prune", "quantize", "rename", "search",
-    "sensitivity", "splice", "tagging", "verify", "view",
+    "sensitivity", "splice", "steer", "tagging", "tap", "untap", "verify", "view",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -24,6 +24,8 @@ COMMANDS: dict[str, str] = {
     "splice": "FILE first PART -o out.onnx",
     "functions": "FILE first -o out.onnx",
     "functions --undo": "FILE -o out.onnx",
+    "tap": "FILE first:out -o out.onnx",
+    "steer": "FILE first:out -o out.onnx",
     "rename": "FILE -o out.onnx",
     "partition": "FILE 2 -o stages",
     "place": "FILE --rule .=cpu -o out.onnx",

@@ -10,6 +10,8 @@
     python tools/benchmark.py compress --models bert --trials 20   # bytes, time and error of precisions and of a search
     python tools/benchmark.py scale --sizes 2000 10000 --levels 330   # how each command grows with the graph
 
+Decoders in ONNX Runtime GenAI: tools/decoder_speed.py.
+
 Every ratio is a median of pairs that ran one after the other in one process, in turn which of the two comes first,
 and stands beside an A/A control: torch's exporter against itself, paired in the same way. A ratio inside the
 control's spread says nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ PlanArgument: TypeAlias = Annotated[
     str | None,
     typer.Argument(help="A plan, .yaml or .json; or a precision for the whole model: auto, u8s8, int4, ..."),
 ]
+_WITH_FIELDS = re.compile(r"(.+?)=([\w-]+(?::\w+=[^:=]+)+)")
 _PLANS = (".yaml", ".yml", ".json")
 
 
@@ -58,7 +60,9 @@ def read_rules(
 
     rules: dict[str, Any] = {}
     if plan is not None:
-        rules.update({".": str(plan)} if str(plan) in named else read_plan(_plan_file(str(plan), named)))
+        rules.update(
+            {".": str(plan)} if str(plan).partition(":")[0] in named else read_plan(_plan_file(str(plan), named))
+        )
     for selector, given in typed_pairs(typed or (), "--rule", f"SELECTOR={value}").items():
         rules.pop(selector, None)  # it holds at its new place
         rules[selector] = given
@@ -88,10 +92,12 @@ def typed_pairs(texts: Iterable[str], option: str, form: str) -> dict[str, str]:
     Examples:
         >>> typed_pairs(["encoder.**=int8", "lm_head=fp16"], "--rule", "SELECTOR=VALUE")
         {'encoder.**': 'int8', 'lm_head': 'fp16'}
+        >>> typed_pairs(["lm_head=int4:accuracy_level=0"], "--rule", "SELECTOR=VALUE")
+        {'lm_head': 'int4:accuracy_level=0'}
     """
     pairs: dict[str, str] = {}
     for text in texts:
-        name, found, value = (part.strip() for part in text.rpartition("="))  # a regular expression may hold one
+        name, found, value = (part.strip() for part in _divided(text))
         if not (found and name and value):
             what, _, number = form.partition("=")
             example = f"{name or what}={value or number}" if found else f"{value or what}={number}"
@@ -101,13 +107,19 @@ def typed_pairs(texts: Iterable[str], option: str, form: str) -> dict[str, str]:
     return pairs
 
 
+def _divided(text: str) -> tuple[str, str, str]:
+    """A pair at its last ``=`` before a value, whose fields have one each; a selector may hold some, too."""
+    with_fields = _WITH_FIELDS.fullmatch(text)
+    return text.rpartition("=") if with_fields is None else (with_fields[1], "=", with_fields[2])
+
+
 @contextlib.contextmanager
 def rules_as_typed(plan: object, typed: Sequence[str] | None) -> Iterator[None]:
     """Raise errors of rules again with the option or the file in which the rule is, inside a ``with`` block."""
     try:
         yield
     except RuleError as error:
-        rules = (text for text in reversed(typed or ()) if text.rpartition("=")[0].strip() == error.selector)
+        rules = (text for text in reversed(typed or ()) if _divided(text)[0].strip() == error.selector)
         place = next((f"--rule {text}" for text in rules), None)
         if place is None:
             is_file = Path(str(plan)).suffix.lower() in _PLANS

@@ -109,7 +109,7 @@ def _torch_owner(node: ir.Node, hierarchy: Hierarchy) -> tuple[str, ...]:
 
 
 def _crossing(tagged: TaggedModel, work_of: Callable[[ir.Node], NodeCalls]) -> _Border:
-    boundaries, hierarchy = GraphIndex(tagged.model, work_of).boundaries_by_values, tagged.hierarchy
+    boundaries, hierarchy = GraphIndex(tagged.model, work_of, tagged.taps).boundaries_by_values, tagged.hierarchy
     found: _Border = {}
     for path in hierarchy:
         if hierarchy[path].calls and hierarchy[path].fate.is_exact:

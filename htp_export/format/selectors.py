@@ -12,7 +12,7 @@ from functools import lru_cache
 from htp_export.errors import SelectorError
 from htp_export.format.tags import ancestors
 
-__all__ = ["chosen_and_excluded", "select", "select_below"]
+__all__ = ["Place", "chosen_and_excluded", "places_of", "select", "select_below"]
 
 
 def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
@@ -75,6 +75,61 @@ def chosen_and_excluded(pattern: str | Sequence[str], classes: Mapping[str, str]
     if excluded:
         _remaining(terms, _with_below(chosen, classes) - _with_below(excluded, classes), classes)
     return chosen - excluded, excluded
+
+
+@dataclass(frozen=True)
+class Place:
+    """One side of modules, as a selector writes it: ``encoder.layer.*:out``, ``fc#2:in[x]``.
+
+    Attributes:
+        text: The selector.
+        modules: The selector of the modules.
+        side: ``"in"`` or ``"out"``; ``""`` for both, where it excludes.
+        call: Number of the call, from 0; None for all calls.
+        name: The argument of ``forward``, or its position among the tensors of that side; ``""`` for the first.
+        excludes: Whether it begins with ``!``.
+    """
+
+    text: str
+    modules: str
+    side: str
+    call: int | None = None
+    name: str = ""
+    excludes: bool = False
+
+
+def places_of(pattern: str | Sequence[str]) -> list[Place]:
+    """The places that a selector names; commas and ``!`` are those of `select`.
+
+    Raises:
+        SelectorError: If a part of it is empty, or says no side.
+
+    Examples:
+        >>> [(place.modules, place.side, place.call, place.name) for place in places_of("layer.*:out, fc#2:in[x]")]
+        [('layer.*', 'out', None, ''), ('fc', 'in', 2, 'x')]
+        >>> places_of("layer.0")
+        Traceback (most recent call last):
+        ...
+        htp_export.errors.SelectorError: selector 'layer.0': says no side; write 'layer.0:in' or 'layer.0:out'
+    """
+    texts = [text for item in ([pattern] if isinstance(pattern, str) else pattern) for text in _split(item)]
+    if not texts:
+        raise SelectorError("", "an empty list names no tensor; write 'PATH:out'")
+    return [_place(text) for text in texts]
+
+
+def _place(text: str) -> Place:
+    body = text.removeprefix("!").lstrip()
+    match = _PLACE.fullmatch(body)
+    if match is None or not (match["side"] or body != text):
+        raise SelectorError(text, f"says no side; write {f'{body}:in'!r} or {f'{body}:out'!r}")
+    call = None if match["call"] is None else int(match["call"])
+    return Place(text, match["modules"], match["side"] or "", call, match["name"] or "", excludes=body != text)
+
+
+_PLACE = re.compile(
+    r"(?P<modules>.*?)(?:#(?P<call>[0-9]{1,9}))?(?::(?P<side>in|out)(?:\[(?P<name>[^\]]+)\])?)?", re.DOTALL
+)
 
 
 def _terms(pattern: str | Sequence[str]) -> list[_Term]:

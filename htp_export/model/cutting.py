@@ -189,7 +189,7 @@ class Cutter:
         if not path:
             names = {name: argument for argument, name in signature.inputs.items()} if signature else {}
             free = (value for value in graph.inputs if not value.is_initializer())
-            return {names.get(value.name, str(value.name)): value for value in free}, _named(graph.outputs)
+            return {names.get(value.name, str(value.name)): value for value in free}, _named(self._tagged.results)
         call_region = region.call(call) if region.calls > 1 else region
         if signature is None:
             return _named(call_region.inputs), _named(call_region.outputs)

@@ -6,15 +6,18 @@ holds which subgraph, where functions are called, and which values are the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.reasons import Reason
+from htp_export.format.taps import Tap
 from htp_export.model.boundaries import OUTSIDE, Boundaries, runs_below
 from htp_export.model.dependence import input_dependent_values
 from htp_export.shapes.operator_kinds import RANDOM, subgraphs
@@ -69,7 +72,8 @@ def named_values(graph: ir.Graph) -> dict[str, ir.Value]:
 class GraphIndex:
     """What one pass over a model tells about every region of it.
 
-    It is made of the model as it is; once the graph is changed, make a new one.
+    It is made of the model as it is; once the graph is changed, make a new one. What only the outputs ``taps`` need
+    crosses no boundary.
 
     Attributes:
         nodes: Every node, in the order of ``all_nodes``.
@@ -78,8 +82,11 @@ class GraphIndex:
         bodies: Node → its subgraphs, for nodes that have any.
     """
 
-    def __init__(self, model: ir.Model, work_of: Callable[[ir.Node], NodeCalls]) -> None:
+    def __init__(
+        self, model: ir.Model, work_of: Callable[[ir.Node], NodeCalls], taps: Mapping[str, Tap] | None = None
+    ) -> None:
         self.model = model
+        self._taps = taps or {}
         self.nodes = list(all_nodes(model))
         self.works = {node: work_of(node) for node in self.nodes}
         self.owners = {node: work.owners for node, work in self.works.items()}
@@ -148,10 +155,14 @@ class GraphIndex:
         return self._boundaries(input_dependent_values(self.model, self.nodes).__contains__, ())
 
     def _boundaries(self, counts: Callable[[ir.Value], bool], holders: Sequence[int]) -> Boundaries[ir.Value]:
-        results = {*self.model.graph.outputs}
+        results = {value for value in self.model.graph.outputs if value.name not in self._taps}
         results.update(value for graph, calls in self.calls.items() if not calls for value in graph.outputs)
         works = [self.works[node] for node in self.nodes]
-        return Boundaries([self.passed(node) for node in self.nodes], works, counts, results, holders)
+        made = {name for tap in self._taps.values() for name in tap.made}
+        taps = {node for node in self.nodes if made and is_inserted(node) and made.issuperset(_names(node.outputs))}
+        passed = [self.passed(node) if node not in taps else ([], []) for node in self.nodes]
+        tapped = {value for node in taps for value in node.outputs}
+        return Boundaries(passed, works, lambda value: value not in tapped and counts(value), results, holders)
 
     def passed(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value]]:
         """What a node reads and makes, with what its subgraphs and the function that it calls give and take."""
@@ -207,6 +218,15 @@ class GraphIndex:
                 return None
             value = argument
         return value
+
+
+def is_inserted(node: ir.Node) -> bool:
+    """Whether a tool of this package inserted a node beside those of the model."""
+    return node.metadata_props.get(tags.REASON) == Reason.INSERTED
+
+
+def _names(values: Iterable[ir.Value]) -> set[str]:
+    return {str(value.name) for value in values}
 
 
 class Region:

@@ -25,7 +25,9 @@ from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import Declared, ModuleParameters, declared, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
+from htp_export.format.taps import Tap, taps_from_json
 from htp_export.format.torch_scopes import scopes_of
+from htp_export.model.module_tensors import ModuleTensor, chosen_tensors, tensors_of
 from htp_export.model.regions import GraphIndex, Region, all_nodes, named_values
 from htp_export.process.argument_types import checks_arguments
 from htp_export.results.drawn_levels import drawn_levels, drawn_parents
@@ -201,6 +203,52 @@ class TaggedModel:
         calls = self.signatures.get(path, ())
         return calls[call] if call < len(calls) else None
 
+    def tensors(self, path: str) -> list[ModuleTensor]:
+        """What the calls of a module take and give in PyTorch, and which tensors of the file these are.
+
+        They are those of ``htp.signatures``. A call without signature has what enters and leaves its nodes, where that
+        is one tensor.
+
+        Raises:
+            UnknownModuleError: If the model has no such module.
+            InputError: If the model's ``htp.signatures`` is not what the file format says.
+
+        Examples:
+            >>> import torch, htp_export
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+            >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+            >>> [(each.place, each.name, each.tensor) for each in tagged.tensors("1")]
+            [('1:in', 'input', 'linear'), ('1:out', '0', 'relu')]
+        """
+        region = self[path]
+        return tensors_of(region, self.signatures.get(region.path, ()), self.values)
+
+    def select_tensors(self, patterns: str | Sequence[str]) -> list[ModuleTensor]:
+        """The tensors that a selector names, ``encoder.layer.*:out``; see ``docs/taps.md`` for the language.
+
+        Raises:
+            SelectorError: If the selector cannot be read, or a part of it matches no module, call or tensor.
+            InputError: If a tensor is not in the file; the message says why, and what to do.
+            UntaggedModelError: If the model has no exact tags.
+        """
+        self.require_exact_tags()
+        return chosen_tensors(selectors.places_of(patterns), self.select, self.tensors)
+
+    @cached_property
+    def taps(self) -> Mapping[str, Tap]:
+        """Output of the graph → what it is, for those that ``tap`` added: the model does not return them.
+
+        Raises:
+            InputError: If the model's ``htp.taps`` is not what the file format says.
+        """
+        names = {value.name for value in self.model.graph.outputs}
+        return {name: tap for name, tap in (self._read(tags.TAPS, taps_from_json) or {}).items() if name in names}
+
+    @property
+    def results(self) -> list[ir.Value]:
+        """What the model returns: the outputs of the graph, without taps."""
+        return [value for value in self.model.graph.outputs if value.name not in self.taps]
+
     @cached_property
     def parameters(self) -> Mapping[str, ModuleParameters] | None:
         """Module path → the parameters that it holds in PyTorch; None where the file does not say.
@@ -306,7 +354,7 @@ class TaggedModel:
     @cached_property
     def index(self) -> GraphIndex:
         """What one pass over the model tells about every region of it."""
-        return GraphIndex(self.model, self.work_of)
+        return GraphIndex(self.model, self.work_of, self.taps)
 
     def require_tags(self) -> None:
         """Refuse a model without tags.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.rename.naming import Named
     from htp_export.capabilities.search.search_results import Search, Trial
     from htp_export.capabilities.search.sensitivity_results import ModuleSensitivity, Sensitivity
+    from htp_export.capabilities.tap.tapping import Tapped, TappedTensor
     from htp_export.capabilities.verify.results import Comparison, ModuleResult, Verification
     from htp_export.capabilities.view.viewing import View
     from htp_export.exporter.repair_report import Contamination
@@ -48,7 +49,7 @@ __all__ = [
     "Misplaced", "ModelDifference", "ModelMap", "ModuleDifference", "ModuleLatency", "ModuleResult",
     "ModuleSensitivity", "Named", "Nested", "Optimized", "Partition", "PassReport", "PipelineRun", "Placed",
     "PlacedModule", "Placement", "PlanFile", "Profile", "Pruned", "PrunedModule", "Quantized", "QuantizedModule",
-    "Search", "Sensitivity", "Splice", "Stage", "StepReport", "Trial", "Verification", "View",
+    "Search", "Sensitivity", "Splice", "Stage", "StepReport", "Tapped", "TappedTensor", "Trial", "Verification", "View",
 ]  # fmt: skip
 
 __getattr__ = imported_when_used(__name__, __file__)

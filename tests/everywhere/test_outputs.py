@@ -36,6 +36,8 @@ MODELS = {
     "quantize": "FILE plan.json --data data.npz",
     "run": "onnxruntime FILE",
     "splice": "FILE 0 other.onnx",
+    "steer": "FILE 0:out",
+    "tap": "FILE 0:out",
 }
 OTHERS = {
     "diff": "FILE other.onnx",

@@ -16,7 +16,7 @@ from htp_export.command.main import main
 from htp_export.errors import UntaggedModelError
 from tests.all_commands import COMMANDS, NAMES, arguments, companions, example
 
-EXACT = ("functions", "rename", "quantize", "sensitivity", "search", "run", "carry")
+EXACT = ("functions", "tap", "steer", "rename", "quantize", "sensitivity", "search", "run", "carry")
 """Commands that need exact tags; for the others, torch's scopes are enough."""
 
 

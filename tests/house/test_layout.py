@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forensics": {"optimize"},
     "huggingface": {"carry"},
     "info": {"fingerprint"},
+    "optimize": {"huggingface"},
     "partition": {"cost", "huggingface"},
     "pipeline": {"carry", "huggingface"},
     "place": {"carry", "cost"},
@@ -55,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantize": {"carry", "cost", "huggingface", "verify"},
     "rename": {"carry", "functions"},
     "search": {"fingerprint", "prune", "quantize", "verify"},
+    "tap": {"carry"},
     "verify": {"huggingface", "optimize"},
     "view": {"cost", "inspect", "profile", "search"},
 }
@@ -242,6 +244,8 @@ IN_ANOTHER_FOLDER = {
     "placement": "place",
     "sensitivity": "search",
     "splice": "extract",
+    "steer": "tap",
+    "untap": "tap",
 }
 
 

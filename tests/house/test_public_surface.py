@@ -22,7 +22,7 @@ PUBLIC = [
     "embed_map", "export", "export_plan", "extract", "fingerprint", "forensics", "frozen_fake_quantize",
     "functions", "info", "inline", "inspect", "load", "load_partition", "module_filter", "nodes", "optimize",
     "partition", "pipeline", "place", "placement", "profile", "prune", "quantize", "rename", "search",
-    "sensitivity", "splice", "tagging", "verify", "view",
+    "sensitivity", "splice", "steer", "tagging", "tap", "untap", "verify", "view",
 ]  # fmt: skip
 
 

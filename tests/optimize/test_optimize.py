@@ -680,11 +680,11 @@ def test_a_product_turns_no_batch_where_onnxruntime_cannot(tmp_path):
 
 
 def test_pre_norm_models_stay_exact_where_that_is_asked_for(tmp_path):
-    from transformers import ViTConfig, ViTForImageClassification
+    from transformers import LlamaConfig, LlamaModel
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    model = spread(ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **sizes)))
-    kwargs = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    model = spread(LlamaModel(LlamaConfig(vocab_size=50, use_cache=False, **sizes)))
+    kwargs = {"input_ids": torch.randint(0, 50, (1, 7))}
     exported(model, kwargs, "dynamo", tmp_path)
     source, target = tmp_path / "model.onnx", tmp_path / "small.onnx"
     free = htp_export.optimize(source, target, level="fused")
@@ -692,7 +692,9 @@ def test_pre_norm_models_stay_exact_where_that_is_asked_for(tmp_path):
     kept = htp_export.optimize(source, target, level="fused", keep_exact=True, verify=True)
     assert inexact(model, kwargs, target) == []
     assert kept.rolled_back == {}
-    assert (free.nodes_after, kept.nodes_after) == (21, 28)
+    assert kept.nodes_after > free.nodes_after
+    norms = [node.op_type for node in free.model.graph if "SimplifiedLayerNormalization" in node.op_type]
+    assert sorted(norms) == ["SimplifiedLayerNormalization", *["SkipSimplifiedLayerNormalization"] * 4]
 
 
 def test_changes_of_layout_around_fused_attention_go(tmp_path):
@@ -708,4 +710,8 @@ def test_changes_of_layout_around_fused_attention_go(tmp_path):
     ops = collections.Counter(node.op_type for node in result.model.graph)
     assert (ops["MultiHeadAttention"], ops["Reshape"], ops["Transpose"]) == (1, 0, 1)  # behind the convolutions
     shapes = {node.op_type: node.outputs[0].shape for node in result.model.graph if node.domain == "com.microsoft"}
-    assert {tuple(shapes[op]) for op in ("MultiHeadAttention", "SkipLayerNormalization")} == {(1, 10, 32)}
+    assert tuple(shapes["MultiHeadAttention"]) == (1, 10, 32)
+    assert (ops["LayerNormalization"], ops["SkipLayerNormalization"]) == (
+        3,
+        0,
+    )  # the latter is slower than a sum and it

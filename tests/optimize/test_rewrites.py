@@ -17,6 +17,55 @@ def sliced(
     net.add("Slice", f"{source} {names}", result, owner)
 
 
+# --- gathers ---
+
+
+def indexed(rows: list[int], columns: list[int], start: int = 0, ends: tuple[str, str] = ("n", "m")) -> Builder:
+    """x[rows, columns] with ranges of these shapes, that are broadcast to a grid."""
+    net = Builder(opset=18, x=["n", "m"])
+    net.const("start", np.array(start))
+    net.const("step", np.array(1))
+    net.const("last", np.array([-1]))
+    for axis, name in enumerate("nm"):
+        net.add("Shape", "x", f"{name}.size", "net", start=axis, end=axis + 1)
+        net.add("Squeeze", f"{name}.size", name, "net")
+    for side, end, shape in zip(("rows", "columns"), ends, (rows, columns), strict=True):
+        net.add("Range", f"start {end} step", f"{side}.range", "net")
+        net.add("Reshape", f"{side}.range {net.const(f'{side}.shape', np.array(shape))}", side, "net")
+    net.add("Max", "rows columns", "grid", "net")
+    net.add("Shape", "grid", "sizes", "net")
+    for side in ("rows", "columns"):
+        net.add("Expand", f"{side} sizes", f"{side}.grid", "net")
+        net.add("Unsqueeze", f"{side}.grid last", f"{side}.last", "net")
+    net.add("Concat", "rows.last columns.last", "indices", "net", axis=-1)
+    net.add("GatherND", "x indices", "y", "net")
+    return net
+
+
+def test_a_gather_of_everything_in_order_is_the_tensor_with_more_dimensions():
+    model = indexed([-1, 1, 1, 1], [1, 1, 1, -1]).model("y")
+    changed = rewritten(model, "eliminate_whole_gathers", x=array(3, 5))
+    assert ops(changed) == ["Unsqueeze"]
+    assert owners(changed) == {"y": ("net",)}
+    assert ops(rewritten(indexed([-1, 1], [1, -1]).model("y"), "eliminate_whole_gathers", x=array(3, 5))) == [
+        "Identity"
+    ]
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        indexed([1, -1], [-1, 1]),  # transposed
+        indexed([-1, 1], [1, -1], start=1),  # without the first of each
+        indexed([-1, 1], [1, -1], ends=("n", "n")),  # a square of it
+        indexed([-1], [-1], ends=("n", "n")),  # its diagonal
+    ],
+    ids=["transposed", "from-1", "square", "diagonal"],
+)
+def test_a_gather_of_a_part_or_in_another_order_stays(net: Builder):
+    assert "GatherND" in ops(rewritten(net.model("y"), "eliminate_whole_gathers", x=array(3, 5)))
+
+
 # --- slices ---
 
 
@@ -399,3 +448,30 @@ def test_all_of_them_run_by_default_at_their_levels():
         "fuse_normalization_scale",
         "eliminate_nan_guards",
     }
+
+
+@pytest.mark.parametrize("inverse", ["Div", "Reciprocal"])
+def test_a_root_mean_square_norm_of_either_exporter_is_one_node(inverse: str) -> None:
+    """TorchScript writes ``1 / Sqrt(x)``, dynamo ``Reciprocal``; the sum before the norm belongs to it, too."""
+    net = Builder(20, x=[1, 3, 8], skip=[1, 3, 8])
+    for name, value in {"two": 2.0, "eps": 1e-6, "one": 1.0}.items():
+        net.const(name, np.array(value, np.float32))
+    net.const("axes", np.array([-1], np.int64))
+    net.const("weight", array(8))
+    net.add("Add", "x skip", "sum", "layer")
+    net.add("Pow", "sum two", "square", "norm")
+    settings = {} if inverse == "Div" else {"noop_with_empty_axes": 0}
+    net.add("ReduceMean", "square axes", "mean", "norm", keepdims=1, **settings)
+    net.add("Add", "mean eps", "more", "norm")
+    net.add("Sqrt", "more", "root", "norm")
+    net.add(inverse, "one root" if inverse == "Div" else "root", "inverse", "norm")
+    net.add("Mul", "sum inverse", "normal", "norm")
+    net.add("Mul", "weight normal", "y", "norm")
+    for name in ("sum", "square", "mean", "more", "root", "inverse", "normal", "y"):
+        net.values[name].shape, net.values[name].type = ir.Shape([1, 3, 8]), ir.TensorType(ir.DataType.FLOAT)
+    for name in ("mean", "more", "root", "inverse"):
+        net.values[name].shape = ir.Shape([1, 3, 1])
+    given = {"x": array(1, 3, 8, seed=1), "skip": array(1, 3, 8, seed=2)}
+    changed = rewritten(net.model("y sum"), "fuse_for_onnxruntime", tolerance=1e-5, **given)
+    assert ops(changed) == ["SkipSimplifiedLayerNormalization"]
+    assert owners(changed)["y"] == ("layer", "norm")

@@ -112,6 +112,58 @@ def test_weights_are_rounded_by_each_algorithm(net: Path, algorithm: str, tmp_pa
     assert predicted.modules[""].bytes_after == result.modules[""].bytes_after
 
 
+class TestAccuracyLevel:
+    """``accuracy_level`` of ``MatMulNBits``, by module."""
+
+    def levels(self, result: htp_export.results.Quantized) -> dict[str, int]:
+        """Module → level of its product, 0 without one."""
+        products = [node for node in result.model.graph if node.op_type == "MatMulNBits"]
+        return {node.metadata_props["htp.module"]: node.attributes.get_int("accuracy_level", 0) for node in products}
+
+    def test_each_module_has_the_one_of_its_rule(self, net: Path, tmp_path: Path) -> None:
+        file = tmp_path / "levels.onnx"
+        plan = {
+            "class:Linear": {"precision": "int4", "block_size": 16},
+            "first": {"precision": "int8-weights", "accuracy_level": 0},
+            "head": "int4:accuracy_level=1:algorithm=rtn",
+        }
+        result = htp_export.quantize(net, plan, file)
+        assert self.levels(result) == {"first": 0, "second": 4, "head": 1}
+        assert result.modules["head"].precision == "int4:accuracy_level=1:algorithm=rtn"
+        outputs(file, {"ids": IDS})
+
+    def test_int8_arithmetic_is_what_is_computed(self, net: Path, tmp_path: Path) -> None:
+        """At level 4 results differ from those in fp32 by about a step of int8; levels 0 and 1 are equal."""
+        found = {}
+        for level in (0, 1, 4):
+            htp_export.quantize(net, {"class:Linear": f"int8-weights:accuracy_level={level}"}, tmp_path / "q.onnx")
+            [found[level]] = outputs(tmp_path / "q.onnx", {"ids": IDS})
+        assert np.array_equal(found[0], found[1])
+        assert 1e-5 < np.abs(found[4] - found[0]).max() / np.abs(found[0]).max() < 0.05
+
+    def test_zero_points_that_are_floats_have_none(self, net: Path) -> None:
+        assert set(self.levels(htp_export.quantize(net, {"class:Linear": "int4:algorithm=hqq"})).values()) == {0}
+
+    @pytest.mark.parametrize(
+        ("precision", "problem"),
+        [
+            ("int8:accuracy_level=4", "accuracy_level is of weights in blocks of ONNX Runtime: int4, int8-weights"),
+            ("int4:accuracy_level=5", "accuracy_level is 5, and can be 0, 1, 2, 3, 4"),
+            ({"precision": "int4", "accuracy_level": True}, "accuracy_level is 'True', and can be 0"),
+            ("int4:algorithm=hqq:accuracy_level=4", "accuracy_level has no effect with hqq"),
+            (
+                "int4:format=qdq:accuracy_level=4",
+                "accuracy_level is of MatMulNBits, which the format qdq",
+            ),
+            ("int4:accuracy_level", "'accuracy_level' is no field of a precision; write FIELD=VALUE"),
+            ("int4:acuracy_level=0", "has no field 'acuracy_level'; nearest: 'accuracy_level'"),
+        ],
+    )
+    def test_refused(self, net: Path, precision: Any, problem: str) -> None:
+        with pytest.raises(InputError, match=problem):
+            htp_export.quantize(net, {"first": precision})
+
+
 def test_symmetric_weights_have_no_zero_points(net: Path) -> None:
     plan = {"class:Linear": {"precision": "int4", "symmetric": True}}
     result = htp_export.quantize(net, plan)

@@ -109,6 +109,7 @@ def test_a_precision_is_for_the_whole_model(
         (["--rule", "frist=int8", "-o", "q.onnx"], "selector 'frist': matches no module; nearest: 'first'"),
         (["--rule", "first", "-o", "q.onnx"], "--rule first: write SELECTOR=PRECISION, as in --rule first=PRECISION"),
         (["--rule", "first=int5", "-o", "q.onnx"], "--rule first=int5: there is no precision 'int5'; there are int8"),
+        (["--rule", "first=int4:accuracy_level=9", "-o", "q.onnx"], "--rule first=int4:accuracy_level=9: precision"),
         (["--rule", "norm=int4", "-o", "q.onnx"], "--rule norm=int4: no operator of module 'norm' takes int4"),
         (["plan.yaml", "-o", "q.onnx", "--data", "none.npz"], "none.npz: cannot be read"),
         (["int9", "-o", "q.onnx"], "no file and no precision 'int9'; there are int8, u8s8"),

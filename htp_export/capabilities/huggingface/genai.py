@@ -12,10 +12,10 @@ them; nothing else depends on which of these it is (``IsQwenVLFamily`` in ``src/
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,16 +26,15 @@ from htp_export.capabilities.huggingface.companions import copy_companions, writ
 from htp_export.capabilities.huggingface.configs import find
 from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import read_model
-from htp_export.files.text_files import named_if_unwritable, write_json
+from htp_export.files.targets import Kind
+from htp_export.files.text_files import named_if_unwritable, read_json, write_json, write_text
+from htp_export.runtime.generating import CACHE
 
-__all__ = ["GENAI_CONFIG", "check_genai", "genai_config", "write_genai"]
+__all__ = ["GENAI_CONFIG", "check_genai", "genai_config", "note_shared_cache", "shares_cache", "write_genai"]
 
 GENAI_CONFIG = "genai_config.json"
 
 _log = logging.getLogger(__name__)
-
-_CACHE = re.compile(r"(?P<before>.*?)(?P<layer>\d+)\.(?P<kind>key|value)(?P<after>s?)", re.DOTALL)
-"""``past_key_values.0.key`` as optimum has it, ``input.past_key_values.layers.0.keys`` as transformers has it."""
 
 _TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """What GenAI gives a decoder besides its cache."""
@@ -84,7 +83,7 @@ def _cache_among(tensors: Iterable[ir.Value]) -> _Caches | None:
     """
     found: dict[str, dict[str, dict[int, ir.Value]]] = {"key": {}, "value": {}}
     for tensor in tensors:
-        match = _CACHE.fullmatch(str(tensor.name))
+        match = CACHE.fullmatch(str(tensor.name))
         if match is not None:
             pattern = f"{match['before']}%d.{match['kind']}{match['after']}"
             found[match["kind"]].setdefault(pattern, {})[int(match["layer"])] = tensor
@@ -146,8 +145,46 @@ def genai_config(
             "vocab_size": vocabulary,
             "decoder": {key: value for key, value in decoder.items() if value is not None},
         },
-        "search": {**_search(generation_config), "max_length": context, "past_present_share_buffer": False},
+        "search": {
+            **_search(generation_config),
+            "max_length": context,
+            "past_present_share_buffer": shares_cache(model.graph),
+        },
     }
+
+
+def shares_cache(graph: ir.Graph) -> bool:
+    """Whether the cache that a decoder takes and the one that it returns can be one buffer, of the longest length.
+
+    They can if nothing but ``GroupQueryAttention`` of ONNX Runtime reads and writes them: it is told how much of the
+    buffer is used.
+    """
+    past, present = _caches(graph)
+    taken, given = past.names(), present.names()
+    places = [(use.node, use.idx) for value in graph.inputs if value.name in taken for use in value.uses()]
+    read = all(_is_grouped(node) and place in (3, 4) for node, place in places)
+    return read and all(_is_grouped(value.producer()) for value in graph.outputs if value.name in given)
+
+
+def _is_grouped(node: ir.Node | None) -> bool:
+    return node is not None and (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention")
+
+
+def note_shared_cache(graph: ir.Graph, file: str | os.PathLike[str]) -> None:
+    """Let the ``genai_config.json`` beside a file that was changed say whether its caches can be one buffer.
+
+    Nothing is done where there is none, or where it is that of another file.
+    """
+    path = Path(file)
+    config = path.with_name(GENAI_CONFIG)
+    content: Any = read_json(config) if config.is_file() else None
+    try:
+        named, search = content["model"]["decoder"]["filename"], content["search"]
+        if named == path.name and search["past_present_share_buffer"] != shares_cache(graph):
+            content["search"] = {**search, "past_present_share_buffer": shares_cache(graph)}
+            write_text(config, json.dumps(content, indent=2, ensure_ascii=False) + "\n", Kind.JSON)
+    except (KeyError, TypeError, InputError):  # of stages, or of a model that GenAI does not run
+        return
 
 
 def _three_files(graph: ir.Graph, config: Any) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class Bookkeeping:
                 order.setdefault(owner, place)
         self._tagging = Tagging(order, tagged.hierarchy.called, tagged.calls)
         self._signatures = tagged.signatures if tagged.source == "htp" else {}
+        self._taps = tagged.taps
         calls = [call for calls in self._signatures.values() for call in calls]
         values = tagged.values
         self._where = {name: values.get(name) for call in calls for name in call.taken | call.given}
@@ -193,7 +194,7 @@ class Bookkeeping:
     def _find_fates(self) -> dict[str, tuple[str, ...]]:
         if not self._signatures:
             return {}
-        was, index = self.hierarchy, GraphIndex(self.model, self._work)
+        was, index = self.hierarchy, GraphIndex(self.model, self._work, self._taps)
         evidence = SignatureEvidence(index, was, self.signatures, self._lost, self._excused)
         self.hierarchy, _ = find_fates(was, evidence)
         return {

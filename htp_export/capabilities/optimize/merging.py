@@ -12,7 +12,7 @@ are the removed nodes, and the nodes that replace them.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -186,6 +186,12 @@ class PassDifference:
         return frozenset(value for value in dependent if value is not None)
 
     @cached_property
+    def live_added(self) -> frozenset[ir.Node]:
+        """The new nodes that depend on values of the model's inputs."""
+        dependent = dependence(self.after.steps, self.after.given)
+        return frozenset(node for node in self.added if any(value in dependent for value in node.outputs))
+
+    @cached_property
     def _standing(self) -> frozenset[ir.Value]:
         return frozenset(self.equal.values())
 
@@ -219,6 +225,7 @@ class Tagging:
     def update(self, difference: PassDifference) -> None:
         """Tag the nodes that a pass added or merged others into, and set ``merged`` of its changes."""
         work: defaultdict[ir.Node, _Groups] = defaultdict(list)
+        results: Counter[int] = Counter()  # results for which the work of a removed node is done anew, by its metadata
         before, after = difference.before, difference.after
         for old, new in list(difference.equal.items()):
             maker = after.makers.get(new)
@@ -227,9 +234,11 @@ class Tagging:
             replaced, ends = difference.replaced(old)
             if maker in difference.added:
                 # Nodes that compute on constants and sizes are replaced by no node, unless there are no others.
-                done = [gone for gone in replaced if gone in difference.live] or replaced
+                live = [gone for gone in replaced if gone in difference.live] or replaced
+                done = [before.nodes[gone].metadata for gone in live]
+                results.update(map(id, done))
                 for node in difference.replacing(new):
-                    work[node].append([before.nodes[gone].metadata for gone in done])
+                    work[node].append(done)
             elif replaced and new not in ends:
                 for gone, remaining in _twins(difference, old, new):
                     if gone not in difference.live and not difference.same(gone, remaining):
@@ -239,8 +248,13 @@ class Tagging:
                     if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(remaining.metadata_props):
                         work[remaining] += [[remaining.metadata_props], [before.nodes[gone].metadata]]
                         difference.merged[remaining] = None
+        for node in difference.added.keys() - difference.live_added:
+            if len(work.get(node, ())) > 1:  # sizes that several results need, whose work they do not do
+                del work[node]
+        for groups in work.values():
+            groups[:] = [_for_one_result(group, results) for group in groups]
         tagged = {node for node, groups in work.items() if self._tag_as_replaced(node, groups)}
-        self._tag_by_neighbours([node for node in reversed([*difference.added]) if node not in tagged])
+        self._tag_by_neighbours([node for node in reversed([*difference.added]) if node not in tagged], difference)
 
     def _tag_as_replaced(self, node: ir.Node, merged: _Groups) -> bool:
         """Tag a node that replaces others; False if none of them has owners."""
@@ -259,8 +273,11 @@ class Tagging:
         self._tag(node, entries, reason)
         return True
 
-    def _tag_by_neighbours(self, nodes: Sequence[ir.Node]) -> None:
-        """Tag new nodes that replace none, from the last: by their consumers, or else by their producers."""
+    def _tag_by_neighbours(self, nodes: Sequence[ir.Node], difference: PassDifference) -> None:
+        """Tag new nodes that replace none, from the last: by their consumers, or else by their producers.
+
+        What is computed of sizes for several modules belongs to the module above them, as in an export.
+        """
         for node in nodes:
             tags.tag_node(node.metadata_props, {})
         for neighbours, ordered in ((ir.Node.successors, nodes), (ir.Node.predecessors, nodes[::-1])):
@@ -269,6 +286,11 @@ class Tagging:
                 entries = [metadata for metadata in around if tags.MODULE in metadata]
                 if entries and tags.MODULE not in node.metadata_props:
                     self._tag(node, entries, Reason.FLOW)
+                    owners = tags.owners_of(node.metadata_props)
+                    if len(owners) > 1 and node not in difference.live_added:
+                        above = tags.common_ancestor(owners)
+                        module = above if above in self.called else tags.nearest_above(above, self.called) or ""
+                        tags.tag_node(node.metadata_props, tags.node_tags([module], Reason.FLOW, self.called))
 
     def _tag(self, node: ir.Node, entries: Sequence[Mapping[str, str]], reason: str) -> None:
         """Give a node the owners and calls of some others."""
@@ -277,6 +299,17 @@ class Tagging:
         owners = sorted(every, key=lambda path: self.order.get(path, 0))
         calls = self.calls.encode_merged_calls(tuple(owners), works)
         tags.tag_node(node.metadata_props, tags.node_tags(owners, reason, self.called, calls))
+
+
+def _for_one_result(group: list[Mapping[str, str]], results: Mapping[int, int]) -> list[Mapping[str, str]]:
+    """What one result needs of replaced nodes: of a node that several modules shared, the work for its own module.
+
+    A shared node that is done anew for several results is left out if what else is replaced says whose result this is.
+    """
+    shared = [entry for entry in group if results[id(entry)] > 1 and entry.get(tags.REASON) == Reason.SHARED]
+    own = {owner for entry in group if all(entry is not each for each in shared) for owner in tags.owners_of(entry)}
+    left_out = {id(entry) for entry in shared if own.intersection(tags.owners_of(entry))}
+    return [entry for entry in group if id(entry) not in left_out]
 
 
 def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:

@@ -77,6 +77,8 @@ def optimize(
         >>> result.nodes_after <= result.nodes_before, result.max_abs <= 1e-5
         (True, True)
     """
+    from htp_export.capabilities.huggingface.genai import note_shared_cache
+
     check_target(output)
     chosen = choose(passes, level)
     original = read_flat(model, others=False)
@@ -90,6 +92,7 @@ def optimize(
     optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
     if output is not None:
         write_model(optimized.model, output, external_data, share_weights=share_weights)
+        note_shared_cache(optimized.model.graph, output)
     return Optimized(
         nodes_before,
         len(optimized.nodes),

@@ -21,6 +21,7 @@ LEVELS: tuple[Level, ...] = ("exact", "tolerant", "fused")
 _FOLDER = "htp_export.capabilities.optimize.passes"
 
 DEFAULT = (
+    "fuse_group_query_attention",
     "fuse_for_onnxruntime",
     "eliminate_dead_nodes",
     "eliminate_identity_ops",
@@ -33,6 +34,7 @@ DEFAULT = (
     "merge_reshapes",
     "merge_layout_ops",
     "merge_slices",
+    "eliminate_whole_gathers",
     "eliminate_expands",
     "cleanup_attention",
     "simplify_arithmetic",

@@ -17,6 +17,7 @@ from htp_export.capabilities.optimize.merging import PassDifference
 from htp_export.capabilities.optimize.registry import Level, PassInfo
 from htp_export.capabilities.optimize.results import Change, PassReport
 from htp_export.editing.editing import stand_in
+from htp_export.editing.outputs import without_defaults
 from htp_export.errors import FileError, InputError, PassError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.tagged import TaggedModel
@@ -187,7 +188,7 @@ class Pipeline:
         self.running = account.info.name
         held = {value for name in account.held if (value := books.tensor(name)) is not None}
         try:
-            with _barriers(books.model.graph, held):
+            with _barriers(books.model.graph, held), without_defaults(books.model.graph):
                 result = account.info.make()(books.model)
             _take_barriers(result.model.graph)
             books.model = result.model

@@ -57,7 +57,9 @@ def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
         for stage in partition.stages:
             options |= stage.session_config
         pipeline = {**decoder_settings, "session_options": options, "pipeline": stages}
-        write_json(folder / GENAI_CONFIG, {"model": {**model_settings, "decoder": pipeline}, "search": search})
+        unshared = {"past_present_share_buffer": False}  # stages of such files are not tried
+        settings = search | {name: unshared[name] for name in search.keys() & unshared.keys()}
+        write_json(folder / GENAI_CONFIG, {"model": {**model_settings, "decoder": pipeline}, "search": settings})
         copy_companions(file.parent, folder)
         return partition
 

@@ -44,6 +44,7 @@ class Method:
         weights: Types that weights can have.
         calibrations: Ways to choose ranges.
         algorithms: Ways to round weights.
+        accuracy_levels: Levels of arithmetic of products with weights in blocks; none if there is no such attribute.
         formats: Ways to write what was quantized.
         options: Names of fields of plans that this method alone knows; `check` checks their values.
         order: Methods with smaller numbers are applied first; what is measured later sees what they made.
@@ -55,6 +56,7 @@ class Method:
     weights: ClassVar[tuple[str, ...]]
     calibrations: ClassVar[tuple[str, ...]] = ("minmax",)
     algorithms: ClassVar[tuple[str, ...]] = ("default",)
+    accuracy_levels: ClassVar[tuple[int, ...]] = ()
     formats: ClassVar[tuple[str, ...]] = ("default",)
     options: ClassVar[tuple[str, ...]] = ()
     order: ClassVar[int] = 0
@@ -151,6 +153,9 @@ class Precision:
         options: What the engine's method takes besides, such as ``{"awq": True}``. In plans these are fields like the
             others.
         bits: Bits of a weight.
+        accuracy_level: The arithmetic of products with weights in blocks (``weights``), as the attribute of
+            ``MatMulNBits`` has it: 4 for int8, 1 for fp32, 0 for no attribute, which ONNX Runtime's CPU reads as 1.
+            None for 4, which is the fastest.
 
     Raises:
         InputError: If the fields do not go together.
@@ -176,6 +181,7 @@ class Precision:
     engine: str = ENGINE
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     bits: int = 0
+    accuracy_level: int | None = None
 
     def __post_init__(self) -> None:
         """Check that the fields go together; the bits follow from the type of the weights."""
@@ -190,6 +196,8 @@ class Precision:
         self.check("format", self.format, how.formats)
         if not isinstance(self.block_size, int) or self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise self.fault(f"block_size is {self.block_size!r}, not 16, 32, 64, 128, ...")
+        if self.accuracy_level is not None:
+            self._check_level(self.accuracy_level, how.accuracy_levels)
         bits = _BITS[self.weight]
         if self.bits not in (0, bits):
             raise self.fault(f"{self.weight} has {bits} bits, not {self.bits!r}")
@@ -232,6 +240,11 @@ class Precision:
         if value not in (listed := list(allowed)):
             engine = "" if self.engine == ENGINE or what == "engine" else f"with the engine {self.engine!r}, "
             raise self.fault(f"{engine}{what} is {value!r}, and can be {', '.join(map(str, listed))}")
+
+    def _check_level(self, level: Any, allowed: Sequence[int]) -> None:
+        if not allowed:
+            raise self.fault("accuracy_level is of weights in blocks of ONNX Runtime: int4, int8-weights")
+        self.check("accuracy_level", str(level) if isinstance(level, bool) else level, allowed)
 
     def _nearest(self, word: str) -> str:
         known = [*FIELDS, *self.how.options]

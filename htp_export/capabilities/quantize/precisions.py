@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,11 +40,14 @@ PRECISIONS: Mapping[str, Precision] = {
 def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Precision:
     """The precision that a value of a plan stands for: its name, or a mapping with it as ``precision``.
 
-    ``named``: Those that there are by name.
+    A name with fields, as in ``int4:block_size=128:accuracy_level=0``, is the name of the precision that has them.
+    ``named``: The precisions that have a name.
 
     Examples:
         >>> precision_of("int4").block_size, precision_of({"precision": "int4", "block_size": 128}).block_size
         (32, 128)
+        >>> precision_of("int4:block_size=128").block_size
+        128
     """
     if isinstance(value, Precision):
         return value
@@ -56,9 +61,22 @@ def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Pre
             raise InputError(f"precision 'auto' has no fields, and {', '.join(map(repr, given))} is given")
         fields = {key: given.pop(key) for key in FIELDS if key in given}
         return dataclasses.replace(base, **{"bits": 0, "options": {**base.options, **given}, **fields})
+    if isinstance(value, str) and value.partition(":")[0] in named and ":" in value:
+        name, *written = value.split(":")
+        return precision_of({"precision": name, **dict(map(_field, written)), "name": value}, named)
     if not isinstance(value, str) or value not in named:
         raise InputError(f"there is no precision {value!r}; there are {', '.join(named)}")
     return named[value]
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """A field and its value."""
+    name, found, value = text.partition("=")
+    if not (name and found and value):
+        raise InputError(f"{text!r} is no field of a precision; write FIELD=VALUE, as in int4:accuracy_level=0")
+    with contextlib.suppress(ValueError):  # numbers, true and false; others are words
+        return name, json.loads(value)
+    return name, value
 
 
 def precisions_of(plan: Mapping[str, Any] | str, named: Mapping[str, Precision] = PRECISIONS) -> dict[str, Precision]:

@@ -21,6 +21,7 @@ from htp_export.files.slots import slots
 from htp_export.model.content_hash import content_hash
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array, nan_in
+from htp_export.runtime.generating import Decoder
 from htp_export.runtime.metrics import Metric, metric_value, outputs_of
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 from htp_export.runtime.timing import median_times
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from htp_export.capabilities.quantize.precisions import Precision
     from htp_export.runtime.data import Data, Samples
 
-__all__ = ["Measurement", "Measurer", "Plan", "Pruning", "digest_of"]
+__all__ = ["Measurement", "Measurer", "Plan", "Prompts", "Pruning", "digest_of"]
 
 Plan: TypeAlias = "Mapping[str, Precision]"
 Pruning: TypeAlias = "Mapping[str, Sparsity]"
@@ -47,6 +48,9 @@ class Measurement(Deviation):
         bytes: Size of all tensors of the model.
         latency_ms: Median time of a run; None if it was not measured.
         metric: The user's number; None without one.
+        tokens: Share of greedy tokens that are the original's, if the model goes on with the original's; None without
+            such tokens. Then the deviation is that of the logits, ``kl`` the mean over tokens.
+        time_ms: Time of the loop that generates them, a prompt; None without.
         nonzeros: Elements of the weights, as ``prune`` counts them, that are neither zero nor removed, before they are
             quantized; None in what was measured by an earlier version.
     """
@@ -55,6 +59,8 @@ class Measurement(Deviation):
     latency_ms: float | None = None
     metric: float | None = None
     nonzeros: int | None = None
+    tokens: float | None = None
+    time_ms: float | None = None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
@@ -73,13 +79,32 @@ def digest_of(model: ir.Model, feeds: Iterable[Mapping[str, Array]], settings: S
     return digest.hexdigest()[:32]
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of a decoder, ids of tokens ``[batch, length]`` each, and how many tokens follow."""
+
+    decoder: Decoder
+    ids: Sequence[Array]
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What a model computed: its outputs in each run, and times in ms."""
+
+    outputs: list[dict[str, Array]]
+    latency_ms: float | None = None
+    time_ms: float | None = None
+
+
 @dataclass(eq=False)
 class Measurer:
     """Measures plans for one model, without functions, on one set of data; the original runs once.
 
     ``samples`` are compared, and calibrate unless ``calibration`` does. ``runs`` are timed, after some to warm up; 0
     for no times. ``results`` is a file of finished runs, a journal of Optuna. ``finished`` may be replaced before
-    anything is measured, by what shares runs with other processes.
+    anything is measured, by what shares runs with other processes. With ``prompts``, the outputs are the logits of the
+    tokens that a decoder generates, and ``samples`` calibrate.
     """
 
     tagged: TaggedModel
@@ -89,6 +114,7 @@ class Measurer:
     settings: SessionSettings = field(default_factory=SessionSettings)
     results: Any = None
     calibration: Data | None = None
+    prompts: Prompts | None = None
 
     @cached_property
     def feeds(self) -> list[Mapping[str, Array]]:
@@ -106,7 +132,7 @@ class Measurer:
     @cached_property
     def expected(self) -> list[dict[str, Array]]:
         """The outputs of the original, for each of the inputs."""
-        outputs, _ = self._run(self.tagged, 0)
+        outputs = self._run(self.tagged, 0).outputs if self.prompts is None else self._generated(self.tagged).outputs
         for number, run in enumerate(outputs):
             for name in nan_in(run):
                 if np.isnan(run[name]).all():
@@ -168,24 +194,48 @@ class Measurer:
         return measured
 
     def _measured(self, tagged: TaggedModel, nonzeros: int | None = None) -> Measurement:
-        outputs, latency = self._run(tagged, self.runs)
-        number = None if self.metric is None else metric_value(self.metric, outputs)
-        errors = OutputErrors()
-        for expected, actual in zip(self.expected, outputs, strict=True):
+        ran = self._run(tagged, self.runs) if self.prompts is None else self._generated(tagged, self.expected)
+        number = None if self.metric is None else metric_value(self.metric, ran.outputs)
+        errors, same = OutputErrors(), []
+        for expected, actual in zip(self.expected, ran.outputs, strict=True):
             errors.add(expected, actual)
-        size = sum(slot.tensor.nbytes for slot in slots(tagged.model))
-        return Measurement(**vars(errors.result()), bytes=size, latency_ms=latency, metric=number, nonzeros=nonzeros)
+            if self.prompts is not None:
+                [(one, other)] = zip(expected.values(), actual.values(), strict=True)
+                same.append(np.mean(one.argmax(-1) == other.argmax(-1)))
+        return Measurement(
+            **vars(errors.result()),
+            bytes=sum(slot.tensor.nbytes for slot in slots(tagged.model)),
+            latency_ms=ran.latency_ms,
+            metric=number,
+            nonzeros=nonzeros,
+            tokens=float(np.mean(same)) if same else None,
+            time_ms=ran.time_ms,
+        )
 
-    def _run(self, tagged: TaggedModel, runs: int) -> tuple[list[dict[str, Array]], float | None]:
+    def _generated(self, tagged: TaggedModel, expected: Sequence[Mapping[str, Array]] | None = None) -> _Ran:
+        """The logits of the tokens that follow each prompt: with what is expected, of the same tokens."""
+        assert self.prompts is not None
+        loop, count = self.prompts.decoder, self.prompts.new_tokens
+        following = [None if expected is None else expected[k]["logits"].argmax(-1) for k in range(len(self.feeds))]
+        with temporary_folder() as folder:
+            session = Session(RunnableModel.of(tagged.model, "the decoder", folder), self.settings)
+            loop.generate(session, self.prompts.ids[0], 2)  # to warm up
+            made = [
+                loop.generate(session, ids, count, tokens)
+                for ids, tokens in zip(self.prompts.ids, following, strict=True)
+            ]
+        return _Ran([{"logits": each.logits} for each in made], time_ms=sum(each.ms for each in made) / len(made))
+
+    def _run(self, tagged: TaggedModel, runs: int) -> _Ran:
         """The outputs for each of the inputs, and the median time of further runs on the first ones."""
         with temporary_folder() as folder:
             name = tagged.hierarchy.root.simple_class or "model"
             runnable = RunnableModel.of(tagged.model, name, folder)
             outputs = outputs_of(runnable, self.feeds, self.settings)
             if not runs:
-                return outputs, None
+                return _Ran(outputs)
             [latency] = median_times([Session(runnable, self.settings)], self.feeds[:1], runs)
-            return outputs, latency
+            return _Ran(outputs, latency)
 
 
 def key_of(plan: Plan, pruning: Pruning = _NOTHING) -> str:

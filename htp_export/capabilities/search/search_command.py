@@ -26,6 +26,11 @@ EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
 PLACE = ("Compress", 3)
 IDLE = (
     Idle(("study", "grace"), lambda given: given["storage"] is None, "it is for --storage"),
+    Idle(
+        ("new_tokens",),
+        lambda given: {"tokens", "time"}.isdisjoint(",".join(given["objective"] or ()).split(",")),
+        "it is for --objective tokens and time",
+    ),
     Idle(("runs",), lambda given: "latency" not in ",".join(given["objective"] or ()), "it is for --objective latency"),
 )
 
@@ -40,7 +45,14 @@ def search_command(
         list[str] | None,
         "By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8 (auto,fp32).",
     ] = None,
-    objective: Annotated[list[str] | None, "By comma, of error, size, latency, metric, nonzeros (error,size)."] = None,
+    objective: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--objective",
+            "--objectives",
+            help="By comma, of error, size, latency, metric, nonzeros; of a decoder tokens, time (error,size).",
+        ),
+    ] = None,
     metric: MetricOption = None,
     select: SelectOption = None,
     depth: DepthOption = None,
@@ -55,6 +67,7 @@ def search_command(
     runs: Annotated[
         int, typer.Option(min=1, max=MOST_RUNS, help="Timed runs of each plan, for the objective latency.")
     ] = 20,
+    new_tokens: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Tokens after each prompt.")] = 64,
     seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0,
     output: Annotated[Path | None, "A folder for the plans of the front, and its picture.", Writes()] = None,
     as_json: JsonOption = False,
@@ -89,6 +102,7 @@ def search_command(
                 study=study,
                 metric=read_metric(metric),
                 runs=runs,
+                new_tokens=new_tokens,
                 grace=grace,
             )
     except KeyboardInterrupt as stopped:

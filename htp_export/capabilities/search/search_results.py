@@ -16,6 +16,7 @@ from htp_export.results.tag_facts import TagFacts
 __all__ = [
     "LARGER_IS_BETTER",
     "OBJECTIVES",
+    "OF_DECODERS",
     "ORIGINS",
     "Search",
     "SearchInterrupted",
@@ -24,8 +25,10 @@ __all__ = [
     "trial_columns",
 ]
 
-OBJECTIVES = ("error", "size", "latency", "metric", "nonzeros")
-LARGER_IS_BETTER = ("metric",)
+OBJECTIVES = ("error", "size", "latency", "metric", "nonzeros", "tokens", "time")
+OF_DECODERS = ("tokens", "time")
+"""Objectives of which the loop that generates tokens is run."""
+LARGER_IS_BETTER = ("metric", "tokens")
 ORIGINS = ("front", "uniform", "sampler")
 _KEPT = "fp32"
 
@@ -37,7 +40,8 @@ class Trial(PlainData):
     Attributes:
         number: Its number in the study; None for the same choice in the whole model.
         plan: Selector → name of a precision, or a mapping of its fields: a plan for ``quantize``.
-        values: Objective → value: ``error``, ``size`` in bytes, ``latency`` in ms, ``metric``, ``nonzeros``.
+        values: Objective → value: ``error``, ``size`` in bytes, ``latency`` in ms, ``metric``, ``nonzeros``,
+            ``tokens``, a share, and ``time`` in ms.
         origin: ``front`` of the additive problem, ``uniform``, or ``sampler``.
         measured: All that was measured, as plain data.
         prune: Selector → what is removed before: a plan for ``prune``; empty if nothing is.
@@ -89,8 +93,8 @@ class Search(Result):
         trials: The measured plans: those of the study in their order, then those of one choice for the whole model.
         failed: Number of trials that could not be measured.
         modules: Module path → what it may become.
-        predicted: Points of the front of the additive problem: the first objective of ``size``, ``latency`` and
-            ``nonzeros``, and error, as sums over modules.
+        predicted: Points of the front of the additive problem: the first objective of ``size``, ``latency``, ``time``
+            and ``nonzeros``, and error, as sums over modules.
         exact: Whether these are all points of that front.
         notes: Remarks on the data, and on choices that modules cannot have, a line each.
         tags: The tags of the model.
@@ -159,11 +163,13 @@ def _value_column(name: str) -> Column[Trial]:
         "error": "{:.2e}".format,
         "size": lambda value: si(value, "B"),
         "latency": "{:.3f}".format,
+        "time": "{:.3f}".format,
+        "tokens": "{:.2%}".format,
         "nonzeros": "{:,.0f}".format,
     }
     return Column(
         name,
-        f"{name} ms" if name == "latency" else name,
+        f"{name} ms" if name in ("latency", "time") else name,
         lambda trial: trial.values[name],
         text=texts.get(name, "{:.4f}".format),
     )

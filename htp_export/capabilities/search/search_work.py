@@ -26,7 +26,7 @@ from htp_export.process.progress import counted
 
 __all__ = ["SearchWork"]
 
-_COSTS = ("size", "latency", "nonzeros")
+_COSTS = ("size", "latency", "time", "nonzeros")
 """Objectives of which sums over modules are computed, with the errors."""
 
 
@@ -194,5 +194,7 @@ def _values(found: Measurement) -> dict[str, float]:
         "size": float(found.bytes),
         "latency": float("nan") if found.latency_ms is None else found.latency_ms,
         "metric": float("nan") if found.metric is None else found.metric,
+        "tokens": float("nan") if found.tokens is None else found.tokens,
+        "time": float("nan") if found.time_ms is None else found.time_ms,
         "nonzeros": float("nan") if found.nonzeros is None else float(found.nonzeros),
     }

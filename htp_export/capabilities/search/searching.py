@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.search.measuring import Measurer, digest_of
-from htp_export.capabilities.search.search_results import LARGER_IS_BETTER, OBJECTIVES, Search, SearchInterrupted, Trial
+from htp_export.capabilities.search.measuring import Measurer, Prompts, digest_of
+from htp_export.capabilities.search.search_results import (
+    LARGER_IS_BETTER,
+    OBJECTIVES,
+    OF_DECODERS,
+    Search,
+    SearchInterrupted,
+    Trial,
+)
 from htp_export.capabilities.search.search_work import SearchWork
 from htp_export.capabilities.search.sensitivities import RANDOM_NOTE
 from htp_export.capabilities.search.spaces import Decision, SearchSpace, Space, read_space
@@ -14,20 +22,24 @@ from htp_export.capabilities.search.studies import SAMPLERS, SharedStudy
 from htp_export.command.interrupts import stems_from_interrupt
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
+from htp_export.files.filesystem import temporary_folder
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource
+from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.process.bounds import MOST_RUNS, check_whole
 from htp_export.process.progress import report_counts
+from htp_export.runtime.generating import Decoder
 from htp_export.runtime.metrics import Metric
-from htp_export.runtime.sessions import SessionSettings
+from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 
 if TYPE_CHECKING:
-    from htp_export.runtime.data import Data
+    from htp_export.runtime.data import Data, Samples
 
 __all__ = ["search"]
 
 _TIMED_RUNS = 20
 _BEFORE_SAMPLER = 0.75  # of the trials: with some dozens, plans near the front are better than those of any sampler
+_RANDOM_PROMPTS = 2
+RANDOM_PROMPTS = "the prompts are random tokens of the vocabulary: on real prompts other tokens may agree"
 _REFINED_AT_ONCE = 4  # then predictions use what was measured of them
 
 
@@ -49,6 +61,7 @@ def search(
     study: str = "htp_export",
     metric: Metric | None = None,
     runs: int = _TIMED_RUNS,
+    new_tokens: int = 64,
     first: int = 20,
     calibration: Data | None = None,
     grace: float = 60.0,
@@ -76,8 +89,10 @@ def search(
             module as it is; ``"auto"`` is one precision for all modules that have it. Modules that may only be dropped
             or stay may have others inside.
         objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors), ``latency``, ``metric``, and
-            ``nonzeros`` (elements of weights that are neither zero nor removed).
-        data: Inputs, as for ``sensitivity``.
+            ``nonzeros`` (elements of weights that are neither zero nor removed). Of a decoder with a key-value cache,
+            also ``tokens``, the share of greedy tokens that agree with the original's, and ``time``, in ms, of the loop
+            that generates them, prompt included; ``error`` is then that of their logits.
+        data: Inputs, as for ``sensitivity``; with ``tokens`` or ``time`` prompts, ``input_ids`` alone.
         dims: Name of an open dimension → size, as for ``sensitivity``.
         shapes: For random inputs: input name → shape.
         select: For choices alone: the modules, as for ``sensitivity``.
@@ -91,6 +106,7 @@ def search(
         metric: The number behind the objective ``metric``: called with the outputs, name → array, for each of the
             inputs; larger is better.
         runs: Runs that are timed for the objective ``latency``.
+        new_tokens: With ``tokens`` or ``time``, the tokens that follow each prompt.
         first: Plans of the computed front that are measured first.
         calibration: Inputs for calibration; None for ``data``.
         grace: Seconds without a sign of another process after which what it has begun is taken up.
@@ -125,6 +141,7 @@ def search(
         raise InputError(f"there is no sampler {sampler!r}; there are {', '.join(SAMPLERS)}")
     check_whole("trials", trials, 1, MOST_RUNS)
     check_whole("runs", runs, 1, MOST_RUNS)
+    check_whole("new_tokens", new_tokens, 1, MOST_RUNS)
     tagged = read_flat(model)
     serving = Serving(tagged, dims, shapes)
     choices = read_space(tagged, space, select, depth, serving)
@@ -134,14 +151,18 @@ def search(
     settings = SessionSettings(tuple(providers))
     settings.check()
     timed = runs if "latency" in wanted else 0
-    measurer = Measurer(tagged, samples, metric, timed, settings, None, calibration)
+    prompts, note = None, RANDOM_NOTE
+    if not {*OF_DECODERS}.isdisjoint(wanted):
+        prompts, note = _prompts(tagged, samples, settings, new_tokens), RANDOM_PROMPTS
+    feeds = samples if prompts is None else replace(samples, given=list(map(prompts.decoder.first_feed, prompts.ids)))
+    measurer = Measurer(tagged, feeds, metric, timed, settings, None, calibration, prompts)
     shared = SharedStudy(
         storage,
         study,
         ["maximize" if name in LARGER_IS_BETTER else "minimize" for name in wanted],
         grace=grace,
         facts={
-            "model and data": digest_of(tagged.model, measurer.feeds, (timed,)),
+            "model and data": digest_of(tagged.model, measurer.feeds, (timed, *([new_tokens] if prompts else ()))),
             "objectives": list(wanted),
             "choices": choices.written,
         },
@@ -154,7 +175,7 @@ def search(
     shared.enqueue(work.first_plans(fronts, min(first, trials)))
     predicted = next(iter(fronts.values()))
 
-    def result(measured: tuple[Trial, ...]) -> Search:
+    def result(measured: tuple[Trial, ...], *, stopped: bool = False) -> Search:
         return Search(
             wanted,
             measured,
@@ -164,11 +185,12 @@ def search(
             predicted.exact,
             (
                 *serving.notes,
-                *([RANDOM_NOTE] if samples.random else []),
+                *([note] if samples.random else []),
                 *measurer.remarks,
                 *work.space.problems,
                 *_dense(choices, wanted),
                 *shared.problems,
+                *(() if stopped else shared.why_fewer(trials)),
             ),
             tagged.tag_facts,
         )
@@ -180,7 +202,19 @@ def search(
     except BaseException as error:
         if not stems_from_interrupt(error):
             raise
-        raise SearchInterrupted(result(work.finished(fronts.values()))) from error
+        raise SearchInterrupted(result(work.finished(fronts.values()), stopped=True)) from error
+
+
+def _prompts(tagged: TaggedModel, samples: Samples, settings: SessionSettings, new_tokens: int) -> Prompts:
+    """The prompts of a decoder, random ones without data; an `InputError` if the model generates no tokens."""
+    decoder = Decoder.of(tagged.model)
+    if samples.random:
+        with temporary_folder() as folder:
+            session = Session(RunnableModel.of(tagged.model, "the decoder", folder), settings)
+            ids = [decoder.random_prompt(session, samples.seed + number) for number in range(_RANDOM_PROMPTS)]
+    else:
+        ids = [next(iter(run.values())) for run in replace(samples, inputs=decoder.of_prompts)]
+    return Prompts(decoder, ids, new_tokens)
 
 
 def _measure_plans(
@@ -212,6 +246,8 @@ def _check_objectives(objectives: Sequence[str], metric: Metric | None) -> tuple
     unknown = [name for name in wanted if name not in OBJECTIVES]
     if unknown or not wanted or len(set(wanted)) < len(wanted):
         raise InputError(f"objectives are some of {', '.join(OBJECTIVES)}, not {', '.join(map(str, wanted)) or 'none'}")
+    if "latency" in wanted and not {*OF_DECODERS}.isdisjoint(wanted):
+        raise InputError("with tokens or time, a decoder is run in its loop, whose time is 'time'; leave out latency")
     if ("metric" in wanted) != (metric is not None):
         raise InputError("the objective 'metric' and the function metric go together; give both, or neither")
     return wanted

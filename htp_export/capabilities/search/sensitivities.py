@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from htp_export.capabilities.search.estimates import estimated_errors
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.sensitivity_results import BlockSensitivity, ModuleSensitivity, Sensitivity
-from htp_export.capabilities.search.spaces import deciding_modules
+from htp_export.capabilities.search.spaces import deciding_modules, two_named
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -33,6 +33,7 @@ __all__ = ["RANDOM_NOTE", "sensitivity"]
 _Rows: TypeAlias = Mapping[tuple[str, str], ModuleSensitivity]
 """Module path and precision → what is known."""
 
+ESTIMATE_NOTE = "these are estimates: their ranking had a correlation of 0.54 with the measured one"
 RANDOM_NOTE = "the inputs are random: errors on real data may be others, and an accuracy means nothing"
 
 
@@ -134,7 +135,7 @@ def sensitivity(
     notes = (
         *serving.notes,
         *([RANDOM_NOTE] if samples.random else []),
-        *([] if estimate else measurer.remarks),
+        *([ESTIMATE_NOTE] if estimate else measurer.remarks),
         *problems,
     )
     return Sensitivity(dict(by_path), original, _blocks(tagged, rows), not estimate, notes, tagged.tag_facts)
@@ -144,7 +145,11 @@ def _precisions(given: Sequence[Any] | str, serving: Serving) -> dict[str, Preci
     from htp_export.capabilities.quantize.precisions import PRECISIONS, Precision, precision_of
 
     listed = [given] if isinstance(given, str | Precision | Mapping) else list(given)
-    chosen = {(known := serving.precision(precision_of(each))).name: known for each in listed}
+    chosen: dict[str, Precision] = {}
+    for each in listed:
+        precision = serving.precision(precision_of(each))
+        if chosen.setdefault(precision.name, precision) != precision:
+            raise InputError(two_named(precision.name))
     if not chosen:
         raise InputError(f"give precisions, of {', '.join(PRECISIONS)}")
     kept = [name for name, precision in chosen.items() if precision.is_kept]

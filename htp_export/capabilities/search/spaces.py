@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("Decision", "ModuleChoice", "SearchSpace", "Space", "Treatment"),
-    *("choice_of", "deciding_modules", "kept_precision", "read_space"),
+    *("choice_of", "deciding_modules", "kept_precision", "read_space", "two_named"),
 ]
 
 Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
@@ -99,12 +100,12 @@ def choice_of(value: Any) -> ModuleChoice:
 def _joined(text: str) -> ModuleChoice:
     """A precision, a value for prune, or both."""
     from htp_export.capabilities.prune.sparsities import sparsity_of
-    from htp_export.capabilities.quantize.precisions import PRECISIONS
+    from htp_export.capabilities.quantize.precisions import PRECISIONS, precision_of
 
     precisions, sparsities = [], []
     for part in map(str.strip, text.split("+")):
-        if part in PRECISIONS:
-            precisions.append(PRECISIONS[part])
+        if part.partition(":")[0] in PRECISIONS:
+            precisions.append(precision_of(part))
         elif part == "drop" or ":" in part or part.replace(".", "", 1).isdecimal():
             sparsities.append(sparsity_of(part))
         else:
@@ -133,19 +134,25 @@ def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: Serving) -
     found = [replace(choice, precision=serving.precision(choice.precision)) for choice in read]
     for choice in found:
         if known.setdefault(choice.name, choice) != choice:
-            raise InputError(f"two precisions are named {choice.name!r}; give one of them another name")
+            raise InputError(two_named(choice.name))
     if not found:
         raise InputError(f"give precisions to choose from, of {', '.join(PRECISIONS)}, or values of prune")
     return list(dict.fromkeys(choice.name for choice in found))
 
 
+def two_named(name: str) -> str:
+    """What is wrong with two choices that have one name."""
+    return f"two precisions are named {name!r}; write one as 'int4:block_size=16', or give it a name of its own"
+
+
 def _written(precision: Precision) -> Any:
     """A precision as plans write it: its name, or a mapping with what differs."""
-    from htp_export.capabilities.quantize.precisions import PRECISIONS
+    from htp_export.capabilities.quantize.precisions import PRECISIONS, precision_of
 
+    with contextlib.suppress(InputError):  # it may have a name of its own
+        if precision_of(precision.name) == precision:
+            return precision.name
     known = PRECISIONS.get(precision.name)
-    if known == precision:
-        return precision.name
     fields = {key: value for key, value in vars(precision).items() if key not in ("bits", "options")}
     base = known or next(each for each in PRECISIONS.values() if each.method == precision.method)
     changed = {key: value for key, value in fields.items() if getattr(base, key) != value}

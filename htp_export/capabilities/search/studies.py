@@ -255,6 +255,16 @@ class SharedStudy:
             found.setdefault(repr(sorted(trial.params.items())), trial)
         return list(found.values())
 
+    def why_fewer(self, trials: int) -> list[str]:
+        """Why fewer plans than trials are measured, a sentence; nothing if it is not so."""
+        plans, everything = len(self.complete()), math.prod(map(len, self._space.values()))
+        if plans + self.failed >= trials:
+            return []
+        if plans >= everything:
+            return [f"{plans} plans are measured, and not {trials}: the space has no others"]
+        again = len(self._of("COMPLETE")) - plans
+        return [f"{plans} plans are measured, and not {trials}: the sampler chose {again} again"]
+
     @property
     def failed(self) -> int:
         """Trials that could not be measured; not those of dead processes, which were taken up again."""

@@ -98,7 +98,7 @@ def pair_call(tagged: TaggedModel, call: ModuleCall) -> PairedCall:
         results = _of_tensors(call, listed)
         if results is not None:
             return _in_order(call, results, inputs)
-    missing = len(call.outputs) - len(tagged.model.graph.outputs)
+    missing = len(call.outputs) - len(tagged.results)
     if not call.path and missing > 0:
         return PairedCall(call, (), inputs, missing)
     return _by_region(tagged, call, inputs)
@@ -110,7 +110,7 @@ def named_results(tagged: TaggedModel, path: str, number: int) -> Iterator[list[
     There is none if the file does not name them, or has not all that it names.
     """
     if not path:
-        yield list(tagged.model.graph.outputs)
+        yield list(tagged.results)
     signature = tagged.signature(path, number)
     if signature is not None and all(name is None or name in tagged.values for name in signature.outputs):
         yield [None if name is None else tagged.values[name] for name in signature.outputs]

@@ -131,7 +131,7 @@ def blame_by_nesting(calls: Sequence[CheckedCall]) -> Blame:
 
 def with_missing_outputs(tagged: TaggedModel, blame: Blame, root: ModuleCall) -> Blame:
     """Add the root if the file returns fewer tensors than the model."""
-    missing = len(root.outputs) - len(tagged.model.graph.outputs)
+    missing = len(root.outputs) - len(tagged.results)
     if missing <= 0:
         return blame
     reason = f"{missing} of the {len(root.outputs)} tensors that PyTorch returns are not among the file's outputs"
@@ -211,7 +211,7 @@ class _Facts:
 
 def _useful(tagged: TaggedModel) -> set[ir.Value]:
     """The tensors of the main graph on whose values, not only sizes, a result of the model depends."""
-    useful = set(tagged.model.graph.outputs)
+    useful = set(tagged.results)
     for node in reversed(tagged.model.graph):
         if node.op_type not in SIZES_ONLY and any(value in useful for value in node.outputs):
             useful.update(tagged.index.reads(node))

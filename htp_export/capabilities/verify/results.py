@@ -331,10 +331,13 @@ class Verification(Comparison):
     Attributes:
         parameters: Number of initializers that are known parameters or buffers, by name or, for matrices, by value.
         misplaced: The parameters that nodes of other modules read: ``"fc.weight is read by 'node' of other"``.
+        next_outputs: With ``outputs_from``, the tensors of the file to ask the engine for next; none where the first
+            wrong module is known, or nothing differs.
     """
 
     parameters: int = 0
     misplaced: tuple[str, ...] = ()
+    next_outputs: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -352,8 +355,9 @@ class Verification(Comparison):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The same, and the parameters that nodes of other modules read."""
-        return (*super().notes, *self.misplaced)
+        """The same, the parameters that nodes of other modules read, and the tensors to ask an engine for."""
+        asked = [f"next, ask the engine for: {', '.join(self.next_outputs)}"] if self.next_outputs else []
+        return (*super().notes, *self.misplaced, *asked)
 
 
 def _shown(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 from htp_export.capabilities.verify.comparisons import (
@@ -35,6 +36,9 @@ def verify_command(
     options: ModelOptions,
     dims: DimsOption = None,
     isolated: Annotated[bool, "Run each module alone, on what PyTorch gives it."] = False,
+    outputs_from: Annotated[
+        Path | None, "Tensors by name that another engine computed (.npz), in place of a run of ONNX Runtime."
+    ] = None,
     select: SelectOption = None,
     tolerance: ToleranceOption = None,
     everything: AllOption = False,
@@ -56,9 +60,13 @@ def verify_command(
         call = _call_by_task(tagged, options, sizes)
         if call is None:
             call = options.call(shapes=_shapes(tagged, sizes, read_shapes(options.shapes)))
+    if outputs_from is not None:
+        call = _call_of_dump(tagged, call, outputs_from)
     assumed = _assumed(tagged, call, sizes) if call.example is None else ()
     with steps.step("verifying"):
-        results = verified_runs(call, file, isolated=isolated, select=select or None, tolerances=tolerances)
+        results = verified_runs(
+            call, file, isolated=isolated, outputs_from=outputs_from, select=select or None, tolerances=tolerances
+        )
     if len(results) > 1:
         report_runs(results, everything=everything, as_json=as_json)
         return
@@ -90,6 +98,26 @@ def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str
     if known and is_cached:
         raise InputError(f"the file has the inputs of none of the task's files: {'; '.join(known.values())}")
     return None
+
+
+def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCall:
+    """The call with the inputs that a dump has; the others are example inputs."""
+    import torch
+
+    from htp_export.capabilities.verify.checking import input_arguments
+    from htp_export.files.npz_file import read_npz
+
+    if len(call.runs) > 1:
+        raise InputError(
+            f"{dump}: the file has {' and '.join(call.runs)}; say which in Python: verify(outputs_from=...)"
+        )
+    arrays = read_npz(dump)
+    given = {
+        argument: torch.from_numpy(arrays[name])
+        for name, argument in input_arguments(tagged).items()
+        if name in arrays and argument in call.kwargs
+    }
+    return replace(call, kwargs={**call.kwargs, **given})
 
 
 def _shapes(tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, list[int | None]]:

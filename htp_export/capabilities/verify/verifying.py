@@ -17,6 +17,7 @@ from htp_export.capabilities.verify.checking import (
     pair_call,
     unmatched_calls,
 )
+from htp_export.capabilities.verify.dumped_outputs import NOT_DUMPED, Dump, DumpedRun, narrowed, with_dumped_tensors
 from htp_export.capabilities.verify.file_run import (
     FileRun,
     check_has_modules,
@@ -69,6 +70,7 @@ def verify(
     kwargs: Mapping[str, Any] | None = None,
     *,
     isolated: bool = False,
+    outputs_from: Dump | None = None,
     select: str | Sequence[str] | None = None,
     tolerances: Mapping[str, tuple[float, float]] | None = None,
     portion_bytes: int = PORTION_BYTES,
@@ -93,6 +95,9 @@ def verify(
         kwargs: Keyword arguments of the model.
         isolated: Run the nodes of each module alone, on the inputs that PyTorch gave to the module, so that an error is
             reported for the module that causes it.
+        outputs_from: Tensors of the file that another engine computed on the same arguments: an ``.npz`` file, or name
+            → array. ONNX Runtime is not run; modules without a tensor there are not compared, and the result's
+            ``next_outputs`` names the tensor that halves what may be wrong.
         select: Only these modules; see ``TaggedModel.select``.
         tolerances: Selector → absolute and relative tolerance of the outputs of these modules; the last selector that
             matches applies.
@@ -107,7 +112,8 @@ def verify(
 
     Raises:
         InputError: The file is of another model, the model or the file cannot run on these arguments, a selector
-            matches nothing, or the model or the inputs that an export was made of are gone.
+            matches nothing, the model or the inputs that an export was made of are gone, or ``outputs_from`` has none
+            of its tensors, or was made of other inputs.
         FileError: The file cannot be read.
         UntaggedModelError: The file has no module tags.
 
@@ -130,7 +136,14 @@ def verify(
         check_same_model(tagged, model, name)
         feed = feed_of_call(tagged, model, args, kwargs, name)
         run = FileRun(tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes)
-        run = with_sorted_results(run)
+        if outputs_from is None:
+            run = with_sorted_results(run)
+        elif isolated:
+            raise InputError(
+                "isolated runs parts of the file, and outputs_from has what was computed: give one of them"
+            )
+        else:
+            run = DumpedRun.of(run, outputs_from)
         return _verified(run, model, args, kwargs, chosen, tolerance_of(tagged, tolerances or {}), isolated=isolated)
 
 
@@ -176,12 +189,12 @@ def _verified(
         ran = Counter(call.path for call in calls)
         if exact:
             check_same_modules_ran(tagged, model, ran, name)
-        taken = with_taken_branches(run)
+        taken = run if isinstance(run, DumpedRun) else with_taken_branches(run)
         calls, calls_taken = numbered_as_in_file(tagged, taken.tagged, calls)
         unmatched = unmatched_calls(tagged, ran, calls_taken)
         compared = [call for call in calls if call.path in chosen and call.path not in unmatched]
         unmatched |= dict.fromkeys((call.path for call in compared if None in call.outputs), _NO_VALUES)
-        checked, blame, reasons = _check(taken, compared, store, allowed, isolated=isolated)
+        checked, blame, reasons, following = _check(taken, compared, store, allowed, isolated=isolated)
     blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
     known = known_parameters(tagged, model) if exact else {}
     modules = module_results(tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated)
@@ -189,6 +202,7 @@ def _verified(
         modules=modules,
         wrong=tuple(path for path in blame.modules if path in modules),
         isolated=isolated,
+        next_outputs=following,
         tags=(tagged.tag_facts,),
         parameters=len(known),
         misplaced=misplaced_parameters(tagged, known, readers, model),
@@ -216,13 +230,20 @@ def _run_pytorch(
 
 def _check(
     run: FileRun, calls: Sequence[ModuleCall], store: ArrayStore, tolerances: Tolerances, *, isolated: bool
-) -> tuple[list[CheckedCall], Blame, dict[str, str]]:
-    """The compared calls, the modules that are wrong themselves, and why others were not compared: path → reason."""
+) -> tuple[list[CheckedCall], Blame, dict[str, str], tuple[str, ...]]:
+    """The compared calls, the modules that are wrong themselves, why others were not compared, and `next_outputs`."""
     if isolated:
         checked, reasons = check_isolated(run, calls, store, tolerances)
-        return checked, blame_by_nesting(checked), reasons
-    checked = check_calls(run, [pair_call(run.tagged, call) for call in calls if call.path in run.tagged], tolerances)
-    return checked, blame_by_graph(run.tagged, checked), {}
+        return checked, blame_by_nesting(checked), reasons, ()
+    paired = [pair_call(run.tagged, call) for call in calls if call.path in run.tagged]
+    if not isinstance(run, DumpedRun):
+        checked = check_calls(run, paired, tolerances)
+        return checked, blame_by_graph(run.tagged, checked), {}, ()
+    checked = check_calls(run, with_dumped_tensors(run, paired), tolerances)
+    compared = {call.path for call in checked if call.outputs}
+    reasons = {call.call.path: NOT_DUMPED for call in paired if call.outputs and call.call.path not in compared}
+    blame, following = narrowed(run, paired, checked, blame_by_graph(run.tagged, checked))
+    return checked, blame, reasons, following
 
 
 _NO_VALUES = "some of its tensors have no values of their own in PyTorch: torch.vmap runs it, or they are sparse"

@@ -106,7 +106,12 @@ def _grouped_query(node: Operation, known: Known) -> Sequence[Dims | None]:
     if node.inputs[1] is None:  # query, key and value in one
         heads, shared = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
         width = divide(width, heads + 2 * shared) * heads
-    return [[batch, length, width]]
+    past = known.shape(node.inputs[3]) if len(node.inputs) > 6 and node.inputs[3] is not None else None
+    total = known.contents(node.inputs[6]) if past is not None else None
+    if past is None or total is None or total.size != 1:
+        return [[batch, length, width]]
+    present = [*past[:2], total.item(), past[3]]  # of a buffer that past and present share: what is used of it
+    return [[batch, length, width], present, present]
 
 
 @shape_rule("EmbedLayerNormalization", domain=_DOMAIN)

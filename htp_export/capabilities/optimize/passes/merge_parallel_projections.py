@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,67 +27,134 @@ _FEWEST = 3
 class MergeParallelProjections(ir.passes.InPlacePass):
     """Makes one product of three or more linear layers that read the same tensor, and slices their results.
 
-    Each layer stays exact: its slice is its own, and the product belongs to all. The joint weights are concatenated
-    when they are written, so that no second set is held in memory.
+    Each layer stays exact: its slice is its own, and the product belongs to all. Layers without a bias, and those whose
+    weights have few bits, are merged where one ``GroupQueryAttention`` reads all three, which takes the joint result
+    (`pack_attention_inputs`). The joint weights are concatenated when they are written, so that no second set is held
+    in memory.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for node in model.graph:
+            if is_group_query_attention(node):
+                read = [_layer_of(value) for value in node.inputs[:3]]
+                if all(layer is not None for layer in read):
+                    modified |= _merge(model.graph, [layer for layer in read if layer is not None])
         layers: defaultdict[ir.Value | None, list[_Layer]] = defaultdict(list)
         for node in model.graph:
-            parts = product_and_bias(node) if is_standard(node, "Add") else None
-            if parts is not None and _is_linear(*parts):
-                layers[parts[0].inputs[0]].append((node, *parts))
-        modified = False
+            layer = _layer_of(node.outputs[0]) if is_standard(node, "Add") else None
+            if layer is not None and is_standard(layer.product, "MatMul"):
+                layers[layer.product.inputs[0]].append(layer)
         for parallel in layers.values():
-            if len(parallel) >= _FEWEST:
-                _merge(model.graph, parallel)
-                modified = True
+            modified |= len(parallel) >= _FEWEST and _merge(model.graph, parallel)
         _decline(model.graph)
         if modified:
             remove_unused(model)
         return ir.passes.PassResult(model, modified)
 
 
-_Layer = tuple[ir.Node, ir.Node, ir.Value]
-"""The sum, the product and the bias of a linear layer."""
+def is_group_query_attention(node: ir.Node) -> bool:
+    """Whether a node is ONNX Runtime's attention with a cache, with queries, keys and values apart."""
+    is_it = (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention")
+    return is_it and all(value is not None for value in node.inputs[:3])
 
 
-def _is_linear(product: ir.Node, bias: ir.Value) -> bool:
-    weight = product.inputs[1]
-    if weight is None or weight.const_value is None or weight.is_graph_input() or bias.const_value is None:
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer: the node that gives its result, its product, and the bias that is added to that."""
+
+    end: ir.Node
+    product: ir.Node
+    bias: ir.Value | None
+
+    @property
+    def columns(self) -> int:
+        """The size of the last dimension of the result."""
+        if is_standard(self.product, "MatMul"):
+            return int(self.product.inputs[1].const_value.shape.numpy()[1])  # type: ignore[union-attr]
+        return self.product.attributes["N"].as_int()
+
+    def fits(self, first: _Layer) -> bool:
+        """Whether the weights of two layers can be one: all settings but the number of columns are equal."""
+        here, there = ({**layer.product.attributes, "N": None} for layer in (self, first))
+        places = [[value is None for value in (*layer.product.inputs, layer.bias)] for layer in (self, first)]
+        types = [[value.dtype for value in layer.product.inputs[1:] if value is not None] for layer in (self, first)]
+        same_input = self.product.inputs[0] is first.product.inputs[0]
+        same_operator = self.product.op_type == first.product.op_type
+        return same_input and same_operator and here == there and places[0] == places[1] and types[0] == types[1]
+
+
+def _layer_of(value: ir.Value | None) -> _Layer | None:
+    """The linear layer that gives a value."""
+    end = value.producer() if value is not None else None
+    if end is None:
+        return None
+    product, bias = end, None
+    if is_standard(end, "Add"):
+        parts = product_and_bias(end)
+        if parts is None:
+            return None
+        product, bias = parts
+    layer = _Layer(end, product, bias)
+    if is_standard(product, "MatMul"):
+        weight = product.inputs[1]
+        is_matrix = is_constant(weight) and len(weight.const_value.shape) == 2  # type: ignore[union-attr]
+    else:
+        blocks, order = product.inputs[1:4], product.inputs[4:5]
+        is_matrix = (product.domain, product.op_type) == ("com.microsoft", "MatMulNBits") and not any(order)
+        is_matrix = is_matrix and all(part is None or is_constant(part) for part in (*blocks, *product.inputs[5:]))
+    if not is_matrix or (bias is not None and list(bias.const_value.shape) != [layer.columns]):  # type: ignore[union-attr]
+        return None
+    return layer
+
+
+def _merge(graph: ir.Graph, layers: Sequence[_Layer]) -> bool:
+    """Make one product of some layers, with their columns in this order; False if they differ."""
+    first = layers[0]
+    if not all(layer.fits(first) for layer in layers) or len({layer.end for layer in layers}) < len(layers):
         return False
-    shape = weight.const_value.shape
-    return len(shape) == 2 and list(bias.const_value.shape) == [shape[1]]
-
-
-def _merge(graph: ir.Graph, layers: Sequence[_Layer]) -> None:
-    weights: list[Any] = [product.inputs[1].const_value for _, product, _ in layers]  # type: ignore[union-attr]
-    biases: list[Any] = [bias.const_value for _, _, bias in layers]
-    height, widths = weights[0].shape.numpy()[0], [tensor.shape.numpy()[1] for tensor in weights]
-    first, earliest, _ = layers[0]
-    name = str(first.outputs[0].name)
-    whole = sum(widths)
-    read = [product.inputs[1] for _, product, _ in layers], [added for _, _, added in layers]
-    recipes = [step("concat", *map(recipe_of, parts), -1) for parts in read]  # type: ignore[arg-type]
-    weight = add_initializer(graph, _joined(weights, [height, whole]), f"{name}_joint_weight", recipes[0])
-    bias = add_initializer(graph, _joined(biases, [whole]), f"{name}_joint_bias", recipes[1])
-    product = ir.node("MatMul", [earliest.inputs[0], weight], name=f"{first.name}_joint_MatMul")
-    joint = ir.node("Add", [product.outputs[0], bias], name=f"{first.name}_joint_Add")
-    graph.insert_before(earliest, [product, joint])
-    axis, start = integers(first, [-1], "axis"), 0
-    for (node, _, _), width in zip(layers, widths, strict=True):
+    products = {layer.product for layer in layers}
+    earliest = next(node for node in graph if node in products)
+    name, widths = str(first.end.outputs[0].name), [layer.columns for layer in layers]
+    axis = -1 if is_standard(first.product, "MatMul") else 0  # blocks are stored column by column
+    inputs = [first.product.inputs[0]]
+    for place in range(1, len(first.product.inputs)):
+        parts = [layer.product.inputs[place] for layer in layers]
+        what = "weight" if place == 1 else f"input{place}"
+        inputs.append(_joined(graph, parts, axis, f"{name}_joint_{what}"))
+    attributes = dict(first.product.attributes)
+    if "N" in attributes:
+        attributes["N"] = ir.AttrInt64("N", sum(widths))
+    joint = ir.node(first.product.op_type, inputs, attributes, domain=first.product.domain)
+    nodes = [joint]
+    if first.bias is not None:
+        bias = _joined(graph, [layer.bias for layer in layers], -1, f"{name}_joint_bias")
+        nodes.append(ir.node("Add", [joint.outputs[0], bias]))
+    for node in nodes:
+        node.name = f"{first.end.name}_joint_{node.op_type}"
+    graph.insert_before(earliest, nodes)
+    last, start = integers(first.end, [-1], "axis"), 0
+    for layer, width in zip(layers, widths, strict=True):
         bounds = [add_constant(graph, np.array([at], np.int64), f"{name}_bound") for at in (start, start + width)]
-        replace(node, [ir.node("Slice", [joint.outputs[0], *bounds, axis])])
+        replace(layer.end, [ir.node("Slice", [nodes[-1].outputs[0], *bounds, last])])
         start += width
+    return True
 
 
-def _joined(tensors: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> ir.TensorProtocol:
-    """Tensors side by side."""
-    return ir.LazyTensor(
-        lambda: ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=-1)),
+def _joined(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int, name: str) -> ir.Value | None:
+    """A new initializer: tensors side by side, concatenated when they are written. None of none."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return None
+    tensors: list[Any] = [value.const_value for value in present]
+    shape = list(tensors[0].shape.numpy())
+    shape[axis] = sum(tensor.shape.numpy()[axis] for tensor in tensors)
+    joint = ir.LazyTensor(
+        lambda: ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=axis)),
         tensors[0].dtype,
         ir.Shape(shape),
     )
+    return add_initializer(graph, joint, name, step("concat", *map(recipe_of, present), axis))
 
 
 def _decline(graph: ir.Graph) -> None:

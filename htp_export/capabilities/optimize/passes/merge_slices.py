@@ -43,14 +43,14 @@ class MergeSlices(ir.passes.InPlacePass):
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Sliced:
     """The input of a ``Slice``, and start, end and step for each dimension that it cuts."""
 
     source: ir.Value
     bounds: dict[int, tuple[int, int, int]]
 
 
-def _cut(node: ir.Node | None, known: Symbolic) -> _Cut | None:
+def sliced(node: ir.Node | None, known: Symbolic) -> Sliced | None:
     """The bounds of a ``Slice``, if they are constant."""
     if node is None or not is_standard(node, "Slice") or node.inputs[0] is None or len(node.inputs) < 3:
         return None
@@ -65,18 +65,18 @@ def _cut(node: ir.Node | None, known: Symbolic) -> _Cut | None:
     if axes is None or steps is None:
         return None
     places = [normalized(axis, rank) for axis in axes]
-    return _Cut(node.inputs[0], dict(zip(places, zip(starts, ends, steps, strict=True), strict=True)))
+    return Sliced(node.inputs[0], dict(zip(places, zip(starts, ends, steps, strict=True), strict=True)))
 
 
 def _merge_in_a_row(node: ir.Node, known: Symbolic) -> bool:
     """Make one ``Slice`` of two in a row, if all that read the first one's result are slices of other dimensions."""
-    outer = _cut(node, known)
+    outer = sliced(node, known)
     between = outer.source if outer is not None else None
-    inner = _cut(between.producer(), known) if between is not None else None
+    inner = sliced(between.producer(), known) if between is not None else None
     if outer is None or between is None or inner is None or is_boundary(between) or between.is_graph_output():
         return False
     for use in between.uses():
-        cut = _cut(use.node, known)
+        cut = sliced(use.node, known)
         if cut is None or not cut.bounds.keys().isdisjoint(inner.bounds):
             return False
     bounds = inner.bounds | outer.bounds
@@ -95,7 +95,7 @@ def _gather(node: ir.Node, known: Symbolic) -> bool:
     indices: list[int] = []
     sources: dict[ir.Value, None] = {}
     for value in node.inputs:
-        cut = _cut(absorbed(value), known)
+        cut = sliced(absorbed(value), known)
         shape = known.shape(cut.source) if cut is not None else None
         size = shape[axis] if shape is not None and axis is not None else None
         if cut is None or axis is None or list(cut.bounds) != [axis] or not isinstance(size, int):
@@ -130,7 +130,7 @@ def _split(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
 
 def _part(node: ir.Node, known: Symbolic) -> tuple[ir.Value, int, int, int] | None:
     """The tensor and dimension of which a ``Slice`` can be a part in a ``Split``, and its start and end."""
-    cut = _cut(node, known)
+    cut = sliced(node, known)
     if cut is None or len(cut.bounds) != 1 or is_boundary(node.outputs[0]):
         return None
     ((axis, (start, end, step)),), shape = cut.bounds.items(), known.shape(cut.source)

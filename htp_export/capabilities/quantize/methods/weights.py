@@ -36,6 +36,11 @@ __all__ = ["METHOD", "Blocks"]
 
 _PACKING = ("rtn", "k-quant")
 """Algorithms that pack two zero points of a column into a byte, and fail on an odd number of them."""
+_INT8 = 4
+"""The accuracy level at which ONNX Runtime rounds activations to int8, block by block, and multiplies integers.
+
+Without a level it computes in fp32: with weights of 8 bits more slowly than with floats (docs/quantize.md).
+"""
 
 _FIRST_BY_CHANNEL = 13  # opset of DequantizeLinear with an axis
 
@@ -46,6 +51,7 @@ class Blocks(Method):
     activations = ("float32", "float16", "bfloat16")
     weights = ("int4", "int8")
     algorithms = ("default", "rtn", "hqq", "k-quant")
+    accuracy_levels = (0, 1, 2, 3, 4)
     formats = ("default", "qdq")
     options = ("narrow_io",)
     order = 1
@@ -58,6 +64,17 @@ class Blocks(Method):
             raise self.precision.fault("narrow_io is for activations in float16 or bfloat16")
         if self.precision.bits != 4 and self.precision.algorithm == "hqq":
             raise self.precision.fault(f"with hqq, ONNX Runtime runs 4 bits, not {self.precision.bits}")
+        if self.precision.algorithm == "hqq" and self.precision.accuracy_level:
+            raise self.precision.fault("accuracy_level has no effect with hqq: zero points that are floats mean fp32")
+        if self.is_standard and self.precision.accuracy_level is not None:
+            raise self.precision.fault("accuracy_level is of MatMulNBits, which the format qdq does not write")
+
+    @property
+    def accuracy_level(self) -> int:
+        """The arithmetic of products: int8, unless zero points are floats, with which ONNX Runtime computes in fp32."""
+        given = self.precision.accuracy_level
+        has_none = self.is_standard or self.precision.algorithm == "hqq"
+        return given if given is not None else 0 if has_none else _INT8
 
     @property
     def is_standard(self) -> bool:
@@ -177,6 +194,9 @@ class Blocks(Method):
         with made_file() as file:
             onnx.save(made, file)
             quantized = read_model(file)
+        for node in quantized.graph if self.accuracy_level else ():
+            if node.op_type == "MatMulNBits":
+                node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", self.accuracy_level)
         if self.precision.algorithm == "default":
             self._record(quantized.graph, weights)
         if self.is_standard:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.methods.weights import Blocks
 from htp_export.capabilities.quantize.planned import PlannedModel, TargetFile, names
 from htp_export.errors import InputError
 
@@ -81,6 +82,7 @@ def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -
         "bits": precision.bits,
         "block_size": precision.block_size,
         "is_symmetric": precision.symmetric,
+        "accuracy_level": Blocks(precision).accuracy_level,
         "op_types_to_quantize": list(_IN_BLOCKS),
         "nodes_to_exclude": names(planned.others(nodes)),
     }

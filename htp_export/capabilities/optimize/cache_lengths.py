@@ -1,0 +1,137 @@
+"""The number of tokens with and without the key-value cache, read from the model's inputs and not from the cache.
+
+A cache that past and present share is as long as the longest text; how much of it is used is told by the mask that the
+model takes. What else the model computes of the length of the cache is computed of these numbers, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.editing.editing import Array, add_constant, stand_in
+from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.sizes import Dim, evaluate, names_in
+from htp_export.shapes.symbolic import Symbolic
+
+__all__ = ["CacheLengths", "Lengths"]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Rows of the batch, new tokens and all tokens, each as a tensor of one integer of 64 bits; and as sizes."""
+
+    batch: ir.Value
+    new: ir.Value
+    total: ir.Value
+    dims: tuple[Dim, Dim, Dim]
+    is_from_cache: bool
+
+
+class CacheLengths:
+    """Lengths of one graph; their nodes are made once, and stand before all others."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._last: ir.Node | None = None
+        self._made: dict[object, ir.Value] = {}
+        self._past: dict[ir.Value, Lengths] = {}
+
+    def find(self, dims: tuple[Dim, Dim, Dim], past: ir.Value, known: Symbolic) -> Lengths | None:
+        """The lengths of these sizes; None if no input has the first two."""
+        batch, new, total = (self._size(dim, known) for dim in dims)
+        if batch is None or new is None:
+            return None
+        is_from_cache = total is None
+        if total is None:
+            total = self._add("Add", [self._add("Shape", [past], start=2, end=3), new])
+        return Lengths(batch, new, total, dims, is_from_cache)
+
+    def of_rows(self, lengths: Lengths) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """All tokens; and for each row of the batch, its last place and its new tokens: integers of 32 bits."""
+        total, new = (self._add("Cast", [value], to=ir.DataType.INT32) for value in (lengths.total, lengths.new))
+        one = self._constant(np.array([1], np.int32))
+        last = self._add("Sub", [total, one])
+        return total, self._add("Expand", [last, lengths.batch]), self._add("Expand", [new, lengths.batch])
+
+    def missing(self, lengths: Lengths, *, one: bool) -> tuple[ir.Value, ir.Value]:
+        """Rows that a table of a row for each new token lacks of all tokens, as pads; and the row of each token.
+
+        ``one``: the table is the same for all rows of the batch.
+        """
+        zero, step = (self._constant(np.array(number, np.int64)) for number in (0, 1))
+        count = lengths.new if one else self._add("Mul", [lengths.batch, lengths.new])
+        nothing = self._constant(np.array([0], np.int64))
+        lacking = self._add("Max", [self._add("Sub", [lengths.total, count]), nothing])
+        pads = self._add("Concat", [nothing, nothing, lacking, nothing], axis=0)
+        numbers = self._add("Range", [zero, self._add("Squeeze", [count]), step])
+        shape = self._add("Concat", [lengths.batch, lengths.new], axis=0)
+        return pads, self._add("Expand" if one else "Reshape", [numbers, shape])
+
+    def add_past(self, lengths: Lengths, past: Iterable[ir.Value]) -> None:
+        """Note the lengths of a cache that the model takes."""
+        if not lengths.is_from_cache:
+            self._past |= dict.fromkeys(past, lengths)
+
+    def read_no_past(self, known: Symbolic) -> None:
+        """Let all that reads the length of a noted cache read how many tokens more than the new ones there are."""
+        for value, lengths in self._past.items():
+            self.replace_shape(value, lengths, self._add("Sub", [lengths.total, lengths.new]), known)
+
+    def replace_shape(self, value: ir.Value, lengths: Lengths, length: ir.Value, known: Symbolic) -> None:
+        """Let all that reads the shape of a cache, whose length is given, read these numbers in its place."""
+        shape, numbers = known.shape(value), {0: lengths.batch, 2: length}
+        for node in [use.node for use in value.uses() if is_standard(use.node, "Shape")]:
+            places = range(4)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", 4)]
+            if shape is None or len(shape) != 4 or node.graph is not self._graph or not places:
+                continue
+            parts = [numbers.get(place) or self._constant(np.array([shape[place]], np.int64)) for place in places]
+            stand_in(node.outputs[0], parts[0] if len(parts) == 1 else self._add("Concat", parts, axis=0))
+
+    def _size(self, dim: Dim, known: Symbolic) -> ir.Value | None:
+        """A size as a tensor: a constant, or the size of an input that is no cache."""
+        if isinstance(dim, int):
+            return self._constant(np.array([dim], np.int64))
+        for value in self._graph.inputs:
+            shape = known.shape(value)
+            if shape is None or len(shape) > 3 or value.is_initializer():
+                continue
+            place = next((place for place, size in enumerate(shape) if size == dim or _means(str(size), dim)), None)
+            if place is not None:
+                return self._add("Shape", [value], start=place, end=place + 1)
+        return None
+
+    def _has(self, key: object) -> bool:
+        """Whether a value was made, and is there still."""
+        return key in self._made and self._made[key].graph is self._graph
+
+    def _constant(self, array: Array) -> ir.Value:
+        key = (array.dtype.str, array.tobytes(), array.ndim)
+        if not self._has(key):
+            self._made[key] = add_constant(self._graph, array, f"length_{array.ravel()[0]}")
+        return self._made[key]
+
+    def _add(self, operator: str, inputs: Sequence[ir.Value], **attributes: int) -> ir.Value:
+        """The result of a node of the main graph, which is made if there is none yet."""
+        key = (operator, *inputs, *attributes.items())
+        if not self._has(key):
+            node = ir.node(operator, inputs, attributes)
+            if self._last is None or self._last.graph is None:
+                self._graph.insert_before(self._graph[0], node)
+            else:
+                self._graph.insert_after(self._last, node)
+            self._last = node
+            self._made[key] = node.outputs[0]
+        return self._made[key]
+
+
+def _means(text: str, dim: Dim) -> bool:
+    """Whether an input's dimension, an expression of other dimensions, is a size, by its values at several sizes."""
+    names = sorted(names_in(text))
+    if text.isidentifier() or not names or set(names) != names_in(str(dim)):
+        return False
+    trials = ({name: start + step * place for place, name in enumerate(names)} for start, step in ((5, 2), (11, 30)))
+    return all(evaluate(text, sizes) == evaluate(str(dim), sizes) is not None for sizes in trials)

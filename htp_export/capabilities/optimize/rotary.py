@@ -1,0 +1,203 @@
+"""Rotary position embedding, as models write it: ``x * cos + turned(x) * sin``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.passes.merge_slices import sliced
+from htp_export.editing.editing import constant_array, multiple
+from htp_export.model.neighbours import producer_of
+from htp_export.shapes.known import axes_of, normalized
+from htp_export.shapes.symbolic import Symbolic
+
+__all__ = ["Rotated", "rotated", "stated_twice", "without_heads"]
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """A rotation of the first features of a tensor; the others stay.
+
+    Attributes:
+        source: The tensor before.
+        cos: What the features are multiplied by: of the features' size, or of half of it where that is stated twice.
+        sin: The same of the turned features.
+        features: How many features are rotated.
+        interleaved: Whether neighbouring features are a pair, and not the first half and the second.
+    """
+
+    source: ir.Value
+    cos: ir.Value
+    sin: ir.Value
+    features: int
+    interleaved: bool
+
+
+def rotated(value: ir.Value | None, known: Symbolic) -> Rotated | None:
+    """The rotation that a tensor is the result of; None if there is none."""
+    shape = known.shape(value)
+    if shape is None or not isinstance(shape[-1], int):
+        return None
+    joined = _joined(value, known)
+    if joined is not None and len(joined) == 2:  # a part of the features stays
+        first, rest = _whole(joined[0], known), _part(joined[1], known)
+        if first is not None and rest is not None:
+            part = _part(first.source, known)
+            if part == (rest[0], 0, first.features, 1) and rest[1:] == (first.features, shape[-1], 1):
+                return Rotated(rest[0], first.cos, first.sin, first.features, first.interleaved)
+    return _whole(value, known)
+
+
+def _whole(value: ir.Value | None, known: Symbolic) -> Rotated | None:
+    shape, total = known.shape(value), producer_of(value, "Add")
+    if shape is None or not isinstance(shape[-1], int) or total is None:
+        return None
+    for plain, turning in (total.inputs, reversed(total.inputs)):
+        for turned, sin in _factors(turning):
+            found = _turned(turned, known)
+            if found is None:
+                continue
+            source, interleaved = found
+            for other, cos in _factors(plain):
+                if other is source:
+                    return Rotated(source, cos, sin, shape[-1], interleaved)
+    return None
+
+
+def _factors(value: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """The two factors of a product, in both orders."""
+    product = producer_of(value, "Mul")
+    if product is not None and product.inputs[0] is not None and product.inputs[1] is not None:
+        yield product.inputs[0], product.inputs[1]
+        yield product.inputs[1], product.inputs[0]
+
+
+def _turned(value: ir.Value, known: Symbolic) -> tuple[ir.Value, bool] | None:
+    """The tensor of which a tensor has the second features, negated, before the first; and if they are neighbours."""
+    shape, joined = known.shape(value), _joined(value, known)
+    if joined is None:
+        joined = _stacked(value, known)
+    if shape is None or not isinstance(shape[-1], int) or joined is None or len(joined) != 2:
+        return None
+    second, first = _part(_negated(joined[0]), known), _part(joined[1], known)
+    if first is None or second is None or first[0] is not second[0]:
+        return None
+    half, last = shape[-1] // 2, shape[-1]
+    if first[1:] == (0, half, 1) and second[1:] == (half, last, 1) and _joined(value, known):
+        return first[0], False
+    if first[1:] == (0, last, 2) and second[1:] == (1, last, 2) and not _joined(value, known):
+        return first[0], True
+    return None
+
+
+def _joined(value: ir.Value | None, known: Symbolic) -> list[ir.Value] | None:
+    """The tensors that are joined along the last dimension."""
+    node, rank = producer_of(value, "Concat"), known.rank(value)
+    if node is None or rank is None or normalized(node.attributes["axis"].as_int(), rank) != rank - 1:
+        return None
+    return [each for each in node.inputs if each is not None]
+
+
+def _stacked(value: ir.Value | None, known: Symbolic) -> list[ir.Value] | None:
+    """The tensors of whose features a tensor has one of each in turn: stacked along a new last dimension."""
+    node = producer_of(value, "Reshape")
+    joined = _joined(node.inputs[0], known) if node is not None else None
+    shape = known.shape(node.inputs[0]) if node is not None else None
+    flat = known.shape(value)
+    if joined is None or shape is None or flat is None or flat[:-1] != shape[:-2]:
+        return None
+    parts = []
+    for each in joined:
+        unsqueeze = producer_of(each, "Unsqueeze")
+        if unsqueeze is None or unsqueeze.inputs[0] is None or shape[-1] != len(joined):
+            return None
+        parts.append(unsqueeze.inputs[0])
+    return parts
+
+
+def _negated(value: ir.Value) -> ir.Value | None:
+    node = producer_of(value, "Neg")
+    if node is not None:
+        return node.inputs[0]
+    factor = multiple(value.producer())
+    return factor[0] if factor is not None and factor[1] == -1 else None
+
+
+def _part(value: ir.Value | None, known: Symbolic) -> tuple[ir.Value, int, int, int] | None:
+    """The tensor of whose last dimension a tensor is a part: its start, end and step there."""
+    node = producer_of(value, "Slice", "Split")
+    whole = node.inputs[0] if node is not None else None
+    shape = known.shape(whole)
+    if node is None or whole is None or value is None or shape is None or not isinstance(shape[-1], int):
+        return None
+    last = len(shape) - 1
+    if node.op_type == "Split":
+        sizes = [known.shape(each) for each in node.outputs]
+        if normalized(node.attributes.get_int("axis", 0), len(shape)) != last:
+            return None
+        place = list(node.outputs).index(value)
+        ends = [each[-1] if each is not None else None for each in sizes[: place + 1]]
+        numbers = [each for each in ends if isinstance(each, int)]
+        return None if len(numbers) <= place else (whole, sum(numbers[:-1]), sum(numbers), 1)
+    found = sliced(node, known)
+    if found is None or found.bounds.keys() != {last}:
+        return None
+    start, end, step = found.bounds[last]
+    if step < 1:
+        return None
+    limits = slice(start, end, step).indices(shape[-1])
+    return whole, *limits
+
+
+def without_heads(value: ir.Value, heads: int, known: Symbolic) -> ir.Value | None:
+    """What rotates all heads alike, of batch, length and features; or with a dimension of 1 for the heads, if it is so.
+
+    Args:
+        value: Of four dimensions.
+        heads: Which of them is that of the heads.
+        known: Shapes.
+    """
+    shape, node = known.shape(value), producer_of(value, "Unsqueeze")
+    if shape is None or len(shape) != 4 or shape[heads] != 1:
+        return None
+    axes = axes_of(node, known) if node is not None else None
+    return node.inputs[0] if node is not None and axes is not None and [axis % 4 for axis in axes] == [heads] else value
+
+
+def stated_twice(value: ir.Value | None, known: Symbolic, interleaved: bool) -> bool:
+    """Whether the first half of a tensor's features is equal to the second; interleaved: each one to its neighbour."""
+    for _ in range(16):
+        node = producer_of(value, "Cos", "Sin", "Cast", "Mul", "Div", "Identity", "Concat", "Reshape", "Unsqueeze")
+        if node is None:
+            return False
+        if node.op_type in ("Mul", "Div"):
+            scalars = [constant_array(each, 1) for each in node.inputs]
+            value = next((x for x, number in zip(node.inputs, scalars, strict=True) if number is None), None)
+            if sum(number is not None for number in scalars) != 1:
+                return False
+        elif node.op_type == "Concat":
+            joined = _joined(node.outputs[0], known)
+            return not interleaved and joined is not None and len(joined) == 2 and joined[0] is joined[1]
+        elif node.op_type == "Reshape":
+            return interleaved and _repeated(node, known)
+        else:
+            shapes = [known.shape(each) for each in (node.inputs[0], node.outputs[0])]
+            if shapes[0] is None or shapes[1] is None or shapes[0][-1] != shapes[1][-1]:
+                return False
+            value = node.inputs[0]
+    return False
+
+
+def _repeated(node: ir.Node, known: Symbolic) -> bool:
+    """Whether a ``Reshape`` joins two equal neighbours of each feature: an expanded last dimension, or two stacked."""
+    stacked = _stacked(node.outputs[0], known)
+    if stacked is not None:
+        return len(stacked) == 2 and stacked[0] is stacked[1]
+    expand = producer_of(node.inputs[0], "Expand", "Tile")
+    before, after = (known.shape(expand.inputs[0]), known.shape(expand.outputs[0])) if expand else (None, None)
+    flat = known.shape(node.outputs[0])
+    if before is None or after is None or flat is None:
+        return False
+    return before[-1] == 1 and after[-1] == 2 and len(before) == len(after) and flat[:-1] == after[:-2]

@@ -1,0 +1,318 @@
+"""`tap` and `untap`: inputs and outputs of modules as outputs of the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import onnx_ir as ir
+
+from htp_export.editing.flattening import read_flat
+from htp_export.editing.outputs import add_output, lift, remove_outputs
+from htp_export.errors import InputError
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
+from htp_export.format import tags
+from htp_export.format.reasons import Reason
+from htp_export.format.taps import Tap, write_taps
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_tensors import ModuleTensor
+from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
+from htp_export.model.tensor_names import Names
+from htp_export.results.columns import Column
+from htp_export.results.result import Table
+
+__all__ = ["Places", "Tapped", "TappedTensor", "named_places", "read_for_change", "tap", "untap", "written"]
+
+Places: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+"""A selector of tensors, ``encoder.layer.*:out``; or name → selector."""
+
+
+@dataclass(frozen=True)
+class TappedTensor:
+    """An output that was added, or an input.
+
+    Attributes:
+        name: Its name.
+        places: The tensors of modules that it gives, or that it is added to, as selectors.
+        kind: Its type and shape: ``"FLOAT[batch,16]"``.
+    """
+
+    name: str
+    places: tuple[str, ...]
+    kind: str
+
+    @classmethod
+    def of(cls, value: ir.Value, places: Sequence[ModuleTensor]) -> TappedTensor:
+        """The same of a value of the graph."""
+        shape = "" if value.shape is None else str(value.shape)
+        kind = f"{value.dtype.name if value.dtype else 'unknown type'}{shape}"
+        return cls(str(value.name), tuple(place.place for place in places), kind)
+
+
+TAP_COLUMNS: tuple[Column[TappedTensor], ...] = (
+    Column("name", "name", right=False),
+    Column("kind", "type", right=False),
+    Column("places", "of", text=", ".join, right=False),
+)
+
+
+@dataclass(frozen=True)
+class Tapped(TaggedResult):
+    """The result of `tap`, `untap` and `steer`.
+
+    Attributes:
+        tensors: The outputs or inputs that were added, or removed.
+        said: What was done, in one line.
+        model: The model.
+        file: The file that was written; None if there is none.
+    """
+
+    tensors: tuple[TappedTensor, ...]
+    said: str = field(repr=False)
+    model: ir.Model = field(repr=False)
+    file: Path | None = None
+
+    @property
+    def summary(self) -> str:
+        """What was done, in one line."""
+        return self.said + (f" -> {self.file}" if self.file else "")
+
+    def table(self) -> Table | None:
+        """The outputs or inputs, a line each."""
+        return (TAP_COLUMNS, self.tensors) if self.tensors else None
+
+
+@names_model_faults("model")
+def tap(
+    model: ModelSource,
+    places: Places,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    concat: int | None = None,
+    share_weights: bool = False,
+) -> Tapped:
+    """Make inputs and outputs of modules outputs of the file; nothing else of it changes.
+
+    A place is ``PATH:in`` or ``PATH:out``: what the module's call took or gave in PyTorch, exactly, as the export wrote
+    it down. ``PATH`` is a selector; ``PATH:in[hidden_states]`` and ``PATH:out[1]`` name an argument of ``forward`` and
+    a position among its results, without which it is the first; ``PATH#2:out`` is the third call, without which each
+    call has an output. See ``docs/taps.md``.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        places: Places, for outputs that are called as they are; or name of an output → one place, or with ``concat``
+            several.
+        output: The file to write.
+        concat: The axis along which the tensors of a name are put together.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` cannot be read any more.
+
+    Returns:
+        The model, and its new outputs.
+
+    Raises:
+        SelectorError: A place cannot be read, or matches no module, call or tensor.
+        InputError: The file has no such tensor, and the message says which module took it and what to do; a name is
+            there already; or tensors cannot be put together.
+        UntaggedModelError: The model has no tags of htp_export.
+        FileError: A file cannot be read or written; existing files are unchanged.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> print(*[(each.name, each.kind) for each in htp_export.tap(program, "*:out").tensors])
+        ('0:out', 'FLOAT[2,3]') ('1:out', 'FLOAT[2,3]')
+        >>> both = htp_export.tap(program, {"hidden": ["1:in", "1:out"]}, concat=-1)
+        >>> [(value.name, str(value.shape)) for value in both.model.graph.outputs]
+        [('relu', '[2,3]'), ('hidden', '[2,6]')]
+    """
+    check_target(output)
+    tagged = read_for_change(model)
+    wanted = named_places(tagged, places, apart=concat is None)
+    taps, names = dict(tagged.taps), Names(tagged.model)
+    owner = tags.node_tags(("",), Reason.INSERTED, tagged.hierarchy.called)
+    added: list[TappedTensor] = []
+    sources = {name: [_source(tagged, tensor, owner, names) for tensor in listed] for name, listed in wanted.items()}
+    for name, listed in wanted.items():
+        values = [value for value, _ in sources[name]]
+        if len(values) == 1:
+            result = add_output(tagged.model.graph, values[0], name, owner, _typed(tagged, values[0]))
+        else:
+            result = _concatenated(tagged, name, values, concat or 0, owner)
+        taps[name] = Tap(
+            tuple(tensor.place for tensor in listed), (name, *(n for _, made in sources[name] for n in made))
+        )
+        added.append(TappedTensor.of(result, listed))
+    write_taps(tagged.model.metadata_props, taps)
+    said = f"{len(added)} output{'s' * (len(added) != 1)} added"
+    return written(tagged, added, said, output, share_weights=share_weights)
+
+
+@names_model_faults("model")
+def untap(
+    model: ModelSource,
+    names: str | Sequence[str] | None = None,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    share_weights: bool = False,
+) -> Tapped:
+    """Remove outputs that `tap` added, and the nodes that only they need: the graph is what it was before.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model, as for `tap`.
+        names: The outputs; None for all taps.
+        output: The file to write.
+        share_weights: As for `tap`.
+
+    Returns:
+        The model, and the outputs that were removed.
+
+    Raises:
+        InputError: An output is no tap, or there is none.
+        FileError: A file cannot be read or written; existing files are unchanged.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> tapped = htp_export.tap(htp_export.export(net, (torch.randn(2, 4),), verbose=False), "0:out")
+        >>> [value.name for value in htp_export.untap(tapped).model.graph.outputs]
+        ['relu']
+    """
+    check_target(output)
+    tagged = read_for_change(model)
+    taps = dict(tagged.taps)
+    gone = list(taps) if names is None else [names] if isinstance(names, str) else list(names)
+    if unknown := [name for name in gone if name not in taps]:
+        listed = ", ".join(map(repr, taps)) or "none"
+        raise InputError(f"output {unknown[0]!r} is no tap of the model; it has {listed}")
+    if not gone:
+        raise InputError("the model has no taps")
+    values = {value.name: value for value in tagged.model.graph.outputs}
+    removed = [TappedTensor(name, taps[name].places, TappedTensor.of(values[name], ()).kind) for name in gone]
+    kept = {name for other, tap in taps.items() if other not in gone for name in tap.made}
+    remove_outputs(tagged.model, gone, [name for each in gone for name in taps[each].made if name not in kept])
+    write_taps(tagged.model.metadata_props, {name: tap for name, tap in taps.items() if name not in gone})
+    said = f"{len(removed)} output{'s' * (len(removed) != 1)} removed"
+    return written(tagged, removed, said, output, share_weights=share_weights)
+
+
+def read_for_change(model: ModelSource) -> TaggedModel:
+    """A model with exact tags that may be changed: the file itself, or a copy of a model in memory.
+
+    Raises:
+        UntaggedModelError: If it has no exact tags.
+    """
+    read = read_flat(model, others=False)
+    read.require_exact_tags()
+    return read if isinstance(model, str | os.PathLike) else read.clone()
+
+
+def named_places(tagged: TaggedModel, places: Places, *, apart: bool) -> dict[str, list[ModuleTensor]]:
+    """Name → the tensors of its places; names that were not given are the places themselves.
+
+    Args:
+        tagged: The model.
+        places: The places.
+        apart: Whether a name has one tensor only.
+
+    Raises:
+        InputError: If a name is that of another tensor, or has several tensors where it may not.
+    """
+    if isinstance(places, Mapping):
+        wanted = {str(name): tagged.select_tensors(selector) for name, selector in places.items()}
+    elif apart:
+        wanted = {tensor.place: [tensor] for tensor in tagged.select_tensors(places)}
+    else:
+        raise InputError("concat puts the tensors of a name together; give name → places")
+    if not wanted:
+        raise InputError("no place is given; give 'PATH:out'")
+    for name, tensors in wanted.items():
+        if apart and len(tensors) > 1:
+            listed = ", ".join(tensor.place for tensor in tensors[:3])
+            raise InputError(f"{name!r} names {len(tensors)} tensors ({listed}); give concat, or a name for each")
+        if not name or name in tagged.values or name in {value.name for value in tagged.model.graph.inputs}:
+            taken = "an output" if name in {value.name for value in tagged.model.graph.outputs} else "a tensor"
+            raise InputError(f"the model has {taken} {name!r} already; give another name")
+    return wanted
+
+
+def _source(
+    tagged: TaggedModel, tensor: ModuleTensor, owner: Mapping[str, str], names: Names
+) -> tuple[ir.Value, list[str]]:
+    """The tensor in the main graph, and the names of those that bring it there."""
+    try:
+        return lift(tagged.index, tensor.values, owner, tensor.place, names)
+    except InputError as error:
+        raise InputError(f"{tensor.place}: {error}") from error
+
+
+def _typed(tagged: TaggedModel, value: ir.Value) -> ir.Value:
+    """The type and shape that are known of a value."""
+    known = value if value.dtype is not None and value.shape is not None else tagged.inferred.described(value)
+    if known.dtype is None:
+        raise InputError(f"the type of tensor {value.name!r} is not known")
+    return known
+
+
+def _concatenated(
+    tagged: TaggedModel, name: str, values: Sequence[ir.Value], axis: int, owner: Mapping[str, str]
+) -> ir.Value:
+    """The tensors along an axis of theirs, made by a node of the root: it belongs to no module."""
+    typed = [_typed(tagged, value) for value in values]
+    shapes = [value.shape for value in typed]
+    kinds = ", ".join(f"{value.name}: {TappedTensor.of(value, ()).kind}" for value in typed)
+    ranks = {None if shape is None else len(shape) for shape in shapes}
+    [rank] = ranks if len(ranks) == 1 else [None]
+    if rank is None or len({value.dtype for value in typed}) > 1:
+        raise InputError(f"{name!r}: tensors of different type or rank cannot be put together: {kinds}")
+    if not -rank <= axis < rank:
+        raise InputError(f"concat {axis}: the tensors of {name!r} have {rank} axes ({kinds})")
+    known = [shape for shape in shapes if shape is not None]
+    sizes: list[int | ir.SymbolicDim | None] = []
+    for place, dims in enumerate(zip(*known, strict=True)):
+        numbers = {dim for dim in dims if isinstance(dim, int)}
+        if place == axis % rank:
+            sizes.append(
+                sum(dim for dim in dims if isinstance(dim, int)) if len(numbers) and _all_known(dims) else None
+            )
+        elif len(numbers) > 1:
+            raise InputError(f"{name!r}: tensors differ in axis {place} too, and cannot be put together: {kinds}")
+        else:
+            sizes.append(next(iter(numbers), dims[0]))
+    result = ir.Value(name=name, type=typed[0].type, shape=ir.Shape(sizes))
+    node = ir.node("Concat", values, {"axis": axis}, outputs=[result], name=name, metadata_props=dict(owner))
+    tagged.model.graph.append(node)
+    tagged.model.graph.outputs.append(result)
+    return result
+
+
+def _all_known(dims: Collection[object]) -> bool:
+    return all(isinstance(dim, int) for dim in dims)
+
+
+def written(
+    tagged: TaggedModel,
+    tensors: Sequence[TappedTensor],
+    said: str,
+    output: str | os.PathLike[str] | None,
+    *,
+    share_weights: bool,
+) -> Tapped:
+    """The changed model with its tensors, which is written if there is an output."""
+    from htp_export.capabilities.carry.carrying import embed_map
+
+    model = tagged.model
+    if tags.MAP in model.metadata_props:
+        model = embed_map(model)
+    if output is not None:
+        write_model(model, output, share_weights=share_weights)
+    return Tapped(tuple(tensors), said, model, None if output is None else Path(output))

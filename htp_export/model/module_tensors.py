@@ -1,0 +1,180 @@
+"""The tensors that the calls of a module take and give, and where each is in the file.
+
+They are those of PyTorch, which the export wrote as signatures. A call without one (in a branch or loop body, or of a
+file that a library exported) has what enters and leaves its nodes, as far as that is certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export.errors import InputError, SelectorError
+from htp_export.format.selectors import Place
+from htp_export.format.signatures import Signature
+from htp_export.model.regions import Region
+
+__all__ = ["IN", "OUT", "ModuleTensor", "chosen_tensors", "named_tensor", "tensors_of"]
+
+IN, OUT = "in", "out"
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """One tensor that a call of a module takes or gives.
+
+    Attributes:
+        path: The module.
+        side: ``"in"`` or ``"out"``.
+        name: The argument of ``forward``, or the position among its results: ``"0"``.
+        call: Number of the call, from 0; None for a module that runs once.
+        values: The tensor in the file: one, or one in each branch that has the call; none if it is not there.
+        problem: Why it is not there; ``""`` if it is.
+        first: Whether it is the first of its side.
+    """
+
+    path: str
+    side: str
+    name: str
+    call: int | None
+    values: tuple[ir.Value, ...]
+    problem: str = ""
+    first: bool = False
+
+    @property
+    def place(self) -> str:
+        """The place as a selector writes it; without the name of the first tensor.
+
+        Examples:
+            >>> ModuleTensor("fc", "in", "x", 2, ()).place, ModuleTensor("", "out", "0", None, (), first=True).place
+            ('fc#2:in[x]', '.:out')
+        """
+        number = "" if self.call is None else f"#{self.call}"
+        return f"{self.path or '.'}{number}:{self.side}{'' if self.first else f'[{self.name}]'}"
+
+    @property
+    def tensor(self) -> str | None:
+        """The name of the tensor in the file; None if it is not there, or differs between branches."""
+        return str(self.values[0].name) if len(self.values) == 1 else None
+
+
+def tensors_of(region: Region, signatures: Sequence[Signature], values: Mapping[str, ir.Value]) -> list[ModuleTensor]:
+    """The tensors of a module, call by call: what it takes, in the order of ``forward``, then what it gives.
+
+    ``values``: The tensors of the main graph by name.
+    """
+    calls = range(max(region.calls, len(signatures)))
+    found: list[ModuleTensor] = []
+    for call in calls:
+        number = call if len(calls) > 1 else None
+        if call < len(signatures):
+            found += _of_signature(region, number, signatures[call], values)
+        else:
+            found += _of_nodes(region, number)
+    return found
+
+
+def _of_signature(
+    region: Region, call: int | None, signature: Signature, values: Mapping[str, ir.Value]
+) -> Iterator[ModuleTensor]:
+    outputs = {str(place): name for place, name in enumerate(signature.outputs)}
+    for side, names in ((IN, signature.inputs), (OUT, outputs)):
+        for place, (argument, name) in enumerate(names.items()):
+            value = None if name is None else values.get(name)
+            problem = "" if value is not None else _why_gone(region, name)
+            yield ModuleTensor(
+                region.path, side, argument, call, () if value is None else (value,), problem, place == 0
+            )
+
+
+def _why_gone(region: Region, name: str | None) -> str:
+    if name is not None:
+        return f"a tool renamed or removed the tensor {name!r}; take it from the file before that tool, and carry(...)"
+    others = ", ".join(map(repr, region.info.fused_with))
+    if others or region.fate.is_merged:
+        took = f"it was merged with {others}" if others else "it was merged with its neighbours"
+        return f"{took}; tap the file before it is optimised (optimize keeps taps), or optimise with keep_exact"
+    if region.info.fate.is_folded:
+        return "it is a constant, which was folded"
+    return "the file has no tensor of this value: it is a constant, was merged with others, or nothing needs it"
+
+
+def _of_nodes(region: Region, call: int | None) -> Iterator[ModuleTensor]:
+    """What enters and leaves the nodes of a call; sure of an exact module where there is one tensor of a side."""
+    part = region if call is None else region.call(call)
+    if not part.nodes or not region.fate.is_exact:
+        meaning = region.fate.meaning if not region.fate.is_exact else "the file has no nodes of this call"
+        yield ModuleTensor(region.path, OUT, "0", call, (), meaning, first=True)
+        return
+    for side, crossing in ((IN, part.inputs), (OUT, part.outputs)):
+        by_graph: dict[object, list[ir.Value]] = {}
+        for value in crossing:
+            by_graph.setdefault(value.graph, []).append(value)
+        values = tuple(listed[0] for listed in by_graph.values())
+        several = max(map(len, by_graph.values()), default=0) > 1
+        entering = side == IN and len(values) > 1
+        if several or entering:
+            listed = ", ".join(sorted(str(value.name) for value in crossing))
+            problem = f"the file does not say which of {listed} it is"
+            yield ModuleTensor(region.path, side, "0", call, (), problem, first=True)
+        elif values:
+            yield ModuleTensor(region.path, side, "0", call, values, first=True)
+
+
+def _is_at(tensor: ModuleTensor, place: Place) -> bool:
+    """Whether a tensor of one of its modules is at a place."""
+    is_named = tensor.name == place.name if place.name else True
+    return place.side in ("", tensor.side) and place.call in (None, tensor.call or 0) and is_named
+
+
+def named_tensor(listed: Iterable[ModuleTensor], place: Place, path: str) -> list[ModuleTensor]:
+    """The tensors of a module that a place names: one for each of its calls, or for the one call that it names.
+
+    Raises:
+        SelectorError: If the module has no such call or tensor.
+    """
+    sides = [tensor for tensor in listed if tensor.side == place.side]
+    calls = dict.fromkeys(tensor.call or 0 for tensor in sides)
+    if place.call is not None and place.call not in calls:
+        raise SelectorError(place.text, f"module {path!r} ran {max(len(calls), 1)} times, counted from 0")
+    wanted = [tensor for tensor in sides if place.call in (None, tensor.call or 0)]
+    found = [tensor for tensor in wanted if tensor.first or place.name]
+    found = [tensor for tensor in found if _is_at(tensor, place)]
+    if not found:
+        given = "takes" if place.side == IN else "gives back"
+        names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted)) or "no tensor that the file knows"
+        raise SelectorError(place.text, f"module {path or '.'!r} {given} {names}")
+    return found
+
+
+def chosen_tensors(
+    places: Sequence[Place], paths_of: Callable[[str], list[str]], tensors: Callable[[str], list[ModuleTensor]]
+) -> list[ModuleTensor]:
+    """The tensors that some places name, each once, in their order; those of excluded places are left out.
+
+    Args:
+        places: The places.
+        paths_of: The modules of a selector.
+        tensors: All tensors of a module.
+
+    Raises:
+        SelectorError: If a selector matches nothing, or everything is excluded.
+        InputError: If a tensor is not in the file; the message says why, and what to do.
+    """
+    chosen: dict[ModuleTensor, None] = {}
+    for place in places:
+        if not place.excludes:
+            for path in paths_of(place.modules):
+                chosen.update(dict.fromkeys(named_tensor(tensors(path), place, path)))
+    for place in places:
+        if place.excludes:
+            paths = {*paths_of(place.modules)}
+            chosen = {each: None for each in chosen if each.path not in paths or not _is_at(each, place)}
+    if not chosen:
+        raise SelectorError(", ".join(place.text for place in places), "excludes every tensor that it selects")
+    for tensor in chosen:
+        if tensor.problem:
+            raise InputError(f"{tensor.place}: {tensor.problem}")
+    return list(chosen)

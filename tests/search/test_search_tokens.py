@@ -1,0 +1,142 @@
+"""search for decoders: greedy tokens that agree, and the time of the loop, with arithmetic chosen by module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.command.main import main
+from htp_export.errors import InputError
+from htp_export.huggingface import example_calls, load_model
+from htp_export.runtime.generating import Decoder
+from htp_export.runtime.sessions import RunnableModel, Session
+from tests.decoders import TEXT, Programs, decoder, prompt
+
+pytest.importorskip("optuna")
+
+CHOICES = ["int4", "int4:accuracy_level=0", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = decoder("llama")
+    file = tmp_path_factory.mktemp("llama") / "past.onnx"
+    Programs(model, example_calls(model))["model"].save(file)
+    return model, file
+
+
+def session_of(file: Path) -> tuple[Decoder, Session]:
+    tagged = htp_export.load(file)
+    return Decoder.of(tagged.model), Session(RunnableModel.of(tagged.model, "past", file.parent))
+
+
+def tokens_of(file: Path, ids: np.ndarray[Any, Any]) -> list[list[int]]:
+    """The 64 greedy tokens that a file goes on with."""
+    loop, session = session_of(file)
+    return loop.generate(session, ids, 64).tokens.tolist()
+
+
+def test_the_loop_generates_what_pytorch_does(llama: tuple[Any, Path]) -> None:
+    model, file = llama
+    loop, session = session_of(file)
+    ids = prompt()
+    made = loop.generate(session, ids, 12)
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        expected = model.generate(torch.from_numpy(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert made.tokens.tolist() == expected[:, ids.shape[1] :].tolist()
+    forced = loop.generate(session, ids, 12, made.tokens)
+    assert np.array_equal(forced.logits, made.logits)
+    other = loop.generate(session, ids, 12, (made.tokens + 1) % 64)
+    assert np.array_equal(other.logits[:, 0], made.logits[:, 0])
+    assert not np.array_equal(other.logits[:, 1], made.logits[:, 1])
+
+
+def test_tokens_and_time_are_objectives(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    np.savez(tmp_path / "prompts.npz", input_ids=prompt())
+    found = htp_export.search(
+        llama[1],
+        {"**.down_proj": ["int4", "fp32"]},
+        objectives=["tokens", "time"],
+        data=tmp_path / "prompts.npz",
+        new_tokens=8,
+        trials=4,
+    )
+    [kept] = [trial for trial in found.trials if set(trial.choices.values()) == {"fp32"} and trial.number is not None]
+    assert kept.values["tokens"] == 1
+    assert kept.measured["kl"] == 0
+    assert all(0 <= trial.values["tokens"] <= 1 and trial.values["time"] > 0 for trial in found.trials)
+    assert not any("random" in note for note in found.notes)
+
+
+def test_random_prompts_are_said(llama: tuple[Any, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--choices", "int4,fp32", "--select", "lm_head", "--new-tokens", "3", "--trials", "5"]
+    assert main(["search", str(llama[1]), "--objectives", "tokens,time", *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the prompts are random tokens of the vocabulary" in said
+    assert "2 plans are measured, and not 5: the space has no others" in said
+
+
+def test_a_file_without_a_cache_is_refused() -> None:
+    program = htp_export.export(nn.Linear(4, 4).eval(), (torch.randn(1, 4),), verbose=False)
+    with pytest.raises(InputError, match="needs a key-value cache, which the model does not take; export it for the"):
+        htp_export.search(program, ["int4"], objectives=["tokens"])
+
+
+def with_outliers(scale: float = 200.0) -> Any:
+    """A Llama that has learned what follows each token, with activations of which some channels are far larger.
+
+    The norm before the first MLP makes every 16th channel larger by ``scale``, and the MLP reads it smaller by as much,
+    so that the model computes the same.
+    """
+    sizes = {**TEXT, "hidden_size": 64, "intermediate_size": 128}
+    model = load_model("llama", task="text-generation-with-past", random_weights=True, overrides=sizes)
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    nn.init.normal_(model.model.embed_tokens.weight)
+    following = torch.randperm(64)
+    model.requires_grad_(True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    with torch.enable_grad():
+        for _ in range(60):
+            ids = torch.randint(0, 64, (128, 2))
+            logits = model(input_ids=ids, use_cache=False).logits
+            nn.functional.cross_entropy(logits.flatten(0, 1), following[ids].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.requires_grad_(False)
+    layer = model.model.layers[0]
+    layer.post_attention_layernorm.weight[::16] *= scale
+    for product in (layer.mlp.gate_proj, layer.mlp.up_proj):
+        product.weight[:, ::16] /= scale
+    return model.eval()
+
+
+@pytest.mark.slow  # a search of 16 plans
+def test_a_searched_plan_keeps_the_tokens_that_int8_arithmetic_flips(tmp_path: Path) -> None:
+    """64 greedy tokens are those of fp32, with int8 arithmetic wherever it is safe.
+
+    The public case is https://github.com/microsoft/onnxruntime/issues/29849.
+    """
+    file, ids = tmp_path / "past.onnx", np.random.default_rng(0).integers(3, 60, (8, 6))
+    model = with_outliers()
+    Programs(model, example_calls(model))["model"].save(file)
+    expected = tokens_of(file, ids)
+    htp_export.quantize(file, "int4", tmp_path / "fast.onnx")
+    assert tokens_of(tmp_path / "fast.onnx", ids) != expected
+
+    settings: dict[str, Any] = {"objectives": ["tokens", "time"], "data": {"input_ids": ids}, "trials": 16}
+    found = htp_export.search(file, CHOICES, **settings)
+    same = [trial for trial in found.trials if trial.number is not None and trial.values["tokens"] == 1]
+    best = max(same, key=lambda trial: list(trial.choices.values()).count("int4"))
+    assert list(best.choices.values()).count("int4") > len(best.choices) / 2
+    htp_export.quantize(file, best.plan, tmp_path / "planned.onnx")
+    assert tokens_of(tmp_path / "planned.onnx", ids) == expected

@@ -1,0 +1,284 @@
+"""What `tap` adds to a file and takes off again, what stays as it was, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.command.main import main
+from htp_export.errors import InputError, SelectorError
+from tests.exporter.test_bodies import Loops
+from tests.exporting import BOTH, converts_loops
+from tests.nets import NETS, ready
+from tests.tap.test_taps_are_hooks import hooks
+
+
+def run(file: Any, feed: dict[str, Any]) -> dict[str, Any]:
+    model = ir.to_proto(htp_export.load(file).model) if not isinstance(file, Path) else str(file)
+    session = onnxruntime.InferenceSession(model if isinstance(model, str) else model.SerializeToString())
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(None, feed), strict=True))
+
+
+def places(tagged: htp_export.TaggedModel) -> dict[str, str]:
+    """Every tensor that the file has, as a tap with a name."""
+    found = {}
+    for path in tagged.paths:
+        for each in tagged.tensors(path):
+            if not each.problem:
+                found[f"tap.{len(found)}"] = each.place
+    return found
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["conv_bn_relu", "cond", "modules_in_branches", "two_parents_in_a_loop"])
+def test_a_tapped_file_says_of_its_modules_what_it_did_and_without_taps_it_is_the_file(
+    name: str, exporter: str, shared_files: Any, tmp_path: Path
+) -> None:
+    if exporter in NETS[name].skip:
+        pytest.skip("torch does not export it")
+    file = shared_files.net(name, exporter)
+    before = htp_export.load(file)
+    wanted = places(before)
+    assert wanted
+    htp_export.tap(file, wanted, tmp_path / "tapped.onnx")
+    tapped = htp_export.load(tmp_path / "tapped.onnx")
+    assert [value.name for value in tapped.results] == [value.name for value in before.model.graph.outputs]
+    assert {tap: list(each.places) for tap, each in tapped.taps.items()} == {tap: [p] for tap, p in wanted.items()}
+    assert tapped.signatures == before.signatures
+    assert dict(tapped.hierarchy.items()) == dict(before.hierarchy.items())
+    for path in before.paths:
+        for side in ("inputs", "outputs"):
+            ends = [[value.name for value in getattr(each[path], side)] for each in (before, tapped)]
+            assert ends[0] == ends[1], (path, side)
+    assert not tapped.untagged
+    assert htp_export.contamination(tapped.model).after == htp_export.contamination(before.model).after
+    for folder in ("back", "saved"):
+        (tmp_path / folder).mkdir()
+    htp_export.untap(tmp_path / "tapped.onnx", None, tmp_path / "back" / "net.onnx")
+    before.save(tmp_path / "saved" / "net.onnx")
+    assert (tmp_path / "back" / "net.onnx").read_bytes() == (tmp_path / "saved" / "net.onnx").read_bytes()
+    first = next(iter(wanted))
+    rest = htp_export.untap(tmp_path / "tapped.onnx", first)
+    assert set(rest.tagged.taps) == wanted.keys() - {first}
+
+
+def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_other(tmp_path: Path) -> None:
+    model, kwargs = NETS["modules_in_branches"].build()
+    tagged = htp_export.load(htp_export.export(model, (), kwargs=kwargs, dynamo=True, verbose=False))
+    [name] = [value.name for value in tagged.model.graph.inputs]
+    tapped = htp_export.tap(tagged, ["block.fc:out", "both#0:out", "both#1:out", "act:in"], tmp_path / "tapped.onnx")
+    onnx.checker.check_model(str(tmp_path / "tapped.onnx"))
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        high = {"block.fc:out": model.block.fc(x), "both#0:out": model.both(model.block(x).cos())}
+        twice = model.both(model.both(-x))
+        low = {"both#0:out": model.both(-x), "both#1:out": twice, "act:in": twice}
+    for given, expected in ((x, high), (-x, low)):  # the sum decides
+        found = run(tmp_path / "tapped.onnx", {name: given.numpy()})
+        for place, tensor in expected.items():
+            np.testing.assert_allclose(found[place], tensor, atol=1e-5)
+        assert [tap for tap, value in found.items() if not value.size] == [
+            place for place in ("block.fc:out", "both#1:out", "act:in") if place not in expected
+        ]
+    optimized = htp_export.optimize(tapped, level="fused")
+    again = run(optimized, {name: np.ones((2, 4), np.float32)})
+    assert again["both#0:out"].shape == (2, 4)
+
+
+@converts_loops
+def test_a_tap_in_a_loop_has_what_each_iteration_gave_one_after_the_other(tmp_path: Path) -> None:
+    model = ready(Loops())
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    file = tmp_path / "loops.onnx"
+    htp_export.export(model, (x,), file, dynamo=True, verbose=False)
+    tapped = htp_export.tap(file, "act:out", tmp_path / "tapped.onnx")
+    expected, state = [], x
+    with torch.no_grad():
+        for _ in range(3):
+            state = model.act(model.b(state).sin())
+            expected.append(state)
+    [name] = [value.name for value in tapped.model.graph.inputs]
+    found = run(tmp_path / "tapped.onnx", {name: x.numpy()})
+    np.testing.assert_allclose(found["act:out"], torch.stack(expected), atol=1e-6)
+    htp_export.untap(tapped, None, tmp_path / "back.onnx")
+    htp_export.load(file).save(tmp_path / "saved.onnx")
+    assert (tmp_path / "back.onnx").read_bytes() == (tmp_path / "saved.onnx").read_bytes()
+
+
+class Two(nn.Module):
+    """Gives back two tensors, the second of which is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.fc(x * scale), x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.two, self.act = Two(), nn.ReLU()
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        h, x = self.two(x, scale)
+        return self.act(h) + self.two(x.sin(), scale)[0]
+
+
+@pytest.fixture(scope="module", params=["dynamo", "torchscript"])
+def net(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[str, Any]]:
+    torch.manual_seed(0)
+    model, x, scale = Net().eval(), torch.randn(2, 4), torch.randn(4)
+    file = tmp_path_factory.mktemp("net") / "net.onnx"
+    htp_export.export(
+        model, (x, scale), file, dynamo=request.param == "dynamo", input_names=["x", "scale"], verbose=False
+    )
+    return model, file, {"x": x, "scale": scale}
+
+
+def test_calls_arguments_positions_inputs_and_outputs_of_the_graph_are_tapped_and_a_tensor_twice(
+    net: tuple[Any, Path, dict[str, Any]],
+) -> None:
+    model, file, inputs = net
+    with hooks(model) as seen, torch.no_grad():
+        model(**inputs)
+    wanted = {
+        ".:in": "#0:in[x]", ".:in[scale]": "#0:in[scale]", ".:out": "#0:out[0]", "two#0:in": "two#0:in[x]",
+        "two#0:out[1]": "two#0:out[1]", "two#1:in[scale]": "two#1:in[scale]", "two.fc#1:out": "two.fc#1:out[0]",
+        "two.fc#0:out": "two.fc#0:out[0]", "act:in": "act#0:in[input]",
+    }  # fmt: skip
+    tapped = htp_export.tap(file, list(wanted))
+    found = run(tapped, {name: value.numpy() for name, value in inputs.items()})
+    for name, place in wanted.items():
+        np.testing.assert_allclose(found[name], seen[place], atol=1e-6, err_msg=name)
+    every = htp_export.tap(file, "two:out, two.fc:out, !two.fc#0")
+    assert [each.name for each in every.tensors] == ["two#0:out", "two#1:out", "two.fc#1:out"]
+    joined = htp_export.tap(file, {"h": ["two#0:in", "two.fc#0:out"]}, concat=1)
+    found = run(joined, {name: value.numpy() for name, value in inputs.items()})
+    np.testing.assert_allclose(found["h"], torch.cat([inputs["x"], seen["two.fc#0:out[0]"]], 1), atol=1e-6)
+    assert [str(each.kind) for each in joined.tensors] == ["FLOAT[2,7]"]
+    assert htp_export.verify(model, joined, kwargs=inputs).ok
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ("two.fc", {}, "says no side; write 'two.fc:in' or 'two.fc:out'"),
+    ("tow:out", {}, "matches no module; nearest: 'two'"),
+    ("two#2:out", {}, "'two' ran 2 times, counted from 0"),
+    ("act:out[1]", {}, "'act' gives back 0"),
+    ("act:in[x]", {}, "'act' takes input"),
+    ({"scale": "act:out"}, {}, "has a tensor 'scale' already"),
+    ({"h": "two:out"}, {}, "'h' names 2 tensors"),
+    ({"h": ["act:out", "two#0:in"]}, {"concat": 0}, "tensors differ in axis 1 too"),
+    ({"h": ["act:out", ".:in[scale]"]}, {"concat": 0}, "of different type or rank"),
+    ({"h": ["act:out", "act:in"]}, {"concat": 2}, "concat 2: the tensors of 'h' have 2 axes"),
+    (["act:out"], {"concat": 0}, "give name → places"),
+    ({}, {}, "no place is given"),
+    ("act:out, !act", {}, "excludes every tensor"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "options", "problem"), REFUSED)
+def test_a_place_that_is_not_there_is_refused_with_what_to_do(
+    wanted: Any, options: dict[str, Any], problem: str, net: tuple[Any, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    with pytest.raises(InputError) as raised:
+        htp_export.tap(net[1], wanted, tmp_path / "out.onnx", **options)
+    assert problem in str(raised.value)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(InputError, match="is no tap of the model; it has none"):
+        htp_export.untap(net[1], "h")
+
+
+def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_before_stays(
+    shared_files: Any, tmp_path: Path
+) -> None:
+    file = shared_files.net("conv_bn_relu", "torchscript")
+    tagged = htp_export.load(file)
+    gone = next(path for path in tagged.paths if tagged.hierarchy[path].fused_with)
+    [other] = tagged.hierarchy[gone].fused_with[:1]
+    with pytest.raises(InputError, match=rf"merged with .*{other!r}.*; tap the file before it is optimised"):
+        htp_export.tap(file, f"{gone}:*"[: len(gone)] + (":out" if not tagged.tensors(gone)[-1].values else ":in"))
+
+
+def test_weights_stay_where_they_are_and_the_map_stays_true(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
+    file = tmp_path / "net.onnx"
+    htp_export.export(net, (torch.randn(1, 64),), file, verbose=False)
+    data = {path.name for path in tmp_path.iterdir()} - {"net.onnx"}
+    assert data
+    htp_export.tap(file, "*:out", tmp_path / "shared.onnx", share_weights=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"net.onnx", "shared.onnx", *data}
+    mapped = htp_export.embed_map(file)
+    tapped = htp_export.tap(mapped, "0:out")
+    assert "htp.map" in tapped.model.metadata_props
+    assert htp_export.untap(tapped).model.metadata_props["htp.map"] == mapped.metadata_props["htp.map"]
+    carried = htp_export.tools.onnxruntime(tapped.model, level="basic")
+    assert [value.name for value in carried.model.graph.outputs][-1] == "0:out"
+    assert set(carried.tagged.taps) == {"0:out"}
+
+
+def test_the_commands_and_a_pipeline_do_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
+    file, out = tmp_path / "net.onnx", tmp_path / "out.onnx"
+    htp_export.export(net, (torch.randn(1, 4),), file, verbose=False)
+    assert main(["tap", str(file), "*:out", "-o", str(out)]) == 0
+    assert "0:out  FLOAT[1,4]  0:out" in capsys.readouterr().out
+    assert main(["tap", str(file), "0:out", "1:out", "--name", "h", "--concat", "-1", "-o", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == [
+        {"name": "h", "places": ["0:out", "1:out"], "kind": "FLOAT[1,8]"}
+    ]
+    assert main(["tap", str(out), "--undo", "-o", str(tmp_path / "back.onnx")]) == 0
+    assert main(["steer", str(file), "0:out", "1:in", "--name", "v", "-o", str(out)]) == 0
+    assert main(["tap", str(file), "-o", str(out)]) == 2
+    assert main(["tap", str(file), "0:out", "--concat", "0", "-o", str(out)]) == 2
+    steps = [{"tap": {"places": {"h": "1:out"}}}, {"steer": {"places": ["0:out"]}}, {"optimize": {"level": "fused"}}]
+    result = htp_export.pipeline([*steps, "compare"], file, tmp_path / "made.onnx")
+    assert result.ok
+    assert [value.name for value in htp_export.load(tmp_path / "made.onnx").model.graph.outputs][1:] == ["h"]
+
+
+STEER_REFUSED = [
+    ("two#0:out[1]", "the same tensor for :in\\[x\\]"),
+    ("two#0:in[scale]", None),
+    (".:in[scale]", None),
+]
+
+
+@pytest.mark.parametrize(("place", "problem"), STEER_REFUSED)
+def test_a_vector_is_refused_where_the_graph_does_not_tell_two_tensors_apart(
+    place: str, problem: str | None, net: tuple[Any, Path, dict[str, Any]]
+) -> None:
+    model, file, inputs = net
+    if problem is not None:
+        with pytest.raises(SelectorError if problem == "" else InputError, match=problem):
+            htp_export.steer(file, place)
+        return
+    steered = htp_export.steer(file, {"v": place})
+    feed = {name: value.numpy() for name, value in inputs.items()} | {"v": np.ones(4, np.float32)}
+    [found] = run(steered, feed).values()
+    calls = []
+
+    def adds(_: nn.Module, args: Any) -> Any:
+        calls.append(1)
+        return (args[0], args[1] + 1) if len(calls) == 1 else args
+
+    module = model.two if place.startswith("two") else model
+    handle = module.register_forward_pre_hook(adds)
+    try:
+        with torch.no_grad():
+            expected = model(inputs["x"], inputs["scale"])
+    finally:
+        handle.remove()
+    np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -1,0 +1,263 @@
+"""Taps hold what forward hooks in PyTorch see, at every path of every family, and steering is a hook that adds."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.format.leaves import named_tensors_in
+from htp_export.huggingface import example_calls
+from tests.decoders import Programs, decoder
+from tests.exporting import quick
+from tools.sweep_models import subjects
+
+Hooked = dict[str, torch.Tensor]
+
+LEVELS: tuple[Any, ...] = ("exact", "tolerant", "fused")
+
+
+@contextlib.contextmanager
+def hooks(model: nn.Module) -> Iterator[Hooked]:
+    """Place → what forward hooks see there: arguments that are tensors, and results."""
+    seen: Hooked = {}
+    counts: dict[str, int] = {}
+    handles = []
+
+    def before(path: str, module: nn.Module) -> Callable[..., None]:
+        parameters = inspect.signature(module.forward)
+
+        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+            number = counts[path] = counts.get(path, -1) + 1
+            for name, value in parameters.bind(*args, **kwargs).arguments.items():
+                if isinstance(value, torch.Tensor):
+                    seen[f"{path}#{number}:in[{name}]"] = value.detach().clone()
+
+        return note
+
+    def after(path: str) -> Callable[..., None]:
+        def note(_: nn.Module, __: Any, ___: Any, result: Any) -> None:
+            leaves = [result] if isinstance(result, torch.Tensor) else []
+            if isinstance(result, Mapping):
+                result = tuple(result.values())
+            if isinstance(result, tuple | list) and all(isinstance(each, torch.Tensor) for each in result):
+                leaves = list(result)
+            for place, value in enumerate(leaves):
+                seen[f"{path}#{open_calls[path].pop() if place == 0 else last[path]}:out[{place}]"] = (
+                    value.detach().clone()
+                )
+
+        return note
+
+    open_calls: dict[str, list[int]] = {}
+    last: dict[str, int] = {}
+
+    def opened(path: str) -> Callable[..., None]:
+        def note(_: nn.Module, __: Any) -> None:
+            last[path] = last.get(path, -1) + 1
+            open_calls.setdefault(path, []).append(last[path])
+
+        return note
+
+    for path, module in model.named_modules():
+        handles += [
+            module.register_forward_pre_hook(opened(path)),
+            module.register_forward_pre_hook(before(path, module), with_kwargs=True),
+            module.register_forward_hook(after(path), with_kwargs=True),
+        ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def session_of(model: Any) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.onnx"
+        htp_export.load(model).save(file)
+        return onnxruntime.InferenceSession(file, options)
+
+
+def present(tagged: htp_export.TaggedModel) -> dict[str, Any]:
+    """Place with the number of its call and its name → what ``tensors`` says of it."""
+    return {
+        f"{each.path}#{each.call or 0}:{each.side}[{each.name}]": each
+        for path in tagged.paths
+        for each in tagged.tensors(path)
+    }
+
+
+def held(model: Any, seen: Hooked, feed: Mapping[str, Any], atol: float = 2e-4) -> tuple[int, list[str]]:
+    """How many places of a file hold what hooks saw, and those that are refused."""
+    tagged = htp_export.load(model)
+    known = present(tagged)
+    refused = [place for place, each in known.items() if place in seen and each.problem]
+    wanted = {place: each for place, each in known.items() if place in seen and not each.problem}
+    places = {f"tap{k}": _escaped(each) for k, each in enumerate(wanted.values())}
+    tapped = htp_export.tap(tagged, places)
+    found = dict(zip(places, session_of(tapped.model).run(list(places), dict(feed)), strict=True))
+    for name, place in zip(places, wanted, strict=True):
+        expected = seen[place].numpy()
+        if expected.dtype.kind == "f":
+            scale = max(1.0, float(np.abs(np.nan_to_num(expected, posinf=0, neginf=0)).max(initial=0)))
+            if scale > 1e30:  # a mask: -inf in its type
+                continue
+            np.testing.assert_allclose(found[name], expected, atol=atol * scale, rtol=2e-4, err_msg=place)
+        else:
+            np.testing.assert_array_equal(found[name], expected, err_msg=place)
+    declared = {value.name: value for value in tapped.model.graph.outputs}
+    for name, place in zip(places, wanted, strict=True):
+        shape = declared[name].shape
+        assert shape is not None, place
+        assert len(shape) == seen[place].ndim, place
+        known_sizes = [(dim, size) for dim, size in zip(shape, seen[place].shape, strict=True) if isinstance(dim, int)]
+        assert all(dim == size for dim, size in known_sizes), place
+    return len(wanted), refused
+
+
+def _escaped(each: Any) -> str:
+    number = "" if each.call is None else f"#{each.call}"
+    path = f"re:{re.escape(each.path)}" if each.path else "."
+    return f"{path}{number}:{each.side}[{each.name}]"
+
+
+def feed_of(tagged: htp_export.TaggedModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    tensors = dict(named_tensors_in(kwargs))
+    signature = tagged.signature("")
+    assert signature is not None
+    names = {tensor: argument for argument, tensor in signature.inputs.items() if tensor}
+    inputs = [value.name for value in tagged.model.graph.inputs if not value.is_initializer()]
+    return {name: tensors[names.get(name, name)].detach().numpy() for name in inputs}
+
+
+def made(model: nn.Module, kwargs: Mapping[str, Any], exporter: str, folder: Path) -> Path:
+    """The file of a model."""
+    file = folder / "model.onnx"
+    htp_export.export(model, (), file, kwargs=dict(kwargs), dynamo=exporter == "dynamo", verbose=False)
+    return file
+
+
+FAMILIES = [
+    "bert", "gpt2", "llama", "t5", "whisper", "vit", "resnet", "swin", "convnext", "clip",
+    "wav2vec2", "mixtral", "mamba", "albert", "deberta-v2", "qwen3", "gemma2", "detr", "segformer", "vits", "patchtst",
+]  # fmt: skip
+
+
+CASES = [(family, exporter) for family in FAMILIES for exporter in ("dynamo", "torchscript")]
+
+
+@pytest.mark.parametrize(("family", "exporter"), quick(CASES, ("bert", "dynamo"), ("resnet", "torchscript")))
+def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(
+    family: str, exporter: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, kwargs = subjects()[f"transformers/{family}"].build()
+    with hooks(model) as seen, torch.no_grad():
+        model(**kwargs)
+    try:
+        program = made(model, kwargs, exporter, tmp_path)
+    except Exception as error:
+        pytest.skip(f"torch does not export it: {type(error).__name__}")
+    tagged = htp_export.load(program)
+    feed = feed_of(tagged, kwargs)
+    count, refused = held(program, seen, feed)
+    print(f"{family} {exporter}: {count} places, refused {len(refused)}", refused[:4])
+    assert count > len(refused)
+    for level in LEVELS:
+        optimized = htp_export.optimize(program, level=level)
+        count, refused = held(optimized, seen, feed)
+        print(f"   {level}: {count} places, refused {len(refused)}")
+        assert count > len(refused)
+
+
+@pytest.mark.parametrize("name", quick(["llama", "gpt2", "qwen3", "gemma", "mistral", "phi"], "llama"))
+def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_keeps_them(name: str) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    model = decoder(name)
+    files = Programs(model, example_calls(model))
+    call, program = files.calls["model"], files["model"]
+    [layer] = [path for path, _ in model.named_modules() if path.endswith((".layers.1", ".h.1"))]
+    tapped = htp_export.tap(program, {"hidden_states": [f"{layer}:in", f"{layer}:out"]}, concat=-1)
+    assert [value.name for value in program.model.graph.outputs] == list(call.output_names)
+    later = [htp_export.optimize(tapped, level=level).model for level in LEVELS]
+    sessions = [session_of(file) for file in (tapped.model, *later)]
+    with call.adapted():
+        for kwargs in call.runs.values():
+            feed = feed_of(htp_export.load(program), copy.deepcopy(kwargs))
+            with hooks(call.model) as seen, torch.no_grad():
+                call.model(**copy.deepcopy(kwargs))
+            entering = next(value for place, value in seen.items() if place.startswith(f"{layer}#0:in[hidden_states"))
+            expected = torch.cat([entering, seen[f"{layer}#0:out[0]"]], -1)
+            for session in sessions:
+                [found] = session.run(["hidden_states"], feed)
+                np.testing.assert_allclose(found, expected, atol=1e-5)
+            count, refused = held(program, seen, feed)
+            assert count > len(refused)
+        assert htp_export.verify(call.model, tapped, kwargs=copy.deepcopy(kwargs)).ok
+
+
+# --- steer ------------------------------------------------------------------------------------------------
+
+
+STEERED = [(level, exporter) for level in (None, *LEVELS) for exporter in ("dynamo", "torchscript")]
+
+
+@pytest.mark.parametrize(("level", "exporter"), quick(STEERED, (None, "dynamo")))
+def test_steering_is_a_hook_that_adds_and_zero_without_a_vector(exporter: str, level: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, kwargs = subjects()["transformers/bert"].build()
+    program = made(model, kwargs, exporter, tmp_path)
+    places = ["encoder.layer.0:out", "encoder.layer.1:in", "encoder.layer.1.output.dense:out", "pooler:in"]
+    steered = htp_export.steer(program, places)
+    assert htp_export.verify(model, steered, kwargs=kwargs).ok
+    if level is not None:
+        steered = htp_export.load(htp_export.optimize(steered, level=level).model)
+    feed = feed_of(htp_export.load(program), kwargs)
+    session = session_of(steered.model)
+    plain = session_of(program).run(None, feed)
+    for one, other in zip(plain, session.run(None, feed), strict=True):
+        np.testing.assert_allclose(one, other, atol=0 if level is None else 1e-3)
+    vectors = {
+        each.name: np.random.default_rng(1).normal(size=each.shape).astype(np.float32)
+        for each in session.get_overridable_initializers()
+    }
+    assert list(vectors) == [f"{place}.steer" for place in places]
+    handles = []
+    for place in places:
+        path, _, side = place.partition(":")
+        vector = torch.from_numpy(vectors[f"{place}.steer"])
+        module = model.get_submodule(path)
+        if side == "out":
+            handles.append(module.register_forward_hook(lambda _m, _a, result, v=vector: result + v))
+        else:
+            handles.append(module.register_forward_pre_hook(lambda _m, args, v=vector: (args[0] + v, *args[1:])))
+    try:
+        with torch.no_grad():
+            expected = model(**kwargs)
+        found = session.run(None, {**feed, **vectors})
+        np.testing.assert_allclose(found[0], expected[0], atol=1e-4)
+        assert np.abs(found[0] - plain[0]).max() > 0.01
+        if level is None:
+            tapped = htp_export.tap(steered, ["encoder.layer.0:out", "encoder.layer.1:in"])
+            with hooks(model) as seen, torch.no_grad():
+                model(**kwargs)
+            values = session_of(tapped.model).run([each.name for each in tapped.tensors], {**feed, **vectors})
+            np.testing.assert_allclose(values[0], seen["encoder.layer.0#0:out[0]"], atol=1e-4)
+    finally:
+        for handle in handles:
+            handle.remove()
