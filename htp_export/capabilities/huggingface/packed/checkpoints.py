@@ -1,4 +1,4 @@
-"""Quantized checkpoints as two things: packed weights by parameter, and a ``state_dict`` in float32.
+"""Which checkpoints are quantized, and how each is read.
 
 Files of others are not trusted: no pickle is opened, and shapes are compared before anything is read.
 """
@@ -8,61 +8,21 @@ from __future__ import annotations
 import functools
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from htp_export.capabilities.huggingface.packed.layouts import LAYOUTS
-from htp_export.capabilities.huggingface.packed.weights import Array, Coded, Layer, Packed
+from htp_export.capabilities.huggingface.packed.packed_checkpoint import PackedCheckpoint, module_of
+from htp_export.capabilities.huggingface.packed.weights import Array, Layer
 from htp_export.errors import FileError
 from htp_export.files.checkpoint import read_checkpoint
 from htp_export.files.text_files import read_json
 from htp_export.runtime.arrays import from_torch
 
-__all__ = ["PackedCheckpoint", "is_gguf", "is_packed", "read_packed"]
+__all__ = ["is_gguf", "is_packed", "read_packed"]
 
 _CONFIG, _GPTQ_CONFIG = "config.json", "quantize_config.json"
-
-
-class PackedCheckpoint(Mapping[str, Array]):
-    """A quantized checkpoint; as a mapping, its ``state_dict``: name → array, dequantized to float32 when it is read.
-
-    Attributes:
-        path: The folder or file.
-        kind: What made it: ``gptq``, ``awq``, ...
-        layers: Name of a parameter → its packed weight.
-    """
-
-    def __init__(self, path: Path, kind: str, layers: Mapping[str, Layer], others: Mapping[str, Any]) -> None:
-        self.path, self.kind, self.layers, self._others = path, kind, layers, others
-
-    def __getitem__(self, name: str) -> Array:
-        """A parameter; a `KeyError` if the checkpoint has none of this name."""
-        if name not in self._others:
-            return self.packed(name).weight()
-        array: Array = self._others[name]()
-        return array if array.dtype.kind in "iub" else array.astype(np.float32)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self.layers, **self._others})
-
-    def __len__(self) -> int:
-        return len({*self.layers, *self._others})
-
-    def also(self, names: Mapping[str, str]) -> PackedCheckpoint:
-        """The same with more names: name → the one that the checkpoint has."""
-        layers = {name: self.layers[known] for name, known in names.items() if known in self.layers}
-        others = {name: self._others[known] for name, known in names.items() if known in self._others}
-        return PackedCheckpoint(self.path, self.kind, {**self.layers, **layers}, {**self._others, **others})
-
-    def packed(self, name: str) -> Packed | Coded:
-        """The packed weight of a parameter; a `FileError` if its tensors do not fit together."""
-        try:
-            return self.layers[name].read()
-        except ValueError as error:
-            raise FileError(self.path, f"module {_module(name)!r}: {error}") from error
 
 
 def is_packed(source: str | os.PathLike[str]) -> bool:
@@ -98,7 +58,7 @@ def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
     checkpoint = read_checkpoint(path)
     by_module: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, shape in checkpoint.shapes.items():
-        module = _module(name)
+        module = module_of(name)
         by_module[module][name.removeprefix(f"{module}.")] = shape
     layers: dict[str, Layer] = {}
     others: dict[str, Any] = {}
@@ -117,11 +77,6 @@ def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
     if not layers:
         raise FileError(path, f"has no weights of {method}")
     return PackedCheckpoint(path, method, layers, others)
-
-
-def _module(name: str) -> str:
-    """The module of a tensor; bitsandbytes has ``<module>.weight.absmax``."""
-    return name.rpartition(".weight.")[0] or name.rpartition(".")[0]
 
 
 def _quantization(folder: Path) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from htp_export.model.recipes import recipe_of, recorded
 from htp_export.weights.products import is_matrix_product
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.huggingface.packed.checkpoints import PackedCheckpoint
+    from htp_export.capabilities.huggingface.packed.packed_checkpoint import PackedCheckpoint
     from htp_export.capabilities.huggingface.packed.weights import Coded, Packed
 
 __all__ = ["METHOD"]
