@@ -211,3 +211,24 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_named(
         htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
     assert problem in str(refused.value)
     assert not (tmp_path / "made.onnx").exists()
+
+
+def test_a_parameter_that_is_missing_and_a_layer_that_is_unknown_are_named(files: dict[str, Path], tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    source, _ = checkpoint(tmp_path / "source", "gptq")
+    tensors = load_file(source / "model.safetensors")
+    without = {name: tensor for name, tensor in tensors.items() if name != "norm.bias"}
+    other = {name.replace("second.", "third."): tensor for name, tensor in tensors.items()}
+    for content, problem in ((without, "has no 'norm.bias'"), (other, "has no 'second.weight'")):
+        save_file(content, source / "model.safetensors")
+        with pytest.raises(htp_export.errors.InputError, match=problem):
+            htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
+    assert not (tmp_path / "made.onnx").exists()
+
+
+def test_zero_points_of_floats_are_refused_in_operators_of_onnx(files: dict[str, Path], tmp_path: Path):
+    source, _ = checkpoint(tmp_path / "source", "bitsandbytes nf4")
+    plan = {".": {"precision": "checkpoint", "format": "qdq"}}
+    with pytest.raises(htp_export.errors.InputError, match=r"'first.weight' of .* has a table of numbers"):
+        htp_export.quantize(files["dynamo"], plan, weights=source)

@@ -56,7 +56,8 @@ def quantize_command(
     ] = None,
     share_weights: ShareOption = False,
     weights: Annotated[
-        Path | None, "A checkpoint that is quantized already (GPTQ, AWQ, bitsandbytes, GGUF): its weights, packed as they are."
+        Path | None,
+        "A checkpoint that is quantized already (GPTQ, AWQ, bitsandbytes, GGUF): its weights, packed as they are.",
     ] = None,
 ) -> None:
     """Give modules other precisions: int8, int4, fp16; without a plan, one that is faster than fp32 on this machine.

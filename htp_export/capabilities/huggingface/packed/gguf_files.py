@@ -14,7 +14,7 @@ import numpy as np
 
 from htp_export.capabilities.huggingface.packed.packed_checkpoint import PackedCheckpoint
 from htp_export.capabilities.huggingface.packed.weights import Array, Layer, Packed, integers_in
-from htp_export.errors import FileError, described
+from htp_export.errors import FileError, InputError, described
 
 __all__ = ["gguf_config", "read_gguf"]
 
@@ -40,9 +40,12 @@ def read_gguf(file: Path) -> PackedCheckpoint:
 
     Raises:
         FileError: If it is no GGUF file, or transformers has no names for its architecture.
+        InputError: If the package ``gguf`` is not installed.
     """
-    from gguf import GGUFReader
-
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise InputError(f'{file}: GGUF files need gguf; install it with: pip install "htp-export[gguf]"') from error
     try:
         reader = GGUFReader(file)
         names, process = _names(file, reader)
