@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -135,9 +136,8 @@ TYPES = {
 
 def blocks(generator: np.random.Generator, kind: str, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
     """Blocks of random bytes, whose scales are small numbers."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    gguf = pytest.importorskip("gguf")
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     made = generator.integers(0, 256, (shape[0], shape[1] // elements, size), dtype=np.uint8)
     places = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,))
     for place in places:
@@ -149,8 +149,7 @@ def blocks(generator: np.random.Generator, kind: str, shape: tuple[int, int]) ->
 
 def written_gguf(file: Path, kinds: Mapping[str, str] = TYPES, *, tied: bool = False) -> Path:
     """A Llama of one layer of width 256, 4 heads and 2 for keys; ``tied``: its table, in blocks, is its head."""
-    import gguf
-
+    gguf = pytest.importorskip("gguf")
     generator, width, writer = np.random.default_rng(0), 256, gguf.GGUFWriter(file, "llama")
     for key, value in {
         "vocab_size": 32, "context_length": 64, "embedding_length": width, "block_count": 1,

@@ -57,7 +57,7 @@ def quantize_command(
     share_weights: ShareOption = False,
     weights: Annotated[
         Path | None,
-        "A checkpoint that is quantized already (GPTQ, AWQ, bitsandbytes, GGUF): its weights, packed as they are.",
+        "A checkpoint that is quantized already (GPTQ, AWQ, bitsandbytes, GGUF): its packed weights.",
     ] = None,
 ) -> None:
     """Give modules other precisions: int8, int4, fp16; without a plan, one that is faster than fp32 on this machine.
