@@ -15,7 +15,7 @@ from htp_export.format.recipes import CONSTANT, Recipe, is_exact, parameters_in
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Rebuilt", "narrowed", "rebuilt", "unpacked"]
+__all__ = ["Rebuilt", "narrowed", "rebuilt", "remade", "unpacked"]
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -64,12 +64,22 @@ def rebuilt(tagged: TaggedModel, state_dict: Mapping[str, Any]) -> Rebuilt:
                 unknown[value] = f"{missing[0]!r} is no entry of the state_dict"
             else:
                 assert stored is not None
-                make = _Rebuilding(str(value.name), recipe, state_dict, stored)
-                tensors[value] = ir.LazyTensor(
-                    make, stored.dtype, ir.Shape(stored.shape.numpy()), name=stored.name,
-                    metadata_props={**stored.metadata_props},
-                )  # fmt: skip
+                tensors[value] = remade(stored, recipe, state_dict)
     return Rebuilt(tensors, frozenset(constant), unknown)
+
+
+def remade(stored: ir.TensorProtocol, recipe: Recipe, state_dict: Mapping[str, Any]) -> ir.TensorProtocol:
+    """A stored tensor with what parameters give by an exact recipe; it is computed when it is read.
+
+    Examples:
+        >>> stored = ir.tensor(np.zeros((1, 2), np.float32))
+        >>> remade(stored, ["transpose", "w", []], {"w": np.float32([[1], [2]])}).numpy()
+        array([[1., 2.]], dtype=float32)
+    """
+    make = _Rebuilding(str(stored.name), recipe, state_dict, stored)
+    metadata = {**stored.metadata_props}
+    shape = ir.Shape(stored.shape.numpy())
+    return ir.LazyTensor(make, stored.dtype, shape, name=stored.name, metadata_props=metadata)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from htp_export.model.tagged import Region, TaggedModel
 from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.products import LINEAR
 
-__all__ = ["Linear", "linear_paths", "linears_of", "lora_layers", "unquantized"]
+__all__ = ["Linear", "factor_inputs", "linear_paths", "linears_of", "lora_layers", "unquantized"]
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,20 @@ def lora_layers(tagged: TaggedModel) -> dict[str, float]:
     except ValueError as error:
         raise InputError(f"model {tagged.model.graph.name!r}: {error}") from error
     for path in layers:
-        for name in (factor_name(path, factor) for factor in FACTORS):
-            if path not in tagged or name not in tagged.model.graph.initializers:
-                raise InputError(f"{tags.LORA} names module {path!r}, and the graph has no input {name!r}")
+        if path not in tagged:
+            raise InputError(f"{tags.LORA} names module {path!r}, which the model does not have")
+        factor_inputs(tagged.model.graph, path)
     return layers
+
+
+def factor_inputs(graph: ir.Graph, path: str) -> list[ir.Value]:
+    """The two inputs that `lora.insert` made for a module; `InputError` if the graph does not have them."""
+    given = {value.name: value for value in graph.inputs}
+    names = [factor_name(path, factor) for factor in FACTORS]
+    for name in names:
+        if name not in given:
+            raise InputError(f"{tags.LORA} names module {path!r}, and the graph has no input {name!r}")
+    return [given[name] for name in names]
 
 
 def _is_product(tagged: TaggedModel, node: ir.Node) -> bool:

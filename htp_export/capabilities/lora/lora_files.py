@@ -12,37 +12,29 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.lora.adapters import (
-    Adapter,
     LowRank,
     arrays_of,
-    factor_name,
     files_of,
     placed,
     read_adapter,
+    require_switchable,
     write_adapter,
 )
-from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of, lora_layers
+from htp_export.capabilities.lora.linears import factor_inputs, lora_layers
+from htp_export.capabilities.lora.peft_weights import require_peft
+from htp_export.capabilities.lora.weight_changes import add_to_weights, check_sizes, replace_parameters
 from htp_export.editing.editing import take_place
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import Kind, check_target
-from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.lora import FACTORS, lora_modules, write_lora
+from htp_export.format.lora import lora_modules, write_lora
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.recipes import step
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.module_facts import stored_tensor
-from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load
-from htp_export.process.progress import counted
 from htp_export.results.result import Result
-from htp_export.runtime.arrays import Array
-from htp_export.shapes.operator_kinds import operator_of
-from htp_export.weights.products import Product, changed_when_written, products_of, readers_of
-from htp_export.weights.weight_sources import WeightSources
 
 __all__ = ["FusedLora", "LoraAdapter", "adapter", "fuse"]
 
@@ -75,16 +67,19 @@ class FusedLora(TaggedResult):
 
     Attributes:
         ranks: Module path → rank of what was added to its weight.
+        parameters: The parameters that were replaced as a whole: biases, and those of ``modules_to_save``.
         model: The model.
     """
 
     ranks: Mapping[str, int]
+    parameters: Sequence[str] = ()
     model: ir.Model = field(repr=False, kw_only=True)
 
     @property
     def summary(self) -> str:
         """The result in one line."""
-        return f"an adapter is added to the weights of {len(self.ranks)} linear layers"
+        replaced = f"; {len(self.parameters)} parameters are replaced" if self.parameters else ""
+        return f"an adapter is added to the weights of {len(self.ranks)} layers{replaced}"
 
     def tag_lines(self) -> tuple[str, ...]:
         """Nothing: the tags are as they were."""
@@ -130,10 +125,11 @@ def adapter(
     if not known:
         raise InputError("the model takes no adapters; lora.insert gives its linear layers inputs for them")
     read = read_adapter(adapter)
+    require_switchable(read)
     layers = {}
-    for path, layer in placed(read, known, "layers that take adapters").items():
-        a, b = (tagged.model.graph.initializers[factor_name(path, factor)] for factor in FACTORS)
-        _check_sizes(read, path, layer, (_size(b, 0), _size(a, 1)))
+    for path, layer in placed(read.source, read.layers, known, "layers that take adapters").items():
+        a, b = factor_inputs(tagged.model.graph, path)
+        check_sizes(read.source, path, layer, [_size(b, 0), _size(a, 1)])
         dtype = (a.dtype or ir.DataType.FLOAT).numpy()
         ratio = 1.0 if layer.scaling is None else layer.scaling / known[path]
         scaled = layer.b if ratio == 1 else layer.b.astype(np.float32) * np.float32(ratio)
@@ -150,6 +146,10 @@ def fuse(
 ) -> FusedLora:
     """Add an adapter to the weights of a model, as PEFT's ``merge_and_unload`` does.
 
+    Linear layers, convolutions and embeddings take LoRA and DoRA; trained biases and ``modules_to_save`` replace what
+    is stored. All but LoRA of linear layers needs PEFT (``pip install "htp-export[lora]"``). A weight that other
+    modules read, as of tied embeddings, is copied: these keep theirs.
+
     The layers that `lora.insert` made are removed, so that the model has its original nodes again. It may also be a
     model without them. New weights are computed when they are written, one at a time.
 
@@ -165,8 +165,8 @@ def fuse(
         The model, and the layers that were changed.
 
     Raises:
-        InputError: The adapter names modules or sizes that the model does not have, or a weight is quantized, or shared
-            with other modules.
+        InputError: The adapter names modules or sizes that the model does not have, or a weight is quantized, or merged
+            with others, or PEFT is needed and not installed.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -181,6 +181,7 @@ def fuse(
     """
     check_target(output, reads=files_of(adapter))
     adapter_read = read_adapter(adapter)
+    require_peft(adapter_read)
     read = read_flat(model, others=False)
     read.require_tags()
     tagged = read if isinstance(model, str | os.PathLike) else read.clone()
@@ -188,16 +189,11 @@ def fuse(
     inserted = lora_layers(tagged)
     if inserted:
         tagged = _without_lora(tagged, inserted)
-    layers = placed(adapter_read, linear_paths(tagged), "linear layers of the model")
-    for path in counted(list(layers), "layers"):
-        scaling = layers[path].scaling
-        scaling = inserted.get(path) if scaling is None else scaling
-        if scaling is None:
-            raise InputError(f"{adapter_read.source}: gives no scaling for {path!r}; give the folder of PEFT")
-        _add_to_weight(adapter_read, tagged, path, layers[path], scaling)
+    parameters = replace_parameters(tagged, adapter_read)  # PEFT saves embeddings beside what is added to them
+    layers = add_to_weights(tagged, adapter_read, inserted)
     if output is not None:
         write_model(tagged.model, output, True if external else None)
-    return FusedLora({path: layer.a.shape[0] for path, layer in layers.items()}, model=tagged.model)
+    return FusedLora({path: layer.a.shape[0] for path, layer in layers.items()}, parameters, model=tagged.model)
 
 
 def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedModel:
@@ -218,7 +214,7 @@ def _remove(graph: ir.Graph, path: str) -> None:
 
     If the graph no longer has the nodes that `lora.insert` made, as after an optimizer, that is an `InputError`.
     """
-    factors = [graph.initializers[factor_name(path, factor)] for factor in FACTORS]
+    factors = factor_inputs(graph, path)
     made = _derived(factors[0])
     joins = [node for node in made if node.op_type == "Add" and any(_not_among(value, made) for value in node.inputs)]
     if not joins:
@@ -231,7 +227,7 @@ def _remove(graph: ir.Graph, path: str) -> None:
         if factor.uses():
             raise InputError(f"module {path!r}: {factor.name!r} is read outside of its LoRA layer")
         graph.inputs.remove(factor)
-        del graph.initializers[str(factor.name)]
+        graph.initializers.pop(str(factor.name), None)
 
 
 def _derived(value: ir.Value) -> dict[ir.Node, None]:
@@ -254,57 +250,3 @@ def _not_among(value: ir.Value | None, nodes: Mapping[ir.Node, None]) -> bool:
 def _size(value: ir.Value, axis: int) -> int | None:
     size = None if value.shape is None else value.shape[axis]
     return size if isinstance(size, int) else None
-
-
-def _check_sizes(adapter: Adapter, path: str, layer: LowRank, wanted: tuple[int | None, int | None]) -> None:
-    sizes = (layer.b.shape[0], layer.a.shape[1])
-    if sizes != wanted:
-        raise InputError(
-            f"{adapter.source}: module {path!r} maps {sizes[1]} numbers to {sizes[0]}, and that of the model "
-            f"{wanted[1]} to {wanted[0]}"
-        )
-
-
-def _add_to_weight(adapter: Adapter, tagged: TaggedModel, path: str, layer: LowRank, scaling: float) -> None:
-    """Add the product of two factors to the weight of a linear layer."""
-    calls = linears_of(tagged, path)
-    uses = [use for use in products_of(tagged, [call.product for call in calls]) if use.place == 1]
-    if len(uses) != len(calls) or len({use.value for use in uses}) != 1:
-        raise InputError(f"module {path!r}: its weight is {_why_not(tagged, calls)}")
-    use = uses[0]
-    tensor = use.value.const_value
-    assert tensor is not None
-    if others := _other_readers(tagged, path, uses):
-        raise InputError(
-            f"module {path!r}: its weight {use.value.name!r} is also that of {', '.join(map(repr, others))}"
-        )
-    shape = tuple(tensor.shape.numpy())
-    _check_sizes(adapter, path, layer, (shape[use.channels], shape[use.reduced]))
-    factor = scaling / use.node.attributes.get_float("alpha", 1.0)
-    is_turned = use.channels > use.reduced
-
-    def added(weight: Array) -> Array:
-        delta = layer.b.astype(np.float32) @ layer.a.astype(np.float32) * np.float32(factor)
-        total: Array = weight.astype(np.float32) + (delta.T if is_turned else delta)
-        return total.astype(weight.dtype)
-
-    use.value.const_value = changed_when_written(tensor, added, step("computed", recipe_of(use.value), "lora"))
-
-
-def _why_not(tagged: TaggedModel, calls: Sequence[Linear]) -> str:
-    """Why nothing can be added to the weight of a linear layer."""
-    sources = WeightSources(tagged)
-    for product in (call.product for call in calls):
-        weight = product.inputs[1]
-        for source in sources.of(weight) if weight is not None else ():
-            tensor = stored_tensor(source.tensor)
-            if tensor is not None and tensor.dtype.is_integer():
-                where = f"{operator_of(product)} {product.name!r}"
-                return f"quantized ({where}); fuse the adapter before the model is quantized, or use lora.insert"
-    return "not stored as one tensor of floating point"
-
-
-def _other_readers(tagged: TaggedModel, path: str, uses: Sequence[Product]) -> list[str]:
-    """Other modules whose nodes read a weight."""
-    readers = (owner for node in readers_of(uses[0].value) if node is not None for owner in tagged.owners_of(node))
-    return [owner for owner in dict.fromkeys(readers) if not tags.is_under(owner, path)]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.capabilities.lora.activation_ranges import release_ranges
 from htp_export.capabilities.lora.adapters import factor_name
 from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of, lora_layers, unquantized
 from htp_export.editing.editing import add_initializer, take_place
@@ -71,6 +72,7 @@ class InsertedLora(TaggedResult, ModuleTable):
     Attributes:
         modules: Module path → the layer, for every linear layer that takes adapters now.
         scaling: The factor by which the low-rank products are multiplied: ``alpha / rank``.
+        ranges: How many activations behind these layers are no longer quantized.
         model: The model.
     """
 
@@ -78,12 +80,16 @@ class InsertedLora(TaggedResult, ModuleTable):
 
     modules: Mapping[str, LoraLayer] = field(repr=False)
     scaling: float
+    ranges: int = 0
     model: ir.Model = field(repr=False, kw_only=True)
 
     @property
     def summary(self) -> str:
         """The result in one line."""
-        return f"{len(self.modules)} linear layers take adapters; without one, the model computes what it did before"
+        taken = f"{len(self.modules)} linear layers take adapters; "
+        if self.ranges:
+            return taken + f"{self.ranges} activations behind them are no longer quantized"
+        return taken + "without one, the model computes what it did before"
 
 
 @names_model_faults("model")
@@ -94,13 +100,16 @@ def insert(
     *,
     rank: int = 8,
     alpha: float | None = None,
+    required: bool = False,
 ) -> InsertedLora:
     """Give linear layers inputs for LoRA adapters, so that one file serves many of them.
 
     Each layer gets two inputs, named and laid out as in a PEFT checkpoint: ``<module path>.lora_A.weight`` of the shape
     (rank, inputs) and ``<module path>.lora_B.weight`` of the shape (outputs, rank). They are optional: their default
     has the rank 0, so that the model computes what it did before. The rank of what is given may be any. Files of ONNX
-    Runtime's adapter format, as `lora.adapter` writes them, set all of them at once. Weights and biases stay.
+    Runtime's adapter format, as `lora.adapter` writes them, set all of them at once. Weights and biases stay. In a
+    model whose activations are quantized (QDQ), those behind such a layer are not any longer: their ranges were
+    calibrated without an adapter, and would clip what it changes.
 
     Thread-safe, also for calls on the same model.
 
@@ -110,6 +119,8 @@ def insert(
         output: The file to write.
         rank: The rank of the adapters, for the factor ``alpha / rank``.
         alpha: PEFT's ``lora_alpha``; None for ``rank``, which is the factor 1.
+        required: Without defaults, for runtimes that give no optional inputs, as ONNX Runtime's for JavaScript: every
+            run has to be given factors, of the rank 0 where there is no adapter.
 
     Returns:
         The model, and its layers that take adapters.
@@ -137,9 +148,11 @@ def insert(
     if again := [path for path in paths if path in known]:
         raise InputError(f"module {again[0]!r} takes adapters already")
     linears = {path: linears_of(tagged, path) for path in paths}
-    insertion = _Insertion(tagged, scaling, {linear.y for calls in linears.values() for linear in calls})
+    results = {linear.y for calls in linears.values() for linear in calls}
+    insertion = _Insertion(tagged, scaling, results, required)
     for path in counted(paths, "layers"):
         insertion.add(path, linears[path])
+    ranges = insertion.release()
     insertion.describe()
     write_lora(tagged.model.metadata_props, {**known, **dict.fromkeys(paths, scaling)})
     tagged.model.ir_version = max(tagged.model.ir_version, 10)
@@ -149,7 +162,7 @@ def insert(
         path: LoraLayer(path, first.inputs, first.outputs, 1 + len(more), _input_names(path))
         for path, (first, *more) in linears.items()
     }
-    return InsertedLora(layers, scaling, model=tagged.model)
+    return InsertedLora(layers, scaling, ranges, model=tagged.model)
 
 
 def scaling_of(rank: int, alpha: float | None) -> float:
@@ -181,12 +194,13 @@ def _input_names(path: str) -> tuple[str, ...]:
 class _Insertion:
     """Puts low-rank products beside linear layers of a model, in place; ``results`` are what these layers give."""
 
-    def __init__(self, tagged: TaggedModel, scaling: float, results: Container[ir.Value]) -> None:
+    def __init__(self, tagged: TaggedModel, scaling: float, results: Container[ir.Value], required: bool) -> None:
+        self._required = required
         self._tagged, self._scaling, self._given = tagged, scaling, results
         self._graph = tagged.model.graph
         names = Names(tagged.model)
         self._values, self._nodes = names.tensors, names.nodes
-        self._signatures: dict[str, Sequence[Signature]] = {}
+        self._steps: dict[str, list[tuple[ir.Value, ir.Value]]] = {}  # new module → what goes in and out of its calls
         self._modules: dict[str, list[ModuleInfo]] = {}
         self._factors: dict[ir.DataType, ir.Value] = {}
         self._results: dict[ir.Value, ir.Value] = {}  # what a layer gave before → what it gives now
@@ -202,14 +216,17 @@ class _Insertion:
         steps = [self._product(path, linear, factors, dtype, called, len(calls)) for linear in calls]
         for factor, child in children.items():
             at = FACTORS.index(factor)
-            self._signatures[child] = [Signature({"x": values[at].name}, (values[at + 1].name,)) for values in steps]
+            self._steps[child] = [(values[at], values[at + 1]) for values in steps]
 
     def _input(self, path: str, factor: str, shape: tuple[int, int], dtype: ir.DataType) -> ir.Value:
         name = factor_name(path, factor)
         if self._values.unused(name) != name:
             raise InputError(f"the model has a tensor {name!r} already")
-        tensor = ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name)
-        value = add_initializer(self._graph, tensor, name, CONSTANT)
+        if self._required:
+            value = ir.Value(name=name, type=ir.TensorType(dtype))
+        else:
+            tensor = ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name)
+            value = add_initializer(self._graph, tensor, name, CONSTANT)
         value.shape = ir.Shape([f"{path}.lora_rank" if size == 0 else size for size in shape])
         self._graph.inputs.append(value)
         return value
@@ -259,6 +276,12 @@ class _Insertion:
             self._factors[dtype] = add_initializer(self._graph, tensor, name, CONSTANT)
         return self._factors[dtype]
 
+    def release(self) -> int:
+        """Take out the quantization of activations that adapters change; how many these are."""
+        calls = [call for each in self._tagged.signatures.values() for call in each]
+        named = {name for call in calls for name in (*call.inputs.values(), *call.outputs) if name}
+        return release_ranges(self._graph, self._results.values(), named)
+
     def describe(self) -> None:
         """Write the new modules and their signatures into the metadata."""
         listed: list[ModuleInfo] = []
@@ -269,5 +292,9 @@ class _Insertion:
             if path is not None and module is not None:
                 listed.append(module)
                 around += [path] if path in self._modules else []
-        signatures = {**self._tagged.signatures, **self._signatures} if self._tagged.signatures else None
+        made = {
+            path: [Signature({"x": given.name}, (result.name,)) for given, result in calls]
+            for path, calls in self._steps.items()
+        }
+        signatures = {**self._tagged.signatures, **made} if self._tagged.signatures else None
         write_model_metadata(self._tagged.model.metadata_props, Hierarchy(listed), signatures=signatures)
