@@ -161,7 +161,7 @@ def test_what_cannot_have_a_rank_is_said(model: Mixed, file: Path, tmp_path: Pat
     result = htp_export.prune(file, {".": "rank:10"})
     assert len(result.ranks) == 2  # plain (20 by 36) and head (24 by 30)
     assert len(result.whole) == 3
-    assert any("3 weights keep their rank" in note for note in result.notes)
+    assert any("3 weights stay as they are" in note for note in result.notes)
 
 
 def test_a_tied_table_keeps_its_rank(tmp_path: Path) -> None:

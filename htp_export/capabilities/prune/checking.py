@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Set
 
 from htp_export.capabilities.prune.coupled_axes import Axis
-from htp_export.capabilities.prune.coupling import Coupling
+from htp_export.capabilities.prune.coupling import Coupling, StopError
 from htp_export.capabilities.prune.low_rank import why_not
 from htp_export.capabilities.prune.pruning import value_of
 from htp_export.capabilities.prune.residual_blocks import ends_of
@@ -53,8 +53,18 @@ class PlanChecks:
         return ""
 
     def _couplings(self, path: str, value: Sparsity) -> list[Coupling]:
-        found = (coupling_of(self._tagged, weight, value) for weight in self._weights[path])
-        return [coupling for coupling in found if coupling is not None]
+        """Everything that has the channels of a module's weights that can be cut; an error if none of them can."""
+        found, stopped = [], ""
+        for weight in self._weights[path]:
+            try:
+                coupling = coupling_of(self._tagged, weight, value)
+            except StopError as error:
+                stopped = stopped or f"weight {weight.name!r}: {error}"
+            else:
+                found += [coupling] if coupling is not None else []
+        if stopped and not found:
+            raise InputError(stopped)
+        return found
 
     def check_coupled(self, values: Mapping[str, Set[Sparsity]]) -> None:
         """Refuse different shares of channels for modules that have the same channels (`InputError`).

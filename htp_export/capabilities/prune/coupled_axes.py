@@ -11,18 +11,22 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
+from htp_export.model.module_facts import stored_tensor
+from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import SIZES_ONLY, operator_of
 from htp_export.shapes.operators.elementwise import ELEMENTWISE
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["Axis", "Group", "changed_axes", "groups_of", "slice_start"]
+__all__ = ["Axis", "Group", "changed_axes", "gathered", "groups_of", "slice_start"]
 
 Axis: TypeAlias = tuple[ir.Value, int]
 """A tensor and one of its axes, from 0."""
 
 Group: TypeAlias = Sequence[Axis]
+
 Values: TypeAlias = Sequence[ir.Value | None]
 Rule: TypeAlias = Callable[[ir.Node, Symbolic], Iterator[Group]]
 
@@ -125,13 +129,10 @@ def _convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     x, weight = node.inputs[:2]
     values = [x, weight, node.outputs[0], *node.inputs[2:3]]
     turned, group = node.op_type == "ConvTranspose", node.attributes.get_int("group", 1)
-    sizes = [shapes.shape(value) for value in (x, weight)]
     if group == 1:
         yield from _by_letters(values, ["bi", "io" if turned else "oi", "bo", "o"])
-    elif sizes[0] is not None and sizes[1] is not None and sizes[0][1] == group == sizes[1][0] and sizes[1][1] == 1:
-        yield from _by_letters(values, ["bc", "c", "bc", "c"])  # each channel by itself; `group` is their number
     else:
-        yield from _by_letters(values, ["b", "", "b"])
+        yield from _by_letters(values, ["b", "", "b"])  # channels: see `_grouped_convolution`
 
 
 def _with_vectors(node: ir.Node, shapes: Symbolic, at: int) -> Iterator[Group]:
@@ -181,6 +182,33 @@ def _gather(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     before, behind = _LETTERS[:at], _LETTERS[at + 1 : rank]
     words = [before + _ALONE + behind if rank else "", indices, before + indices + behind]
     yield from _by_letters([*node.inputs[:2], node.outputs[0]], words)
+
+
+def _gather_nd(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
+    rank, width = (_rank(shapes, value) for value in node.inputs[:2])
+    given = shapes.shape(node.inputs[1])
+    if given and isinstance(depth := given[-1], int) and not node.attributes.get_int("batch_dims", 0):
+        indices, behind = _LETTERS[: width - 1], _LETTERS[width : width + rank - depth]
+        yield from _by_letters(
+            [*node.inputs[:2], node.outputs[0]], [_ALONE * depth + behind, indices + _ALONE, indices + behind]
+        )
+
+
+def gathered(node: ir.Node, shapes: Symbolic) -> tuple[int, Array] | None:
+    """The axis along which a Gather or GatherND takes known indices, and these, from 0; None if it takes no axis so."""
+    table, given = (shapes.shape(value) for value in node.inputs[:2])
+    if not table or not given or node.attributes.get_int("batch_dims", 0) != 0:
+        return None
+    at = node.attributes.get_int("axis", 0) % len(table)
+    value = node.inputs[1]
+    tensor = None if value is None else stored_tensor(value)
+    numbers = shapes.constant(value) if tensor is None else tensor.numpy()
+    if numbers is None or not isinstance(length := table[at], int) or not all(isinstance(size, int) for size in given):
+        return None
+    indices = np.asarray(numbers, np.int64).reshape([int(str(size)) for size in given]) % length
+    if node.op_type == "GatherND":
+        return (at, indices[..., 0]) if indices.shape[-1] == 1 else None
+    return at, indices
 
 
 def _beside(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -263,6 +291,7 @@ _RULES: Mapping[str, Rule] = {
     "InstanceNormalization": _batch_norm,
     "Transpose": _transpose,
     "Gather": _gather,
+    "GatherND": _gather_nd,
     "Expand": _like_first,
     "Pad": _pad,
     "Einsum": _einsum,

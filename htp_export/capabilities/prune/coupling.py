@@ -15,7 +15,8 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, groups_of, slice_start
+from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, gathered, groups_of, slice_start
+from htp_export.capabilities.prune.tiled_axes import Tiles, tiles_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import RESHAPING, subgraphs
@@ -152,8 +153,13 @@ class Coupling:
         if node.op_type in ("Concat", "Split", "Slice") and not node.domain and self._is_changed(node, axis):
             self._cross_parts(node, axis)
             return
+        if node.op_type in ("Gather", "GatherND") and not node.domain and self._cross_gather(node, axis):
+            return
         groups = [group for group in groups_of(node, self._shapes) if axis in group]
-        if not groups:
+        tiled = [tiles for tiles in tiles_of(node, self._shapes) if axis in tiles]
+        for tiles in tiled:
+            self._cross_tiles(node, axis, tiles)
+        if not groups and not tiled:
             raise StopError(f"its channels cannot be cut{self._at(node)}")
         for group in groups:
             if self._heads and node.op_type in ("MatMul", "Einsum") and self._sums(node, group):
@@ -203,6 +209,53 @@ class Coupling:
         sizes = [self._size((value, axis), self._at(node)) for value in values]
         return whole, list(zip([0, *itertools.accumulate(sizes)], values, strict=False))
 
+    def _cross_tiles(self, node: ir.Node, axis: Axis, tiles: Tiles) -> None:
+        """Join the indices of an axis that have one channel, and carry the channels to the other axes."""
+        times, width = tiles[axis]
+        size = self._size(axis, self._at(node))
+        labels = self._one_of_each(_rows(self.labels[axis].reshape(times, size // (times * width), width), 1))
+        for (value, place), (repeats, neighbours) in tiles.items():
+            self._mark((value, place), np.tile(np.repeat(labels, neighbours), repeats), node)
+
+    def _cross_gather(self, node: ir.Node, axis: Axis) -> bool:
+        """Carry labels through constant indices along the axis that is gathered; False if the axis is another one.
+
+        The indices are the places of channels in the table, which an axis of the result has: of more than one, it is
+        that in which channels are told apart.
+        """
+        found = gathered(node, self._shapes)
+        if found is None:
+            return False
+        at, indices = found
+        source: Axis = (node.inputs[0], at)  # type: ignore[assignment]
+        results = [(node.outputs[0], at + place) for place in range(indices.ndim)]
+        if axis != source and axis not in results:
+            return False
+        size = self._size(source, self._at(node))
+        if axis == source:
+            spread = self.labels[axis][indices]
+            chosen = self._choose(node, spread, results)
+            self._mark(results[chosen], self._one_of_each(_rows(spread, chosen)), node)
+        else:
+            chosen = results.index(axis)
+        labels = np.full(size, -1)
+        returned = _spread(self.labels[results[chosen]], chosen, indices.shape)
+        for place, label in zip(indices.ravel().tolist(), returned.ravel().tolist(), strict=True):
+            if label >= 0 and labels[place] >= 0:
+                self._join(int(labels[place]), label)
+            labels[place] = max(label, labels[place])
+        self._mark(source, labels, node)
+        return True
+
+    def _one_of_each(self, rows: Array) -> Array:
+        """A label for each row of labels, which are joined; -1 for a row without."""
+        for row in rows:
+            reached = row[row >= 0].tolist()
+            for label in reached[1:]:
+                self._join(reached[0], label)
+        labels: Array = rows.max(axis=1)
+        return labels
+
     def _cross_reshape(self, node: ir.Node, axis: Axis) -> None:
         source = axis[0]
         target = node.outputs[0] if source is node.inputs[0] else node.inputs[0]
@@ -235,12 +288,7 @@ class Coupling:
             raise StopError(f"its channels are merged with an open dimension{self._at(node)}")
         spread = _spread(self.labels[axis], place, sizes[0]).reshape(sizes[1])
         chosen = self._choose(node, spread, axes[1])
-        rows = _rows(spread, chosen)
-        for row in rows:
-            reached = row[row >= 0].tolist()
-            for label in reached[1:]:
-                self._join(reached[0], label)
-        labels = rows.max(axis=1)
+        labels = self._one_of_each(_rows(spread, chosen))
         self._mark(axes[1][chosen], labels, node)
         returned = _rows(_spread(labels, chosen, sizes[1]).reshape(sizes[0]), place)
         self._mark(axis, returned.max(axis=1), node)  # a head that is reached in part belongs together
@@ -342,10 +390,11 @@ def _next_block(first: Sequence[Dim], second: Sequence[Dim]) -> tuple[int, int]:
 def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:
     """Find what has the channels of an axis; a StopError if it cannot be cut: an input, an output, no rule.
 
-    A Reshape may split channels in several ways, such as into queries, keys and values, and heads. The first way that
-    does not stop is taken.
+    A Reshape may split channels in several ways, such as into queries, keys and values, and heads. The first way in
+    which all channels can be cut is taken; if there is none, that in which most can.
     """
     choices, stopped = dict[ir.Node, int](), None
+    best: Coupling | None = None
     for _ in range(_MOST_ATTEMPTS):
         coupling = Coupling(tagged, choices, heads=heads)
         try:
@@ -353,7 +402,9 @@ def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:
         except StopError as error:
             stopped = stopped or error
         else:
-            return coupling
+            if len(coupling.groups) == len(coupling.roots_of_all):
+                return coupling
+            best = coupling if best is None or len(coupling.groups) > len(best.groups) else best
         made = list(coupling.alternatives)
         while made and choices.get(made[-1], 0) + 1 >= coupling.alternatives[made[-1]]:
             made.pop()
@@ -361,4 +412,6 @@ def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:
             break
         choices = {node: choices.get(node, 0) for node in made}
         choices[made[-1]] += 1
+    if best is not None:
+        return best
     raise stopped or StopError("its channels can be split in too many ways")

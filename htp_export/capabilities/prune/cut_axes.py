@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, slice_start
-from htp_export.editing.editing import add_constant
+from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, gathered, slice_start
+from htp_export.capabilities.prune.tiled_axes import RECURRENT, is_cut_by_groups
+from htp_export.editing.editing import add_constant, remove_unused
 from htp_export.errors import InputError
 from htp_export.format.recipes import step
 from htp_export.model.module_facts import stored_tensor
@@ -43,6 +44,7 @@ def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
         by_value.setdefault(value, {})[axis] = stays
     for value, axes in by_value.items():
         _shorten(value, axes)
+    remove_unused(tagged.model)  # what computed the indices of a Gather
     _check(tagged, before, by_value)
 
 
@@ -89,8 +91,13 @@ def _refit(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: S
         _refit_slice(graph, node, kept, shapes)
     elif node.op_type in ("Conv", "ConvTranspose") and node.attributes.get_int("group", 1) > 1:
         stays = kept.get((node.outputs[0], 1))
-        if stays is not None:
-            node.attributes.add(ir.AttrInt64("group", int(stays.sum())))
+        if stays is not None and is_cut_by_groups(node, shapes):
+            group = node.attributes.get_int("group", 1) * int(stays.sum()) // len(stays)
+            node.attributes.add(ir.AttrInt64("group", group))
+    elif node.op_type in RECURRENT and (stays := kept.get((node.inputs[2], 2))) is not None:  # type: ignore[arg-type]
+        node.attributes.add(ir.AttrInt64("hidden_size", int(stays.sum())))
+    elif node.op_type in ("Gather", "GatherND"):
+        _refit_gather(graph, node, kept, shapes)
 
 
 def _refit_sizes(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
@@ -147,6 +154,19 @@ def _give(graph: ir.Graph, node: ir.Node, place: int, array: Array, name: str) -
         graph.remove(producer, safe=True)
     elif producer is None and before.graph is graph:
         del graph.initializers[str(before.name)]
+
+
+def _refit_gather(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
+    found = gathered(node, shapes)
+    if found is None or (stays := kept.get((node.inputs[0], found[0]))) is None:  # type: ignore[arg-type]
+        return
+    at, indices = found
+    for place in range(indices.ndim):
+        left = kept.get((node.outputs[0], at + place))
+        indices = indices if left is None else np.compress(left, indices, place)
+    dtype = shapes.dtype(node.inputs[1]) or ir.DataType.INT64
+    changed = (np.cumsum(stays) - 1)[indices].astype(dtype.numpy())
+    _give(graph, node, 1, changed if node.op_type == "Gather" else changed[..., None], f"{node.name}_indices_cut")
 
 
 def _refit_split(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:

@@ -34,6 +34,7 @@ def prune_command(
     method: Annotated[Literal["l1", "random"], "l1: the smallest values go; random."] = "l1",
     scope: Annotated[Literal["local", "global"], "local: the share of each weight; global: of all together."] = "local",
     seed: Annotated[int, seed_option("For --method random.")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse the plan if a weight cannot be cut.")] = False,
 ) -> None:
     """Remove the least important weights of modules."""
     from htp_export.capabilities.prune.pruning import prune
@@ -49,6 +50,7 @@ def prune_command(
             method=method,
             scope=scope,
             seed=seed,
+            strict=strict,
         )
     table.report_modules(result, tagged)
     if not table.as_json and not table.as_csv:

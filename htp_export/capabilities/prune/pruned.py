@@ -78,7 +78,8 @@ class Pruned(TaggedResult, ModuleTable):
         removed: The residual blocks that were removed.
         cut: Weight → its shape before and after, for weights that became smaller.
         ranks: Weight → its rank, for weights that became products of two matrices.
-        whole: Weight → why it stays as it is, for those that the plan gives a rank.
+        whole: Weight → why it stays as it is, for those whose channels cannot be cut, or that a rank would not make
+            smaller.
         short: Weight → what stays of its channels or heads, where the share of the plan cannot be reached.
         model: The pruned model.
     """
@@ -124,11 +125,20 @@ class Pruned(TaggedResult, ModuleTable):
             name, rank = next(iter(self.ranks.items()))
             notes.append(f"{len(self.ranks)} weights are products of two matrices, such as {name}, of rank {rank}")
         if self.whole:
-            name, reason = next(iter(self.whole.items()))
-            notes.append(f"{len(self.whole)} weights keep their rank, such as {name}: {reason}")
+            notes.append(f"{len(self.whole)} weights stay as they are:")
+            notes += [f"  {_listed(names)}: {reason}" for reason, names in _by_reason(self.whole).items()]
         if root.zeros_after > root.zeros_before:
             notes.append("zeros take as many bytes as other numbers: files and ONNX Runtime keep weights dense")
         return tuple(notes)
+
+
+def _by_reason(whole: Mapping[str, str]) -> dict[str, list[str]]:
+    return {reason: [name for name, other in whole.items() if other == reason] for reason in whole.values()}
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _changed(name: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str:

@@ -14,7 +14,7 @@ from htp_export.capabilities.prune.masks import Mask, Scores, element_masks, gro
 from htp_export.capabilities.prune.pruned import Counts, Pruned, pruned_modules
 from htp_export.capabilities.prune.residual_blocks import remove_blocks
 from htp_export.capabilities.prune.sparsities import Sparsity, sparsities_of
-from htp_export.capabilities.prune.structured import cut_channels
+from htp_export.capabilities.prune.structured import Cut, cut_channels
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError, RuleError
 from htp_export.files.model_files import has_external_data, write_model
@@ -47,6 +47,7 @@ def prune(
     method: Literal["l1", "random"] = "l1",
     scope: Literal["local", "global"] = "local",
     seed: int = 0,
+    strict: bool = False,
 ) -> Pruned:
     """Remove the least important weights of modules.
 
@@ -61,7 +62,9 @@ def prune(
     ``"drop"``          the module, a residual block, is removed
     ==================  ===============================================================================
 
-    What has the same channels is cut, too: weights and biases of other modules, and sizes in the graph.
+    What has the same channels is cut, too: weights and biases of other modules, and sizes in the graph. Weights that
+    cannot be cut, or whose rank saves nothing, stay as they are: ``whole`` of the result has the reason for each. A
+    rule of which every weight stays is an error.
 
     Weights are the initializers that products multiply with, and tables that are looked up; no biases, and no factors
     of normalisations. A weight that several modules read, such as a tied embedding, is pruned once.
@@ -76,14 +79,15 @@ def prune(
         scope: ``"local"``: the share is removed from each weight; ``"global"``: from all weights with the same value
             in the plan together. n:m patterns are always local.
         seed: For ``"random"``: the same seed removes the same elements.
+        strict: Raise an error if any weight of which the plan gives channels or a rank stays as it is.
 
     Returns:
         The model, and sparsity and bytes by module.
 
     Raises:
         SelectorError: A selector cannot be read or matches no module.
-        InputError: A value of the plan cannot be used, a rule names modules without weights, or channels cannot be cut;
-            the message has the node that stops it.
+        InputError: A value of the plan cannot be used, a rule names modules without weights, or all weights of a rule
+            stay as they are, or any with ``strict``; the message has the node that stops the first one.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -107,14 +111,20 @@ def prune(
     external = has_external_data(tagged.model)
     scores = Scores(None if method == "l1" else seed)
     dropped = {path for selector, value in rules.items() if value.kind == "blocks" for path in tagged.select(selector)}
-    result = _pruned(tagged, assigned(tagged, rules), dropped, scores, together=scope == "global")
+    result = _pruned(tagged, assigned(tagged, rules), dropped, scores, together=scope == "global", strict=strict)
     if output is not None:
         write_model(result.model, output, True if external else None)
     return result
 
 
 def _pruned(
-    tagged: TaggedModel, wanted: Assigned[Sparsity], dropped: Set[str], scores: Scores, *, together: bool
+    tagged: TaggedModel,
+    wanted: Assigned[Sparsity],
+    dropped: Set[str],
+    scores: Scores,
+    *,
+    together: bool,
+    strict: bool,
 ) -> Pruned:
     """Prune a model in place; of the modules that are removed, those that rules name are given."""
     bytes_before = {path: facts.weight_bytes for path, facts in _facts(tagged).items()}
@@ -135,18 +145,19 @@ def _pruned(
         return {weight: value for weight, value in values.items() if value.kind in kinds and weight in left}
 
     structured, matrices = those("channels", "heads"), those("rank")
-    cut, short = cut_channels(tagged, structured, scores, together=together) if structured else ({}, {})
+    cut = cut_channels(tagged, structured, scores, together=together) if structured else Cut()
     for weight, mask in _masks(those("elements", "n:m"), scores, together=together).items():
         _apply(weight, mask)
-    factors, whole = factorise(tagged.refresh(), matrices) if matrices else ({}, {})
-    _refuse_full_ranks(wanted, owners, factors, whole)
+    factors, full = factorise(tagged.refresh(), matrices) if matrices else ({}, {})
+    whole = {**cut.whole, **full}
+    _refuse_whole_weights(wanted, owners, whole, values, strict=strict)
     after = {weight: _counts(*_tensors_of(weight, factors)) for weight in counted(list(left), "weights")}
     counts = [(owners[weight], before[weight], after.get(weight, (0, 0))) for weight in weights]
     rows = pruned_modules(_facts(tagged.refresh()).values(), counts, bytes_before)
     said = {path: str(value) for path, value in wanted.modules.items()}
     ranks = {weight.name: found.rank for weight, found in factors.items()}
     kept = {weight.name: reason for weight, reason in whole.items()}
-    return Pruned(rows, said, removed, cut, ranks, kept, short, model=tagged.model)
+    return Pruned(rows, said, removed, cut.shapes, ranks, kept, cut.short, model=tagged.model)
 
 
 def _outermost_blocks(wanted: Assigned[Sparsity], named: Set[str]) -> tuple[str, ...]:
@@ -199,18 +210,24 @@ def _refuse_empty_rules(owners: Mapping[Weight, Sequence[str]], wanted: Assigned
             raise RuleError(selector, "the modules that it names have no weights that can be pruned")
 
 
-def _refuse_full_ranks(
+def _refuse_whole_weights(
     wanted: Assigned[Sparsity],
     owners: Mapping[Weight, Sequence[str]],
-    factors: Mapping[Weight, Factors],
     whole: Mapping[Weight, str],
+    values: Mapping[Weight, Sparsity],
+    *,
+    strict: bool,
 ) -> None:
-    """Refuse a rule for ranks that replaces no weight."""
-    for selector, paths in wanted.named.items():
-        named = {weight for weight in (*factors, *whole) if not set(paths).isdisjoint(owners[weight])}
-        if named and named.isdisjoint(factors):
-            weight = next(weight for weight in whole if weight in named)
-            raise RuleError(selector, f"weight {weight.name!r} keeps its rank: {whole[weight]}")
+    """Refuse a rule of which every weight stays as it is; with ``strict``, of which any does."""
+    for selector, paths in reversed(list(wanted.named.items())):
+        named = [weight for weight in values if not set(paths).isdisjoint(owners[weight])]
+        stay = [weight for weight in named if weight in whole]
+        if stay and (strict or len(stay) == len(named)):
+            weight = stay[0]
+            if values[weight].kind == "rank":
+                raise RuleError(selector, f"weight {weight.name!r} keeps its rank: {whole[weight]}")
+            where = f"weight {weight.name!r} of {', '.join(map(repr, owners[weight]))}"
+            raise RuleError(selector, f"{where}: {whole[weight]}; the value 0 leaves a module as it is")
 
 
 def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> dict[Weight, Mask]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
@@ -20,9 +20,22 @@ from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 from htp_export.weights.products import Weight
 
-__all__ = ["coupling_of", "cut_channels"]
+__all__ = ["Cut", "coupling_of", "cut_channels"]
 
-Shapes = dict[str, tuple[Shape, Shape]]
+
+@dataclass(frozen=True)
+class Cut:
+    """What was cut out of a model.
+
+    Attributes:
+        shapes: Weight → its shape before and after, for all initializers that became smaller.
+        short: Weight → what stays, where the share cannot be reached.
+        whole: Weight → why none of its channels can be cut.
+    """
+
+    shapes: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    short: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[Weight, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,15 +52,12 @@ class _Cuttable:
     scores: Mapping[int, float]
 
 
-def cut_channels(
-    tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool
-) -> tuple[Shapes, dict[str, str]]:
-    """Cut the least important channels and heads out of a model, in place.
+def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> Cut:
+    """Cut the least important channels and heads out of a model, in place, of all weights that can be cut.
 
-    Returns weight → its shape before and after, for all initializers that became smaller; and weight → what stays,
-    where the share cannot be reached. ``together``, the shares are of all channels with the same value.
+    ``together``, the shares are of all channels with the same value.
     """
-    found = _cuttable(tagged, values, scores)
+    found, whole = _cuttable(tagged, values, scores)
     for value in dict.fromkeys(values.values()):
         if value.kind == "heads" and not any(each.value == value for each in found):
             names = ", ".join(repr(weight.name) for weight, other in values.items() if other == value)
@@ -68,7 +78,7 @@ def cut_channels(
         tagged, ((str(value.name), before[value], readers[value], {"": _shape(value)}) for value in weights)
     )
     shapes = {str(value.name): (before[value], _shape(value)) for value in weights}
-    return shapes, _short(chosen, together=together)
+    return Cut(shapes, _short(chosen, together=together), whole)
 
 
 def _shape(value: ir.Value) -> Shape:
@@ -76,9 +86,12 @@ def _shape(value: ir.Value) -> Shape:
     return tuple(value.const_value.shape.numpy())
 
 
-def _cuttable(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores) -> list[_Cuttable]:
-    """Everything that has the channels of the weights, each channel once."""
+def _cuttable(
+    tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores
+) -> tuple[list[_Cuttable], dict[Weight, str]]:
+    """Everything that has the channels of the weights, each channel once; and why those of other weights stay."""
     found: list[_Cuttable] = []
+    whole: dict[Weight, str] = {}
     for weight in counted(list(values), "weights"):
         value, seed = values[weight], (weight.value, weight.uses[0].channels)
         known = next((each for each in found if seed in each.coupling.labels), None)
@@ -87,25 +100,30 @@ def _cuttable(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Sc
                 problem = f"{value} of channels of which the plan also says {known.value}"
                 raise InputError(f"weight {weight.name!r}: {problem}")
             continue
-        coupling = coupling_of(tagged, weight, value)
+        try:
+            coupling = coupling_of(tagged, weight, value)
+        except StopError as error:
+            whole[weight] = str(error)
+            continue
         if coupling is not None:
             alike = [other for other, given in values.items() if given == value]
             group_scores = _group_scores(coupling, alike, weight, scores)
             found.append(_Cuttable(weight.name, coupling, value, coupling.groups, group_scores))
-    return found
+    return found, whole
 
 
 def coupling_of(tagged: TaggedModel, weight: Weight, value: Sparsity) -> Coupling | None:
-    """Everything that has the channels of a weight; None if heads are to be cut and they are of no heads."""
+    """Everything that has the channels of a weight; None if heads are to be cut and they are of no heads.
+
+    Raises:
+        StopError: Its channels cannot be cut.
+    """
     try:
         coupling = couple(tagged, (weight.value, weight.uses[0].channels), heads=value.kind == "heads")
-    except StopError as error:
+    except StopError:
         if value.kind == "heads":  # the layer behind the heads, such as the projection of the results
             return None
-        owners = dict.fromkeys(path for use in weight.uses for path in tagged.owners_of(use.node))
-        where = f" of {', '.join(map(repr, owners))}" if owners else ""
-        problem = f"weight {weight.name!r}{where}: {error}; the value 0 leaves a module as it is"
-        raise InputError(problem) from None
+        raise
     return None if value.kind == "heads" and not coupling.is_joined else coupling
 
 
@@ -121,7 +139,7 @@ def _group_scores(coupling: Coupling, weights: Iterable[Weight], seed: Weight, s
             continue
         array = np.abs(np.moveaxis(weight.tensor.numpy(), axis, 0).astype(np.float32))
         for root, channel in zip(coupling.roots((weight.value, axis)).tolist(), array, strict=True):
-            if root >= 0:
+            if root in sums:
                 sums[root] += float(channel.sum(dtype=np.float64))
                 counts[root] += channel.size
     return {root: sums[root] / max(counts[root], 1) for root in sums}

@@ -1,0 +1,169 @@
+"""Channels cut through operators that repeat or pick them, and plans of which a part can be cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.command.main import main
+from htp_export.errors import InputError, RuleError
+from tests.extract.test_cutting import run_file
+from tests.nets import EXPORTERS, x
+from tests.prune.test_prune_structured import export
+from tools.prune_models import MODELS, Recurrent, compared, kept_of, masked, outputs_of, shrink, shuffled, spread
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+
+
+class Shuffled(nn.Module):
+    """Grouped convolutions: of two groups, with a shuffle between, and one result for each group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 1)
+        self.first, self.second = nn.Conv2d(12, 8, 1, groups=2), nn.Conv2d(8, 12, 3, padding=1, groups=2)
+        self.up = nn.ConvTranspose2d(12, 8, 2, 2, groups=2)
+        self.multiplied, self.merged = nn.Conv2d(8, 16, 1, groups=8), nn.Conv2d(16, 4, 1, groups=4)
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(shuffled(self.first(torch.relu(self.stem(x))), 2).relu())
+        return self.head(self.merged(self.multiplied(self.up(y)).relu()))
+
+
+class Upscaled(nn.Module):
+    """PixelShuffle and its inverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(1, 16, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(16, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.pixel_shuffle(torch.relu(self.first(x)), 2)
+        return self.third(torch.nn.functional.pixel_unshuffle(torch.relu(self.second(y)), 2))
+
+
+class Strided(nn.Module):
+    """Every second row and column, by their places in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 6, 1), nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.first(x))
+        b, c, h, w = y.shape
+        return self.second(y.as_strided((b, c, h // 2, w // 2), (c * h * w, h * w, 2 * w, 2)))
+
+
+NETS = {
+    "groups": (Shuffled, lambda: x(2, 3, 4, 4), ["first", "merged", "multiplied", "second", "stem", "up"]),
+    "pixels": (Upscaled, lambda: x(2, 1, 4, 4), ["first", "second"]),
+    "strides": (Strided, lambda: x(2, 1, 4, 4), ["first"]),
+    "lstm": (lambda: Recurrent(nn.LSTM, 2, True), lambda: torch.randint(0, 30, (2, 5)), ["embed", "rnn"]),
+    "gru": (lambda: Recurrent(nn.GRU, 1, True), lambda: torch.randint(0, 30, (2, 5)), ["embed", "rnn"]),
+    "rnn": (lambda: Recurrent(nn.RNN, 1, False), lambda: torch.randint(0, 30, (2, 5)), ["embed", "rnn"]),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", NETS)
+def test_operators_that_repeat_channels(name: str, exporter: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    build, make_input, cut = NETS[name]
+    model, given = spread(build()), make_input()
+    argument = "words" if isinstance(model, Recurrent) else "x"
+    file = export(model, {argument: given}, exporter, tmp_path)
+    result = htp_export.prune(file, {"**": "channels:0.5"}, tmp_path / "cut.onnx")
+    written = onnx.load(tmp_path / "cut.onnx")
+    onnx.checker.check_model(written, full_check=True)
+    kept = kept_of(model, written)
+    before = {name: p.shape[axis] for name, p in model.named_parameters() for axis in [int("embed" in name)]}
+    after = {name: len(kept[name][int("embed" in name)]) for name in before}
+    weights = {name.split(".")[0] for name in before if after[name] < before[name]}
+    assert sorted(weights) == cut
+    [found] = run_file(tmp_path / "cut.onnx", {written.graph.input[0].name: given.numpy()})
+    for same in (shrink(model, kept), masked(model, kept)):
+        assert np.abs(found - outputs_of(same, (given,))).max() < 1e-5
+    assert set(result.whole.values())
+
+
+def test_indices_of_channels_are_those_of_the_channels_that_stay(tmp_path: Path) -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.order = nn.Linear(4, 6), nn.Linear(4, 2), [5, 0, 2, 5]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x)[:, torch.tensor(self.order)])
+
+    torch.manual_seed(0)
+    model = spread(Chosen())
+    with torch.no_grad():
+        model.up.weight[[2, 3]] *= 0.01
+    file = export(model, {"x": x(2, 4)}, "dynamo", tmp_path)
+    htp_export.prune(file, {"up": "channels:0.34"}, tmp_path / "cut.onnx")
+    written = onnx.load(tmp_path / "cut.onnx")
+    kept = kept_of(model, written)
+    smaller = shrink(model, kept)
+    smaller.order = [3, 0, 3]  # of 0, 1, 4 and 5
+    assert smaller.down.weight.shape == (2, 3)
+    [found] = run_file(tmp_path / "cut.onnx", {"x": x(2, 4).numpy()})
+    for same in (smaller, masked(model, kept)):
+        assert np.abs(found - outputs_of(same, (x(2, 4),))).max() < 1e-5
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.sums, self.down = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.sums(torch.relu(self.up(x))).cumsum(1))
+
+
+def test_what_cannot_be_cut_stays_and_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    file = export(spread(Partly()), {"x": x(2, 4)}, "dynamo", tmp_path)
+    result = htp_export.prune(file, {"**": "channels:0.5"})
+    assert sorted(result.cut) == ["sums.weight", "up.bias", "up.weight"]
+    assert {name: reason.split(",")[0] for name, reason in result.whole.items()} == {
+        "sums.weight": "its channels cannot be cut",
+        "down.weight": "its channels reach output 'linear_2'",
+    }
+    assert "2 weights stay as they are" in "\n".join(result.notes)
+    assert result.to_dict()["whole"] == dict(result.whole)
+    for strict in (
+        {"**": "channels:0.5"},
+        {"up": 0.5, "down": "channels:0.5"},
+        {"up": "channels:0.5", "sums": "rank:9"},
+    ):
+        with pytest.raises(RuleError, match=r"(cannot be cut, at CumSum|reach output|keeps its rank)"):
+            htp_export.prune(file, strict, strict=True)
+    for alone in ("sums", "down"):
+        with pytest.raises(InputError, match=f"rule .{alone}.: weight .*its channels"):
+            htp_export.prune(file, {"up": "channels:0.5", alone: "channels:0.25"}, tmp_path / "cut.onnx")
+    assert not (tmp_path / "cut.onnx").exists()
+    command = ["prune", str(file), "--rule", "**=channels:0.5", "-o", str(tmp_path / "cut.onnx")]
+    assert main([*command, "--strict"]) == 2
+    assert "CumSum" in capsys.readouterr().err
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["whole"] == dict(result.whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_those_of_pytorch_without_the_channels(name: str, tmp_path: Path) -> None:
+    row = compared(name, tmp_path)
+    assert row.difference < 1e-4
+    assert row.masked is None or row.masked < 1e-4
+    assert row.spread > 0.1
+    assert row.share > 0.15
+    assert row.whole <= 3
