@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import InputError, ModelSourceError
@@ -30,6 +31,7 @@ class SourceCall:
         example: What the task says of the call: names, dynamic axes, and runs to verify; None without a task; see
             `htp_export.huggingface.ExampleCall`.
         checkpoint: The files of its weights, where the weights are read from them only when they are used.
+        packed: The folder or file of its weights, where they are quantized already; the model has them as floats.
     """
 
     model: nn.Module
@@ -37,6 +39,7 @@ class SourceCall:
     kwargs: dict[str, Any] = field(default_factory=dict)
     example: Any = None
     checkpoint: Checkpoint | None = None
+    packed: Path | None = None
 
     @property
     def named_inputs(self) -> dict[str, Any]:

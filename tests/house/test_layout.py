@@ -42,7 +42,7 @@ FACES = {f"htp_export{name}" for name in ("", ".__main__", ".huggingface", ".lor
 MAY_IMPORT: dict[str, set[str]] = {
     "attention_report": {"cost"},
     "diff": {"view"},
-    "export": {"carry", "cost", "huggingface", "verify"},
+    "export": {"carry", "cost", "huggingface", "quantize", "verify"},
     "fingerprint": {"forensics"},
     "forensics": {"optimize"},
     "huggingface": {"carry"},
@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "place": {"carry", "cost"},
     "profile": {"carry", "cost", "verify"},
     "prune": {"quantize"},
-    "quantize": {"carry", "cost", "verify"},
+    "quantize": {"carry", "cost", "huggingface", "verify"},
     "rename": {"carry", "functions"},
     "search": {"fingerprint", "prune", "quantize", "verify"},
     "tap": {"carry"},

@@ -103,6 +103,7 @@ class FileExports:
                 _check_written(target, self.graph.wanted_opset)
                 if not said:
                     self._finish_tagged(target)
+                    self._pack(call, target)
                 beside = self.deploy.write_beside(self.model, call, target, program)
             except (HtpExportError, CheckFailed):
                 raise
@@ -119,6 +120,17 @@ class FileExports:
             from htp_export.capabilities.carry.carrying import embed_map
 
             embed_map(target, target)
+
+    def _pack(self, call: SourceCall, target: Path) -> None:
+        """Put the packed weights of a quantized checkpoint in the place of its dequantized ones."""
+        if call.packed is None:
+            return
+        from htp_export.capabilities.quantize.quantizing import quantize
+
+        if self.model.dtype not in (None, "float32", "fp32"):
+            raise InputError(f"--dtype {self.model.dtype}: packed weights are multiplied in float32; leave it out")
+        external = f"{target.name}.data" if self.graph.external_data else None
+        quantize(target, output=target, weights=call.packed, external_data=external)
 
     def _program(self, call: SourceCall, target: Path) -> Any:
         """Export the model into the file; what the exporter returned."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.huggingface.configs import tokens_outside, use_cache
+from htp_export.capabilities.huggingface.packed.checkpoints import is_gguf, is_packed, read_packed
 from htp_export.capabilities.huggingface.sources import Source
 from htp_export.capabilities.huggingface.streaming import check_loaded, find_checkpoint, weights_in_files
 from htp_export.capabilities.huggingface.tasks import AUTO, class_for_task, generates, split_task, task_hint
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["load", "load_model", "spread_parameters"]
+__all__ = ["load", "load_model", "packed_source", "spread_parameters"]
 
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -78,6 +80,7 @@ def load(
 ) -> tuple[nn.Module, Checkpoint | None]:
     """As `load_model`; with the files in which the weights stay, if they do."""
     config = source.config()
+    packed = packed_source(source, config)
     has_cache = generates(config) if task == AUTO else split_task(task)[1]
     use_cache(config, has_cache)
     options = {**options, "dtype": _dtype(source, options["dtype"])}
@@ -87,8 +90,48 @@ def load(
         if stream_weights:
             raise ModelSourceError(source.name, "random weights are in no files to stream them from")
         return _random(source, model_class, config, options, seed).eval(), None
+    if packed is not None:
+        if stream_weights:
+            raise ModelSourceError(source.name, "its weights are quantized, and dequantized in memory: not streamed")
+        return _dequantized(source, model_class, config, options, read_packed(packed)).eval(), None
     checkpoint = find_checkpoint(source, config) if stream_weights else None
     return _pretrained(source, model_class, config, options, checkpoint).eval(), checkpoint
+
+
+def packed_source(source: Source, config: Any = None) -> Path | None:
+    """The folder of a checkpoint that is quantized in a way that is read here; None for others and random weights."""
+    if source.random_weights or not source.has_files:
+        return None
+    if is_gguf(source.name):
+        return Path(source.name)
+    if getattr(config or source.config(), "quantization_config", None) is None:
+        return None
+    folder = source.folder((".json", ".safetensors"), ())
+    return folder if folder is not None and is_packed(folder) else None
+
+
+def _dequantized(source: Source, model_class: Any, config: Any, options: Mapping[str, Any], packed: Any) -> Any:
+    """A model with the numbers of a quantized checkpoint in float32, or the dtype that was asked for."""
+    import torch
+
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    state = {name: torch.from_numpy(packed[name]) for name in packed}
+    settings = {"dtype": torch.float32, **options, "config": config, "output_loading_info": True}
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    try:
+        with torch.device("meta"):
+            found = type(build(config))  # classes of AutoModel take no weights that are in memory
+        model, loading = found.from_pretrained(None, state_dict=state, **settings)
+    except Exception as error:  # transformers raises dozens of kinds, some of them bare
+        raise ModelSourceError(source.name, f"the weights cannot be loaded: {described(error, lines=2)}") from error
+    for what, names in (("lacks", loading["missing_keys"]), ("has no place for", loading["unexpected_keys"])):
+        layers = sorted(set(names) & (set(packed.layers) if what == "has no place for" else set(names)))
+        if layers:
+            raise ModelSourceError(
+                source.name, f"the {'checkpoint' if what == 'lacks' else 'model'} {what} {layers[0]!r}"
+            )
+    return model
 
 
 def spread_parameters(model: nn.Module, generator: torch.Generator, scale: float = 0.02) -> None:

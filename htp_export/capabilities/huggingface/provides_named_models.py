@@ -8,7 +8,7 @@ from typing import Any
 
 from htp_export.capabilities.huggingface.files_by_task import example_calls
 from htp_export.capabilities.huggingface.inputs import example_inputs, named_parameters
-from htp_export.capabilities.huggingface.models import load
+from htp_export.capabilities.huggingface.models import load, packed_source
 from htp_export.capabilities.huggingface.processors import processor_of
 from htp_export.capabilities.huggingface.sources import Source
 from htp_export.capabilities.huggingface.streaming import released_when_read
@@ -32,7 +32,7 @@ def one_call(
     fitting = {name: shape for name, shape in (shapes or {}).items() if name in taken}
     wanted = {**fitting, **read_shapes(options.shapes)}
     kwargs = example_inputs(model, shapes=wanted, batch=batch, seed=options.seed, processor=processor_of(source))
-    return SourceCall(model, (), dict(kwargs), checkpoint=checkpoint)
+    return SourceCall(model, (), dict(kwargs), checkpoint=checkpoint, packed=packed_source(source))
 
 
 def calls_by_task(
@@ -70,7 +70,8 @@ def calls_by_task(
             right_padding=for_genai,
             embeds_images=for_genai,
         )
-    return {name: SourceCall(call.model, (), call.kwargs, call, checkpoint) for name, call in calls.items()}
+    packed = packed_source(source)
+    return {name: SourceCall(call.model, (), call.kwargs, call, checkpoint, packed) for name, call in calls.items()}
 
 
 def has_guessed_task(options: ModelOptions) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.capabilities.huggingface.configs import apply_overrides, nearest
+from htp_export.capabilities.huggingface.packed.checkpoints import is_gguf
 from htp_export.errors import ModelSourceError, described
 
 __all__ = ["Source"]
@@ -29,8 +30,8 @@ class Source:
 
     @property
     def has_files(self) -> bool:
-        """Whether it is a folder or a hub id; a model type has no files."""
-        return Path(self.name).is_dir() or self._is_on_hub
+        """Whether it is a folder, a GGUF file or a hub id; a model type has no files."""
+        return Path(self.name).is_dir() or is_gguf(self.name) or self._is_on_hub
 
     @property
     def _is_path(self) -> bool:
@@ -91,7 +92,7 @@ class Source:
         is_folder = folder.is_dir()
         if is_folder and not (folder / "config.json").is_file():
             raise ModelSourceError(self.name, "the folder has no config.json")
-        if self._is_path and not is_folder:
+        if self._is_path and not is_folder and not is_gguf(self.name):
             raise ModelSourceError(
                 self.name, "is no folder; give a folder with a config.json, a hub id or a model type"
             )
@@ -104,11 +105,14 @@ class Source:
                 problem = "is a model type and has no weights; add --random-weights (random_weights=True), "
                 raise ModelSourceError(self.name, problem + "or name a hub id (owner/name) or a folder")
         try:
-            config = (
-                AutoConfig.from_pretrained(self.name, **self.options)
-                if self.has_files
-                else AutoConfig.for_model(self.name)
-            )
+            if is_gguf(self.name):
+                from htp_export.capabilities.huggingface.packed.gguf_files import gguf_config
+
+                config = gguf_config(folder)
+            elif self.has_files:
+                config = AutoConfig.from_pretrained(self.name, **self.options)
+            else:
+                config = AutoConfig.for_model(self.name)
         except Exception as error:  # transformers and its hub client raise dozens of kinds, some of them bare
             problem = f"no model found: {described(error, lines=2)}"
             if self.offline:

@@ -38,10 +38,11 @@ PRECISIONS: Mapping[str, Precision] = {
 """The precisions that have a name."""
 
 
-def precision_of(value: Any) -> Precision:
+def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Precision:
     """The precision that a value of a plan stands for: its name, or a mapping with it as ``precision``.
 
     A name with fields, as in ``int4:block_size=128:accuracy_level=0``, is the name of the precision that has them.
+    ``named``: The precisions that have a name.
 
     Examples:
         >>> precision_of("int4").block_size, precision_of({"precision": "int4", "block_size": 128}).block_size
@@ -56,17 +57,17 @@ def precision_of(value: Any) -> Precision:
         name = given.pop("precision", None)
         if name is None:
             raise InputError(f"precision {value!r} has no name; write it as 'precision': 'int8'")
-        base = precision_of(name)
+        base = precision_of(name, named)
         if base == AUTO and given:
             raise InputError(f"precision 'auto' has no fields, and {', '.join(map(repr, given))} is given")
         fields = {key: given.pop(key) for key in FIELDS if key in given}
         return dataclasses.replace(base, **{"bits": 0, "options": {**base.options, **given}, **fields})
-    if isinstance(value, str) and value.partition(":")[0] in PRECISIONS and ":" in value:
+    if isinstance(value, str) and value.partition(":")[0] in named and ":" in value:
         name, *written = value.split(":")
-        return precision_of({"precision": name, **dict(map(_field, written)), "name": value})
-    if not isinstance(value, str) or value not in PRECISIONS:
-        raise InputError(f"there is no precision {value!r}; there are {', '.join(PRECISIONS)}")
-    return PRECISIONS[value]
+        return precision_of({"precision": name, **dict(map(_field, written)), "name": value}, named)
+    if not isinstance(value, str) or value not in named:
+        raise InputError(f"there is no precision {value!r}; there are {', '.join(named)}")
+    return named[value]
 
 
 def _field(text: str) -> tuple[str, Any]:
@@ -79,7 +80,9 @@ def _field(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def precisions_of(plan: Mapping[str, Any] | Precision | str) -> dict[str, Precision]:
+def precisions_of(
+    plan: Mapping[str, Any] | Precision | str, named: Mapping[str, Precision] = PRECISIONS
+) -> dict[str, Precision]:
     """The rules of a plan, or of a precision for the whole model, as precisions; a `RuleError` names the selector.
 
     A mapping with the key ``precision`` is a precision with fields, as it is in a rule.
@@ -93,13 +96,13 @@ def precisions_of(plan: Mapping[str, Any] | Precision | str) -> dict[str, Precis
     if isinstance(plan, str) and PurePath(plan).suffix == ".onnx":
         raise InputError(f"{plan!r} is a model and not a plan; the model comes before the plan")
     if isinstance(plan, str | Precision) or (isinstance(plan, Mapping) and "precision" in plan):
-        return {".": precision_of(plan)}
+        return {".": precision_of(plan, named)}
     if not isinstance(plan, Mapping):
         raise InputError(f"a plan is a mapping from selectors to precisions, or a precision, not {type(plan).__name__}")
     rules: dict[str, Precision] = {}
     for selector, value in plan.items():
         try:
-            rules[selector] = precision_of(value)
+            rules[selector] = precision_of(value, named)
         except InputError as error:
             raise RuleError(selector, str(error)) from error
     return rules

@@ -33,6 +33,7 @@ IDLE = (
     ),
     Idle(("output", "force"), lambda given: given["dry_run"] and not given["plan_for"], "--dry-run writes nothing"),
     Idle(("depth", "select", "sort", "as_csv", "fold"), lambda given: given["plan_for"], "--plan-for has no table"),
+    Idle(("weights",), lambda given: given["plan_for"], "--plan-for reads no weights"),
     Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
     DATA_HAS_VALUES,
 )
@@ -54,6 +55,10 @@ def quantize_command(
         str | None, "Run nothing; write the plan as another tool reads it, to -o: ort, nncf, modelopt, genai, olive."
     ] = None,
     share_weights: ShareOption = False,
+    weights: Annotated[
+        Path | None,
+        "A checkpoint that is quantized already (GPTQ, AWQ, bitsandbytes, GGUF): its packed weights.",
+    ] = None,
 ) -> None:
     """Give modules other precisions: int8, int4, fp16; without a plan, one that is faster than fp32 on this machine.
 
@@ -61,14 +66,17 @@ def quantize_command(
     """
     from htp_export.capabilities.quantize.precisions import PRECISIONS
     from htp_export.capabilities.quantize.quantizing import quantize
+    from htp_export.capabilities.quantize.stored_weights import NAME as CHECKPOINT
     from htp_export.model.tagged import load
 
     if output is None and not dry_run and plan_for is None:
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
     if output is not None:
         check_output(output, Kind.MODEL if plan_for is None else Kind.JSON)
-    preset = "auto" if plan is None and not rule and plan_for is None else plan
-    rules = read_rules(preset, rule, "PRECISION", named=PRECISIONS)
+    without = "auto" if weights is None else CHECKPOINT
+    preset = without if plan is None and not rule and plan_for is None else plan
+    named = PRECISIONS if weights is None else (*PRECISIONS, CHECKPOINT)
+    rules = read_rules(preset, rule, "PRECISION", named=named)
     if plan_for is not None:
         _write_plan(file, rules, output, plan_for, table.as_json)
         return
@@ -85,6 +93,7 @@ def quantize_command(
             dry_run=dry_run,
             check=check,
             share_weights=share_weights,
+            weights=weights,
         )
     table.report_modules(result, tagged, **({} if dry_run or output is None else {"file": str(output)}))
     if output is not None and not dry_run and not table.as_json and not table.as_csv:

@@ -15,9 +15,10 @@ from htp_export.capabilities.quantize.calibration_data import CalibrationData
 from htp_export.capabilities.quantize.checking import Check, check_of
 from htp_export.capabilities.quantize.choosing import PrecisionChoice, choose
 from htp_export.capabilities.quantize.method import ENGINE, Precision
-from htp_export.capabilities.quantize.precisions import precisions_of
+from htp_export.capabilities.quantize.precisions import PRECISIONS, precisions_of
 from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
 from htp_export.capabilities.quantize.serving import Serving
+from htp_export.capabilities.quantize.stored_weights import checkpoint_precision, with_numbers
 from htp_export.capabilities.quantize.work import Validation, Work
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.opsets import raised
@@ -60,6 +61,7 @@ def quantize(
     check: bool = False,
     external_data: str | None = None,
     share_weights: bool = False,
+    weights: str | os.PathLike[str] | None = None,
 ) -> Quantized:
     """Give modules other precisions, and keep the module tags.
 
@@ -92,6 +94,8 @@ def quantize(
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
             no copy. If that file changes, ``output`` cannot be read any more.
+        weights: A checkpoint that is quantized already (GPTQ, AWQ, ...): the model gets its numbers, and matrices stay
+            packed as they are in it. This is the precision ``checkpoint``, that of the whole model without a plan.
 
     Returns:
         What became of each module: ``.modules[path].precision``, ``.bytes_before``, ``.bytes_after``.
@@ -114,7 +118,12 @@ def quantize(
         [('MatMulNBits', '0'), ('Add', '0'), ('Relu', '1'), ('Gemm', '2')]
     """
     check_target(output, reads=files_named_in([data, validation]))
-    rules = precisions_of(plan)
+    checkpoint = None if weights is None else checkpoint_precision(weights, read_flat(model))
+    if checkpoint is None:
+        rules = precisions_of(plan)
+    else:
+        named = {**PRECISIONS, checkpoint.name: checkpoint}
+        rules = precisions_of(checkpoint.name if plan == "auto" else plan, named)
     if dry_run and check:
         raise InputError("check runs the quantized model, and dry_run makes none: give one of them")
     if not dry_run:
@@ -123,6 +132,8 @@ def quantize(
     original = raised(read_flat(model), first_opset)
     if not dry_run:
         original.require_exact_tags()
+    if checkpoint is not None:
+        original = with_numbers(original, checkpoint)
     serving = Serving(original, dims, shapes)
     choice = choose(original, serving.rules(rules))
     if dry_run:

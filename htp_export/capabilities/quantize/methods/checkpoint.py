@@ -1,0 +1,148 @@
+"""Weights as a quantized checkpoint has them: its integers, scales and zero points, in the operators of ONNX Runtime.
+
+Nothing is rounded. A scale of 16 bits is written in 32, which holds it exactly; groups of any multiple of 16 inputs
+become blocks of a power of two with equal scales. Inputs that GPTQ reordered (``desc_act``) are gathered in this order,
+because ONNX Runtime's ``g_idx`` is deprecated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.quantize.dequantizing import FIRST_BLOCKS, write_dequantized
+from htp_export.capabilities.quantize.method import Method
+from htp_export.capabilities.quantize.ort_quantizers import groups_in_memory, write_products
+from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.editing.submodels import Submodel, constant_of, remove_unused
+from htp_export.errors import InputError
+from htp_export.format.recipes import Recipe, step
+from htp_export.model.recipes import recipe_of, recorded
+from htp_export.weights.products import is_matrix_product
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.huggingface.packed.packed_checkpoint import PackedCheckpoint
+    from htp_export.capabilities.huggingface.packed.weights import Coded, Packed
+
+__all__ = ["METHOD"]
+
+_TURNED = [1, 0]
+
+
+class Stored(Method):
+    """Matrices that a checkpoint has packed stay packed; activations stay."""
+
+    activations = ("float32",)
+    weights = ("int4", "int8")
+    formats = ("default", "qdq")
+    options = ("checkpoint",)
+    order = 1
+    in_subgraphs = True
+
+    @property
+    def first_opset(self) -> int:
+        return FIRST_BLOCKS if self.precision.format == "qdq" else super().first_opset
+
+    @property
+    def _checkpoint(self) -> PackedCheckpoint:
+        checkpoint: PackedCheckpoint = self.precision.options["checkpoint"]
+        return checkpoint
+
+    def takes(self, node: ir.Node, facts: Facts) -> bool:
+        return self._name(node) is not None
+
+    def _name(self, node: ir.Node) -> str | None:
+        """The packed parameter that a node multiplies with."""
+        if not is_matrix_product(node) or (weight := node.inputs[1]) is None or weight.is_graph_input():
+            return None
+        tensor = constant_of(weight)
+        if tensor is None or tensor.dtype != ir.DataType.FLOAT or not weight.is_initializer():
+            return None
+        name = _parameter(recipe_of(weight))
+        layer = None if name is None else self._checkpoint.layers.get(name)
+        if layer is None:
+            return None
+        is_turned = not node.attributes.get_int("transB", 0)
+        shape = layer.shape[::-1] if is_turned else layer.shape
+        if tuple(tensor.shape.numpy()) != shape or is_turned != isinstance(recipe_of(weight), list):
+            problem = f"{node.op_type} {node.name!r} multiplies with {name!r} of {list(tensor.shape.numpy())}"
+            raise InputError(f"{problem}, and {self._checkpoint.path} has {list(layer.shape)}, outputs and inputs")
+        return name
+
+    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+        name = self._name(node)
+        if name is None or place != 1:
+            return None
+        return sum(each.nbytes for each in self._checkpoint.packed(name).tensors().values())
+
+    def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
+        return groups_in_memory(nodes)
+
+    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+        graph = part.model.graph
+        names = {node.name: self._name(node) for node in graph}
+        write_products(graph)
+        made: dict[str, tuple[Packed | Coded, dict[str, ir.Value]]] = {}
+        for node in list(graph):
+            name = names.get(node.name)
+            if node.op_type != "MatMul" or name is None:
+                continue
+            if name not in made:
+                packed = self._readable(name)
+                recipe = step("computed", name, self._checkpoint.kind)
+                made[name] = packed, _registered(graph, name, packed.tensors(), recipe)
+            _replace(graph, node, *made[name])
+        remove_unused(list(graph.initializers.values()))
+        if self.precision.format == "qdq":
+            write_dequantized(graph)
+        return part.model, ""
+
+    def _readable(self, name: str) -> Packed | Coded:
+        """A packed weight, if the operators of the format can read it."""
+        packed = self._checkpoint.packed(name)
+        is_integer = packed.operator == "MatMulNBits" and (packed.points is None or packed.points.dtype.kind == "u")
+        if self.precision.format == "qdq" and not is_integer:
+            has = "zero points that are no integers" if packed.operator == "MatMulNBits" else "a table of numbers"
+            raise InputError(f"{name!r} of {self._checkpoint.path} has {has}, which DequantizeLinear has not")
+        return packed
+
+
+METHOD = Stored
+
+
+def _parameter(recipe: Recipe) -> str | None:
+    """The parameter that a matrix is, as it is or transposed."""
+    if isinstance(recipe, list) and recipe[0] == "transpose" and recipe[-1] in (_TURNED, []):
+        recipe = recipe[1]
+    return recipe if isinstance(recipe, str) else None
+
+
+def _registered(
+    graph: ir.Graph, parameter: str, arrays: dict[str, np.ndarray[Any, Any]], recipe: Recipe
+) -> dict[str, ir.Value]:
+    values = {}
+    for end, array in arrays.items():
+        name = f"{parameter}_{end}"
+        tensor = recorded(ir.Tensor(array, name=name), recipe)
+        values[end] = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
+        values[end].const_value = tensor
+        graph.register_initializer(values[end])
+    return values
+
+
+def _replace(graph: ir.Graph, node: ir.Node, packed: Packed | Coded, values: dict[str, ir.Value]) -> None:
+    read, new = node.inputs[0], []
+    if "order" in values:
+        new.append(ir.node("Gather", [read, values["order"]], {"axis": -1}, name=f"{node.name}_order"))
+        [read] = new[0].outputs
+        assert node.inputs[0] is not None
+        read.name, read.type, read.shape = f"{node.name}_ordered", node.inputs[0].type, node.inputs[0].shape
+    given = [read, *(values[end] for end in ("levels", "scales", "zero_points") if end in values)]
+    product = ir.node(packed.operator, given, packed.attributes, domain="com.microsoft", name=node.name)
+    [old], [result] = node.outputs, product.outputs
+    result.name, result.type, result.shape = old.name, old.type, old.shape
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [*new, product], [old], [result])
+    graph.opset_imports.setdefault("com.microsoft", 1)

@@ -1,0 +1,234 @@
+"""Quantized checkpoints become packed weights without quantizing again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from tests.nets import EXPORTERS
+from tests.packed import awq, gptq, int8, nf4, written_checkpoint
+from tests.quantized import written
+
+INPUTS = 96
+
+
+class Net(nn.Module):
+    """Products with and without bias, and a norm that the checkpoint has other numbers for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(INPUTS, 64)
+        self.norm = nn.LayerNorm(64)
+        self.second = nn.Linear(64, 48, bias=False)
+        self.head = nn.Linear(48, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.second(self.norm(self.first(x)))))
+
+
+X = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32))
+
+CASES: dict[str, dict[str, Any]] = {
+    "gptq": {"group": 32},
+    "gptq of one group": {"group": 4096},
+    "gptq in groups of 48": {"group": 48},
+    "gptq in any order": {"group": 32, "act_order": True},
+    "gptq of 8 bits": {"group": 16, "bits": 8},
+    "gptq of 2 bits": {"group": 16, "bits": 2},
+    "gptq_v2": {"group": 32, "v2": True},
+    "awq": {"group": 32},
+    "bitsandbytes nf4": {"group": 64},
+    "bitsandbytes nf4, nested": {"group": 64, "nested": True},
+    "bitsandbytes int8": {"group": 64},
+}
+METHODS = {"gptq": gptq, "awq": awq, "bitsandbytes nf4": nf4, "bitsandbytes int8": int8}
+
+
+def checkpoint(folder: Path, case: str, **changes: Any) -> tuple[Path, nn.Module]:
+    """A checkpoint of `Net` whose first two products are packed, and the net with these weights."""
+    torch.manual_seed(0)
+    generator, net, tensors = np.random.default_rng(0), Net().eval(), {}
+    pack: Any = next(method for name, method in METHODS.items() if case.startswith(name))
+    settings = CASES[case]
+    for path in ("first", "second"):
+        module = net.get_submodule(path)
+        group = min(settings["group"], module.in_features) if case != "gptq in groups of 48" or path == "first" else 64
+        packed, weight = pack(generator, *module.weight.shape, **{**settings, "group": group})
+        module.weight = nn.Parameter(weight)
+        tensors |= {f"{path}.{name}": tensor for name, tensor in packed.items()}
+    for name, parameter in net.named_parameters():
+        with torch.no_grad():
+            if not name.endswith("weight") or "norm" in name or "head" in name:
+                parameter.copy_(parameter.half() + torch.linspace(0, 1, parameter.shape[-1]).half())
+                tensors[name] = parameter.half()
+    quantization = {
+        "quant_method": case.replace("_", " ").split()[0],
+        "bits": settings.get("bits", 4),
+        "group_size": -1,
+    }
+    if settings.get("v2"):
+        quantization["checkpoint_format"] = "gptq_v2"
+    return written_checkpoint(folder, {**tensors, **changes}, quantization), net
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The net with other weights; not to be written to."""
+    folder = tmp_path_factory.mktemp("packed")
+    return {each: written(Net(), (X,), folder / f"{each}.onnx", each, ["x"]) for each in EXPORTERS}
+
+
+def numbers_of(file: Path) -> dict[str, Any]:
+    """Module → the matrix that ``MatMulNBits`` multiplies with, bit by bit as its documentation says."""
+    model = onnx.load(file)
+    arrays = {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+    found = {}
+    for node in (node for node in model.graph.node if node.op_type == "MatMulNBits"):
+        bits, block, rows, columns = (
+            next(attribute.i for attribute in node.attribute if attribute.name == name)
+            for name in ("bits", "block_size", "N", "K")
+        )
+        levels, scales = arrays[node.input[1]], arrays[node.input[2]]
+        zeros = arrays[node.input[3]] if len(node.input) > 3 else None
+        gathered = next((each for each in model.graph.node if each.output[0] == node.input[0]), None)
+        order = arrays[gathered.input[1]] if gathered is not None and gathered.op_type == "Gather" else range(columns)
+        weight = np.zeros((rows, columns), np.float32)
+        for row in range(rows):
+            for column in range(columns):
+                at, within = divmod(column, block)
+                level, zero = int(levels[row, at, within * bits // 8]), 1 << (bits - 1)
+                level = level >> (within * bits % 8) & ((1 << bits) - 1)
+                if zeros is not None:
+                    zero = int(zeros.reshape(rows, -1)[row, at * bits // 8]) >> (at * bits % 8) & ((1 << bits) - 1)
+                weight[row, order[column]] = np.float32(level - zero) * scales.reshape(rows, -1)[row, at]
+        [module] = (entry.value for entry in node.metadata_props if entry.key == "htp.module")
+        found[module] = weight
+    return found
+
+
+def product_of_unit(file: Path, module: str) -> Any:
+    """What the product of a module gives for the unit matrix, transposed: the weight itself."""
+    part = htp_export.extract(file, module).model
+    product = next(node for node in part.graph if node.op_type == "MatMulBnb4")
+    onnx_model = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [onnx.helper.make_node("MatMulBnb4", ["x", "b", "s"], ["y"], domain="com.microsoft",
+                                   **{name: each.as_int() for name, each in product.attributes.items()})],
+            "unit",
+            [onnx.helper.make_tensor_value_info("x", 1, [None, None])],
+            [onnx.helper.make_tensor_value_info("y", 1, [None, None])],
+            [onnx.numpy_helper.from_array(value.const_value.numpy(), name)
+             for name, value in zip("bs", product.inputs[1:], strict=True)],
+        ),
+        opset_imports=[onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("com.microsoft", 1)],
+        ir_version=10,
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(onnx_model.SerializeToString())
+    return session.run(None, {"x": np.eye(product.attributes["K"].as_int(), dtype=np.float32)})[0].T
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_file_has_the_numbers_of_the_checkpoint(case: str, files: dict[str, Path], tmp_path: Path):
+    source, net = checkpoint(tmp_path / "source", case)
+    result = htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
+    numbers = numbers_of(tmp_path / "made.onnx") if "nf4" not in case else dict.fromkeys(("first", "second"))
+    assert set(numbers) == {"first", "second"}
+    for path, weight in numbers.items():
+        if weight is None:  # MatMulBnb4 multiplies with the unit matrix
+            weight = product_of_unit(tmp_path / "made.onnx", path)
+        np.testing.assert_array_equal(weight, net.get_submodule(path).weight.detach().numpy(), strict=True)
+    session = onnxruntime.InferenceSession(tmp_path / "made.onnx")
+    [made] = session.run(None, {session.get_inputs()[0].name: X.numpy()})
+    torch.testing.assert_close(torch.from_numpy(made), net(X), rtol=1e-5, atol=1e-4)
+    assert result.modules["first"].precision == "checkpoint"
+    assert not result.tags.untagged
+    report = htp_export.verify(net, tmp_path / "made.onnx", (X,))
+    assert report.ok, report
+
+
+@pytest.fixture(scope="module")
+def awq_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("source"), "awq")[0]
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_operators_of_onnx_alone_and_modules_of_a_plan(
+    exporter: str, files: dict[str, Path], awq_source: Path, tmp_path: Path
+):
+    _, net = checkpoint(tmp_path / "again", "awq")
+    plan = {"first": {"precision": "checkpoint", "format": "qdq"}, "second": "fp32"}
+    result = htp_export.quantize(files[exporter], plan, tmp_path / "made.onnx", weights=awq_source)
+    words = {path: result.modules[path].precision for path in ("first", "norm", "second")}
+    assert words == {"first": "checkpoint", "norm": "fp32", "second": "fp32"}
+    kinds = [node.op_type for node in onnx.load(tmp_path / "made.onnx").graph.node]
+    assert (kinds.count("DequantizeLinear"), kinds.count("MatMulNBits")) == (1, 0)
+    assert htp_export.verify(net, tmp_path / "made.onnx", (X,)).ok
+
+
+def test_the_bytes_are_predicted(files: dict[str, Path], awq_source: Path):
+    predicted = htp_export.quantize(files["dynamo"], weights=awq_source, dry_run=True)
+    made = htp_export.quantize(files["dynamo"], weights=awq_source)
+    sizes = [{path: each.bytes_after for path, each in result.modules.items()} for result in (predicted, made)]
+    assert sizes[0] == sizes[1]
+
+
+def test_recipes_and_places_are_those_of_the_parameters(files: dict[str, Path], awq_source: Path):
+    made = htp_export.quantize(files["dynamo"], weights=awq_source).tagged
+    recipes = {
+        name: value.const_value.metadata_props.get("htp.recipe")
+        for name, value in made.model.graph.initializers.items()
+        if value.const_value is not None and name.startswith("first.weight_")
+    }
+    assert set(recipes) == {"first.weight_levels", "first.weight_scales", "first.weight_zero_points"}
+    assert set(recipes.values()) == {'["computed","first.weight","awq"]'}
+    [*held] = htp_export.nodes(made).parameters["first.weight"].initializers
+    assert [(each.name, each.how) for each in held] == [("first.weight_levels", ("quantized",))]
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "problem"),
+    [
+        ("gptq", {"first.scales": torch.zeros(2, 64)}, "module 'first': 'scales' has shape [2, 64]"),
+        ("gptq", {"first.qweight": torch.zeros(12, dtype=torch.int32)}, "'qweight' is missing or is no matrix"),
+        ("gptq", {"first.g_idx": torch.zeros(96, dtype=torch.int32)}, "g_idx does not give each group 32 inputs"),
+        ("gptq", {"norm.weight": torch.zeros(7)}, "the parameters make a tensor of float32 [7]"),
+        ("awq", {"first.qweight": torch.zeros(96, 7, dtype=torch.int32)}, "module 'first': 'qzeros' has shape [3, 8]"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_named(
+    case: str, changes: Any, problem: str, files: dict[str, Path], tmp_path: Path
+):
+    source, _ = checkpoint(tmp_path / "source", case, **changes)
+    with pytest.raises(htp_export.errors.HtpExportError) as refused:
+        htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
+    assert problem in str(refused.value)
+    assert not (tmp_path / "made.onnx").exists()
+
+
+def test_a_parameter_that_is_missing_and_a_layer_that_is_unknown_are_named(files: dict[str, Path], tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    source, _ = checkpoint(tmp_path / "source", "gptq")
+    tensors = load_file(source / "model.safetensors")
+    without = {name: tensor for name, tensor in tensors.items() if name != "norm.bias"}
+    other = {name.replace("second.", "third."): tensor for name, tensor in tensors.items()}
+    for content, problem in ((without, "has no 'norm.bias'"), (other, "has no 'second.weight'")):
+        save_file(content, source / "model.safetensors")
+        with pytest.raises(htp_export.errors.InputError, match=problem):
+            htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
+    assert not (tmp_path / "made.onnx").exists()
+
+
+def test_zero_points_of_floats_are_refused_in_operators_of_onnx(files: dict[str, Path], tmp_path: Path):
+    source, _ = checkpoint(tmp_path / "source", "bitsandbytes nf4")
+    plan = {".": {"precision": "checkpoint", "format": "qdq"}}
+    with pytest.raises(htp_export.errors.InputError, match=r"'first.weight' of .* has a table of numbers"):
+        htp_export.quantize(files["dynamo"], plan, weights=source)
