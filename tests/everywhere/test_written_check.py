@@ -222,4 +222,6 @@ def test_no_function_writes_a_model_without_the_check() -> None:
         "capabilities/carry/adapting.py",
         "runtime/sessions.py",
         "capabilities/quantize/methods/static.py",
+        "capabilities/quantize/methods/float8.py",  # what ONNX Runtime measures the ranges on
+        "capabilities/quantize/methods/weights.py",  # what ONNX Runtime's quantizer made, until it is put back
     }
