@@ -15,6 +15,7 @@ from htp_export.errors import InputError, SelectorError
 from htp_export.format.selectors import Place
 from htp_export.format.signatures import Signature
 from htp_export.model.regions import Region
+from htp_export.results.columns import many
 
 __all__ = ["IN", "OUT", "ModuleTensor", "chosen_tensors", "named_tensor", "tensors_of"]
 
@@ -139,14 +140,14 @@ def named_tensor(listed: Iterable[ModuleTensor], place: Place, path: str) -> lis
     sides = [tensor for tensor in listed if tensor.side == place.side]
     calls = dict.fromkeys(tensor.call or 0 for tensor in sides)
     if place.call is not None and place.call not in calls:
-        raise SelectorError(place.text, f"module {path!r} ran {max(len(calls), 1)} times, counted from 0")
+        raise SelectorError(place.text, f"module {path!r} ran {many(max(len(calls), 1), 'time')}, counted from 0")
     wanted = [tensor for tensor in sides if place.call in (None, tensor.call or 0)]
     found = [tensor for tensor in wanted if tensor.first or place.name]
     found = [tensor for tensor in found if _is_at(tensor, place)]
     if not found:
-        given = "takes" if place.side == IN else "gives back"
-        names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted)) or "no tensor that the file knows"
-        raise SelectorError(place.text, f"module {path or '.'!r} {given} {names}")
+        kind = "input" if place.side == IN else "output"
+        names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted)) or "none that the file knows"
+        raise SelectorError(place.text, f"module {path or '.'!r} has no such {kind}; it has: {names}")
     return found
 
 

@@ -219,6 +219,14 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("compare net.onnx net.onnx --dims nosuch=3", "'nosuch'"),
     ("cost net.onnx --dims batch=99999999999999999999999", "'batch'"),
     # names
+    (
+        "tap net.onnx layer.7:out -o o.onnx",
+        "selector 'layer.7': matches no module; nearest: 'layer.1', 'layer.0', 'layer'",
+    ),
+    ("tap net.onnx layer.0:out[7] -o o.onnx", "module 'layer.0' has no such output; it has: 0"),
+    ("tap net.onnx layer.0 -o o.onnx", "selector 'layer.0': says no side; write 'layer.0:in' or 'layer.0:out'"),
+    ("steer net.onnx layer.0:in[nosuch] -o o.onnx", "module 'layer.0' has no such input; it has: 0"),
+    ("steer net.onnx layer.0#9:out -o o.onnx", "module 'layer.0' ran 1 time, counted from 0"),
     ("extract net.onnx layer.7 -o o.onnx", "no module 'layer.7' in this model; nearest: 'layer.1', 'layer.0', 'layer'"),
     (["extract", "net.onnx", "a\nb", "-o", "o.onnx"], r"no module 'a\nb' in this model"),
     (["extract", "net.onnx", "[/red]", "-o", "o.onnx"], "no module '[/red]' in this model"),

@@ -75,7 +75,7 @@ def test_a_metric_without_a_number_is_refused(file: Path) -> None:
 
 
 def test_a_metric_of_outputs_with_nan_says_which(broken: Path) -> None:
-    with pytest.raises(InputError, match=r"the metric returned nan: output 'linear_1' of run 0 has NaN"):
+    with pytest.raises(InputError, match=r"data, run 0: output 'linear_1' of the model is NaN"):
         htp_export.search(
             broken,
             ["fp16"],

@@ -148,7 +148,7 @@ _KINDS = [
         "quantize",
         "quantize.quantizing",
         packages=("onnxruntime",),
-        checks=("quantize.precisions:precisions_of", ".runtime.data:check_runs", _SEED),
+        checks=("quantize.precisions:check_plan", ".runtime.data:check_runs", _SEED),
     ),
     StepKind("prune", "prune.pruning", checks=("prune.sparsities:sparsities_of", _SEED), keeps_modules=False),
     StepKind("lora.insert", "lora.lora_inputs", checks=("lora.lora_inputs:scaling_of",), keeps_modules=False),

@@ -12,7 +12,16 @@ from typing import Any
 from htp_export.capabilities.quantize.method import FIELDS, Precision
 from htp_export.errors import InputError, RuleError
 
-__all__ = ["AUTO", "PRECISIONS", "Precision", "precision_of", "precisions_of", "weight_precision"]
+__all__ = [
+    "AUTO",
+    "CHECKPOINT",
+    "PRECISIONS",
+    "Precision",
+    "check_plan",
+    "precision_of",
+    "precisions_of",
+    "weight_precision",
+]
 
 AUTO = Precision("auto")
 """Stands for one that is faster than fp32 on this machine, which `serving` chooses."""
@@ -36,6 +45,9 @@ PRECISIONS: Mapping[str, Precision] = {
     )
 }
 """The precisions that have a name."""
+
+CHECKPOINT = "checkpoint"
+"""The precision of plans that is packed as in a quantized checkpoint."""
 
 
 def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Precision:
@@ -106,6 +118,15 @@ def precisions_of(
         except InputError as error:
             raise RuleError(selector, str(error)) from error
     return rules
+
+
+def check_plan(plan: Mapping[str, Any] | Precision | str, weights: object = None) -> None:
+    """Check the rules of a plan before a model is there; with ``weights``, `CHECKPOINT` is a precision, too.
+
+    Examples:
+        >>> check_plan({"head": "checkpoint"}, weights="Llama-GPTQ")
+    """
+    precisions_of(plan, PRECISIONS if weights is None else {**PRECISIONS, CHECKPOINT: PRECISIONS["int4"]})
 
 
 def weight_precision(types: Iterable[str]) -> str:

@@ -60,13 +60,12 @@ def quantize_command(
         "A checkpoint that is quantized already (GPTQ, AWQ, bitsandbytes, GGUF): its packed weights.",
     ] = None,
 ) -> None:
-    """Give modules other precisions: int8, int4, fp16; without a plan, one that is faster than fp32 on this machine.
+    """Give modules other precisions: int8, int4, fp16.
 
-    Exactly the modules of the plan change. Without --data, ranges of activations are those of random inputs.
+    Without a plan, one that is faster than fp32 on this machine. Exactly the modules of the plan change. Without --data, ranges of activations are those of random inputs.
     """
-    from htp_export.capabilities.quantize.precisions import PRECISIONS
+    from htp_export.capabilities.quantize.precisions import CHECKPOINT, PRECISIONS
     from htp_export.capabilities.quantize.quantizing import quantize
-    from htp_export.capabilities.quantize.stored_weights import NAME as CHECKPOINT
     from htp_export.model.tagged import load
 
     if output is None and not dry_run and plan_for is None:

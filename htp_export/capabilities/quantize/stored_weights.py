@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from htp_export.capabilities.quantize.method import Precision
+from htp_export.capabilities.quantize.precisions import CHECKPOINT, Precision
 from htp_export.errors import InputError
 from htp_export.format.recipes import parameters_in
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.rebuilding import rebuilt
 
-__all__ = ["NAME", "checkpoint_precision", "with_numbers"]
-
-NAME = "checkpoint"
-"""The precision of plans: packed as in the checkpoint."""
+__all__ = ["checkpoint_precision", "with_numbers"]
 
 
 def checkpoint_precision(weights: str | os.PathLike[str], tagged: TaggedModel) -> Precision:
@@ -28,7 +25,7 @@ def checkpoint_precision(weights: str | os.PathLike[str], tagged: TaggedModel) -
     found = read_packed(weights)
     ties = [(each.name, each.tied) for each in (tagged.declared or {}).values() if each.tied]
     both = {name: other for pair in ties for name, other in (pair, pair[::-1]) if name not in found and other in found}
-    return Precision(NAME, NAME, weight="int4", options={"checkpoint": found.also(both)})
+    return Precision(CHECKPOINT, CHECKPOINT, weight="int4", options={"checkpoint": found.also(both)})
 
 
 def with_numbers(tagged: TaggedModel, precision: Precision) -> TaggedModel:

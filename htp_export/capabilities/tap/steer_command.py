@@ -24,7 +24,7 @@ def steer_command(
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Add vectors, optional inputs, to inputs and outputs of modules.
+    """Add vectors, as optional inputs, to tensors of modules.
 
     A run that does not give one adds zero.
     """

@@ -33,7 +33,7 @@ def tap_command(
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make inputs and outputs of modules outputs of the file.
+    """Make tensors of modules outputs of the file.
 
     Nothing else of it changes.
     """
