@@ -62,7 +62,8 @@ def quantize_command(
 ) -> None:
     """Give modules other precisions: int8, int4, fp16.
 
-    Without a plan, one that is faster than fp32 on this machine. Exactly the modules of the plan change. Without --data, ranges of activations are those of random inputs.
+    Without a plan, one that is faster than fp32 on this machine. Exactly the modules of the plan change. Without
+    --data, ranges of activations are those of random inputs.
     """
     from htp_export.capabilities.quantize.precisions import CHECKPOINT, PRECISIONS
     from htp_export.capabilities.quantize.quantizing import quantize
