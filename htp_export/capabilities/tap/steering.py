@@ -21,6 +21,7 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_tensors import IN, OUT, ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.model.tensor_names import Names
+from htp_export.results.columns import many
 
 __all__ = ["steer"]
 
@@ -73,8 +74,7 @@ def steer(
     added = [steering.add(name, tensors) for name, tensors in named_places(tagged, places, ".steer").items()]
     if tagged.signatures:
         write_model_metadata(tagged.model.metadata_props, tagged.hierarchy, signatures=steering.signatures)
-    count = f"{len(added)} optional input{'s' * (len(added) != 1)}"
-    said = f"{count} added; without them, the model computes what it did before"
+    said = f"{many(len(added), 'optional input')} added; without them, the model computes what it did before"
     return written(tagged, added, said, output, share_weights=share_weights)
 
 

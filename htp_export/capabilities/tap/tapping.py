@@ -22,7 +22,7 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_tensors import ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
 from htp_export.model.tensor_names import Names
-from htp_export.results.columns import Column
+from htp_export.results.columns import Column, many
 from htp_export.results.result import Table
 
 __all__ = ["Places", "Tapped", "TappedTensor", "named_places", "tap", "untap", "written"]
@@ -152,7 +152,7 @@ def tap(
         )
         added.append(TappedTensor.of(result, listed))
     write_taps(tagged.model.metadata_props, taps)
-    said = f"{len(added)} output{'s' * (len(added) != 1)} added"
+    said = f"{many(len(added), 'output')} added"
     return written(tagged, added, said, output, share_weights=share_weights)
 
 
@@ -202,7 +202,7 @@ def untap(
     kept = {name for other, tap in taps.items() if other not in gone for name in tap.made}
     remove_outputs(tagged.model, gone, [name for each in gone for name in taps[each].made if name not in kept])
     write_taps(tagged.model.metadata_props, {name: tap for name, tap in taps.items() if name not in gone})
-    said = f"{len(removed)} output{'s' * (len(removed) != 1)} removed"
+    said = f"{many(len(removed), 'output')} removed"
     return written(tagged, removed, said, output, share_weights=share_weights)
 
 
