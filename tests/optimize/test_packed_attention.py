@@ -59,6 +59,34 @@ def test_weights_in_few_bits_are_packed_block_by_block() -> None:
     assert (joint.attributes["N"].as_int(), joint.attributes["accuracy_level"].as_int()) == (128, 4)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_projections_that_are_normalized_are_parts_of_one_product(precision: str) -> None:
+    """As in Qwen3, whose queries and keys are normalized head by head, and OLMo 2, where they are as a whole."""
+    net = Builder(20, x=[1, 3, 32], past_k=[1, 2, 5, 16], past_v=[1, 2, 5, 16])
+    for seed, (name, width) in enumerate(WIDTHS.items()):
+        net.const(f"w{name}", array(32, width, seed=seed))
+        net.add("MatMul", f"x w{name}", f"m{name}", f"attention.{name}")
+    net.const("heads", np.array([1, 3, 4, 16], np.int64))
+    net.const("whole", np.array([1, 3, 64], np.int64))
+    net.const("scale_q", array(16, seed=3))
+    net.const("scale_k", array(32, seed=4))
+    net.add("Reshape", "mq heads", "hq", "attention")
+    net.add("SimplifiedLayerNormalization", "hq scale_q", "nq", "attention.q_norm", axis=-1)
+    net.add("Reshape", "nq whole", "q", "attention")
+    net.add("SimplifiedLayerNormalization", "mk scale_k", "k", "attention.k_norm", axis=-1)
+    add_attention(net, "q k mv")
+    model = net.model("y present_k present_v", {f"attention.{name}": (["x"], [f"m{name}"]) for name in WIDTHS})
+    model = htp_export.quantize(model, {"**": precision}).model if precision != "fp32" else model
+    changed = rewritten(model, *PASSES, tolerance=1e-5, **GIVEN)
+    assert [op for op in ops(changed) if op != "Reshape"] == [
+        "MatMul" if precision == "fp32" else "MatMulNBits",
+        "Split",
+        *["SimplifiedLayerNormalization"] * 2,
+        "GroupQueryAttention",
+    ]
+    assert {value.name for value in changed.graph[1].outputs} == {"mq", "mk", "mv"}
+
+
 @pytest.mark.parametrize("plan", [{"**.q": "int4"}, {".": "int4", "**.k": {"precision": "int4", "accuracy_level": 0}}])
 def test_weights_of_other_precisions_stay_apart(plan: dict[str, Any]) -> None:
     quantized = htp_export.quantize(attention(), plan).model

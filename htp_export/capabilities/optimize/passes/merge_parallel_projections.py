@@ -13,14 +13,18 @@ import onnx_ir as ir
 from htp_export.capabilities.optimize.declining import decline
 from htp_export.capabilities.optimize.node_pass import integers
 from htp_export.capabilities.optimize.passes.fuse_matmul_add import product_and_bias
+from htp_export.capabilities.optimize.passes.merge_slices import put_split
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import add_constant, add_initializer, is_constant, remove_unused, replace
+from htp_export.editing.editing import add_initializer, is_constant, remove_unused, replace
 from htp_export.format.recipes import step
 from htp_export.model.recipes import recipe_of
-from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.operator_kinds import LAYOUT, is_standard
 
 _FEWEST = 3
 """Three layers are six nodes; merged they are two, and one slice each."""
+
+_BETWEEN = (*LAYOUT, "Cast", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
+"""What models do to queries and keys before the attention that turns them by their positions."""
 
 
 @register("merge_parallel_projections", level="tolerant")
@@ -28,25 +32,30 @@ class MergeParallelProjections(ir.passes.InPlacePass):
     """Makes one product of three or more linear layers that read the same tensor, and slices their results.
 
     Each layer stays exact: its slice is its own, and the product belongs to all. Layers without a bias, and those whose
-    weights have few bits, are merged where one ``GroupQueryAttention`` reads all three, which takes the joint result
-    (`pack_attention_inputs`). The joint weights are concatenated when they are written, so that no second set is held
-    in memory.
+    weights have few bits, are merged where one ``GroupQueryAttention`` reads all three, also after they are normalized:
+    it takes the joint result (`pack_attention_inputs`), or the parts of one ``Split``. The joint weights are
+    concatenated when they are written, so that no second set is held in memory.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
         for node in model.graph:
             if is_group_query_attention(node):
-                read = [_layer_of(value) for value in node.inputs[:3]]
-                if all(layer is not None for layer in read):
-                    modified |= _merge(model.graph, [layer for layer in read if layer is not None])
+                parallel = [layer for value in node.inputs[:3] if (layer := _behind(value)) is not None]
+                joint = _joint(model.graph, parallel)
+                if joint is not None:
+                    put_split(model.graph, joint, -1, [(layer.columns, layer.end) for layer in parallel])
+                    modified = True
         layers: defaultdict[ir.Value | None, list[_Layer]] = defaultdict(list)
         for node in model.graph:
             layer = _layer_of(node.outputs[0]) if is_standard(node, "Add") else None
             if layer is not None and is_standard(layer.product, "MatMul"):
                 layers[layer.product.inputs[0]].append(layer)
         for parallel in layers.values():
-            modified |= len(parallel) >= _FEWEST and _merge(model.graph, parallel)
+            joint = _joint(model.graph, parallel)
+            if joint is not None:
+                _slice(joint, parallel)
+                modified = True
         _decline(model.graph)
         if modified:
             remove_unused(model)
@@ -108,11 +117,22 @@ def _layer_of(value: ir.Value | None) -> _Layer | None:
     return layer
 
 
-def _merge(graph: ir.Graph, layers: Sequence[_Layer]) -> bool:
-    """Make one product of some layers, with their columns in this order; False if they differ."""
+def _behind(value: ir.Value | None) -> _Layer | None:
+    """The linear layer that gives queries, keys or values, before they are normalized and arranged by heads."""
+    layer = _layer_of(value)
+    while layer is None and value is not None and is_standard(value.producer(), *_BETWEEN):
+        value = value.producer().inputs[0]  # type: ignore[union-attr]
+        layer = _layer_of(value)
+    return layer
+
+
+def _joint(graph: ir.Graph, layers: Sequence[_Layer]) -> ir.Value | None:
+    """The result of one product in place of some layers, with their columns in this order; None if they differ."""
+    if len(layers) < _FEWEST or len({layer.end for layer in layers}) < len(layers):
+        return None
     first = layers[0]
-    if not all(layer.fits(first) for layer in layers) or len({layer.end for layer in layers}) < len(layers):
-        return False
+    if not all(layer.fits(first) for layer in layers):
+        return None
     products = {layer.product for layer in layers}
     earliest = next(node for node in graph if node in products)
     name, widths = str(first.end.outputs[0].name), [layer.columns for layer in layers]
@@ -133,12 +153,16 @@ def _merge(graph: ir.Graph, layers: Sequence[_Layer]) -> bool:
     for node in nodes:
         node.name = f"{first.end.name}_joint_{node.op_type}"
     graph.insert_before(earliest, nodes)
-    last, start = integers(first.end, [-1], "axis"), 0
-    for layer, width in zip(layers, widths, strict=True):
-        bounds = [add_constant(graph, np.array([at], np.int64), f"{name}_bound") for at in (start, start + width)]
-        replace(layer.end, [ir.node("Slice", [nodes[-1].outputs[0], *bounds, last])])
-        start += width
-    return True
+    return nodes[-1].outputs[0]
+
+
+def _slice(joint: ir.Value, layers: Sequence[_Layer]) -> None:
+    """Replace layers by slices of their joint result, each of which is its own module's."""
+    start = 0
+    for layer in layers:
+        bounds = [integers(layer.end, [at], "bound") for at in (start, start + layer.columns, -1)]
+        replace(layer.end, [ir.node("Slice", [joint, *bounds])])
+        start += layer.columns
 
 
 def _joined(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int, name: str) -> ir.Value | None:

@@ -124,7 +124,7 @@ def _split(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
         return False
     if [start for start, _, _ in parts] != edges[:-1] or any(start >= last for start, last, _ in parts):
         return False
-    _put_split(graph, source, axis, [(last - start, reader) for start, last, reader in parts])
+    put_split(graph, source, axis, [(last - start, reader) for start, last, reader in parts])
     return True
 
 
@@ -138,7 +138,8 @@ def _part(node: ir.Node, known: Symbolic) -> tuple[ir.Value, int, int, int] | No
     return (cut.source, axis, *slice(start, end).indices(size)[:2]) if step == 1 and isinstance(size, int) else None
 
 
-def _put_split(graph: ir.Graph, source: ir.Value, axis: int, parts: Sequence[tuple[int, ir.Node]]) -> None:
+def put_split(graph: ir.Graph, source: ir.Value, axis: int, parts: Sequence[tuple[int, ir.Node]]) -> None:
+    """Replace nodes by one ``Split`` of a tensor: the size of each part, and the node whose output it takes over."""
     nodes = {node for _, node in parts}
     earliest = next(node for node in graph if node in nodes)
     outputs = [ir.Value(type=node.outputs[0].type, shape=node.outputs[0].shape) for _, node in parts]
