@@ -56,6 +56,27 @@ def test_an_output_of_the_graph_keeps_its_name():
     assert [value.name for value in changed.graph.outputs] == ["y"]
 
 
+@pytest.mark.parametrize(
+    ("op", "inputs", "number", "left"),
+    [
+        ("And", "given less", [True], []),
+        ("Or", "less given", [False], []),
+        ("And", "less given", [False], ["And"]),
+        ("And", "given less", [[True]] * 2, ["And"]),  # of two rows, so that the result has two
+    ],
+)
+def test_a_constant_that_changes_nothing_goes_at_either_place(
+    op: str, inputs: str, number: list[bool], left: list[str]
+):
+    net = Builder(18, x=[3])
+    net.const("zero", np.float32(0))
+    net.const("given", np.array(number))
+    net.add("Less", "x zero", "less", "mask")
+    net.add(op, inputs, "mask", "mask")
+    net.add("Where", "mask x zero", "y", "net")
+    assert ops(rewritten(net.model("y"), "eliminate_identity_ops", x=array(3))) == ["Less", *left, "Where"]
+
+
 def test_an_input_that_is_given_back_keeps_its_identity():
     net = Builder(x=[2])
     net.add("Identity", "x", "y", "a")

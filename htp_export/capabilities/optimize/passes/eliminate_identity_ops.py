@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.declining import decline
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import constant_array, stand_in
-from htp_export.shapes.operator_kinds import RESHAPING, is_standard
+from htp_export.shapes.operator_kinds import COMMUTATIVE, RESHAPING, is_standard
 from htp_export.shapes.symbolic import Symbolic
 
 _IF_SHAPE_STAYS = RESHAPING | {"Expand", "Tile"}
 """These change the shape only, or repeat elements: if the shape stays, they do nothing."""
 
-_NEUTRAL = {"Mul": 1, "Div": 1, "Sub": 0, "Pow": 1}
+_NEUTRAL = {"Mul": 1, "Div": 1, "Sub": 0, "Pow": 1, "And": True, "Or": False}
 """Operators and second arguments that leave the first as it is, bit for bit; adding 0 turns -0 into 0."""
 
 NEEDS_A_NAME = "a graph's output needs a name of its own"
@@ -34,9 +36,10 @@ class EliminateIdentityOps(ir.passes.InPlacePass):
         for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
             known = Symbolic(graph, model.opset_imports)
             for node in graph:
-                if not is_nothing(node, known):
+                source = next((value for value in _candidates(node) if _is_given_back(value, node, known)), None)
+                if source is None:
                     continue
-                if stand_in(node.outputs[0], node.inputs[0]):  # type: ignore[arg-type]
+                if stand_in(node.outputs[0], source):
                     graph.remove(node, safe=True)
                     modified = True
                 else:
@@ -44,11 +47,17 @@ class EliminateIdentityOps(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified)
 
 
-def is_nothing(node: ir.Node, known: Symbolic) -> bool:
-    """Whether the output of a node is its first input."""
-    if node.domain != "" or not node.inputs or node.inputs[0] is None:
+def _candidates(node: ir.Node) -> Iterator[ir.Value]:
+    """The inputs that a node may give back: the first, and either of two that may change places."""
+    places = 2 if is_standard(node, *COMMUTATIVE) and len(node.inputs) == 2 else 1
+    return (value for value in node.inputs[:places] if value is not None)
+
+
+def _is_given_back(source: ir.Value, node: ir.Node, known: Symbolic) -> bool:
+    """Whether the output of a node is this input."""
+    if node.domain != "":
         return False
-    source, result = node.inputs[0], node.outputs[0]
+    result = node.outputs[0]
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return False
     if node.op_type == "Identity" or (is_standard(node, "Concat", "Sum", "Max", "Min") and len(node.inputs) == 1):
@@ -69,6 +78,7 @@ def is_nothing(node: ir.Node, known: Symbolic) -> bool:
         pads = known.constant(node.inputs[1]) if len(node.inputs) > 1 else None
         return pads is not None and not any(pads)
     if node.op_type in _NEUTRAL:
-        constant = constant_array(node.inputs[1], 1)
+        other = node.inputs[0 if node.inputs[1] is source else 1]
+        constant = constant_array(other, 1)
         return constant is not None and bool(np.all(constant == _NEUTRAL[node.op_type]))
     return False
