@@ -2,7 +2,7 @@
 
 Each model is exported under dynamo and optimised. Both files are loaded in one process for one thread, with all of
 ONNX Runtime's own optimisations, and run in turn on the same inputs, in pairs; the control is the exported file loaded
-twice, in pairs of the same kind. Decoders run a prompt with an empty cache, and one token with the cache of that prompt.
+twice, in pairs of the same kind. Decoders run a prompt with an empty cache, and one token with the cache of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times of files in ONNX Runtime, as ratios of pairs that ran one after the other: for compare_tools.py and benchmark.py."""
+"""Times of files in ONNX Runtime, as ratios of pairs that ran in turn: for compare_tools.py and benchmark.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 Ratio = dict[str, Any]
 """``median``, and ``spread``: where eight of ten pairs lie."""
 
-_RUNS = 5
-"""Of a latency: the least counts, as whatever else a machine does only adds to it."""
+_RUNS, _SECONDS = 5, 0.05
+"""Of a latency: at least so many runs, and so long. The least counts, as all else that a machine does adds to it."""
 
 
 def session(path: str | os.PathLike[str], optimised: bool = True) -> Any:
@@ -29,8 +29,8 @@ def timed(feed: Mapping[str, Any]) -> Callable[[Any], float]:
     """The function that runs a session on these inputs: seconds of processor time, the least of some runs."""
 
     def run(loaded: Any) -> float:
-        times = []
-        for _ in range(_RUNS):
+        times: list[float] = []
+        while len(times) < _RUNS or sum(times) < _SECONDS:
             began = time.process_time()
             loaded.run(None, feed)
             times.append(time.process_time() - began)

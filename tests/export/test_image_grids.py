@@ -56,6 +56,7 @@ def qwen(name: str) -> Any:
     with torch.no_grad():  # what is seen and where it is shall count: random weights are small
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.dim() > 1 else 1)
+        model.lm_head.weight[IMAGE] = 0  # no text has it: PyTorch embeds one that it generated as any other token
     model.generation_config.update(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     return model
 
