@@ -123,11 +123,11 @@ class Programs(dict[str, Any]):
                     assert len(result.modules[""].calls[0].outputs) == len(call.output_names)
 
 
-def teach_with_outliers(model: Any, tokens: int = 64, scale: float = 200.0) -> None:
+def teach_with_outliers(model: Any, tokens: int = 64, scale: float = 200.0, head: bool = False) -> None:
     """Let a Llama learn what follows each of the first tokens, with some activations that are far larger than others.
 
     The norm before the first MLP makes every 16th channel larger by ``scale``, and the MLP reads it smaller by as much,
-    so that the model computes the same.
+    so that the model computes the same; with ``head``, so do the last norm and what computes the logits.
     """
     torch.manual_seed(0)
     for weight in model.parameters():
@@ -146,9 +146,11 @@ def teach_with_outliers(model: Any, tokens: int = 64, scale: float = 200.0) -> N
             optimizer.zero_grad()
     model.requires_grad_(False)
     layer = model.model.layers[0]
-    layer.post_attention_layernorm.weight[::16] *= scale
-    for product in (layer.mlp.gate_proj, layer.mlp.up_proj):
-        product.weight[:, ::16] /= scale
+    planted = [(layer.post_attention_layernorm, [layer.mlp.gate_proj, layer.mlp.up_proj])]
+    for norm, products in [*planted, (model.model.norm, [model.lm_head])] if head else planted:
+        norm.weight[::16] *= scale
+        for product in products:
+            product.weight[:, ::16] /= scale
 
 
 def prompt(length: int = 6) -> npt.NDArray[np.int64]:

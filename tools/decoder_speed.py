@@ -11,8 +11,8 @@ reads a prompt and generates tokens, ``--repeats`` times; the medians count, in 
 first token comes with the prompt. In each round every side runs once, in another order, and so does a second run of
 the two files of the builder: the control. Ratios are medians of the rounds, each of two runs of one round.
 
-``outliers`` is a Llama that has learned what follows each of 64 tokens, with channels before an MLP that are far larger
-than the others: int4 with `accuracy_level` 4 everywhere changes its tokens. The searched side has the plan of a search
+``outliers`` is a Llama that has learned what follows each of 64 tokens, with channels before an MLP and before the
+logits that are far larger than the others: int4 with `accuracy_level` 4 everywhere changes its tokens. The searched side has the plan of a search
 with the objectives tokens and time, of those without another token the one with the most products at level 4. It is
 compared with level 4 everywhere, which is its control, too; tokens are compared with those of fp32.
 """
@@ -143,15 +143,17 @@ def searched(_: Path, target: Path) -> None:
     import numpy as np
 
     prompts = {"input_ids": np.random.default_rng(1).integers(3, KNOWN, (8, 6))}
-    kinds = {level: {**INT4, "accuracy_level": level} for level in (4, 0)}
+    fast, exact = (f"int4:symmetric=true:accuracy_level={level}" for level in (4, 0))
 
     def change(file: Path, new: Path) -> None:
-        space = {"**": [*kinds.values()], "**.embed_tokens": ["fp32"]}
+        space = {"**": [fast, exact], "**.embed_tokens": ["fp32"]}
         found = htp_export.search(file, space, objectives=["tokens", "time"], data=prompts, trials=16)
-        same = [trial for trial in found.trials if trial.values.get("tokens") == 1 and trial.plan]
+        same = [trial for trial in found.trials if trial.number is not None and trial.values["tokens"] == 1]
         if not same:
             raise SystemExit("no plan of the search has the tokens of fp32; give it more trials")
-        fastest = max(same, key=lambda trial: str(trial.plan).count("'accuracy_level': 4"))
+        fastest = max(same, key=lambda trial: list(trial.choices.values()).count(fast))
+        exactly = [path for path, choice in fastest.choices.items() if choice == exact]
+        print(f"{len(same)} of {len(found.trials)} plans have the tokens of fp32; at level 0: {', '.join(exactly)}")
         htp_export.quantize(file, fastest.plan, new, external_data=DATA)
 
     changed(target, "fused", change)
@@ -202,7 +204,7 @@ def write_model(kind: str, size: str, folder: Path) -> None:
     if kind == OUTLIERS:
         from tests.decoders import teach_with_outliers
 
-        teach_with_outliers(model, KNOWN)
+        teach_with_outliers(model, KNOWN, head=True)
     model.save_pretrained(folder)
     words = models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>")
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
