@@ -12,9 +12,10 @@ first token comes with the prompt. In each round every side runs once, in anothe
 the two files of the builder: the control. Ratios are medians of the rounds, each of two runs of one round.
 
 ``outliers`` is a Llama that has learned what follows each of 64 tokens, with channels before an MLP and before the
-logits that are far larger than the others: int4 with `accuracy_level` 4 everywhere changes its tokens. The searched side has the plan of a search
-with the objectives tokens and time, of those without another token the one with the most products at level 4. It is
-compared with level 4 everywhere, which is its control, too; tokens are compared with those of fp32.
+logits that are far larger than the others: int4 with `accuracy_level` 4 everywhere changes its tokens. The searched
+side has the plan of a search with the objectives tokens and time: of those that change no token, the one with the most
+modules at level 4. It is compared with level 4 everywhere, whose second run is the control, and its tokens with those
+of fp32.
 """
 
 from __future__ import annotations
