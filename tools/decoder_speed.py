@@ -205,7 +205,7 @@ def write_model(kind: str, size: str, folder: Path) -> None:
     if kind == OUTLIERS:
         from tests.decoders import teach_with_outliers
 
-        teach_with_outliers(model, KNOWN, head=True)
+        teach_with_outliers(model, KNOWN, scale=2000.0, head=True)
     model.save_pretrained(folder)
     words = models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>")
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
