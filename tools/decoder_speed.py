@@ -148,7 +148,7 @@ def searched(_: Path, target: Path) -> None:
 
     def change(file: Path, new: Path) -> None:
         space = {"**": [fast, exact], "**.embed_tokens": ["fp32"]}
-        found = htp_export.search(file, space, objectives=["tokens", "time"], data=prompts, trials=16)
+        found = htp_export.search(file, space, objectives=["tokens", "time"], data=prompts, trials=40)
         same = [trial for trial in found.trials if trial.number is not None and trial.values["tokens"] == 1]
         if not same:
             raise SystemExit("no plan of the search has the tokens of fp32; give it more trials")
