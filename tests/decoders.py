@@ -123,6 +123,36 @@ class Programs(dict[str, Any]):
                     assert len(result.modules[""].calls[0].outputs) == len(call.output_names)
 
 
+def teach_with_outliers(model: Any, tokens: int = 64, scale: float = 200.0, head: bool = False) -> None:
+    """Let a Llama learn what follows each of the first tokens, with some activations that are far larger than others.
+
+    The norm before the first MLP makes every 16th channel larger by ``scale``, and the MLP reads it smaller by as much,
+    so that the model computes the same; with ``head``, so do the last norm and what computes the logits.
+    """
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
+    following = torch.randperm(tokens)
+    model.requires_grad_(True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    with torch.enable_grad():
+        for _ in range(60):
+            ids = torch.randint(0, tokens, (128, 2))
+            logits = model(input_ids=ids, use_cache=False).logits
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), following[ids].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.requires_grad_(False)
+    layer = model.model.layers[0]
+    planted = [(layer.post_attention_layernorm, [layer.mlp.gate_proj, layer.mlp.up_proj])]
+    for norm, products in [*planted, (model.model.norm, [model.lm_head])] if head else planted:
+        norm.weight[::16] *= scale
+        for product in products:
+            product.weight[:, ::16] /= scale
+
+
 def prompt(length: int = 6) -> npt.NDArray[np.int64]:
     return np.random.default_rng(0).integers(3, 60, (2, length))
 

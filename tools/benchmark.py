@@ -6,6 +6,7 @@
     python tools/benchmark.py repair           # owners and fates of a synthetic graph of 50,000 nodes
     python tools/benchmark.py run              # verify, extract and profile, against PyTorch and ONNX Runtime alone
     python tools/benchmark.py carry --nodes 20000   # tags onto a synthetic graph that an optimiser changed
+    python tools/benchmark.py fused --pairs 21 # files after `optimize --level fused`, against those before
     python tools/benchmark.py functions        # files with modules as functions, against flat ones
     python tools/benchmark.py compress --models bert --trials 20   # bytes, time and error of precisions and of a search
     python tools/benchmark.py scale --sizes 2000 10000 --levels 330   # how each command grows with the graph
@@ -37,6 +38,7 @@ from pathlib import Path
 import compare_models
 import compression
 import function_files
+import fused_level
 import large_model
 import onnx
 import scale
@@ -370,9 +372,9 @@ def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", choices=["export", "repair", "run", "carry", "memory", "functions", "scale", "compress"]
+        "what", choices=["export", "repair", "run", "carry", "memory", "functions", "fused", "scale", "compress"]
     )
-    parser.add_argument("--models", nargs="+", choices=[*MODELS, *compression.KINDS], default=[*MODELS])
+    parser.add_argument("--models", nargs="+", default=[], help="by default, those of the benchmark")
     parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--nodes", type=int, default=50_000)
@@ -384,11 +386,15 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20, help="compress: plans that the search measures")
     parser.add_argument("--depth", type=int, help="compress: the level of the modules that the search chooses for")
     parser.add_argument("--ways", nargs="+", choices=compression.WAYS, help="compress: these rows alone")
-    parser.add_argument("--small", action="store_true", help="compress: small models, to try it")
+    parser.add_argument("--small", action="store_true", help="compress, fused: small models, to try it")
     parser.add_argument(
         "--results", type=Path, help="compress: a file to which rows are appended; those in it are not made again"
     )
     given = parser.parse_args()
+    own = {"fused": fused_level.MODELS, "compress": (*MODELS, *compression.KINDS)}.get(given.what, (*MODELS,))
+    for name in set(given.models) - set(own):
+        parser.error(f"no model {name!r} in {given.what}; there are {', '.join(own)}")
+    given.models = given.models or [*(own if given.what == "fused" else MODELS)]
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     if given.what == "repair":
@@ -398,6 +404,8 @@ def main() -> None:
     elif given.what == "functions":
         exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
         function_files.run({name: MODELS[name] for name in given.models}, exporters, given.pairs)
+    elif given.what == "fused":
+        fused_level.run(given.models, given.pairs, given.small)
     elif given.what == "compress":
         small = {"bert": compare_models.bert, "resnet": compare_models.resnet, "decoder": compare_models.llama}
         models = {

@@ -38,6 +38,8 @@ sys.path.insert(0, os.fspath(Path(__file__).parent.parent))
 import onnx
 
 from tools.compare_models import MODELS, SIZES, build, export
+from tools.latency import difference, paired, session, timed
+from tools.latency import shown as shown_ratio
 from tools.peak_memory import own_peak
 from tools.scatter import Dot, correlation, scatter
 
@@ -192,26 +194,11 @@ def compare(
     return row
 
 
-_RUNS = 5
-"""Of a latency: the least counts, as whatever else a machine does only adds to it."""
-
-
 def latency(name: str, exporter: str, tools: list[str], size: str, pairs: int, folder: Path) -> dict[str, Any]:
     """Ratios of processor time to the exported file, with ONNX Runtime's own optimisations on and off."""
-    import onnxruntime as ort
-
     source = os.fspath(folder / "model.onnx")
     _, inputs = export(name, exporter, size, source)
-    feeds = {key: value.numpy() for key, value in inputs.items()}
-
-    def timed(session: Any) -> float:
-        times = []
-        for _ in range(_RUNS):
-            began = time.process_time()
-            session.run(None, feeds)
-            times.append(time.process_time() - began)
-        return min(times)
-
+    run = timed({key: value.numpy() for key, value in inputs.items()})
     row: dict[str, Any] = {"model": name, "exporter": exporter, "nodes": len(nodes_of(source))}
     files = {"control": source}
     row["control"] = {"nodes": row["nodes"]}
@@ -220,34 +207,14 @@ def latency(name: str, exporter: str, tools: list[str], size: str, pairs: int, f
         row[tool] = written_by(tool, source, target)
         if "failed" not in row[tool]:
             files[tool] = target
-    for how, setting in (
-        ("on", ort.GraphOptimizationLevel.ORT_ENABLE_ALL),
-        ("off", ort.GraphOptimizationLevel.ORT_DISABLE_ALL),
-    ):
-
-        def session(path: str, setting: Any = setting) -> Any:
-            options = ort.SessionOptions()
-            options.graph_optimization_level, options.intra_op_num_threads, options.log_severity_level = setting, 1, 4
-            return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-        base = session(source)
+    for how in ("on", "off"):
+        base = session(source, how == "on")
         for tool, path in files.items():
             try:
-                row[tool][how] = paired(timed, base, session(path), pairs)
+                row[tool][how] = paired(run, base, session(path, how == "on"), pairs)
             except Exception as error:  # ONNX Runtime's errors share no base but this
                 row[tool]["failed"] = str(error).splitlines()[0][:100]
     return row
-
-
-def paired(timed: Callable[[Any], float], base: Any, other: Any, pairs: int) -> dict[str, Any]:
-    """Latency of one session as a part of another's: the median of pairs, and where eight of ten of them lie."""
-    ratios = []
-    for pair in range(pairs + 2):
-        order = (base, other) if pair % 2 else (other, base)
-        spent = {id(each): timed(each) for each in order}
-        ratios.append(spent[id(other)] / spent[id(base)])
-    kept = sorted(ratios[2:])  # the first two warm up
-    return {"median": statistics.median(kept), "spread": (kept[len(kept) // 10], kept[-1 - len(kept) // 10])}
 
 
 def plot(rows: list[dict[str, Any]], tools: list[str], size: str, pairs: int) -> str:
@@ -276,10 +243,8 @@ def shown_latency(row: dict[str, Any], tools: list[str]) -> str:
             lines.append(f"    {tool:20} failed: {entry['failed']}")
             continue
         for how in ("off", "on"):
-            median, (low, high) = entry[how]["median"], entry[how]["spread"]
-            same_low, same_high = row["control"][how]["spread"]
-            said = "" if tool == "control" else "  faster" if high < same_low else "  slower" if low > same_high else ""
-            texts.append(f"{how} {median:.2f} ({low:.2f} to {high:.2f}){said}")
+            said = "" if tool == "control" else difference(entry[how], row["control"][how])
+            texts.append(f"{how} {shown_ratio(entry[how])}{said and f'  {said}'}")
         lines.append(f"    {tool:20} {entry['nodes']:>5} nodes, {', '.join(texts)}")
     return "\n".join(lines)
 

@@ -103,9 +103,10 @@ class Decoder:
         """The inputs of the run of a prompt, ``[batch, length]``, with an empty cache."""
         batch = ids.shape[0]
         feed = {name: _empty(self.inputs[name], batch) for name in self.cache}
-        return feed | self._tokens(ids, ids.shape[1])
+        return feed | self.tokens(ids, ids.shape[1])
 
-    def _tokens(self, new: Array, length: int) -> dict[str, Array]:
+    def tokens(self, new: Array, length: int) -> dict[str, Array]:
+        """The inputs besides the cache for new tokens, ``[batch, new]``, the last of a text of this length."""
         places = np.tile(np.arange(length - new.shape[1], length), (len(new), 1))
         given = {_IDS: new, _MASK: np.ones((len(new), length), np.int64), _POSITIONS: places}
         return {name: array.astype(self._dtype(name)) for name, array in given.items() if name in self.inputs}
@@ -140,7 +141,7 @@ class Decoder:
             rows.append(from_ort(logits)[:, -1].astype(np.float32))
             new = rows[-1].argmax(-1) if following is None else following[:, step]
             values = dict(zip(self.cache, present, strict=True))
-            values |= session.values(self._tokens(new[:, None], ids.shape[1] + step + 1))
+            values |= session.values(self.tokens(new[:, None], ids.shape[1] + step + 1))
         return Generated(np.stack(rows, 1), times[0], statistics.median(times[1:] or [0.0]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from htp_export.capabilities.export.deploy_options import DeployOptions
-from htp_export.capabilities.huggingface.genai import genai_config
+from htp_export.capabilities.huggingface.genai import write_genai
+from htp_export.capabilities.huggingface.genai_images import image_operators, vision_processor
 from htp_export.capabilities.huggingface.image_grids import (
     attending_by_sequence,
     encoder_of_grids,
@@ -34,6 +36,8 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"intermediate_size": 24, "window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3_vl": {"intermediate_size": 24, "num_position_embeddings": 36, "deepstack_visual_indexes": [0]},
 }
+PIXELS: dict[str, Any] = {"patch_size": 4, "min_pixels": 64, "max_pixels": 4096}
+PIXELS |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
 
 
 def qwen(name: str) -> Any:
@@ -52,6 +56,7 @@ def qwen(name: str) -> Any:
     with torch.no_grad():  # what is seen and where it is shall count: random weights are small
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.dim() > 1 else 1)
+        model.lm_head.weight[IMAGE] = 0  # no text has it: PyTorch embeds one that it generated as any other token
     model.generation_config.update(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     return model
 
@@ -84,6 +89,41 @@ def test_files_for_genai_and_for_transformers_js_are_two_exports() -> None:
         DeployOptions(genai=True, transformers_js=Path("js")).check_files(names)
     with pytest.raises(InputError, match="--genai and --export-json are for models of one file"):
         DeployOptions(export_json=True).check_files(names)
+
+
+def test_settings_of_an_image_processor_become_operators() -> None:
+    steps = {step["operation"]["type"]: step["operation"]["attrs"] for step in image_operators(PIXELS)}
+    resized = {"interpolation": "CUBIC", "smart_resize": 1, "min_pixels": 64, "max_pixels": 4096}
+    assert steps["Resize"] == {**resized, "patch_size": 4, "merge_size": 2}
+    assert steps["Normalize"] == {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]}
+    named = {
+        "size": {"shortest_edge": 9, "longest_edge": 81},
+        "resample": 2,
+        "do_rescale": False,
+        "do_normalize": False,
+    }
+    steps = {step["operation"]["type"]: step["operation"]["attrs"] for step in image_operators(named)}
+    assert (steps["Resize"]["min_pixels"], steps["Resize"]["max_pixels"]) == (9, 81)
+    assert (steps["Resize"]["interpolation"], steps["Rescale"]) == ("LINEAR", {"rescale_factor": 1.0})
+    assert "Normalize" not in steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({**PIXELS, "resample": 4}, "has no filter for its resample, 4"),
+        ({**PIXELS, "image_std": [1, 0, 1]}, r"image_std is \[1.0, 0.0, 1.0\]"),
+        ({**PIXELS, "image_mean": [float("nan")] * 3}, "image_mean is .*, and not three numbers"),
+        ({**PIXELS, "patch_size": "../4"}, "patch_size is '../4'"),
+        ({}, "no preprocessor_config.json with a patch_size"),
+    ],
+)
+def test_an_image_processor_that_genai_has_no_operators_for_is_said(
+    settings: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert vision_processor(tmp_path) is None
+    assert re.search(said, caplog.text)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------
@@ -174,20 +214,62 @@ def test_every_module_of_every_file_agrees(name: str, files: Programs) -> None:
     assert {node.metadata_props["htp.module"] for node in files[name].model.graph} <= paths
 
 
-def test_genai_generates_the_tokens_of_pytorch(files: Programs, tmp_path: Path) -> None:
-    for_genai = Programs(files.model, example_calls(files.model, task=TASK, embeds_images=True))
+@pytest.fixture(scope="module")
+def for_genai(files: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that ``export --genai`` writes, from one with a tokenizer and an image processor."""
+    folder, companions = tmp_path_factory.mktemp("genai"), tmp_path_factory.mktemp("source")
+    programs = Programs(files.model, example_calls(files.model, task=TASK, embeds_images=True))
     for name in ("vision_encoder", "decoder_model_merged"):  # those that are the same
-        if for_genai.calls[name].input_names == files.calls[name].input_names:
-            for_genai[name] = files[name]
-    for_genai.save(tmp_path)
-    decoder = for_genai["decoder_model_merged"].model
-    found = genai_config(
-        decoder, files.model.config, files.model.generation_config, filename="decoder_model_merged.onnx"
-    )
-    assert (found["model"]["decoder"]["num_attention_heads"], found["model"]["vision"]["patch_size"]) == (4, 4)
-    (tmp_path / "genai_config.json").write_text(json.dumps(found))
+        if programs.calls[name].input_names == files.calls[name].input_names:
+            programs[name] = files[name]
+    saved = programs.save(folder)
+    tokenizer().save_pretrained(companions)
+    (companions / "preprocessor_config.json").write_text(json.dumps(PIXELS))
+    write_genai(saved["decoder_model_merged"], files.model, companions=companions)
+    return folder
+
+
+def test_genai_generates_the_tokens_of_pytorch(files: Programs, for_genai: Path) -> None:
+    found = json.loads((for_genai / "genai_config.json").read_text())["model"]
+    assert (found["decoder"]["num_attention_heads"], found["vision"]["patch_size"]) == (4, 4)
     given = prompt(files.model)
-    assert by_genai(tmp_path, given) == generated(files.model, given)
+    assert by_genai(for_genai, given) == generated(files.model, given)
+
+
+def tokenizer() -> Any:
+    """Characters from ``!`` to ``X``, and the three tokens around an image by the names that GenAI looks for."""
+    from transformers import Qwen2Tokenizer
+
+    around = {"<|image_pad|>": IMAGE, "<|vision_start|>": START, "<|vision_end|>": 63}
+    letters = {chr(ord("!") + place): 3 + place for place in range(56)}
+    return Qwen2Tokenizer({**letters, **around}, [], unk_token=None, extra_special_tokens=list(around))
+
+
+def test_genai_prepares_images_as_transformers_does(files: Programs, for_genai: Path, tmp_path: Path) -> None:
+    genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    image: Any = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    model, random = genai.Model(str(for_genai)), np.random.default_rng(0)
+    processor = model.create_multimodal_processor()
+    for number, size in enumerate([(41, 50), (100, 60), (5, 7)]):  # as it is, smaller and larger
+        file = tmp_path / f"{number}.png"
+        image.fromarray(random.integers(0, 256, (*size, 3), np.uint8)).save(file)
+        right = Qwen2VLImageProcessorPil(**PIXELS)(images=[image.open(file)], return_tensors="pt")
+        text = "HELLO<|vision_start|><|image_pad|><|vision_end|>,SEE"
+        found = processor(text, images=genai.Images.open(str(file)))
+        assert np.allclose(found["pixel_values"].as_numpy(), right["pixel_values"], rtol=0, atol=1e-5)
+        count = int(right["image_grid_thw"].prod()) // 4
+        ids = tokenizer()(text.replace("<|image_pad|>", "<|image_pad|>" * count), return_tensors="pt").input_ids
+        assert found["input_ids"].as_numpy().tolist() == ids.tolist()
+        settings = genai.GeneratorParams(model)
+        settings.set_search_options(max_length=ids.shape[1] + TOKENS, min_length=ids.shape[1] + TOKENS)
+        generator = genai.Generator(model, settings)
+        generator.set_inputs(found)
+        while not generator.is_done():
+            generator.generate_next_token()
+        tokens = [int(token) for token in generator.get_sequence(0)[ids.shape[1] :]]
+        assert tokens == generated(files.model, {"input_ids": ids, **right})
 
 
 def test_transformers_js_generates_the_tokens_of_pytorch(files: Programs, tmp_path: Path) -> None:

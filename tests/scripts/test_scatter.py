@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tools.compare_tools import median_times, paired, plot, shown, shown_latency
+from tools.compare_tools import median_times, plot, shown, shown_latency
+from tools.latency import paired
 from tools.scatter import Dot, correlation, scatter
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from htp_export.errors import ModelSourceError, in_one_line
 
-__all__ = ["apply_overrides", "find", "nearest", "tokens_outside", "use_cache"]
+__all__ = ["apply_overrides", "find", "is_setting", "nearest", "tokens_outside", "use_cache"]
 
 
 def _sub_configs(config: Any) -> Iterator[Any]:
@@ -30,6 +31,20 @@ def find(config: Any, *names: str) -> Any:
         if value is not None:
             return value
     return next((value for level in _sub_configs(config) if (value := find(level, *names)) is not None), None)
+
+
+def is_setting(kind: type, value: Any) -> bool:
+    """Whether a value is a boolean, a whole number from 0 on, or a finite number; settings may come from anywhere.
+
+    Examples:
+        >>> is_setting(int, 3), is_setting(int, True), is_setting(float, float("nan"))
+        (True, False, False)
+    """
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and 0 <= value < 2**31
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def use_cache(config: Any, wanted: bool) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +22,8 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from htp_export.capabilities.huggingface.companions import copy_companions, write_configs
-from htp_export.capabilities.huggingface.configs import find
+from htp_export.capabilities.huggingface.configs import find, is_setting
+from htp_export.capabilities.huggingface.genai_images import VISION_PROCESSOR, vision_processor
 from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import read_model
 from htp_export.files.targets import Kind
@@ -248,7 +248,7 @@ def _token_ids(config: Any, generation_config: Any) -> dict[str, Any]:
         for source in (generation_config, config):
             setting = find(source, name)
             listed: Any = setting if isinstance(setting, list | tuple) else [setting]
-            known: list[int] = [token for token in listed if _is(int, token)]
+            known: list[int] = [token for token in listed if is_setting(int, token)]
             if known:
                 ids.setdefault(name, known)
     if "eos_token_id" not in ids:
@@ -262,35 +262,34 @@ def _token_ids(config: Any, generation_config: Any) -> dict[str, Any]:
 def _search(generation_config: Any) -> dict[str, Any]:
     settings = {name: getattr(generation_config, name, None) for name in _SEARCH}
     return {
-        name: kind(settings[name]) if _is(kind, settings[name]) else usual for name, (kind, usual) in _SEARCH.items()
+        name: kind(settings[name]) if is_setting(kind, settings[name]) else usual
+        for name, (kind, usual) in _SEARCH.items()
     }
 
 
 def _count(config: Any, *names: str) -> int | None:
     """The first positive number of these settings; configs may come from anywhere and hold anything."""
-    return next((value for name in names if _is(int, value := find(config, name)) and value > 0), None)
-
-
-def _is(kind: type, value: Any) -> bool:
-    """Whether a setting is a boolean, a whole number from 0 on, or a finite number."""
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and 0 <= value < 2**31
-    return isinstance(value, int | float) and math.isfinite(value)
+    return next((value for name in names if is_setting(int, value := find(config, name)) and value > 0), None)
 
 
 def write_genai(file: str | os.PathLike[str], model: Any, *, companions: Path | None = None) -> tuple[Path, ...]:
     """Write ``genai_config.json``, the configs and the tokenizer into the folder of an exported decoder.
 
-    The model is the one of transformers that was exported; the companions are the folder with its tokenizer. An
-    InputError names the tensor for which ONNX Runtime GenAI cannot run the decoder.
+    The model is the one of transformers that was exported; the companions are the folder with its tokenizer and, of a
+    model that sees images, its image processor: `vision_processor`. An InputError names the tensor for which ONNX
+    Runtime GenAI cannot run the decoder.
     """
     path = Path(file)
     generation = getattr(model, "generation_config", None)
     content = genai_config(read_model(path), model.config, generation, filename=path.name)
+    vision = content["model"].get("vision")
+    images = None if vision is None or companions is None else vision_processor(companions)
     with named_if_unwritable(path.parent):
-        written = [write_json(path.with_name(GENAI_CONFIG), content), *write_configs(model, path.parent)]
+        written = []
+        if images is not None:
+            vision["config_filename"] = VISION_PROCESSOR
+            written.append(write_json(path.with_name(VISION_PROCESSOR), images))
+        written += [write_json(path.with_name(GENAI_CONFIG), content), *write_configs(model, path.parent)]
         if companions is not None:
             written += copy_companions(companions, path.parent)
     return tuple(written)

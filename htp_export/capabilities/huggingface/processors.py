@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from htp_export.capabilities.huggingface.sources import Source
 from htp_export.errors import described
 from htp_export.files.text_files import read_json
 
-__all__ = ["Processor", "load_processor", "processor_of"]
+__all__ = ["Processor", "image_settings", "load_processor", "processor_of"]
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -111,15 +112,23 @@ def _tokenizer(source: Source) -> Any:
 
 def _image_size(source: Source) -> tuple[int, int] | None:
     try:
-        for name in _IMAGE_FILES:
-            file = source.file(name)
-            settings = {} if file is None else read_json(file)
-            size = size_of_images(settings.get("image_processor") or settings)
+        for settings in image_settings(source.file):
+            size = size_of_images(settings)
             if size is not None:
                 return size
     except Exception as error:  # as for the tokenizer
         _warn(source, "image processor", error)
     return None
+
+
+def image_settings(find: Callable[[str], str | Path | None]) -> Iterator[Mapping[str, Any]]:
+    """The settings of image processors, by the function that finds a file by its name; None where there is none."""
+    for name in _IMAGE_FILES:
+        file = find(name)
+        settings = None if file is None else read_json(file)
+        if isinstance(settings, Mapping):
+            inner = settings.get("image_processor")
+            yield inner if isinstance(inner, Mapping) else settings
 
 
 def size_of_images(settings: Mapping[str, Any]) -> tuple[int, int] | None:
