@@ -13,29 +13,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.neighbours import only_consumer
 from htp_export.model.recipes import recorded
-from htp_export.model.regions import subgraphs
-from htp_export.shapes.operator_kinds import is_standard
-
-__all__ = [
-    "BOUNDARY",
-    "Array",
-    "add_constant",
-    "add_initializer",
-    "bytes_of",
-    "constant_array",
-    "insert_behind",
-    "is_boundary",
-    "is_constant",
-    "multiple",
-    "register_constants",
-    "release",
-    "remove_unused",
-    "replace",
-    "scaled",
-    "stand_in",
-    "take_place",
-    "times",
-]
+from htp_export.shapes.operator_kinds import is_standard, subgraphs
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 

@@ -20,11 +20,10 @@ from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.neighbours import replace_inputs
-from htp_export.model.regions import all_nodes, all_values, subgraphs
+from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames, rename
-
-__all__ = ["InlinedCall", "dissolve", "dissolved", "flattened", "read_flat", "read_for_change"]
+from htp_export.shapes.operator_kinds import subgraphs
 
 _log = logging.getLogger(__name__)
 

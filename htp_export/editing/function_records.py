@@ -20,19 +20,8 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
-from htp_export.model.regions import subgraphs
 from htp_export.model.tensor_names import rename
-
-__all__ = [
-    "DOMAIN",
-    "Expectations",
-    "Instance",
-    "Record",
-    "Records",
-    "entry_of",
-    "given_values",
-    "restore",
-]
+from htp_export.shapes.operator_kinds import subgraphs
 
 DOMAIN = "htp"
 """The domain of the functions that are made of modules."""

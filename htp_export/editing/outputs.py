@@ -15,8 +15,6 @@ from htp_export.model.regions import GraphIndex
 from htp_export.model.tensor_names import Names
 from htp_export.shapes.operator_kinds import CONTROL_FLOW, subgraphs
 
-__all__ = ["add_output", "add_zeros_input", "lift", "remove_outputs", "without_defaults"]
-
 
 def add_output(
     graph: ir.Graph, value: ir.Value, name: str, tags: Mapping[str, str], like: ir.Value | None = None

@@ -23,8 +23,6 @@ from htp_export.model.tensor_names import Names, UsedNames, rename
 from htp_export.shapes.operator_kinds import subgraphs
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["Submodel", "constant_of", "cut_out", "in_copy", "put_back", "remove_unused"]
-
 _MOST_BITS = 8  # of the elements of a quantized tensor
 _UNNAMED = "htp_export/"
 

@@ -16,8 +16,6 @@ from typing import Generic, TypeVar, overload
 
 from htp_export.format.call_tree import Block, Instance, NodeCalls
 
-__all__ = ["OUTSIDE", "Boundaries", "runs_below"]
-
 OUTSIDE = -1  # in place of a node: the graph's own inputs and outputs, weights
 
 Key = TypeVar("Key", bound=Hashable)

@@ -13,8 +13,6 @@ import onnx_ir as ir
 
 from htp_export.files.data_files import DataTensor
 
-__all__ = ["array_hash", "body_hash", "constant_hash", "content_hash", "is_filled", "same_numbers"]
-
 _PORTION = 1 << 18
 """Elements that are compared at a time: comparing copies them."""
 

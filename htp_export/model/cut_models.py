@@ -18,8 +18,6 @@ from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import rename
 
-__all__ = ["cut_graph", "cut_model", "model_around", "narrow_owners", "output_name", "own_output"]
-
 _FIRST_SHAPE_WITH_RANGE = 15  # opset in which Shape got its attributes start and end
 
 

@@ -19,8 +19,6 @@ from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import SIZES_ONLY
 
-__all__ = ["Cut", "Cutter", "cut"]
-
 
 @dataclass(frozen=True)
 class Cut:

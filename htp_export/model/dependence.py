@@ -21,8 +21,6 @@ import onnx_ir as ir
 
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_of, subgraphs, values_read
 
-__all__ = ["dependence", "given_values", "input_dependent_values", "reads_and_results"]
-
 _Key = TypeVar("_Key", bound=Hashable)
 
 

@@ -17,8 +17,6 @@ from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.boundaries import Boundaries
 
-__all__ = ["FateEvidence", "Outcome", "fate_of", "find_fates", "fused_with"]
-
 _MOST_PARTNERS = 12
 """Modules that are taken along with a fused one, at most: a longer list says less than the module around them all."""
 

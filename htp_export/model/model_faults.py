@@ -25,8 +25,6 @@ from htp_export.files.written_check import faults_of, made_from
 from htp_export.model.tagged import TaggedModel, model_of, name_of
 from htp_export.process.argument_types import checks_arguments
 
-__all__ = ["names_model_faults"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

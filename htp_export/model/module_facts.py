@@ -29,18 +29,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = [
-    "Contents",
-    "ModuleContents",
-    "ModuleFacts",
-    "contents_of",
-    "dtype_name",
-    "elements_of",
-    "is_weight",
-    "stored_tensor",
-    "tied_parameters",
-]
-
 _QUANTIZED_BITS = 8
 _WITH_QUANTIZED_BIAS = frozenset(("QLinearConv", "DequantizeLinear", "QGemm"))
 _COMPLEX = (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128)

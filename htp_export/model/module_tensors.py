@@ -17,8 +17,6 @@ from htp_export.format.signatures import Signature
 from htp_export.model.regions import Region
 from htp_export.results.columns import many
 
-__all__ = ["IN", "OUT", "ModuleTensor", "chosen_tensors", "named_tensor", "tensors_of"]
-
 IN, OUT = "in", "out"
 
 

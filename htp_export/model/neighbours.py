@@ -8,8 +8,6 @@ import onnx_ir as ir
 
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = ["only_consumer", "producer_of", "replace_inputs"]
-
 _FEW = 32
 """Up to so many inputs are replaced one by one, each in time by the number of the node's inputs."""
 

@@ -12,8 +12,6 @@ from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.cutting import Cutter
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Constants", "PartTensor", "part_tensors", "weight_bytes"]
-
 _FEW_BYTES = 256
 """Vectors of whole numbers up to this size are shapes, axes and permutations."""
 

@@ -21,8 +21,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames, rename
 from htp_export.shapes.operator_kinds import subgraphs
 
-__all__ = ["STYLES", "Renamed", "bodies_of", "check_style", "check_tags", "give_path_names", "path_prefix"]
-
 _SEPARATORS = re.compile(r"[\s,:*'\"\x00-\x1f\x7f]")
 """What separates names, or is a wildcard, on the command lines of tools; ``/``, ``;`` and ``%`` are escaped already."""
 

@@ -17,18 +17,6 @@ from htp_export.model.module_facts import stored_tensor
 from htp_export.shapes.inference import Inference
 from htp_export.shapes.operator_kinds import RESHAPING, SIZES_ONLY, is_standard, subgraphs
 
-__all__ = [
-    "batchnorm_folded",
-    "folded",
-    "follow",
-    "lift_constants",
-    "merged",
-    "of_values",
-    "recipe_of",
-    "recorded",
-    "replaced_by",
-]
-
 _ARITHMETIC = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Neg": "neg", "Sqrt": "sqrt"}
 """IEEE 754 rounds these in one way, so that every runtime gives the same bits."""
 

@@ -22,8 +22,6 @@ from htp_export.model.boundaries import OUTSIDE, Boundaries, runs_below
 from htp_export.model.dependence import input_dependent_values
 from htp_export.shapes.operator_kinds import RANDOM, subgraphs
 
-__all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "named_values", "subgraphs", "twins_of"]
-
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
     """Every node of a model: of its graph, with those inside subgraphs after the node that holds them; of functions.

@@ -18,8 +18,6 @@ import onnx_ir as ir
 
 from htp_export.model.graph_facts import GraphFacts
 
-__all__ = ["Hasher", "RegionHashes"]
-
 _LATER = "later"
 """The text of an input whose producer follows: of a loop through a function, where no order is right."""
 

@@ -36,8 +36,6 @@ from htp_export.results.result import Result
 from htp_export.results.tag_facts import TagFacts
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["ModelSource", "Region", "TagSource", "TaggedModel", "all_nodes", "load", "model_of", "name_of"]
-
 _log = logging.getLogger(__name__)
 
 _WARNED = "htp_export.warned_of_scopes"

@@ -16,8 +16,6 @@ from htp_export.shapes.registry import rules_of
 from htp_export.shapes.schemas import evaluated, inferred, type_source
 from htp_export.shapes.sizes import is_unnamed
 
-__all__ = ["Inference"]
-
 _MOST_VISITS = 200_000
 """Nodes that are visited inside functions and bodies; a few bytes of a file can ask for any number of them."""
 

@@ -13,24 +13,6 @@ from typing import TypeVar
 import onnx
 import onnx_ir as ir
 
-__all__ = [
-    "COMMUTATIVE",
-    "CONTROL_FLOW",
-    "IN_PLACE",
-    "LAYOUT",
-    "RANDOM",
-    "RESHAPING",
-    "SIZES_ONLY",
-    "VIEW",
-    "base_op",
-    "is_standard",
-    "moves",
-    "operator_of",
-    "resembles",
-    "subgraphs",
-    "values_read",
-]
-
 _Input = TypeVar("_Input")
 
 RANDOM = frozenset(

@@ -16,8 +16,6 @@ import onnx_ir as ir
 
 from htp_export.shapes.known import Contents, Dims, Known, Operation
 
-__all__ = ["ContentRule", "Rule", "Rules", "TypeRule", "content_rule", "rules_of", "shape_rule", "type_rule"]
-
 Rule: TypeAlias = Callable[[Operation, Known], Sequence[Dims | None] | None]
 """What the shapes of a node's results are; None, as a whole or for one of them, where that is not known."""
 ContentRule: TypeAlias = Callable[[Operation, Known], Contents | None]

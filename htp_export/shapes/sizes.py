@@ -14,24 +14,6 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-__all__ = [
-    "LARGEST",
-    "Dim",
-    "Size",
-    "divide",
-    "equal",
-    "evaluate",
-    "is_natural",
-    "is_smaller_of",
-    "is_unnamed",
-    "names_in",
-    "not_negative",
-    "product",
-    "smaller_of",
-    "symbol",
-    "unnamed",
-]
-
 LARGEST = 2**63 - 1
 """No tensor has more elements, and no integer of ONNX is larger."""
 

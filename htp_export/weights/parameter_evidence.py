@@ -12,8 +12,6 @@ import onnx_ir as ir
 from htp_export.format.recipes import Recipe, operands_of, parameters_in
 from htp_export.model.module_facts import stored_tensor
 
-__all__ = ["Place", "StoredWeight", "WeightReader", "places_in", "scales_of"]
-
 _MOST_BITS = 8  # of the elements of a quantized tensor
 
 _WORDS = {

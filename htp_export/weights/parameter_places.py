@@ -22,8 +22,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.weights.parameter_evidence import Place, StoredWeight, WeightReader, places_in, scales_of
 from htp_export.weights.weight_sources import WeightSources, owners_within
 
-__all__ = ["ParameterPlaces", "Place"]
-
 
 def _declared(tagged: TaggedModel) -> Mapping[str, Declared]:
     """The parameters that the file declares; else initializers of floats that are named after a module."""

@@ -22,20 +22,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import is_standard, operator_of
 from htp_export.weights.weight_sources import WeightSources
 
-__all__ = [
-    "LINEAR",
-    "Copy",
-    "Product",
-    "Weight",
-    "changed_when_written",
-    "is_matrix_product",
-    "products_of",
-    "readers_of",
-    "weight_axes",
-    "weight_place",
-    "weights_of",
-]
-
 _Array = npt.NDArray[Any]
 
 _LAST_TWO = (-2, -1)

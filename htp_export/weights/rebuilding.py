@@ -15,8 +15,6 @@ from htp_export.format.recipes import CONSTANT, Recipe, is_exact, parameters_in
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Rebuilt", "narrowed", "rebuilt", "remade", "unpacked"]
-
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 _GROWTH = 16

@@ -16,8 +16,6 @@ from htp_export.model.tagged import ModelSource, load
 from htp_export.results.result import plain
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["comparison_page", "difference_page"]
-
 
 def comparison_page(
     rows: Iterable[Any],

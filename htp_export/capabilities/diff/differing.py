@@ -20,8 +20,6 @@ from htp_export.results.columns import MODULE, Column
 from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["DIFFERENCE_COLUMNS", "STATUSES", "ModelDifference", "ModuleDifference", "ModuleState", "byte_lines", "diff"]
-
 STATUSES = ("same", "changed", "moved", "added", "removed")
 """What can have become of a module; ``moved`` is the same under another path."""
 

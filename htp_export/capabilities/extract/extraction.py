@@ -17,8 +17,6 @@ from htp_export.model.cutting import cut
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource
 
-__all__ = ["Extraction", "extract"]
-
 
 @dataclass(frozen=True)
 class Extraction(HoldsModel):

@@ -14,11 +14,9 @@ from htp_export.format import tags
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
 from htp_export.model.cut_models import own_output
-from htp_export.model.regions import twins_of
-from htp_export.model.tagged import TaggedModel, all_nodes
+from htp_export.model.regions import all_nodes, twins_of
+from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames, rename
-
-__all__ = ["Graft", "placed_paths", "weight_key"]
 
 
 class Graft:

@@ -15,8 +15,6 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.signatures import Signature
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["SplicedCalls"]
-
 
 class _Source(NamedTuple):
     """Where a call comes from."""

@@ -22,8 +22,6 @@ from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 
-__all__ = ["Splice", "splice"]
-
 
 @dataclass(frozen=True)
 class Splice(HoldsModel):

@@ -18,8 +18,8 @@ from htp_export.capabilities.fingerprint.features import model_inputs
 from htp_export.format import tags
 from htp_export.model.dependence import dependence, reads_and_results
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.regions import Region
 from htp_export.model.structural_hash import Hasher, RegionHashes
-from htp_export.model.tagged import Region
 
 __all__ = ["Block", "repeated_blocks"]
 
