@@ -14,7 +14,7 @@ from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
-from htp_export.model.structural_hash import RegionHashes
+from htp_export.model.structural_hash import Hasher
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.results.columns import MODULE, Column
 from htp_export.results.result import PlainData, Result, Table
@@ -293,12 +293,12 @@ def _same_class(before: ModuleState, after: ModuleState) -> bool:
 
 
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
-    contents = contents_of(tagged).modules
-    paths = tagged.paths if by_module else [""]
-    hashes, operators = RegionHashes(GraphFacts(tagged)), _operators_of(tagged)
+    contents, hasher, operators = contents_of(tagged).modules, Hasher(GraphFacts(tagged)), _operators_of(tagged)
     return {
-        path: ModuleState(**vars(contents[path].facts), operators=operators.get(path, {}), structure=hashes[path])
-        for path in paths
+        path: ModuleState(
+            **vars(contents[path].facts), operators=operators.get(path, {}), structure=hasher.region(path)
+        )
+        for path in (tagged.paths if by_module else [""])
     }
 
 
