@@ -52,11 +52,7 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
 
 
 def read_for_change(source: ModelSource) -> TaggedModel:
-    """A model that may be changed, without the functions that ``functions`` made: a file's, or a copy of one in memory.
-
-    Raises:
-        FileError: If a file cannot be read.
-    """
+    """A model to change, without the functions that ``functions`` made: a file's, or a copy of one in memory."""
     tagged = read_flat(source, others=False)
     return tagged if isinstance(source, str | os.PathLike) else tagged.clone()
 
@@ -119,10 +115,8 @@ _Call: TypeAlias = tuple[ir.Node, Record, Instance, tuple[ir.OperatorIdentifier,
 class _Dissolver:
     """Puts copies of functions' bodies in place of their calls, each as the flat graph had it.
 
-    ``onnx_ir``'s ``InlinePass``, which inlines all other functions, cannot do this. What a node was differs from call
-    to call and is written down by the names in the function's body, for the results of inner calls, too; the pass gives
-    every node and tensor a new name, merges the metadata of the call into it, and inner calls are gone when it is done.
-    It also looks for each free name from 2 on, which takes time by the square of the calls.
+    ``onnx_ir``'s ``InlinePass``, which inlines all other functions, gives every node and tensor a new name and merges
+    the metadata of the call into it; what a node was is written down by the names in the function's body.
     """
 
     def __init__(
@@ -138,11 +132,7 @@ class _Dissolver:
         self._value_names = UsedNames(str(value.name) for value in all_values(graph))
 
     def dissolve(self, call: ir.Node, record: Record) -> None:
-        """Replace a call in the model's graph or a subgraph of it, and the calls in what comes in its place.
-
-        Raises:
-            ValueError: If a function calls itself.
-        """
+        """Replace a call, and the calls in what comes in its place; a ValueError if a function calls itself."""
         waiting: list[_Call] = [(call, record, self._expected.instance(call, Instance("")), ())]
         while waiting:
             waiting += reversed(self._replace(*waiting.pop()))

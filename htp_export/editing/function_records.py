@@ -37,8 +37,7 @@ class Records:
 
     Attributes:
         calls: Name of a call outside of functions → what its nodes were; calls that lose nothing are absent.
-        order: For each node of the graph, once all calls are dissolved, its place in the flat graph; empty where that
-            is their order.
+        order: For each node, once all calls are dissolved, its place in the flat graph; empty if in that order.
     """
 
     calls: Mapping[str, Record]
@@ -51,15 +50,7 @@ class Records:
 
     @classmethod
     def from_json(cls, text: str) -> Records:
-        """What ``to_json`` wrote.
-
-        Raises:
-            ValueError: If it is something else.
-
-        Examples:
-            >>> Records.from_json(Records({}, [1, 0]).to_json())
-            Records(calls={}, order=[1, 0])
-        """
+        """What ``to_json`` wrote; a ValueError for something else."""
         try:
             written = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -71,11 +62,7 @@ class Records:
 
 
 def entry_of(record: Mapping[str, Any], name: str) -> Record:
-    """What is written under a name, or nothing.
-
-    Raises:
-        ValueError: If that is no JSON object.
-    """
+    """What is written under a name, or nothing; a ValueError if that is no JSON object."""
     entry = record.get(name, {})
     if not isinstance(entry, dict):
         raise ValueError(f"{tags.FUNCTIONS}: what it says of {name!r} is no JSON object")  # noqa: TRY004 - a bad value
@@ -150,11 +137,7 @@ class Expectations:
 
 
 def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
-    """Make a copy of a body's node what it was: as expected, but for what its entry says.
-
-    Raises:
-        ValueError: If the entry is not what ``share_bodies`` writes.
-    """
+    """Make a copy of a body's node what it was: as expected, but for what its entry says; a ValueError if broken."""
     node.metadata_props.clear()
     node.metadata_props.update(metadata)
     try:

@@ -85,10 +85,7 @@ def lift(
         names: The names in use.
 
     Returns:
-        The value in the main graph, and the names of all new tensors.
-
-    Raises:
-        InputError: If that is impossible; the message has the reason.
+        The value in the main graph, and the names of all new tensors; an InputError, with the reason, if it cannot be.
     """
     by_graph = {value.graph: value for value in values}
     made: list[str] = []

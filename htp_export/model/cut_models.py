@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass
 
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, renumbered
@@ -87,14 +88,16 @@ def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
     """A model of a graph that was cut out: with the functions that it calls, and of the whole's versions."""
     source = tagged.model
     way = {key: way for key, way in source.metadata_props.items() if key == tags.WAY}  # a part is no ONNX model either
-    return ir.Model(
+    model = ir.Model(
         graph,
         ir_version=source.ir_version,
         producer_name=source.producer_name,
         producer_version=source.producer_version,
-        functions=_functions_used(source, graph),
+        functions=[function.clone() for function in source.functions.values()],
         metadata_props={tags.FORMAT: tags.VERSION, **way},
     )
+    RemoveUnusedFunctionsPass()(model)
+    return model
 
 
 def output_name(value: ir.Value) -> str:
@@ -197,18 +200,6 @@ def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
         renamed[str(value.name)] = name
         rename(value, name)
     return renamed
-
-
-def _functions_used(model: ir.Model, graph: ir.Graph) -> list[ir.Function]:
-    """Copies of the functions that the graph calls, and of those that they call."""
-    functions: dict[ir.OperatorIdentifier, ir.Function] = {}
-    queue = [node.op_identifier() for node in graph.all_nodes()]
-    while queue:
-        identifier = queue.pop()
-        if identifier in model.functions and identifier not in functions:
-            functions[identifier] = model.functions[identifier].clone()
-            queue.extend(node.op_identifier() for node in functions[identifier].all_nodes())
-    return list(functions.values())
 
 
 class _Calls:

@@ -47,17 +47,6 @@ class Cut:
     size_nodes: tuple[ir.Node, ...] = ()
 
 
-def cut(tagged: TaggedModel, path: str, call: int = 0) -> Cut:
-    """Cut one call of a module, counted from 0, out of a model; for several cuts of one model, keep a `Cutter`.
-
-    Raises:
-        UnknownModuleError: If the model has no such module.
-        InputError: If the module has no such call, or cannot be cut out: the message says why, and what to cut instead.
-        UntaggedModelError: If the model has no tags.
-    """
-    return Cutter(tagged).cut(path, call)
-
-
 class Cutter:
     """Cuts modules out of one model."""
 
@@ -67,7 +56,13 @@ class Cutter:
         self._order = {node: place for place, node in enumerate(tagged.model.graph)}
 
     def cut(self, path: str, call: int = 0) -> Cut:
-        """Cut one call of a module out; see the function `cut`."""
+        """Cut one call of a module, counted from 0, out of the model.
+
+        Raises:
+            UnknownModuleError: If the model has no such module.
+            InputError: If the module has no such call, or cannot be cut out: the message says why, and what to cut.
+            UntaggedModelError: If the model has no tags.
+        """
         region = self._region(path, call)
         path = region.path
         members = frozenset(node for node in region.nodes if node in self._order)

@@ -45,27 +45,13 @@ class Renamed:
 
 
 def check_style(style: str) -> None:
-    """Refuse a style of names that there is not.
-
-    Raises:
-        InputError: If it is one.
-
-    Examples:
-        >>> check_style("paths")
-        Traceback (most recent call last):
-        ...
-        htp_export.errors.InputError: there is no style of names 'paths'; there is 'path'
-    """
+    """Raise an `InputError` for a style of names that there is not."""
     if style not in STYLES:
         raise InputError(f"there is no style of names {style!r}; there is {', '.join(map(repr, STYLES))}")
 
 
 def check_tags(tagged: TaggedModel) -> None:
-    """Refuse a model whose nodes have no tags of htp_export to make names of.
-
-    Raises:
-        UntaggedModelError: If it has nodes, and no such tags.
-    """
+    """Raise an `UntaggedModelError` for a model whose nodes have no tags of htp_export to make names of."""
     if tagged.nodes:
         tagged.require_exact_tags()
 
@@ -245,11 +231,9 @@ def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None
 def _canonical_order(graph: ir.Graph, key: Callable[[ir.Node], Any]) -> list[ir.Node]:
     """The nodes of a graph, each after those that it reads; those inside subgraphs are left out.
 
-    From the outputs of the graph, one after the other, every node is reached through its inputs, one after the other,
-    and follows the last of its producers. Outputs and inputs have an order that is part of what the graph computes. So
-    the result is the same whatever nodes and tensors are called, and wherever independent nodes are in the file.
-
-    Nodes whose results nothing needs come last, ordered by ``key``.
+    From the outputs of the graph, every node is reached through its inputs, and follows the last of its producers: the
+    order is the same whatever nodes and tensors are called, and wherever independent nodes are in the file. Nodes whose
+    results nothing needs come last, ordered by ``key``.
 
     Examples:
         >>> x = ir.val("x")

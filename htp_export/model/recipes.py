@@ -180,15 +180,9 @@ def folded(
     sizes: Callable[[], Sequence[int] | None],
     output: int = 0,
 ) -> Recipe:
-    """How the result of an operator on constants is made.
+    """How a result of an operator on constants is made, of which ``operands`` says how they are made.
 
-    Args:
-        op_type: The operator of ONNX; with its domain, if it is another one.
-        attributes: Name → value.
-        operands: How its inputs are made.
-        constant: The elements of a small input, by its place, or None.
-        sizes: The shape of the result, or None.
-        output: Which of its results.
+    ``constant`` gives the elements of a small input by its place, and ``sizes`` the shape of the result, or None.
     """
     if op_type == "Identity":
         return operands[0]
@@ -257,13 +251,8 @@ def batchnorm_folded(
 ) -> tuple[Recipe, Recipe]:
     """The weight and the bias of a layer that a batch normalisation after it was folded into.
 
-    Args:
-        weight: How its weight was made.
-        bias: How its bias was made.
-        norm: The scale, bias, mean and variance of the normalisation.
-        epsilon: What is added to the variance.
-        column: The shape of the factors for the weight.
-        root: The step that takes the root: PyTorch rounds it in another way than IEEE 754 says.
+    ``norm``: its scale, bias, mean and variance; ``column``: the shape of the factors for the weight; ``root``: the
+    step that takes the root, which PyTorch rounds in another way than IEEE 754 says.
     """
     gamma, beta, mean, variance = norm
     scale = step("div", gamma, step(root, step("add", variance, float(np.float32(epsilon)))))

@@ -132,12 +132,7 @@ def unnamed(name: str, place: int) -> Size:
 
 
 def is_unnamed(dim: Dim) -> bool:
-    """Whether a size is, or is computed from, a dimension that the file gives no name.
-
-    Examples:
-        >>> is_unnamed(2 * unnamed("x", 0)), is_unnamed(symbol("batch")), is_unnamed(3)
-        (True, False, False)
-    """
+    """Whether a size is, or is computed from, a dimension that the file gives no name."""
     return isinstance(dim, Size) and any(_UNNAMED in name for name in dim.names)
 
 

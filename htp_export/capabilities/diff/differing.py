@@ -43,6 +43,9 @@ class ModuleState(ModuleFacts, PlainData):
         return {**{name: getattr(self, name) for name in listed}, **sizes}
 
 
+_NOWHERE = ModuleState(path="", class_name="", operators={}, structure="")
+
+
 @dataclass(frozen=True)
 class ModuleDifference(PlainData):
     """One module in both files.
@@ -77,32 +80,36 @@ class ModuleDifference(PlainData):
     @property
     def nodes(self) -> tuple[int, int]:
         """How many nodes it has, before and after."""
-        return (self.before.nodes if self.before else 0, self.after.nodes if self.after else 0)
+        return self._sides[0].nodes, self._sides[1].nodes
 
     @property
     def parameters(self) -> tuple[int, int]:
         """How many parameters it has, before and after."""
-        return (self.before.parameters if self.before else 0, self.after.parameters if self.after else 0)
+        return self._sides[0].parameters, self._sides[1].parameters
 
     @property
     def weight_bytes(self) -> Mapping[str, tuple[int, int]]:
         """Element type → bytes before and after, types of which there are any."""
-        first = self.before.weight_bytes_by_dtype if self.before else {}
-        second = self.after.weight_bytes_by_dtype if self.after else {}
+        first, second = (state.weight_bytes_by_dtype for state in self._sides)
         return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in sorted({*first, *second})}
 
     @property
     def shared_bytes(self) -> Mapping[str, tuple[int, int]]:
         """The same of the weights that nodes of other modules read too; every type of ``weight_bytes``."""
-        first = self.before.shared_bytes_by_dtype if self.before else {}
-        second = self.after.shared_bytes_by_dtype if self.after else {}
+        first, second = (state.shared_bytes_by_dtype for state in self._sides)
         return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in self.weight_bytes}
+
+    @property
+    def _sides(self) -> tuple[ModuleState, ModuleState]:
+        """The module before and after; without nodes where it is not there."""
+        return self.before or _NOWHERE, self.after or _NOWHERE
 
     @property
     def operators(self) -> Mapping[str, int]:
         """Operator → how many more there are than before, those that changed; the largest change first."""
-        change = Counter(self.after.operators if self.after else {})
-        change.subtract(self.before.operators if self.before else {})
+        before, after = self._sides
+        change = Counter(after.operators)
+        change.subtract(before.operators)
         changed = [(op, count) for op, count in change.items() if count]
         return dict(sorted(changed, key=lambda item: (-abs(item[1]), item[0])))
 
@@ -347,7 +354,7 @@ def _aligned(before: Mapping[str, ModuleState], after: Mapping[str, ModuleState]
 
 
 def _inside(paths: Iterable[str]) -> dict[str, list[str]]:
-    """For each of some paths, what is to be put behind it for those of them at or below it."""
+    """For each of some paths, the rests of those of them at or below it."""
     inside: dict[str, list[str]] = {path: [] for path in paths}
     for path in inside:
         for up in tags.ancestors(path):
