@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,17 @@ def recorded(tensor: ir.TensorProtocol, recipe: Recipe) -> ir.TensorProtocol:
     view: Any = viewed(tensor)
     view._metadata_props = {**tensor.metadata_props, tags.RECIPE: recipe_to_text(recipe)}  # copies would share them
     return view  # type: ignore[no-any-return]
+
+
+def known_beginning(name: str, known: Container[str]) -> str | None:
+    """The longest of some names that a name is, or begins with, before what a tool added to it.
+
+    Examples:
+        >>> known_beginning("fc.weight_quantized", {"fc.weight"}), known_beginning("fc.weight2", {"fc.weight"})
+        ('fc.weight', None)
+    """
+    ends = (place for place in range(len(name), 0, -1) if not name[place : place + 1].isalnum())
+    return next((name[:end] for end in ends if name[:end] in known), None)
 
 
 def lift_constants(model: ir.Model) -> bool:
@@ -115,8 +126,8 @@ def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Reci
             known.update(dict.fromkeys(node.outputs, CONSTANT))
         elif all(value is None or value in known for value in node.inputs) and not subgraphs(node):
             known.update(_of_node(node, known, positions))
-        elif is_standard(node, "CastLike") and known.get(node.inputs[0]) == CONSTANT:  # type: ignore[arg-type]
-            known[node.outputs[0]] = CONSTANT
+        elif is_standard(node, "CastLike") and node.inputs[0] in known:
+            known.update(_cast_like(node, known, positions))
 
 
 class _Positions:
@@ -145,6 +156,10 @@ class _Positions:
             return self._inferred.array(value)
         return None if tensor.size > _SMALL else tensor.numpy()
 
+    def dtype(self, value: ir.Value | None) -> ir.DataType | None:
+        self._visit(value)
+        return self._inferred.dtype(value)
+
     def sizes(self, value: ir.Value) -> list[int] | None:
         if value.shape is None:
             self._visit(value)
@@ -170,6 +185,17 @@ def _of_node(node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positi
         )
         for place, output in enumerate(node.outputs)
     }
+
+
+def _cast_like(node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positions) -> dict[ir.Value, Recipe]:
+    """How a value is made that gets the type of another one, which depends on inputs; nothing if that is not known."""
+    recipe = known[node.inputs[0]]  # type: ignore[index]
+    if recipe != CONSTANT:
+        before, after = map(positions.dtype, node.inputs)
+        if before is None or after is None:
+            return {}
+        recipe = recipe if before == after else step("cast", recipe, after.name.lower())
+    return {node.outputs[0]: recipe}
 
 
 def folded(

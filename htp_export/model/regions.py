@@ -154,19 +154,15 @@ class GraphIndex:
             makes.extend(graph.inputs)
         return reads, makes
 
-    def captured(self, node: ir.Node) -> Iterator[ir.Value]:
-        """What a node's subgraphs, and those inside them, read of the graph that the node is in."""
+    def reads(self, node: ir.Node) -> Iterator[ir.Value]:
+        """What a node reads of the graph that it is in, in its subgraphs too."""
+        yield from (value for value in node.inputs if value is not None)
         for body in self.bodies.get(node, ()):
             for inner in body.all_nodes():
                 yield from (value for value in inner.inputs if value is not None and value.graph is node.graph)
                 for deeper in self.bodies.get(inner, ()):
                     yield from (value for value in deeper.outputs if value.graph is node.graph)
             yield from (value for value in body.outputs if value.graph is node.graph)
-
-    def reads(self, node: ir.Node) -> Iterator[ir.Value]:
-        """What a node reads of the graph that it is in, in its subgraphs too."""
-        yield from (value for value in node.inputs if value is not None)
-        yield from self.captured(node)
 
     def scopes(self, node: ir.Node) -> Iterator[ir.Node]:
         """The node, then the nodes whose subgraphs it lies in, innermost first."""

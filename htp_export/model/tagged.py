@@ -278,11 +278,10 @@ class TaggedModel:
     @cached_property
     def calls(self) -> CallTree:
         """Which call of a module ran in which call of another."""
-        known = self._read(tags.CALLERS, self._calls) if self.source == "htp" else None
-        return known or self._calls(None)
-
-    def _calls(self, written: str | None) -> CallTree:
-        return CallTree.from_json(written, self.hierarchy)
+        known = None
+        if self.source == "htp":
+            known = self._read(tags.CALLERS, lambda written: CallTree.from_json(written, self.hierarchy))
+        return known or CallTree(self.hierarchy)
 
     def _read(self, key: str, parse: Callable[[str], _T]) -> _T | None:
         """What the metadata says under a key; None if it says nothing."""

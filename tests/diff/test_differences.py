@@ -8,14 +8,12 @@ import json
 import numpy as np
 import onnx
 import onnx_ir as ir
-import pytest
 import torch
 from torch import nn
 
 import htp_export
 from htp_export.capabilities.diff.comparison_page import difference_page
 from htp_export.command.main import main
-from htp_export.errors import FileError
 from tests.chromium import needs_chromium
 from tests.nets import spread
 from tests.written import weight, written
@@ -241,13 +239,6 @@ def test_the_command(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["counts"] == {"same": 6, "changed": 3}
     assert main(["diff", paths[0], paths[0], "--only-changed"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "no difference in 9 modules"
-
-
-def test_a_file_that_is_not_there(tmp_path, capsys):
-    with pytest.raises(FileError):
-        htp_export.diff(tmp_path / "a.onnx", tmp_path / "b.onnx")
-    assert main(["diff", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx")]) == 2
-    assert "a.onnx" in capsys.readouterr().err
 
 
 def test_names_are_drawn_as_they_are(tmp_path, capsys):

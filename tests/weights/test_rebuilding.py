@@ -32,7 +32,7 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
         self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.BatchNorm2d(8))
         self.up, self.norm = nn.ConvTranspose2d(8, 4, 2, 2), nn.BatchNorm2d(4)
         self.head, self.last = nn.Linear(4, 5), nn.BatchNorm1d(5)
