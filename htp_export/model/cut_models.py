@@ -96,7 +96,7 @@ def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
         functions=[function.clone() for function in source.functions.values()],
         metadata_props={tags.FORMAT: tags.VERSION, **way},
     )
-    RemoveUnusedFunctionsPass()(model)
+    RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
     return model
 
 
