@@ -206,8 +206,7 @@ def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
 def _inline_others(model: ir.Model) -> dict[str, int]:
     """Inline functions that were in the model as it was exported, or that another tool made.
 
-    A node keeps tags of its own, unless they lie outside the modules of the call: then one function serves several
-    modules, and the call says which. The pass merges metadata key by key, and would mix the two.
+    A node keeps tags of its own, unless they lie outside the modules of the call: the function serves several modules.
     """
     if not model.functions:
         return {}

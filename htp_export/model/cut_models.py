@@ -203,13 +203,7 @@ def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
 
 
 class _Calls:
-    """The calls that are in a cut, and what they are there.
-
-    Attributes:
-        numbers: Module path → the numbers, in the whole, of its calls that are in the cut.
-        hierarchy: The module and what lies below it; what lies above it only holds it.
-        tree: The calls of these.
-    """
+    """The calls in a cut: module path → their numbers in the whole, the modules at and above it, and their calls."""
 
     def __init__(self, tagged: TaggedModel, part: Cut) -> None:
         tree, top = tagged.hierarchy, Instance(part.path, part.call)
@@ -253,13 +247,8 @@ def narrow_owners(
 ) -> None:
     """Take the owners that are not in a part off its nodes: modules outside share no node with it any more.
 
-    Args:
-        tagged: The whole model.
-        model: The part.
-        inside: Whether a module is in it.
-        otherwise: The owner of nodes that have none inside.
-        calls: The calls of the part's modules, if they are not those of the whole.
-        number: A call of the whole → what it is in the part, if they do not keep their numbers.
+    ``otherwise`` owns nodes that have no owner inside. ``calls`` are those of the part's modules, and ``number`` gives
+    what a call of the whole is in the part, if they do not keep their numbers.
     """
     called, tree = tagged.hierarchy.called, calls or tagged.calls
     number = number or (lambda call: call if inside(call.path) else None)

@@ -102,9 +102,7 @@ class Cutter:
     def _measuring_others(self, walk: _Walk) -> set[ir.Node]:
         """The ``Shape`` nodes of a walk that read an input of the model for its sizes alone, and may read another one.
 
-        An exporter reads a size from any input that has it, such as the length of the past from the cache of the last
-        layer. If other nodes of the model read the values of that input, it is theirs; this part reads the size from
-        an input of its own with a dimension of that name.
+        An exporter reads a size from any input that has it, such as the length of the past from the last layer's cache.
         """
         measured = {value: nodes for value in walk.entering if (nodes := self._measuring(value, walk))}
         others = [value for value in walk.entering if value not in measured and not self.is_size(value)]

@@ -234,14 +234,6 @@ def _canonical_order(graph: ir.Graph, key: Callable[[ir.Node], Any]) -> list[ir.
     From the outputs of the graph, every node is reached through its inputs, and follows the last of its producers: the
     order is the same whatever nodes and tensors are called, and wherever independent nodes are in the file. Nodes whose
     results nothing needs come last, ordered by ``key``.
-
-    Examples:
-        >>> x = ir.val("x")
-        >>> left, right = ir.node("Relu", [x]), ir.node("Tanh", [x])
-        >>> add = ir.node("Add", [right.outputs[0], left.outputs[0]])
-        >>> graph = ir.Graph([x], add.outputs, nodes=[left, right, add], opset_imports={"": 20})
-        >>> [node.op_type for node in _canonical_order(graph, lambda node: node.op_type)]
-        ['Tanh', 'Relu', 'Add']
     """
     order: dict[ir.Node, None] = {}
     for value in graph.outputs:
