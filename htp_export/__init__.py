@@ -54,7 +54,8 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.exporter.exporting import export, tagging
     from htp_export.exporter.repair_report import contamination
     from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-    from htp_export.model.tagged import Region, TaggedModel, load
+    from htp_export.model.regions import Region
+    from htp_export.model.tagged import TaggedModel, load
 
 __all__ = [
     "Hierarchy", "HtpExportError", "InputError", "ModuleInfo", "Precision", "Region", "TaggedModel", "Work",

@@ -13,29 +13,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.neighbours import only_consumer
 from htp_export.model.recipes import recorded
-from htp_export.model.regions import subgraphs
-from htp_export.shapes.operator_kinds import is_standard
-
-__all__ = [
-    "BOUNDARY",
-    "Array",
-    "add_constant",
-    "add_initializer",
-    "bytes_of",
-    "constant_array",
-    "insert_behind",
-    "is_boundary",
-    "is_constant",
-    "multiple",
-    "register_constants",
-    "release",
-    "remove_unused",
-    "replace",
-    "scaled",
-    "stand_in",
-    "take_place",
-    "times",
-]
+from htp_export.shapes.operator_kinds import is_standard, subgraphs
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -166,13 +144,6 @@ def take_place(
 
     Its type and shape are those of the other where it has none. If ``readers`` are given, only these consumers read it
     from now on, each at the place of an input; ``rest`` is the name that the other one has then.
-
-    Examples:
-        >>> x, old, new = (ir.val(name) for name in ("x", "old", "new"))
-        >>> kept, other = ir.node("Relu", [old]), ir.node("Add", [old, x])
-        >>> take_place(old, new, [(other, 0)], rest="before")
-        >>> kept.inputs[0].name, other.inputs[0].name
-        ('before', 'old')
     """
     name, chosen = old.name, list(old.uses() if readers is None else readers)
     if old.is_graph_output() and old.graph is not None:
@@ -196,14 +167,7 @@ def insert_behind(graph: ir.Graph, value: ir.Value, node: ir.Node) -> None:
 
 
 def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
-    """Replace a node by nodes, the last of which computes its output under the same name.
-
-    Args:
-        old: A node of a graph, with one output.
-        new: Nodes of no graph, producers before consumers.
-
-    Raises:
-        ValueError: The node is in no graph.
+    """Replace a node with one output by nodes of no graph, the last of which computes it under the same name.
 
     Examples:
         >>> x = ir.val("x", ir.DataType.FLOAT, [2])
@@ -214,8 +178,7 @@ def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
         [('Pow', 'y')]
     """
     graph = old.graph
-    if graph is None:
-        raise ValueError(f"{old.op_type} {old.name!r} is in no graph")
+    assert graph is not None
     result = new[-1].outputs[0]
     for place, node in enumerate(new, 1 - len(new)):
         node.name = old.name if place == 0 else f"{old.name}_{node.op_type}{-place}"

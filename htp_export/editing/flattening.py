@@ -20,11 +20,10 @@ from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.neighbours import replace_inputs
-from htp_export.model.regions import all_nodes, all_values, subgraphs
+from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames, rename
-
-__all__ = ["InlinedCall", "dissolve", "dissolved", "flattened", "read_flat", "read_for_change"]
+from htp_export.shapes.operator_kinds import subgraphs
 
 _log = logging.getLogger(__name__)
 
@@ -53,11 +52,7 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
 
 
 def read_for_change(source: ModelSource) -> TaggedModel:
-    """A model that may be changed, without the functions that ``functions`` made: a file's, or a copy of one in memory.
-
-    Raises:
-        FileError: If a file cannot be read.
-    """
+    """A model to change, without the functions that ``functions`` made: a file's, or a copy of one in memory."""
     tagged = read_flat(source, others=False)
     return tagged if isinstance(source, str | os.PathLike) else tagged.clone()
 
@@ -120,10 +115,8 @@ _Call: TypeAlias = tuple[ir.Node, Record, Instance, tuple[ir.OperatorIdentifier,
 class _Dissolver:
     """Puts copies of functions' bodies in place of their calls, each as the flat graph had it.
 
-    ``onnx_ir``'s ``InlinePass``, which inlines all other functions, cannot do this. What a node was differs from call
-    to call and is written down by the names in the function's body, for the results of inner calls, too; the pass gives
-    every node and tensor a new name, merges the metadata of the call into it, and inner calls are gone when it is done.
-    It also looks for each free name from 2 on, which takes time by the square of the calls.
+    ``onnx_ir``'s ``InlinePass``, which inlines all other functions, gives every node and tensor a new name and merges
+    the metadata of the call into it; what a node was is written down by the names in the function's body.
     """
 
     def __init__(
@@ -139,11 +132,7 @@ class _Dissolver:
         self._value_names = UsedNames(str(value.name) for value in all_values(graph))
 
     def dissolve(self, call: ir.Node, record: Record) -> None:
-        """Replace a call in the model's graph or a subgraph of it, and the calls in what comes in its place.
-
-        Raises:
-            ValueError: If a function calls itself.
-        """
+        """Replace a call, and the calls in what comes in its place; a ValueError if a function calls itself."""
         waiting: list[_Call] = [(call, record, self._expected.instance(call, Instance("")), ())]
         while waiting:
             waiting += reversed(self._replace(*waiting.pop()))
@@ -217,8 +206,7 @@ def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
 def _inline_others(model: ir.Model) -> dict[str, int]:
     """Inline functions that were in the model as it was exported, or that another tool made.
 
-    A node keeps tags of its own, unless they lie outside the modules of the call: then one function serves several
-    modules, and the call says which. The pass merges metadata key by key, and would mix the two.
+    A node keeps tags of its own, unless they lie outside the modules of the call: the function serves several modules.
     """
     if not model.functions:
         return {}

@@ -20,19 +20,8 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
-from htp_export.model.regions import subgraphs
 from htp_export.model.tensor_names import rename
-
-__all__ = [
-    "DOMAIN",
-    "Expectations",
-    "Instance",
-    "Record",
-    "Records",
-    "entry_of",
-    "given_values",
-    "restore",
-]
+from htp_export.shapes.operator_kinds import subgraphs
 
 DOMAIN = "htp"
 """The domain of the functions that are made of modules."""
@@ -48,8 +37,7 @@ class Records:
 
     Attributes:
         calls: Name of a call outside of functions → what its nodes were; calls that lose nothing are absent.
-        order: For each node of the graph, once all calls are dissolved, its place in the flat graph; empty where that
-            is their order.
+        order: For each node, once all calls are dissolved, its place in the flat graph; empty if in that order.
     """
 
     calls: Mapping[str, Record]
@@ -62,15 +50,7 @@ class Records:
 
     @classmethod
     def from_json(cls, text: str) -> Records:
-        """What ``to_json`` wrote.
-
-        Raises:
-            ValueError: If it is something else.
-
-        Examples:
-            >>> Records.from_json(Records({}, [1, 0]).to_json())
-            Records(calls={}, order=[1, 0])
-        """
+        """What ``to_json`` wrote; a ValueError for something else."""
         try:
             written = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -82,11 +62,7 @@ class Records:
 
 
 def entry_of(record: Mapping[str, Any], name: str) -> Record:
-    """What is written under a name, or nothing.
-
-    Raises:
-        ValueError: If that is no JSON object.
-    """
+    """What is written under a name, or nothing; a ValueError if that is no JSON object."""
     entry = record.get(name, {})
     if not isinstance(entry, dict):
         raise ValueError(f"{tags.FUNCTIONS}: what it says of {name!r} is no JSON object")  # noqa: TRY004 - a bad value
@@ -161,11 +137,7 @@ class Expectations:
 
 
 def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
-    """Make a copy of a body's node what it was: as expected, but for what its entry says.
-
-    Raises:
-        ValueError: If the entry is not what ``share_bodies`` writes.
-    """
+    """Make a copy of a body's node what it was: as expected, but for what its entry says; a ValueError if broken."""
     node.metadata_props.clear()
     node.metadata_props.update(metadata)
     try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["raised"]
-
 _FIRST = 18
 """Before it, axes are attributes in some versions and inputs in others; torch exports no earlier ones with dynamo."""
 

@@ -15,8 +15,6 @@ from htp_export.model.regions import GraphIndex
 from htp_export.model.tensor_names import Names
 from htp_export.shapes.operator_kinds import CONTROL_FLOW, subgraphs
 
-__all__ = ["add_output", "add_zeros_input", "lift", "remove_outputs", "without_defaults"]
-
 
 def add_output(
     graph: ir.Graph, value: ir.Value, name: str, tags: Mapping[str, str], like: ir.Value | None = None
@@ -87,10 +85,7 @@ def lift(
         names: The names in use.
 
     Returns:
-        The value in the main graph, and the names of all new tensors.
-
-    Raises:
-        InputError: If that is impossible; the message has the reason.
+        The value in the main graph, and the names of all new tensors; an InputError, with the reason, if it cannot be.
     """
     by_graph = {value.graph: value for value in values}
     made: list[str] = []

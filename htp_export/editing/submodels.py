@@ -17,13 +17,11 @@ from htp_export.format import tags
 from htp_export.format.recipes import step
 from htp_export.model.content_hash import same_numbers
 from htp_export.model.neighbours import replace_inputs
-from htp_export.model.recipes import recipe_of, recorded
+from htp_export.model.recipes import known_beginning, recipe_of, recorded
 from htp_export.model.regions import all_values, twins_of
 from htp_export.model.tensor_names import Names, UsedNames, rename
 from htp_export.shapes.operator_kinds import subgraphs
 from htp_export.shapes.symbolic import Symbolic
-
-__all__ = ["Submodel", "constant_of", "cut_out", "in_copy", "put_back", "remove_unused"]
 
 _MOST_BITS = 8  # of the elements of a quantized tensor
 _UNNAMED = "htp_export/"
@@ -153,7 +151,7 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
             values[value] = original
         else:
             rename(value, names.tensors.unused(name))
-            _record(value, [weight for known, weight in part.weights.items() if name.startswith(known)])
+            _record(value, part.weights.get(known_beginning(name, part.weights) or ""))
             whole.graph.register_initializer(value)
     made.graph.outputs.clear()
     made.graph.remove(new_nodes)
@@ -187,14 +185,13 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
     return new_nodes
 
 
-def _record(value: ir.Value, sources: Sequence[ir.Value]) -> None:
-    """Note of what a tool made a tensor: of the weight whose name begins its name."""
+def _record(value: ir.Value, source: ir.Value | None) -> None:
+    """Note of what a tool made a tensor: of the weight whose name begins its name, if there is one."""
     tensor = value.const_value
     if tensor is None or tags.RECIPE in tensor.metadata_props:
         return
     if tensor.dtype.is_floating_point() or tensor.dtype.bitwidth <= _MOST_BITS:
-        longest = max(sources, key=lambda weight: len(str(weight.name)), default=None)
-        of = [] if longest is None else [recipe_of(longest)]
+        of = [] if source is None else [recipe_of(source)]
         value.const_value = recorded(tensor, step("computed", *of, "quantized"))
 
 

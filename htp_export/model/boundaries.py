@@ -2,9 +2,7 @@
 
 There is one rule. A tensor enters a module if a node of the module reads it and a node outside makes it. It leaves if
 a node of the module makes it and a node outside reads it, or the graph returns it; but equal work of two blocks that
-was merged into one node feeds both blocks (`NodeCalls.others`). Files, captured operations, and the graphs that
-`carry` and the passes compare hand in what their nodes read and make, and which tensors count. What PyTorch passed in
-and out of *calls* is another question, which only an export can answer (`htp_export.exporter.owners.fates`).
+was merged into one node feeds both blocks (`NodeCalls.others`).
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from typing import Generic, TypeVar, overload
 
 from htp_export.format.call_tree import Block, Instance, NodeCalls
 
-__all__ = ["OUTSIDE", "Boundaries", "runs_below"]
-
 OUTSIDE = -1  # in place of a node: the graph's own inputs and outputs, weights
 
 Key = TypeVar("Key", bound=Hashable)
@@ -25,18 +21,7 @@ T = TypeVar("T")
 
 
 class _Runs(Sequence[T]):
-    """Some elements of a sequence, in its order.
-
-    What a module computes lies together in a graph, so that a module takes the memory of a few numbers. As lists, the
-    nodes of all modules take memory for each pair of a node and a module around it.
-
-    Examples:
-        >>> runs = _Runs("abcdef")
-        >>> for place in (0, 1, 4):
-        ...     runs.add(place)
-        >>> list(runs), len(runs), runs[-1], "c" in runs
-        (['a', 'b', 'e'], 3, 'e', False)
-    """
+    """Some elements of a sequence, in its order; as a list, they would take memory for each module around each node."""
 
     __slots__ = ("_bounds", "_elements", "_size")
 
@@ -46,7 +31,6 @@ class _Runs(Sequence[T]):
         self._size = 0
 
     def add(self, place: int) -> None:
-        """Add the element at a place behind those that were added."""
         if self._bounds and self._bounds[-1] == place:
             self._bounds[-1] += 1
         else:
@@ -69,10 +53,7 @@ class _Runs(Sequence[T]):
 
 
 def runs_below(elements: Sequence[T], works: Iterable[NodeCalls | None]) -> dict[str, _Runs[T]]:
-    """Module path → the nodes in its region; those whose work is None are left out.
-
-    It has the nodes with an owner at or below it, except what such a module computed when another one called it.
-    """
+    """Module path → the nodes with an owner at or below it, without what such a module computed for other callers."""
     below: dict[str, _Runs[T]] = {}
     for place, work in enumerate(works):
         for path in () if work is None else work.modules:
@@ -132,7 +113,7 @@ class Boundaries(Generic[Key]):
         self._entering = [self._edges_in(index, reads) for index, (reads, _) in enumerate(nodes)]
 
     def _edges_out(self, index: int, makes: Sequence[Key], results: Container[Key]) -> list[tuple[Key, int]]:
-        """What a node gives to which others; not to those that are in the same regions anyway."""
+        """What a node gives to which others that are not in the same regions."""
         edges: list[tuple[Key, int]] = []
         for key in makes:
             if self._counts(key):

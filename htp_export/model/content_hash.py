@@ -13,8 +13,6 @@ import onnx_ir as ir
 
 from htp_export.files.data_files import DataTensor
 
-__all__ = ["array_hash", "body_hash", "constant_hash", "content_hash", "is_filled", "same_numbers"]
-
 _PORTION = 1 << 18
 """Elements that are compared at a time: comparing copies them."""
 
@@ -32,8 +30,7 @@ def array_hash(array: npt.NDArray[Any]) -> bytes:
 def same_numbers(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
     """Whether a tensor is another one bit by bit, with its shape; cast, if the types differ.
 
-    Nothing is read if both are the same bytes of a file. Otherwise they are read in portions, up to the first that
-    differs, and not kept in memory.
+    Nothing is read if both are the same bytes of a file. Otherwise they are read in portions, and not kept in memory.
 
     Examples:
         >>> one = ir.tensor(np.ones(3, np.float32))
@@ -70,10 +67,8 @@ def _portions(tensor: ir.TensorProtocol) -> Iterator[npt.NDArray[Any]]:
 def content_hash(model: ir.Model) -> str:
     """Hash a model: graphs, functions, opsets, weights, and the tags of nodes.
 
-    Names of files, descriptions, the metadata of the model, and where weights are stored make no difference. Weights
-    are read one after the other.
-
-    The result is ``sha256:`` and 64 hexadecimal digits.
+    Names of files, descriptions, the metadata of the model, and where weights are stored make no difference. The result
+    is ``sha256:`` and 64 hexadecimal digits.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x")])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass
 
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, renumbered
@@ -17,8 +18,6 @@ from htp_export.model.cutting import Cut, same_dimensions
 from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import rename
-
-__all__ = ["cut_graph", "cut_model", "model_around", "narrow_owners", "output_name", "own_output"]
 
 _FIRST_SHAPE_WITH_RANGE = 15  # opset in which Shape got its attributes start and end
 
@@ -89,14 +88,16 @@ def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
     """A model of a graph that was cut out: with the functions that it calls, and of the whole's versions."""
     source = tagged.model
     way = {key: way for key, way in source.metadata_props.items() if key == tags.WAY}  # a part is no ONNX model either
-    return ir.Model(
+    model = ir.Model(
         graph,
         ir_version=source.ir_version,
         producer_name=source.producer_name,
         producer_version=source.producer_version,
-        functions=_functions_used(source, graph),
+        functions=[function.clone() for function in source.functions.values()],
         metadata_props={tags.FORMAT: tags.VERSION, **way},
     )
+    RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+    return model
 
 
 def output_name(value: ir.Value) -> str:
@@ -201,26 +202,8 @@ def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
     return renamed
 
 
-def _functions_used(model: ir.Model, graph: ir.Graph) -> list[ir.Function]:
-    """Copies of the functions that the graph calls, and of those that they call."""
-    functions: dict[ir.OperatorIdentifier, ir.Function] = {}
-    queue = [node.op_identifier() for node in graph.all_nodes()]
-    while queue:
-        identifier = queue.pop()
-        if identifier in model.functions and identifier not in functions:
-            functions[identifier] = model.functions[identifier].clone()
-            queue.extend(node.op_identifier() for node in functions[identifier].all_nodes())
-    return list(functions.values())
-
-
 class _Calls:
-    """The calls that are in a cut, and what they are there.
-
-    Attributes:
-        numbers: Module path → the numbers, in the whole, of its calls that are in the cut.
-        hierarchy: The module and what lies below it; what lies above it only holds it.
-        tree: The calls of these.
-    """
+    """The calls in a cut: module path → their numbers in the whole, the modules at and above it, and their calls."""
 
     def __init__(self, tagged: TaggedModel, part: Cut) -> None:
         tree, top = tagged.hierarchy, Instance(part.path, part.call)
@@ -264,13 +247,8 @@ def narrow_owners(
 ) -> None:
     """Take the owners that are not in a part off its nodes: modules outside share no node with it any more.
 
-    Args:
-        tagged: The whole model.
-        model: The part.
-        inside: Whether a module is in it.
-        otherwise: The owner of nodes that have none inside.
-        calls: The calls of the part's modules, if they are not those of the whole.
-        number: A call of the whole → what it is in the part, if they do not keep their numbers.
+    ``otherwise`` owns nodes that have no owner inside. ``calls`` are those of the part's modules, and ``number`` gives
+    what a call of the whole is in the part, if they do not keep their numbers.
     """
     called, tree = tagged.hierarchy.called, calls or tagged.calls
     number = number or (lambda call: call if inside(call.path) else None)

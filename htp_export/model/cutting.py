@@ -19,8 +19,6 @@ from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import SIZES_ONLY
 
-__all__ = ["Cut", "Cutter", "cut"]
-
 
 @dataclass(frozen=True)
 class Cut:
@@ -49,17 +47,6 @@ class Cut:
     size_nodes: tuple[ir.Node, ...] = ()
 
 
-def cut(tagged: TaggedModel, path: str, call: int = 0) -> Cut:
-    """Cut one call of a module, counted from 0, out of a model; for several cuts of one model, keep a `Cutter`.
-
-    Raises:
-        UnknownModuleError: If the model has no such module.
-        InputError: If the module has no such call, or cannot be cut out: the message says why, and what to cut instead.
-        UntaggedModelError: If the model has no tags.
-    """
-    return Cutter(tagged).cut(path, call)
-
-
 class Cutter:
     """Cuts modules out of one model."""
 
@@ -69,7 +56,13 @@ class Cutter:
         self._order = {node: place for place, node in enumerate(tagged.model.graph)}
 
     def cut(self, path: str, call: int = 0) -> Cut:
-        """Cut one call of a module out; see the function `cut`."""
+        """Cut one call of a module, counted from 0, out of the model.
+
+        Raises:
+            UnknownModuleError: If the model has no such module.
+            InputError: If the module has no such call, or cannot be cut out: the message says why, and what to cut.
+            UntaggedModelError: If the model has no tags.
+        """
         region = self._region(path, call)
         path = region.path
         members = frozenset(node for node in region.nodes if node in self._order)
@@ -109,9 +102,7 @@ class Cutter:
     def _measuring_others(self, walk: _Walk) -> set[ir.Node]:
         """The ``Shape`` nodes of a walk that read an input of the model for its sizes alone, and may read another one.
 
-        An exporter reads a size from any input that has it, such as the length of the past from the cache of the last
-        layer. If other nodes of the model read the values of that input, it is theirs; this part reads the size from
-        an input of its own with a dimension of that name.
+        An exporter reads a size from any input that has it, such as the length of the past from the last layer's cache.
         """
         measured = {value: nodes for value in walk.entering if (nodes := self._measuring(value, walk))}
         others = [value for value in walk.entering if value not in measured and not self.is_size(value)]

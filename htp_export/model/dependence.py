@@ -8,8 +8,7 @@ A value depends on an input if its numbers can change when the numbers of the in
 - The inputs of a subgraph are given by its node, and depend on what the node reads.
 - The inputs of a function are given by any of its calls: they are starts, as the inputs of the model are.
 
-Random operators depend on no input by these rules, though no two runs give the same: what is the same in every run is
-another question, which ``GraphIndex.constant`` answers.
+Random operators depend on no input by these rules; what is the same in every run, ``GraphIndex.constant`` says.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from typing import TypeVar
 import onnx_ir as ir
 
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_of, subgraphs, values_read
-
-__all__ = ["dependence", "given_values", "input_dependent_values", "reads_and_results"]
 
 _Key = TypeVar("_Key", bound=Hashable)
 

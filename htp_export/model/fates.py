@@ -17,8 +17,6 @@ from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.boundaries import Boundaries
 
-__all__ = ["FateEvidence", "Outcome", "fate_of", "find_fates", "fused_with"]
-
 _MOST_PARTNERS = 12
 """Modules that are taken along with a fused one, at most: a longer list says less than the module around them all."""
 
@@ -140,8 +138,8 @@ def fused_with(path: str, start: Iterable[str], evidence: FateEvidence[Key]) -> 
     """The modules that are taken along with a fused one, so that their common boundary is one that PyTorch knows.
 
     First those on the other side of its boundary, then those on the other side of the common one, and so on. Modules
-    without a node (they cancelled out) take one beside them that has nodes. Where all that goes far (in a layout of its
-    own no tensor is what it was), the innermost module around it whose boundary is known is named in their place.
+    without a node (they cancelled out) take one beside them that has nodes. If there are many, the innermost module
+    around it whose boundary is known is named in their place.
     """
     group = list(dict.fromkeys((path, *start)))
     while len(group) <= _MOST_PARTNERS:

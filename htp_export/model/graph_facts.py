@@ -16,8 +16,6 @@ from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.symbolic import Symbolic, written_shape
 
-__all__ = ["Array", "GraphFacts"]
-
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _MOST_ELEMENTS = 1024

@@ -7,8 +7,6 @@ from typing import Generic, TypeVar
 
 import onnx_ir as ir
 
-__all__ = ["Groups", "connected"]
-
 _Item = TypeVar("_Item", bound=Hashable)
 
 

@@ -1,11 +1,8 @@
 """Errors of the work on a model, told as faults of the model where it is at fault.
 
-`structure` refuses what no work could do without. A model may be wrong in more ways than these: a permutation with an
-axis that the tensor does not have, sizes that do not fit. Work on it ends in whatever error Python has for that. Then,
-and only then, onnx's shape inference and its checker look at the model. If one of them refuses it, the error says so,
-with the node that it names. If none does, the error is a fault of htp_export, and stays what it is. ONNX Runtime is not
-asked: it also refuses valid models, as of operators that it does not have. Errors of the system (a full disk, a missing
-package, no memory) stem from no model.
+Only after work on a model ended in an error do onnx's shape inference and its checker look at the model. If one of
+them refuses it, the error says so, with the node that it names. If none does, the error is a fault of htp_export, and
+stays what it is. ONNX Runtime is not asked: it also refuses valid models, as of operators that it does not have.
 """
 
 from __future__ import annotations
@@ -24,8 +21,6 @@ from htp_export.errors import HtpExportError, InputError, described
 from htp_export.files.written_check import faults_of, made_from
 from htp_export.model.tagged import TaggedModel, model_of, name_of
 from htp_export.process.argument_types import checks_arguments
-
-__all__ = ["names_model_faults"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -1,7 +1,7 @@
 """What stands in each module: nodes, parameters, weights. The rows of every table are these facts, and what it adds.
 
-- **Nodes** of a module are those with an owner at or below it; the root has all nodes of the model, those of no module
-  included. Its **own nodes** are those that it owns itself; nodes of no module are the root's own.
+- **Nodes** of a module are those with an owner at or below it; its **own nodes** those that it owns itself. Nodes of no
+  module are the root's.
 - **Weights** are the initializers and constants that nodes read, of floating point, complex, or quantized (integers of
   eight bits and fewer, and the 32-bit biases of quantized operators); no scalars, constants of one element, indices or
   sizes.
@@ -20,6 +20,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -28,18 +29,6 @@ from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import is_standard
-
-__all__ = [
-    "Contents",
-    "ModuleContents",
-    "ModuleFacts",
-    "contents_of",
-    "dtype_name",
-    "elements_of",
-    "is_weight",
-    "stored_tensor",
-    "tied_parameters",
-]
 
 _QUANTIZED_BITS = 8
 _WITH_QUANTIZED_BIAS = frozenset(("QLinearConv", "DequantizeLinear", "QGemm"))
@@ -101,8 +90,7 @@ class Contents:
     from_pytorch: bool
 
 
-@dataclass(frozen=True)
-class _TensorHolders:
+class _TensorHolders(NamedTuple):
     """A parameter or weight, and the modules that hold or read it, the first one first."""
 
     elements: int

@@ -17,8 +17,6 @@ from htp_export.format.signatures import Signature
 from htp_export.model.regions import Region
 from htp_export.results.columns import many
 
-__all__ = ["IN", "OUT", "ModuleTensor", "chosen_tensors", "named_tensor", "tensors_of"]
-
 IN, OUT = "in", "out"
 
 
@@ -156,10 +154,7 @@ def chosen_tensors(
 ) -> list[ModuleTensor]:
     """The tensors that some places name, each once, in their order; those of excluded places are left out.
 
-    Args:
-        places: The places.
-        paths_of: The modules of a selector.
-        tensors: All tensors of a module.
+    ``paths_of`` gives the modules of a selector, and ``tensors`` all tensors of a module.
 
     Raises:
         SelectorError: If a selector matches nothing, or everything is excluded.

@@ -8,8 +8,6 @@ import onnx_ir as ir
 
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = ["only_consumer", "producer_of", "replace_inputs"]
-
 _FEW = 32
 """Up to so many inputs are replaced one by one, each in time by the number of the node's inputs."""
 
@@ -41,9 +39,8 @@ def only_consumer(value: ir.Value, *op_types: str) -> ir.Node | None:
 def replace_inputs(node: ir.Node, replaced: Mapping[ir.Value, ir.Value | None]) -> None:
     """Let a node read other values, each at all inputs that are this value.
 
-    ``Node.replace_input_with`` copies all inputs of the node for each one that it replaces. The call of a function has
-    an input for each weight in it, thousands where a module holds a whole model; so the inputs of such a node are put
-    in place together, by the members of onnx_ir's classes that ``replace_input_with`` itself uses.
+    ``Node.replace_input_with`` copies all inputs of the node each time, and the call of a function may have thousands:
+    these are put in place together, by the members of onnx_ir's classes that ``replace_input_with`` itself uses.
 
     Examples:
         >>> x, y = ir.val("x"), ir.val("y")

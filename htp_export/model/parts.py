@@ -12,8 +12,6 @@ from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.cutting import Cutter
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Constants", "PartTensor", "part_tensors", "weight_bytes"]
-
 _FEW_BYTES = 256
 """Vectors of whole numbers up to this size are shapes, axes and permutations."""
 
@@ -21,9 +19,8 @@ _FEW_BYTES = 256
 class Constants:
     """The values of a model's main graph that are the same in every run, and the sizes that are nearly so.
 
-    A number and a short vector of whole numbers are cheap: exporters give them to every module that needs them. Every
-    other initializer, and every other tensor in a ``Constant`` node, is a weight. What is computed from cheap ones
-    alone is cheap, and so are sizes of tensors and what is computed from them.
+    A number and a short vector of whole numbers are cheap; every other initializer or ``Constant`` is a weight. What is
+    computed from cheap ones alone is cheap, and so are sizes of tensors and what is computed from them.
 
     Attributes:
         weights: The initializers that are weights.

@@ -21,8 +21,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames, rename
 from htp_export.shapes.operator_kinds import subgraphs
 
-__all__ = ["STYLES", "Renamed", "bodies_of", "check_style", "check_tags", "give_path_names", "path_prefix"]
-
 _SEPARATORS = re.compile(r"[\s,:*'\"\x00-\x1f\x7f]")
 """What separates names, or is a wildcard, on the command lines of tools; ``/``, ``;`` and ``%`` are escaped already."""
 
@@ -47,27 +45,13 @@ class Renamed:
 
 
 def check_style(style: str) -> None:
-    """Refuse a style of names that there is not.
-
-    Raises:
-        InputError: If it is one.
-
-    Examples:
-        >>> check_style("paths")
-        Traceback (most recent call last):
-        ...
-        htp_export.errors.InputError: there is no style of names 'paths'; there is 'path'
-    """
+    """Raise an `InputError` for a style of names that there is not."""
     if style not in STYLES:
         raise InputError(f"there is no style of names {style!r}; there is {', '.join(map(repr, STYLES))}")
 
 
 def check_tags(tagged: TaggedModel) -> None:
-    """Refuse a model whose nodes have no tags of htp_export to make names of.
-
-    Raises:
-        UntaggedModelError: If it has nodes, and no such tags.
-    """
+    """Raise an `UntaggedModelError` for a model whose nodes have no tags of htp_export to make names of."""
     if tagged.nodes:
         tagged.require_exact_tags()
 
@@ -247,19 +231,9 @@ def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None
 def _canonical_order(graph: ir.Graph, key: Callable[[ir.Node], Any]) -> list[ir.Node]:
     """The nodes of a graph, each after those that it reads; those inside subgraphs are left out.
 
-    From the outputs of the graph, one after the other, every node is reached through its inputs, one after the other,
-    and follows the last of its producers. Outputs and inputs have an order that is part of what the graph computes. So
-    the result is the same whatever nodes and tensors are called, and wherever independent nodes are in the file.
-
-    Nodes whose results nothing needs come last, ordered by ``key``.
-
-    Examples:
-        >>> x = ir.val("x")
-        >>> left, right = ir.node("Relu", [x]), ir.node("Tanh", [x])
-        >>> add = ir.node("Add", [right.outputs[0], left.outputs[0]])
-        >>> graph = ir.Graph([x], add.outputs, nodes=[left, right, add], opset_imports={"": 20})
-        >>> [node.op_type for node in _canonical_order(graph, lambda node: node.op_type)]
-        ['Tanh', 'Relu', 'Add']
+    From the outputs of the graph, every node is reached through its inputs, and follows the last of its producers: the
+    order is the same whatever nodes and tensors are called, and wherever independent nodes are in the file. Nodes whose
+    results nothing needs come last, ordered by ``key``.
     """
     order: dict[ir.Node, None] = {}
     for value in graph.outputs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,6 @@ from htp_export.format.recipes import CONSTANT, Recipe, recipe_from_text, recipe
 from htp_export.model.module_facts import stored_tensor
 from htp_export.shapes.inference import Inference
 from htp_export.shapes.operator_kinds import RESHAPING, SIZES_ONLY, is_standard, subgraphs
-
-__all__ = [
-    "batchnorm_folded",
-    "folded",
-    "follow",
-    "lift_constants",
-    "merged",
-    "of_values",
-    "recipe_of",
-    "recorded",
-    "replaced_by",
-]
 
 _ARITHMETIC = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Neg": "neg", "Sqrt": "sqrt"}
 """IEEE 754 rounds these in one way, so that every runtime gives the same bits."""
@@ -64,6 +52,17 @@ def recorded(tensor: ir.TensorProtocol, recipe: Recipe) -> ir.TensorProtocol:
     view: Any = viewed(tensor)
     view._metadata_props = {**tensor.metadata_props, tags.RECIPE: recipe_to_text(recipe)}  # copies would share them
     return view  # type: ignore[no-any-return]
+
+
+def known_beginning(name: str, known: Container[str]) -> str | None:
+    """The longest of some names that a name is, or begins with, before what a tool added to it.
+
+    Examples:
+        >>> known_beginning("fc.weight_quantized", {"fc.weight"}), known_beginning("fc.weight2", {"fc.weight"})
+        ('fc.weight', None)
+    """
+    ends = (place for place in range(len(name), 0, -1) if not name[place : place + 1].isalnum())
+    return next((name[:end] for end in ends if name[:end] in known), None)
 
 
 def lift_constants(model: ir.Model) -> bool:
@@ -127,8 +126,8 @@ def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Reci
             known.update(dict.fromkeys(node.outputs, CONSTANT))
         elif all(value is None or value in known for value in node.inputs) and not subgraphs(node):
             known.update(_of_node(node, known, positions))
-        elif is_standard(node, "CastLike") and known.get(node.inputs[0]) == CONSTANT:  # type: ignore[arg-type]
-            known[node.outputs[0]] = CONSTANT
+        elif is_standard(node, "CastLike") and node.inputs[0] in known:
+            known.update(_cast_like(node, known, positions))
 
 
 class _Positions:
@@ -157,6 +156,10 @@ class _Positions:
             return self._inferred.array(value)
         return None if tensor.size > _SMALL else tensor.numpy()
 
+    def dtype(self, value: ir.Value | None) -> ir.DataType | None:
+        self._visit(value)
+        return self._inferred.dtype(value)
+
     def sizes(self, value: ir.Value) -> list[int] | None:
         if value.shape is None:
             self._visit(value)
@@ -184,6 +187,17 @@ def _of_node(node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positi
     }
 
 
+def _cast_like(node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positions) -> dict[ir.Value, Recipe]:
+    """How a value is made that gets the type of another one, which depends on inputs; nothing if that is not known."""
+    recipe = known[node.inputs[0]]  # type: ignore[index]
+    if recipe != CONSTANT:
+        before, after = map(positions.dtype, node.inputs)
+        if before is None or after is None:
+            return {}
+        recipe = recipe if before == after else step("cast", recipe, after.name.lower())
+    return {node.outputs[0]: recipe}
+
+
 def folded(
     op_type: str,
     attributes: Mapping[str, Any],
@@ -192,15 +206,9 @@ def folded(
     sizes: Callable[[], Sequence[int] | None],
     output: int = 0,
 ) -> Recipe:
-    """How the result of an operator on constants is made.
+    """How a result of an operator on constants is made, of which ``operands`` says how they are made.
 
-    Args:
-        op_type: The operator of ONNX; with its domain, if it is another one.
-        attributes: Name → value.
-        operands: How its inputs are made.
-        constant: The elements of a small input, by its place, or None.
-        sizes: The shape of the result, or None.
-        output: Which of its results.
+    ``constant`` gives the elements of a small input by its place, and ``sizes`` the shape of the result, or None.
     """
     if op_type == "Identity":
         return operands[0]
@@ -269,13 +277,8 @@ def batchnorm_folded(
 ) -> tuple[Recipe, Recipe]:
     """The weight and the bias of a layer that a batch normalisation after it was folded into.
 
-    Args:
-        weight: How its weight was made.
-        bias: How its bias was made.
-        norm: The scale, bias, mean and variance of the normalisation.
-        epsilon: What is added to the variance.
-        column: The shape of the factors for the weight.
-        root: The step that takes the root: PyTorch rounds it in another way than IEEE 754 says.
+    ``norm``: its scale, bias, mean and variance; ``column``: the shape of the factors for the weight; ``root``: the
+    step that takes the root, which PyTorch rounds in another way than IEEE 754 says.
     """
     gamma, beta, mean, variance = norm
     scale = step("div", gamma, step(root, step("add", variance, float(np.float32(epsilon)))))

@@ -22,34 +22,16 @@ from htp_export.model.boundaries import OUTSIDE, Boundaries, runs_below
 from htp_export.model.dependence import input_dependent_values
 from htp_export.shapes.operator_kinds import RANDOM, subgraphs
 
-__all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "named_values", "subgraphs", "twins_of"]
-
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    """Every node of a model: of its graph, with those inside subgraphs after the node that holds them; of functions.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> relu = ir.node("Relu", [ir.val("x")])
-        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20})
-        >>> [node.op_type for node in all_nodes(ir.Model(graph, ir_version=10))]
-        ['Relu']
-    """
+    """Every node of a model: of its graph, with those inside subgraphs after the node that holds them; of functions."""
     yield from model.graph.all_nodes()
     for function in model.functions.values():
         yield from function.all_nodes()
 
 
 def twins_of(model: ir.Model, copy: ir.Model) -> dict[ir.Node, ir.Node]:
-    """Node of a model → the same node of a copy of it: ``clone`` keeps the order.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> relu = ir.node("Relu", [ir.val("x")])
-        >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
-        >>> twins_of(model, copy := model.clone())[relu] is copy.graph[0]
-        True
-    """
+    """Node of a model → the same node of a copy of it: ``clone`` keeps the order."""
     return dict(zip(all_nodes(model), all_nodes(copy), strict=True))
 
 
@@ -172,19 +154,15 @@ class GraphIndex:
             makes.extend(graph.inputs)
         return reads, makes
 
-    def captured(self, node: ir.Node) -> Iterator[ir.Value]:
-        """What a node's subgraphs, and those inside them, read of the graph that the node is in."""
+    def reads(self, node: ir.Node) -> Iterator[ir.Value]:
+        """What a node reads of the graph that it is in, in its subgraphs too."""
+        yield from (value for value in node.inputs if value is not None)
         for body in self.bodies.get(node, ()):
             for inner in body.all_nodes():
                 yield from (value for value in inner.inputs if value is not None and value.graph is node.graph)
                 for deeper in self.bodies.get(inner, ()):
                     yield from (value for value in deeper.outputs if value.graph is node.graph)
             yield from (value for value in body.outputs if value.graph is node.graph)
-
-    def reads(self, node: ir.Node) -> Iterator[ir.Value]:
-        """What a node reads of the graph that it is in, in its subgraphs too."""
-        yield from (value for value in node.inputs if value is not None)
-        yield from self.captured(node)
 
     def scopes(self, node: ir.Node) -> Iterator[ir.Node]:
         """The node, then the nodes whose subgraphs it lies in, innermost first."""
@@ -304,9 +282,8 @@ class Region:
     def outputs(self) -> list[ir.Value]:
         """The tensors that leave, by order of production.
 
-        A tensor leaves if the model returns it or if a node outside reads it. A node with several owners does for each
-        of them what that one would do alone: what it gives to another of them, or to the block around that one, leaves
-        none; see ``NodeCalls.others``. What depends on no input of the model leaves only where the model returns it.
+        What a node of several owners gives to another of them, or to the block around that one, leaves none; see
+        ``NodeCalls.others``. What depends on no input of the model leaves only where the model returns it.
         """
         return list(dict.fromkeys(value for value, leaves in self._crossing if leaves))
 
@@ -320,13 +297,9 @@ class Region:
     def call(self, number: int) -> Region:
         """The region of one call of a module that ran several times.
 
-        It has the nodes that the module, and whatever ran inside it, computed in that call. A file that was exported
-        by an older version does not say in which call a module below ran: then it is taken to have run equally often
-        in every call, or, where it ran some other number of times, its nodes are in no call's region. A warning is
-        logged.
-
-        Args:
-            number: The call, from 0.
+        It has what the module, and whatever ran inside it, computed in that call, counted from 0. A file of an
+        older version does not say in which call a module below ran: then it is taken to have run equally often in every
+        call, or, if it ran some other number of times, in none. A warning is logged.
 
         Raises:
             InputError: If the module did not run that often.

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-__all__ = ["SourceLine", "source_lines"]
-
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"
 _FRAME = re.compile(r'File "([^"\n]*)", line (\d+), in ([^\n]*)(?:\n *([^\n]*))?')
 

@@ -36,8 +36,6 @@ from htp_export.results.result import Result
 from htp_export.results.tag_facts import TagFacts
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["ModelSource", "Region", "TagSource", "TaggedModel", "all_nodes", "load", "model_of", "name_of"]
-
 _log = logging.getLogger(__name__)
 
 _WARNED = "htp_export.warned_of_scopes"
@@ -80,7 +78,8 @@ class TaggedResult(HoldsModel):
 class TaggedModel:
     """An ONNX model and its module tree; indexed by module path.
 
-    What it knows of the graph is found once, when first asked for. After changing the graph, `refresh` it.
+    What it knows of the graph is found once, when first asked for. After changing the graph, `refresh` it. Where the
+    metadata of the model is not what the file format says, whatever reads it raises an `InputError`.
 
     Attributes:
         model: The model.
@@ -146,11 +145,7 @@ class TaggedModel:
         return path in self.hierarchy
 
     def refresh(self, hierarchy: Hierarchy | None = None) -> TaggedModel:
-        """Find owners, regions, shapes and signatures anew, after the graph was changed.
-
-        Args:
-            hierarchy: The modules, where these have changed, too.
-        """
+        """Find owners, regions, shapes and signatures anew, after the graph was changed; perhaps with other modules."""
         lasting = {"model": self.model, "hierarchy": hierarchy or self.hierarchy, "source": self.source}
         self.__dict__ = {**lasting, "_regions": WeakValueDictionary(), "_file": self._file}
         return self
@@ -191,11 +186,7 @@ class TaggedModel:
 
     @cached_property
     def signatures(self) -> Mapping[str, tuple[Signature, ...]]:
-        """Module path → for each of its calls, what it took and gave in PyTorch; absent where the file does not say.
-
-        Raises:
-            InputError: If the model's ``htp.signatures`` is not what the file format says.
-        """
+        """Module path → for each of its calls, what it took and gave in PyTorch; absent where the file does not say."""
         return self._read(tags.SIGNATURES, signatures_from_json) or {}
 
     def signature(self, path: str, call: int = 0) -> Signature | None:
@@ -211,7 +202,6 @@ class TaggedModel:
 
         Raises:
             UnknownModuleError: If the model has no such module.
-            InputError: If the model's ``htp.signatures`` is not what the file format says.
 
         Examples:
             >>> import torch, htp_export
@@ -236,11 +226,7 @@ class TaggedModel:
 
     @cached_property
     def taps(self) -> Mapping[str, Tap]:
-        """Output of the graph → what it is, for those that ``tap`` added: the model does not return them.
-
-        Raises:
-            InputError: If the model's ``htp.taps`` is not what the file format says.
-        """
+        """Output of the graph → what it is, for those that ``tap`` added: the model does not return them."""
         names = {value.name for value in self.model.graph.outputs}
         return {name: tap for name, tap in (self._read(tags.TAPS, taps_from_json) or {}).items() if name in names}
 
@@ -253,11 +239,7 @@ class TaggedModel:
     def parameters(self) -> Mapping[str, ModuleParameters] | None:
         """Module path → the parameters that it holds in PyTorch; None where the file does not say.
 
-        Nor does it where it names a module that is not there: then the file was made of a part of the model, by a tool
-        that let the metadata be.
-
-        Raises:
-            InputError: If the model's ``htp.parameters`` is not what the file format says.
+        Nor if it names a module that is not there, as the metadata of a part that another tool cut out.
         """
         known = self._read(tags.PARAMETERS, parameters_from_json)
         return known if known is not None and all(path in self.hierarchy for path in known) else None
@@ -295,16 +277,11 @@ class TaggedModel:
 
     @cached_property
     def calls(self) -> CallTree:
-        """Which call of a module ran in which call of another.
-
-        Raises:
-            InputError: If the model's ``htp.callers`` is not what the file format says.
-        """
-        known = self._read(tags.CALLERS, self._calls) if self.source == "htp" else None
-        return known or self._calls(None)
-
-    def _calls(self, written: str | None) -> CallTree:
-        return CallTree.from_json(written, self.hierarchy)
+        """Which call of a module ran in which call of another."""
+        known = None
+        if self.source == "htp":
+            known = self._read(tags.CALLERS, lambda written: CallTree.from_json(written, self.hierarchy))
+        return known or CallTree(self.hierarchy)
 
     def _read(self, key: str, parse: Callable[[str], _T]) -> _T | None:
         """What the metadata says under a key; None if it says nothing."""
@@ -357,20 +334,12 @@ class TaggedModel:
         return GraphIndex(self.model, self.work_of, self.taps)
 
     def require_tags(self) -> None:
-        """Refuse a model without tags.
-
-        Raises:
-            UntaggedModelError: If it has none; the message says what to do.
-        """
+        """Raise an `UntaggedModelError`, which says what to do, for a model without tags."""
         if self.source == "none":
             self._refuse("it has no module tags")
 
     def require_exact_tags(self) -> None:
-        """Refuse a model without tags of htp_export, also if it has torch's own scopes.
-
-        Raises:
-            UntaggedModelError: If it has none; the message says what to do.
-        """
+        """The same for a model without tags of htp_export, also if it has torch's own scopes."""
         self.require_tags()
         if self.source == "torch":
             self._refuse("the scopes that torch wrote are not exact enough for this")

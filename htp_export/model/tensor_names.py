@@ -11,8 +11,6 @@ from htp_export.format import tags
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.regions import all_values
 
-__all__ = ["Names", "UsedNames", "rename"]
-
 
 class UsedNames:
     """Names that are in use. It grows, and finds names that are not in it.

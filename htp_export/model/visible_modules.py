@@ -9,8 +9,6 @@ from htp_export.format import tags
 from htp_export.format.selectors import select_below
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["visible"]
-
 
 def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None) -> list[str]:
     """The modules that a table shows.

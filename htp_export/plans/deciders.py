@@ -16,8 +16,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.weights.parameter_places import ParameterPlaces
 from htp_export.weights.weight_sources import WeightSources
 
-__all__ = ["Deciders", "parts_of"]
-
 _ROOT = Part(Instance(""), LinkedSet(), LinkedSet([""]))
 
 

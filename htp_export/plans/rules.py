@@ -35,8 +35,6 @@ from htp_export.format.selectors import chosen_and_excluded
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.deciders import Deciders, parts_of
 
-__all__ = ["Assigned", "assigned", "modules_within", "read_plan"]
-
 V = TypeVar("V")
 
 

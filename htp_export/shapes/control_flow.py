@@ -9,8 +9,6 @@ import onnx_ir as ir
 from htp_export.shapes.known import Fact, Known, Operation, objects
 from htp_export.shapes.sizes import Dim
 
-__all__ = ["ControlFlow"]
-
 _MOST_TRIPS = 2**31
 """A loop that only its condition ends has a trip count of so much or more, which says nothing of its results."""
 

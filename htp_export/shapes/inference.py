@@ -16,8 +16,6 @@ from htp_export.shapes.registry import rules_of
 from htp_export.shapes.schemas import evaluated, inferred, type_source
 from htp_export.shapes.sizes import is_unnamed
 
-__all__ = ["Inference"]
-
 _MOST_VISITS = 200_000
 """Nodes that are visited inside functions and bodies; a few bytes of a file can ask for any number of them."""
 
@@ -42,12 +40,8 @@ class _Called:
 class Inference(ControlFlow):
     """Infers shapes while it walks over a graph.
 
-    A subclass may look at every node that is visited, by overriding `visit`, `body` and `call`.
-
-    Args:
-        opsets: Domain → version.
-        functions: The functions of the model.
-        sizes: Name of an open dimension → size, for the dimensions that are to be numbers.
+    A subclass may look at every node that is visited, by overriding `visit`, `body` and `call`. ``sizes`` are those of
+    open dimensions that are to be numbers.
     """
 
     def __init__(
@@ -128,16 +122,7 @@ class Inference(ControlFlow):
         return [self.fact(value) or Fact() for value in graph.outputs]
 
     def why(self, value: ir.Value) -> str:
-        """Why the shape of a tensor is not known, or not all of it; empty where it is.
-
-        Examples:
-            >>> mystery = ir.node("Mystery", [ir.val("x", ir.DataType.FLOAT, [3])], domain="my.own", name="m")
-            >>> graph = ir.Graph(mystery.inputs, mystery.outputs, nodes=[mystery], opset_imports={"": 20})
-            >>> inference = Inference(graph.opset_imports)
-            >>> inference.walk(graph)
-            >>> inference.why(mystery.outputs[0])
-            "node 'm' (Mystery): there is no rule for this operator, and no schema of it"
-        """
+        """Why the shape of a tensor is not known, or not all of it; empty where it is."""
         shape, seen = self.shape(value), set[ir.Value]()
         if shape is not None and not any(map(is_unnamed, shape)):
             return ""

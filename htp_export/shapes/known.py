@@ -12,26 +12,6 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.shapes.sizes import LARGEST, Dim, evaluate, is_unnamed, symbol, unnamed
 
-__all__ = [
-    "LARGEST_CONTENTS",
-    "MOST_ELEMENTS",
-    "WHOLE",
-    "Array",
-    "Contents",
-    "Dims",
-    "Fact",
-    "Known",
-    "Operation",
-    "Shape",
-    "axes_of",
-    "constant_tensor",
-    "normalized",
-    "objects",
-    "small_array",
-    "small_contents",
-    "unknown_dims",
-]
-
 LARGEST_CONTENTS = 64
 """Tensors of more elements than this are not looked into element by element."""
 

@@ -13,24 +13,6 @@ from typing import TypeVar
 import onnx
 import onnx_ir as ir
 
-__all__ = [
-    "COMMUTATIVE",
-    "CONTROL_FLOW",
-    "IN_PLACE",
-    "LAYOUT",
-    "RANDOM",
-    "RESHAPING",
-    "SIZES_ONLY",
-    "VIEW",
-    "base_op",
-    "is_standard",
-    "moves",
-    "operator_of",
-    "resembles",
-    "subgraphs",
-    "values_read",
-]
-
 _Input = TypeVar("_Input")
 
 RANDOM = frozenset(
@@ -104,12 +86,7 @@ def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
 
 
 def values_read(op: str, inputs: Sequence[_Input]) -> Sequence[_Input]:
-    """What a node of an operator reads, without what it reads for its type alone.
-
-    Examples:
-        >>> values_read("CastLike", ["x", "like"]), values_read("my.domain::CastLike", ["x", "like"])
-        (('x',), ['x', 'like'])
-    """
+    """What a node of an operator reads, without what it reads for its type alone."""
     place = _TYPE_ONLY.get(op)
     return inputs if place is None else (*inputs[:place], *inputs[place + 1 :])
 
@@ -151,7 +128,7 @@ def _parts(op: str) -> tuple[str, ...]:
     """The operators that an operator's name is made of, and the words between them.
 
     The longest of ONNX's names counts: ``FusedMatMul`` is a MatMul and no Mul. ONNX's own operators have no other one
-    in them, whatever they are called (``MaxPool``, ``ConvTranspose``), unless all else says how it is quantized.
+    in them (``MaxPool``, ``ConvTranspose``), unless all else says how it is quantized.
     """
     standard, name = _standard(), base_op(op)
     words = _WORD.findall(name)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import onnx_ir as ir
 
 from htp_export.shapes.known import Contents, Dims, Known, Operation
-
-__all__ = ["ContentRule", "Rule", "Rules", "TypeRule", "content_rule", "rules_of", "shape_rule", "type_rule"]
 
 Rule: TypeAlias = Callable[[Operation, Known], Sequence[Dims | None] | None]
 """What the shapes of a node's results are; None, as a whole or for one of them, where that is not known."""
@@ -25,27 +25,26 @@ ContentRule: TypeAlias = Callable[[Operation, Known], Contents | None]
 TypeRule: TypeAlias = Callable[[Operation, Known], ir.DataType | None]
 """What the element type of the first result is."""
 
-Key = tuple[str, str]
-
 _R = TypeVar("_R")
 
-_shape_rules: dict[Key, Rule] = {}
-_content_rules: dict[Key, ContentRule] = {}
-_type_rules: dict[Key, TypeRule] = {}
 
-
-class Rules(NamedTuple):
+@dataclass
+class Rules:
     """The rules of one operator; None where there is none."""
 
-    shape: Rule | None
-    contents: ContentRule | None
-    type: TypeRule | None
+    shape: Rule | None = None
+    contents: ContentRule | None = None
+    type: TypeRule | None = None
 
 
-def _registering(table: dict[Key, _R], ops: tuple[str, ...], domain: str) -> Callable[[_R], _R]:
+_NONE = Rules()
+_rules: defaultdict[tuple[str, str], Rules] = defaultdict(Rules)
+
+
+def _registering(kind: str, ops: tuple[str, ...], domain: str) -> Callable[[_R], _R]:
     def register(rule: _R) -> _R:
-        table.update({(domain, op): rule for op in ops})
-        rules_of.cache_clear()
+        for op in ops:
+            setattr(_rules[domain, op], kind, rule)
         return rule
 
     return register
@@ -62,25 +61,23 @@ def shape_rule(*ops: str, domain: str = "") -> Callable[[Rule], Rule]:
         >>> rules_of("my.domain", "Twice").shape is twice
         True
     """
-    return _registering(_shape_rules, ops, domain)
+    return _registering("shape", ops, domain)
 
 
 def content_rule(*ops: str, domain: str = "") -> Callable[[ContentRule], ContentRule]:
     """Register what the first result of operators holds, where that are a few integers, sizes or booleans."""
-    return _registering(_content_rules, ops, domain)
+    return _registering("contents", ops, domain)
 
 
 def type_rule(*ops: str, domain: str = "") -> Callable[[TypeRule], TypeRule]:
     """Register the element type of what operators give first, where their schemas do not say it."""
-    return _registering(_type_rules, ops, domain)
+    return _registering("type", ops, domain)
 
 
-@functools.cache
 def rules_of(domain: str, op: str) -> Rules:
     """The rules of an operator."""
     _load()
-    key = domain, op
-    return Rules(_shape_rules.get(key), _content_rules.get(key), _type_rules.get(key))
+    return _rules.get((domain, op), _NONE)
 
 
 @functools.cache

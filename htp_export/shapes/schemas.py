@@ -19,8 +19,6 @@ from htp_export.shapes.known import MOST_ELEMENTS, Array, Dims, Fact, Operation,
 from htp_export.shapes.operator_kinds import RANDOM
 from htp_export.shapes.sizes import LARGEST, Dim, Size
 
-__all__ = ["Result", "evaluated", "inferred", "type_source"]
-
 Result: TypeAlias = tuple[ir.TypeProtocol | None, Dims | None]
 """Type and shape of what a node makes."""
 

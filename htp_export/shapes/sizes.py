@@ -14,24 +14,6 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-__all__ = [
-    "LARGEST",
-    "Dim",
-    "Size",
-    "divide",
-    "equal",
-    "evaluate",
-    "is_natural",
-    "is_smaller_of",
-    "is_unnamed",
-    "names_in",
-    "not_negative",
-    "product",
-    "smaller_of",
-    "symbol",
-    "unnamed",
-]
-
 LARGEST = 2**63 - 1
 """No tensor has more elements, and no integer of ONNX is larger."""
 
@@ -150,12 +132,7 @@ def unnamed(name: str, place: int) -> Size:
 
 
 def is_unnamed(dim: Dim) -> bool:
-    """Whether a size is, or is computed from, a dimension that the file gives no name.
-
-    Examples:
-        >>> is_unnamed(2 * unnamed("x", 0)), is_unnamed(symbol("batch")), is_unnamed(3)
-        (True, False, False)
-    """
+    """Whether a size is, or is computed from, a dimension that the file gives no name."""
     return isinstance(dim, Size) and any(_UNNAMED in name for name in dim.names)
 
 

@@ -15,8 +15,6 @@ from htp_export.shapes.inference import Inference
 from htp_export.shapes.known import Fact, Shape
 from htp_export.shapes.sizes import is_unnamed, product
 
-__all__ = ["Symbolic", "written_shape"]
-
 
 class Symbolic(Inference):
     """What is known of the tensors of one graph, and of the subgraphs in it.

@@ -8,21 +8,121 @@ of these that have no place are ``merged`` into it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
+import onnx
 import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.parameters import Declared
 from htp_export.format.reasons import Reason
-from htp_export.format.recipes import is_exact
-from htp_export.model.module_facts import elements_of, is_weight
+from htp_export.format.recipes import Recipe, is_exact, operands_of, parameters_in
+from htp_export.model.module_facts import elements_of, is_weight, stored_tensor
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
-from htp_export.weights.parameter_evidence import Place, StoredWeight, WeightReader, places_in, scales_of
 from htp_export.weights.weight_sources import WeightSources, owners_within
 
-__all__ = ["ParameterPlaces", "Place"]
+_MOST_BITS = 8  # of the elements of a quantized tensor
+
+_WORDS = {
+    "transpose": "transposed",
+    **dict.fromkeys(("reshape", "squeeze", "unsqueeze"), "reshaped"),
+    "expand": "repeated",
+    **dict.fromkeys(("cast", "narrow"), "cast"),
+    **dict.fromkeys(("slice", "take"), "sliced"),
+    "concat": "joined",
+    "quantize": "quantized",
+    "masked": "masked",
+}
+"""Step of a recipe → what it does to a parameter; other steps compute with it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter in a stored tensor.
+
+    Attributes:
+        parameter: The parameter; of tied ones, the first.
+        how: What was done to it, in order; empty if the tensor is the parameter as it is.
+        is_copy: Whether the tensor is that of another parameter, which has the same values.
+    """
+
+    parameter: str
+    how: tuple[str, ...] = ()
+    is_copy: bool = False
+
+
+def places_in(recipe: Recipe) -> Iterator[Place]:
+    """The parameters and buffers in a recipe, and what was done to each.
+
+    Examples:
+        >>> [gates] = {*places_in(["concat", ["slice", "w", [0, 2, 4, 1]], ["slice", "w", [0, 0, 2, 1]], 0])}
+        >>> gates.how, [place.how for place in places_in(["transpose", ["mul", "w", "scale"], [1, 0]])]
+        (('reordered',), [('merged', 'transposed'), ('merged', 'transposed')])
+    """
+    if isinstance(recipe, str):
+        yield Place(recipe)
+    if not isinstance(recipe, list):
+        return
+    names = [{*parameters_in(each)} for each in operands_of(recipe)]
+    everything = set[str]().union(*names)
+    for number, operand in enumerate(operands_of(recipe)):
+        for place in places_in(operand):
+            word, how = _WORDS.get(recipe[0]), place.how
+            if recipe[0] == "equal":
+                yield replace(place, is_copy=place.is_copy or number > 0)
+                continue
+            if recipe[0] == "concat" and len(names) > 1 and all(each == everything for each in names):
+                word, how = "reordered", ()
+            elif word is None:
+                word, how = "merged" if len(everything) > 1 else "computed", ()
+            is_said = word in how and word != "transposed"  # transposed twice is not transposed
+            yield replace(place, how=how if is_said else (*how, word))
+
+
+@dataclass
+class _Stored:
+    """A stored tensor, how it was made, and the owners of the nodes that read it.
+
+    ``merged_owners``: those of nodes that do a part of the work of several modules, and not equal work of each.
+    """
+
+    value: ir.Value
+    recipe: Recipe
+    owners: dict[str, None] = field(default_factory=dict)
+    merged_owners: set[str] = field(default_factory=set)
+    is_weight: bool = False
+    places: dict[str, Place] = field(default_factory=dict)
+
+    @property
+    def tensor(self) -> ir.TensorProtocol:
+        tensor = stored_tensor(self.value)
+        assert tensor is not None
+        return tensor
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.tensor.dtype.is_integer() and self.tensor.dtype.bitwidth <= _MOST_BITS
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        return frozenset(parameters_in(self.recipe))
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it may be one of several tensors that stand for a parameter together, such as levels and scales."""
+        return isinstance(self.recipe, list) and self.recipe[0] in ("computed", "quantize") and bool(self.parameters)
+
+
+@cache
+def _scales_of(domain: str, op_type: str) -> frozenset[int]:
+    """The inputs of a quantized operator that are scales and zero points, by the names in ONNX's own schema."""
+    if domain or not onnx.defs.has(op_type):
+        return frozenset()
+    names = [formal.name for formal in onnx.defs.get_schema(op_type).inputs]
+    return frozenset(k for k, name in enumerate(names) if name.endswith(("_scale", "_zero_point")))
 
 
 def _declared(tagged: TaggedModel) -> Mapping[str, Declared]:
@@ -79,8 +179,8 @@ class ParameterPlaces:
     def _names_in(self, parameter: str, owners: Sequence[str]) -> list[str]:
         return [name for name in self._names[parameter] if self.declared[name].module in owners]
 
-    def _read(self, sources: WeightSources) -> dict[ir.Value, StoredWeight]:
-        stored: dict[ir.Value, StoredWeight] = {}
+    def _read(self, sources: WeightSources) -> dict[ir.Value, _Stored]:
+        stored: dict[ir.Value, _Stored] = {}
         for node, owners in self._tagged.index.owners.items():
             if sources.calls_function(node):
                 continue
@@ -89,13 +189,15 @@ class ParameterPlaces:
             read = list(sources.read_by(node))
             for _, source in read:
                 if source.tensor not in stored:
-                    stored[source.tensor] = StoredWeight(source.tensor, recipe_of(source.tensor))
+                    stored[source.tensor] = _Stored(source.tensor, recipe_of(source.tensor))
                 each = stored[source.tensor]
-                each.readers[WeightReader(owners_within(owners, source.within), is_shared)] = None
+                readers = owners_within(owners, source.within)
+                each.owners.update(dict.fromkeys(readers))
+                each.merged_owners.update(readers if len(readers) > 1 and not is_shared else ())
                 largest[each.parameters] = max(largest[each.parameters], elements_of(each.value))
             for position, source in read:
                 each = stored[source.tensor]
-                is_scale = position in scales_of(node.domain, node.op_type) or (
+                is_scale = position in _scales_of(node.domain, node.op_type) or (
                     each.is_computed and elements_of(each.value) < largest[each.parameters]
                 )
                 each.is_weight = each.is_weight or (not is_scale and is_weight(each.value, node))
@@ -118,17 +220,17 @@ class ParameterPlaces:
         """Put the parameters without a place into what was made in a way that is not known, of their modules."""
         known = {name for each in self._stored.values() for name in each.places}
         placed = {self.declared[name].module for name in known}
-        unknown: defaultdict[str, list[StoredWeight]] = defaultdict(list)  # a module → what its nodes read
+        unknown: defaultdict[str, list[_Stored]] = defaultdict(list)  # a module → what its nodes read
         for stored in self._stored.values():
             is_named = stored.recipe == stored.value.name and not stored.places  # by whoever made it
             if stored.is_weight and (is_named or not is_exact(stored.recipe)):
                 for owner in stored.owners:
                     unknown[owner].append(stored)
         left = {stored.value for stored in self._stored.values() if not stored.places}
-        merged: dict[ir.Value, StoredWeight] = {}
+        merged: dict[ir.Value, _Stored] = {}
         for each in self.declared.values():
             for stored in unknown[each.module] if each.first not in known else ():
-                if stored.value in left or (each.module not in placed and stored.is_fused(each.module)):
+                if stored.value in left or (each.module not in placed and each.module in stored.merged_owners):
                     stored.places.setdefault(each.first, Place(each.first))
                     merged[stored.value] = stored
         for stored in merged.values():

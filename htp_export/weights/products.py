@@ -1,8 +1,8 @@
 """Products and their weights: what a node multiplies with a stored tensor or looks up in one, and over which axes.
 
 A stored tensor is a weight if a MatMul, Gemm, Conv, recurrent layer or Gather reads it, directly or through operators
-that only change its layout or type. It belongs to the modules of these nodes. Biases, factors of normalisations and
-position embeddings that are added are not among them, as in ``torch.nn.utils.prune``, which is applied to ``weight``.
+that only change its layout or type. Biases, factors of normalisations and position embeddings that are added are not
+among them, as in ``torch.nn.utils.prune``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,6 @@ from htp_export.model.recipes import recorded
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import is_standard, operator_of
 from htp_export.weights.weight_sources import WeightSources
-
-__all__ = [
-    "LINEAR",
-    "Copy",
-    "Product",
-    "Weight",
-    "changed_when_written",
-    "is_matrix_product",
-    "products_of",
-    "readers_of",
-    "weight_axes",
-    "weight_place",
-    "weights_of",
-]
 
 _Array = npt.NDArray[Any]
 

@@ -15,8 +15,6 @@ from htp_export.format.recipes import CONSTANT, Recipe, is_exact, parameters_in
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Rebuilt", "narrowed", "rebuilt", "remade", "unpacked"]
-
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 _GROWTH = 16
@@ -39,15 +37,10 @@ class Rebuilt:
 
 
 def rebuilt(tagged: TaggedModel, state_dict: Mapping[str, Any]) -> Rebuilt:
-    """Make the stored tensors of a model of other parameters; each is computed when it is read.
-
-    Args:
-        tagged: The model.
-        state_dict: That of the PyTorch model: name → tensor or array.
+    """Make the stored tensors of a model of other parameters, name → tensor or array; each is computed when it is read.
 
     Raises:
-        InputError: If a recipe is not what the file format says, or does not fit the parameters; it names the
-            initializer.
+        InputError: If the recipe of an initializer is not what the file format says, or does not fit the parameters.
     """
     tensors: dict[ir.Value, ir.TensorProtocol] = {}
     constant, unknown = set[ir.Value](), dict[ir.Value, str]()
@@ -76,10 +69,8 @@ def remade(stored: ir.TensorProtocol, recipe: Recipe, state_dict: Mapping[str, A
         >>> remade(stored, ["transpose", "w", []], {"w": np.float32([[1], [2]])}).numpy()
         array([[1., 2.]], dtype=float32)
     """
-    make = _Rebuilding(str(stored.name), recipe, state_dict, stored)
-    metadata = {**stored.metadata_props}
-    shape = ir.Shape(stored.shape.numpy())
-    return ir.LazyTensor(make, stored.dtype, shape, name=stored.name, metadata_props=metadata)
+    make, shape = _Rebuilding(str(stored.name), recipe, state_dict, stored), ir.Shape(stored.shape.numpy())
+    return ir.LazyTensor(make, stored.dtype, shape, name=stored.name, metadata_props={**stored.metadata_props})
 
 
 @dataclass(frozen=True)
@@ -117,11 +108,8 @@ class _Rebuilding:
             if any(first.tobytes() != other.tobytes() for other in others):
                 raise ValueError("parameters that the file has once, because they were equal, differ now")
             return first
-        return self._bounded(_STEPS[word](*(self._made(part) for part in parts[:-1]), *self._last(word, parts)))
-
-    def _last(self, word: str, parts: list[Any]) -> list[Any]:
-        """The last part of a step: an operand, or the setting."""
-        return [self._made(parts[-1])] if word in _ARITHMETIC else [parts[-1]]
+        last = self._made(parts[-1]) if word in _ARITHMETIC else parts[-1]  # an operand, or the setting
+        return self._bounded(_STEPS[word](*(self._made(part) for part in parts[:-1]), last))
 
     def _bounded(self, result: Any) -> Any:
         largest = max((math.prod(self.parameters[name].shape) for name in parameters_in(self.recipe)), default=1)
@@ -190,8 +178,8 @@ def _type(name: str) -> ir.DataType:
 def narrowed(array: _Array, to: ir.DataType) -> _Array:
     """Numbers in a narrower float type.
 
-    Finite numbers stay finite: masks are filled with the largest float, which would become infinite, and infinity minus
-    infinity is no number. Numbers other than 0 stay so: they may be what keeps a divisor from 0.
+    Finite numbers stay finite: masks are filled with the largest float, and infinity minus infinity is no number.
+    Numbers other than 0 stay so: they may be what keeps a divisor from 0.
 
     Examples:
         >>> narrowed(np.array([-3.4e38, 1e-12, 0.0, np.inf], np.float32), ir.DataType.FLOAT16)

@@ -12,8 +12,6 @@ from htp_export.model.module_facts import stored_tensor
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import IN_PLACE, LAYOUT, RESHAPING, is_standard
 
-__all__ = ["WeightSource", "WeightSources", "owners_within"]
-
 _WORDS = {
     "Transpose": "transposed",
     "Expand": "repeated",

@@ -34,7 +34,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.module_facts import contents_of
 from htp_export.model.neighbours import replace_inputs
-from htp_export.model.structural_hash import Hasher, RegionHashes
+from htp_export.model.structural_hash import Hasher
 from htp_export.model.tensor_names import UsedNames
 from htp_export.process.garbage_collection import rare_collections
 from tools import scale
@@ -314,13 +314,7 @@ def test_a_chain_of_unused_nodes_is_taken_out_in_one_go(monkeypatch: pytest.Monk
     assert len(asked) < 10 * len(chain)
 
 
-def alone(tagged: htp_export.TaggedModel, path: str) -> str:
-    """The hash of a region, without those of the others."""
-    index = tagged.index
-    return Hasher(GraphFacts(tagged)).part(index.below.get(path, ()) if path else index.nodes)
-
-
-def test_regions_are_equal_where_each_alone_is() -> None:
+def test_a_change_of_a_node_a_wire_or_a_size_changes_the_hashes_of_the_regions_around_it() -> None:
     model = scale.deep(8)
     model.graph.node[10].op_type, model.graph.node[14].op_type = "Relu", "Sigmoid"
     changed = {name: onnx.ModelProto.FromString(model.SerializeToString()) for name in ("op", "wire", "swap", "size")}
@@ -330,11 +324,8 @@ def test_regions_are_equal_where_each_alone_is() -> None:
     bias = changed["size"].graph.initializer[3]
     bias.CopyFrom(onnx.numpy_helper.from_array(np.ones((1, 8), "f4"), bias.name))
     sides = {name: htp_export.load(each) for name, each in {"model": model, **changed}.items()}
-    hashes = {name: RegionHashes(GraphFacts(each)) for name, each in sides.items()}
-    found = {name: {path: hashes[name][path] for path in each.paths} for name, each in sides.items()}
-    every = [(name, path, each, alone(sides[name], path)) for name, of in found.items() for path, each in of.items()]
-    for (name, path, one, first), (other, there, two, second) in itertools.combinations(every, 2):
-        assert (one == two) is (first == second), (name, path, other, there)
+    hashers = {name: Hasher(GraphFacts(each)) for name, each in sides.items()}
+    found = {name: {path: hashers[name].region(path) for path in each.paths} for name, each in sides.items()}
     statuses = {name: Counter(found["model"][path] == of[path] for path in of) for name, of in found.items()}
     assert statuses["model"] == {True: 17}
     assert all(0 < each[False] < 17 for name, each in statuses.items() if name != "model")
@@ -349,18 +340,6 @@ def test_a_change_deep_in_a_model_changes_the_modules_around_it() -> None:
     assert found.modules["b"].before.structure == found.modules["b"].after.structure
 
 
-def test_digests_of_regions_are_computed_together() -> None:
-    """A node counts once, however many modules are around it."""
-    tagged = htp_export.load(scale.deep(60))
-    hashed: list[ir.Node] = []
-    digests = RegionHashes(GraphFacts(tagged))
-    hasher = digests._hasher
-    inputs = hasher.inputs
-    hasher.inputs = lambda node: hashed.append(node) or inputs(node)  # type: ignore[method-assign]
-    assert len({digests[path] for path in tagged.paths}) == 1 + 60
-    assert len(hashed) == len(tagged.index.nodes)
-
-
 def test_the_digest_of_a_region_is_the_same_in_every_process() -> None:
     tagged = htp_export.load(scale.deep(2))
-    assert RegionHashes(GraphFacts(tagged))["a.m"] == "40685ceb9294e39684f0e16d"
+    assert Hasher(GraphFacts(tagged)).region("a.m") == "e1b26c7d5c34454586c6c933"

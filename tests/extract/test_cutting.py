@@ -16,12 +16,10 @@ from torch import nn
 import htp_export
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
 from tests import handmade
-from tests.exporting import SharedFiles
+from tests.exporting import BOTH, SharedFiles
 from tests.nets import EXPORTERS, NETS, spread, x
 from tests.truth import equal, run_pytorch
 from tools.compare_models import MODELS, build
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
 def exported_to(path: Path, model: nn.Module, kwargs: dict[str, Any], exporter: str, **options: Any) -> Path:

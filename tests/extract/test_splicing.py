@@ -17,12 +17,10 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from tests import handmade
-from tests.exporting import SharedFiles
-from tests.extract.test_cutting import exported_to, run_file
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.exporting import BOTH, SharedFiles, exported_once
+from tests.extract.test_cutting import run_file
+from tests.nets import NETS, x
 from tests.truth import equal, inexact
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
 def feeds_of(file: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -93,14 +91,22 @@ class TwiceNet(Net):
         return self.block(self.block(self.first(x)) * 2) + 1
 
 
+def given() -> dict[str, torch.Tensor]:
+    return {"x": x(2, 4)}
+
+
+def net_and_part(net: type[Net], exporter: str, folder: Path) -> tuple[Any, Path, nn.Module, Path]:
+    """A net, and what is to take the place of its block, each with its file."""
+    (folder / "part").mkdir()
+    return *exported_once(net, given, exporter, folder), *exported_once(Rewritten, given, exporter, folder / "part")
+
+
 @BOTH
 @pytest.mark.parametrize("net", [Net, TwiceNet])
 def test_a_module_of_another_class_that_was_exported_alone_takes_the_place(
     net: type[Net], exporter: str, tmp_path: Path
 ) -> None:
-    model, other = spread(net()).eval(), spread(Rewritten(), seed=5).eval()
-    file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 4)}, exporter)
-    part = exported_to(tmp_path / "part.onnx", other, {"x": x(2, 4)}, exporter)
+    model, file, other, part = net_and_part(net, exporter, tmp_path)
     result = htp_export.splice(file, "block", part, tmp_path / "whole.onnx")
     model.block = other
     (found,) = run_file(tmp_path / "whole.onnx", feeds_of(file, {"x": x(2, 4, seed=3)}))
@@ -113,13 +119,11 @@ def test_a_module_of_another_class_that_was_exported_alone_takes_the_place(
 
 
 def test_one_call_alone_can_be_replaced(tmp_path: Path) -> None:
-    model, other = spread(TwiceNet()).eval(), spread(Rewritten(), seed=5).eval()
-    file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 4)}, "dynamo")
-    part = exported_to(tmp_path / "part.onnx", other, {"x": x(2, 4)}, "dynamo")
+    model, file, other, part = net_and_part(TwiceNet, "dynamo", tmp_path)
     htp_export.splice(file, "block", part, tmp_path / "whole.onnx", call=1)
-    given = x(2, 4, seed=3)
-    (found,) = run_file(tmp_path / "whole.onnx", {"x": given.numpy()})
-    assert equal(found, (other(model.block(model.first(given)) * 2) + 1).detach().numpy())
+    hidden = x(2, 4, seed=3)
+    (found,) = run_file(tmp_path / "whole.onnx", {"x": hidden.numpy()})
+    assert equal(found, (other(model.block(model.first(hidden)) * 2) + 1).detach().numpy())
 
 
 def untagged(ops: list[str], shape: list[int | str], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Model:
@@ -184,16 +188,14 @@ def test_what_does_not_fit_is_refused_and_nothing_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_result_that_two_modules_share_is_not_replaced_for_one(tmp_path: Path) -> None:
-    model, kwargs = NETS["equal_siblings"].build()
-    file = exported_to(tmp_path / "net.onnx", model, kwargs, "dynamo")
+def test_a_result_that_two_modules_share_is_not_replaced_for_one(shared_files: SharedFiles) -> None:
+    file = shared_files.net("equal_siblings", "dynamo")
     with pytest.raises(InputError, match=r"'first' shares its result '\w+' with module 'second'; replace '\(root\)'"):
         htp_export.splice(file, "first", htp_export.extract(file, "first").model)
 
 
 def test_the_commands_do_the_same_and_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = spread(Net()).eval()
-    file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 4)}, "dynamo")
+    _, file = exported_once(Net, given, "dynamo", tmp_path)
     part, whole = str(tmp_path / "part.onnx"), str(tmp_path / "whole.onnx")
     assert main(["extract", str(file), "block", "-o", part, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["inputs"] == {"x": "FLOAT[2,4]"}

@@ -17,7 +17,6 @@ import torch
 import htp_export
 from htp_export.command.main import main
 from tests.all_commands import example
-from tests.refusing import assert_refused
 
 
 @pytest.fixture(scope="module")
@@ -161,17 +160,6 @@ def test_the_command_prints_what_the_function_returns(
     printed = json.loads(capsys.readouterr().out)
     assert printed.pop("schema_version") == 1
     assert printed == json.loads(json.dumps(found.to_dict()))
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"), [(b"text", "not an ONNX model"), (b"", "not an ONNX model"), (None, "cannot be read")]
-)
-def test_what_is_no_model_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, problem: str
-) -> None:
-    if content is not None:
-        (tmp_path / "bad.onnx").write_bytes(content)
-    assert_refused(["info", str(tmp_path / "bad.onnx")], problem, tmp_path, capsys)
 
 
 def test_a_file_name_is_quoted_in_commands(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from htp_export.capabilities.carry.graph_summary import summarize
 from htp_export.capabilities.optimize.merging import PassDifference, Snapshot
-from htp_export.model.dependence import dependence, input_dependent_values
+from htp_export.model.dependence import input_dependent_values
 from htp_export.model.regions import all_nodes
 from tests.handmade import branching
 
@@ -60,11 +60,6 @@ TEXTS = {
     "and on nothing where it reads weights": (LOOP, {"x", "z"}),
     "inputs of functions are starts": (FUNCTION, {"x", "y", "a", "b"}),
 }
-
-
-def test_starts_are_told_apart() -> None:
-    steps = [(("x", None), ("h",)), (("y", "h"), ("z",)), (("w",), ("v",))]
-    assert dependence(steps, {"x": 1, "y": 2}) == {"x": 1, "y": 2, "h": 1, "z": 3}
 
 
 def test_an_output_that_is_left_out_makes_no_left_out_input_depend_on_anything() -> None:

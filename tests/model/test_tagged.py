@@ -17,7 +17,8 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import FileError, InputError, SelectorError, UnknownModuleError, UntaggedModelError
-from htp_export.model.tagged import Region, TaggedModel, all_nodes, load
+from htp_export.model.regions import Region, all_nodes
+from htp_export.model.tagged import TaggedModel, load
 from tests.handmade import branching, called_twice, encoder, tagged_node, value, with_function
 
 

@@ -131,20 +131,6 @@ def test_a_plan_file_that_is_no_mapping_is_refused(text: str, problem: str, tmp_
         read_plan(tmp_path / "other.yaml")
 
 
-def test_the_named_precisions_are_these() -> None:
-    assert list(PRECISIONS) == [
-        "int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "int8-cache", "fp8", "fp16",
-        "bf16", "fp32", "auto",
-    ]  # fmt: skip
-    assert {name: precision.bits for name, precision in PRECISIONS.items()} == {
-        "int8": 8, "u8s8": 8, "uint8": 8, "int16": 8, "int8-dynamic": 8, "int8-weights": 8, "int4": 4,
-        "int8-cache": 8, "fp8": 8, "fp16": 16,
-        "bf16": 16, "fp32": 32, "auto": 32,
-    }  # fmt: skip
-    calibrated = [name for name, precision in PRECISIONS.items() if precision.calibrated]
-    assert calibrated == ["int8", "u8s8", "uint8", "int16", "int8-cache", "fp8"]
-
-
 def test_a_precision_is_a_name_with_other_fields_or_a_dataclass() -> None:
     assert precision_of({"precision": "int8-weights", "weight": "int4"}).bits == 4
     own = Precision("mine", "static", "uint8", "int8")

@@ -23,7 +23,8 @@ from htp_export.format.recipes import is_exact
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.tagged import load
 from htp_export.weights.rebuilding import Rebuilt, rebuilt
-from tests.nets import ready, spread, x
+from tests.exporting import exported_once
+from tests.nets import spread, x
 
 
 class Residual(nn.Module):
@@ -31,7 +32,7 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
         self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.BatchNorm2d(8))
         self.up, self.norm = nn.ConvTranspose2d(8, 4, 2, 2), nn.BatchNorm2d(4)
         self.head, self.last = nn.Linear(4, 5), nn.BatchNorm1d(5)
@@ -70,17 +71,17 @@ class Language(nn.Module):
 _BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 
 
-def _ids() -> torch.Tensor:
-    return torch.arange(16).reshape(2, 8) % 13
+def _ids() -> dict[str, torch.Tensor]:
+    return {"ids": torch.arange(16).reshape(2, 8) % 13}
 
 
-NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]]]] = {
     "layers": (
         lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)),
-        lambda: x(2, 7, 64),
+        lambda: {"input": x(2, 7, 64)},
     ),
-    "residual": (Residual, lambda: x(2, 3, 8, 8)),
-    "recurrent": (Recurrent, lambda: x(2, 5, 6)),
+    "residual": (Residual, lambda: {"images": x(2, 3, 8, 8)}),
+    "recurrent": (Recurrent, lambda: {"sequence": x(2, 5, 6)}),
     "bert": (lambda: Language("Bert", max_position_embeddings=32, **_BERT), _ids),
     "gpt2": (lambda: Language("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=32), _ids),
     "llama": (lambda: Language("Llama", num_key_value_heads=2, max_position_embeddings=32, **_BERT), _ids),
@@ -97,10 +98,10 @@ class Exported:
 
 
 def exported(name: str, folder: Path, *, dynamo: bool) -> Exported:
-    make, sample = NETS[name]
-    model, given, file = ready(make()), sample(), folder / "net.onnx"
-    htp_export.export(model, (given,), file, dynamo=dynamo, verbose=False)
-    return Exported(model, given, file)
+    make, inputs = NETS[name]
+    model, file = exported_once(make, inputs, "dynamo" if dynamo else "torchscript", folder)
+    [sample] = inputs().values()
+    return Exported(model, sample, file)
 
 
 def _by_onnxruntime(level: str) -> Callable[[Path, Path], object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 
 import numpy as np
 import onnx_ir as ir
@@ -14,7 +13,7 @@ from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_to_text, step
 from htp_export.model.content_hash import array_hash, is_filled, same_numbers
 from htp_export.model.module_facts import stored_tensor
-from htp_export.model.recipes import merged, recipe_of, recorded
+from htp_export.model.recipes import known_beginning, merged, recipe_of, recorded
 from htp_export.shapes.operator_kinds import is_standard
 
 __all__ = ["carry_recipes"]
@@ -86,9 +85,8 @@ class _Originals:
 
     def _named_alike(self, name: str) -> list[Recipe]:
         """The recipe of the weight with a name, or with the beginning of it to which a tool added something."""
-        ends = (place for place in range(len(name), 0, -1) if not name[place : place + 1].isalnum())
-        known = (self._named[name[:end]][1] for end in ends if name[:end] in self._named)
-        return [*itertools.islice(known, 1)]
+        known = known_beginning(name, self._named)
+        return [] if known is None else [self._named[known][1]]
 
     def _elsewhere(self, tensor: ir.TensorProtocol) -> Recipe | None:
         """The recipe of a weight with the numbers of a tensor, as they are or transposed."""

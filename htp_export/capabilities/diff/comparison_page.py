@@ -16,8 +16,6 @@ from htp_export.model.tagged import ModelSource, load
 from htp_export.results.result import plain
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["comparison_page", "difference_page"]
-
 
 def comparison_page(
     rows: Iterable[Any],
@@ -30,19 +28,13 @@ def comparison_page(
     """The page of two models with these names.
 
     Args:
-        rows: The modules of both, a module after those above it, each with ``path``, ``status``, ``before`` and
-            ``after``, as a `ModuleDifference`.
+        rows: The modules of both, a module after those above it, each with the ``path``, ``status``, ``before`` and
+            ``after`` of a `ModuleDifference`.
         before: What the first model is called.
         after: What the second is called.
         columns: The fields that are columns; all are shown of the module that is selected.
         notes: Sentences at the top.
         files: The name of each file, and what it knows about its tags.
-
-    Examples:
-        >>> from types import SimpleNamespace
-        >>> row = SimpleNamespace(path="", status="changed", before={"nodes": 9}, after={"nodes": 7})
-        >>> "a.onnx → b.onnx" in comparison_page([row], "a.onnx", "b.onnx")
-        True
     """
     from htp_export.capabilities.view.page.document import document
     from htp_export.capabilities.view.page.payload import tags_data

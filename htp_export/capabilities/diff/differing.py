@@ -14,13 +14,11 @@ from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
-from htp_export.model.structural_hash import RegionHashes
+from htp_export.model.structural_hash import Hasher
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.results.columns import MODULE, Column
 from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tag_facts import TagFacts
-
-__all__ = ["DIFFERENCE_COLUMNS", "STATUSES", "ModelDifference", "ModuleDifference", "ModuleState", "byte_lines", "diff"]
 
 STATUSES = ("same", "changed", "moved", "added", "removed")
 """What can have become of a module; ``moved`` is the same under another path."""
@@ -43,6 +41,9 @@ class ModuleState(ModuleFacts, PlainData):
         listed = ("path", "class_name", "fate", "nodes", "operators", "parameters", "structure")
         sizes = {"weight_bytes": self.weight_bytes_by_dtype, "shared_bytes": self.shared_bytes_by_dtype}
         return {**{name: getattr(self, name) for name in listed}, **sizes}
+
+
+_NOWHERE = ModuleState(path="", class_name="", operators={}, structure="")
 
 
 @dataclass(frozen=True)
@@ -79,32 +80,36 @@ class ModuleDifference(PlainData):
     @property
     def nodes(self) -> tuple[int, int]:
         """How many nodes it has, before and after."""
-        return (self.before.nodes if self.before else 0, self.after.nodes if self.after else 0)
+        return self._sides[0].nodes, self._sides[1].nodes
 
     @property
     def parameters(self) -> tuple[int, int]:
         """How many parameters it has, before and after."""
-        return (self.before.parameters if self.before else 0, self.after.parameters if self.after else 0)
+        return self._sides[0].parameters, self._sides[1].parameters
 
     @property
     def weight_bytes(self) -> Mapping[str, tuple[int, int]]:
         """Element type → bytes before and after, types of which there are any."""
-        first = self.before.weight_bytes_by_dtype if self.before else {}
-        second = self.after.weight_bytes_by_dtype if self.after else {}
+        first, second = (state.weight_bytes_by_dtype for state in self._sides)
         return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in sorted({*first, *second})}
 
     @property
     def shared_bytes(self) -> Mapping[str, tuple[int, int]]:
         """The same of the weights that nodes of other modules read too; every type of ``weight_bytes``."""
-        first = self.before.shared_bytes_by_dtype if self.before else {}
-        second = self.after.shared_bytes_by_dtype if self.after else {}
+        first, second = (state.shared_bytes_by_dtype for state in self._sides)
         return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in self.weight_bytes}
+
+    @property
+    def _sides(self) -> tuple[ModuleState, ModuleState]:
+        """The module before and after; without nodes where it is not there."""
+        return self.before or _NOWHERE, self.after or _NOWHERE
 
     @property
     def operators(self) -> Mapping[str, int]:
         """Operator → how many more there are than before, those that changed; the largest change first."""
-        change = Counter(self.after.operators if self.after else {})
-        change.subtract(self.before.operators if self.before else {})
+        before, after = self._sides
+        change = Counter(after.operators)
+        change.subtract(before.operators)
         changed = [(op, count) for op, count in change.items() if count]
         return dict(sorted(changed, key=lambda item: (-abs(item[1]), item[0])))
 
@@ -295,12 +300,12 @@ def _same_class(before: ModuleState, after: ModuleState) -> bool:
 
 
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
-    contents = contents_of(tagged).modules
-    paths = tagged.paths if by_module else [""]
-    hashes, operators = RegionHashes(GraphFacts(tagged)), _operators_of(tagged)
+    contents, hasher, operators = contents_of(tagged).modules, Hasher(GraphFacts(tagged)), _operators_of(tagged)
     return {
-        path: ModuleState(**vars(contents[path].facts), operators=operators.get(path, {}), structure=hashes[path])
-        for path in paths
+        path: ModuleState(
+            **vars(contents[path].facts), operators=operators.get(path, {}), structure=hasher.region(path)
+        )
+        for path in (tagged.paths if by_module else [""])
     }
 
 
@@ -349,7 +354,7 @@ def _aligned(before: Mapping[str, ModuleState], after: Mapping[str, ModuleState]
 
 
 def _inside(paths: Iterable[str]) -> dict[str, list[str]]:
-    """For each of some paths, what is to be put behind it for those of them at or below it."""
+    """For each of some paths, the rests of those of them at or below it."""
     inside: dict[str, list[str]] = {path: [] for path in paths}
     for path in inside:
         for up in tags.ancestors(path):

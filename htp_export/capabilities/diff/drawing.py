@@ -13,8 +13,6 @@ from htp_export.drawing.module_table import flat_table
 from htp_export.drawing.tag_note import tag_note
 from htp_export.results.columns import MODULE
 
-__all__ = ["render"]
-
 _SHARED = "shared: bytes of weights that other modules read too; in the modules above them they count once"
 
 

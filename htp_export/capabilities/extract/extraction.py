@@ -13,11 +13,9 @@ from htp_export.editing.flattening import read_flat
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target
 from htp_export.model.cut_models import cut_model
-from htp_export.model.cutting import cut
+from htp_export.model.cutting import Cutter
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource
-
-__all__ = ["Extraction", "extract"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def extract(
     """
     check_target(output)
     tagged = read_flat(model, others=False)
-    part = cut(tagged, path, call)
+    part = Cutter(tagged).cut(path, call)
     extracted = cut_model(tagged, part)
     ends = (extracted.graph.inputs, extracted.graph.outputs)
     inputs, outputs = ({str(value.name): _type_and_shape(value) for value in values} for values in ends)

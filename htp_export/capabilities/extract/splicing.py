@@ -9,8 +9,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from htp_export.capabilities.extract.grafts import Graft, placed_paths, weight_key
-from htp_export.capabilities.extract.spliced_calls import SplicedCalls
+from htp_export.capabilities.extract.grafts import Graft, SplicedCalls, placed_paths, weight_key
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
@@ -21,8 +20,6 @@ from htp_export.format.call_tree import Instance
 from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
-
-__all__ = ["Splice", "splice"]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from htp_export.capabilities.fingerprint.features import model_inputs
 from htp_export.format import tags
 from htp_export.model.dependence import dependence, reads_and_results
 from htp_export.model.graph_facts import GraphFacts
-from htp_export.model.structural_hash import Hasher, RegionHashes
-from htp_export.model.tagged import Region
+from htp_export.model.regions import Region
+from htp_export.model.structural_hash import Hasher
 
 __all__ = ["Block", "repeated_blocks"]
 
@@ -66,12 +66,12 @@ def repeated_blocks(facts: GraphFacts) -> tuple[Block, ...]:
 
 
 def _modules(facts: GraphFacts) -> Iterator[Block]:
-    tagged, hashes = facts.tagged, RegionHashes(facts)
+    tagged, hasher = facts.tagged, Hasher(facts)
     groups: defaultdict[str, list[Region]] = defaultdict(list)
     for path in tagged.paths:
         region = tagged[path]
         if path and region.calls and len(region.nodes) >= _LEAST_NODES and _holds_weights(region.nodes):
-            groups[hashes[path]].append(region)
+            groups[hasher.region(path)].append(region)
     repeated = {key: regions for key, regions in groups.items() if _runs_of(regions) > 1}
     group_of = {region.path: key for key, regions in repeated.items() for region in regions}
 

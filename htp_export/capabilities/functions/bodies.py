@@ -10,16 +10,17 @@ import onnx_ir as ir
 
 from htp_export.capabilities.functions.levels import Group, Item
 from htp_export.capabilities.functions.placing import with_held
-from htp_export.editing.function_records import DOMAIN, Instance, given_values
+from htp_export.editing.function_records import DOMAIN, given_values
 from htp_export.format import tags
+from htp_export.format.call_tree import Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
 from htp_export.model.content_hash import body_hash, constant_hash
 from htp_export.model.neighbours import replace_inputs
-from htp_export.model.regions import GraphIndex, subgraphs
+from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames
-from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.operator_kinds import is_standard, subgraphs
 
 __all__ = ["Bodies", "Occurrence", "copy_value", "differing_constants"]
 

@@ -16,8 +16,7 @@ import networkx as nx
 import onnx_ir as ir
 
 from htp_export.capabilities.functions.placing import Placement
-from htp_export.editing.function_records import Instance
-from htp_export.format.call_tree import NodeCalls
+from htp_export.format.call_tree import Instance, NodeCalls
 
 __all__ = ["Group", "Item", "Levels"]
 

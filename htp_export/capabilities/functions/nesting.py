@@ -14,11 +14,12 @@ from htp_export.capabilities.functions.levels import Levels
 from htp_export.capabilities.functions.originals import flat_order, share_bodies
 from htp_export.capabilities.functions.placing import Placement
 from htp_export.editing.flattening import dissolved
-from htp_export.editing.function_records import DOMAIN, Instance, Records
+from htp_export.editing.function_records import DOMAIN, Records
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
+from htp_export.format.call_tree import Instance
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import GraphIndex, twins_of

@@ -9,12 +9,12 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.capabilities.functions.bodies import Bodies, Occurrence, copy_value
-from htp_export.editing.function_records import Expectations, Instance, Record, given_values
+from htp_export.editing.function_records import Expectations, Record, given_values
 from htp_export.format import tags
-from htp_export.format.call_tree import CallTree
+from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
-from htp_export.model.regions import subgraphs
+from htp_export.shapes.operator_kinds import subgraphs
 
 __all__ = ["flat_order", "share_bodies"]
 

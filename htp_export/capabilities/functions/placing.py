@@ -10,9 +10,9 @@ import onnx_ir as ir
 
 from htp_export.editing.function_records import given_values
 from htp_export.format.call_tree import Instance, NodeCalls
-from htp_export.model.regions import GraphIndex, subgraphs
+from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel
-from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.operator_kinds import is_standard, subgraphs
 
 __all__ = ["MOST_NESTED", "Chain", "Placement", "with_held"]
 

@@ -25,8 +25,6 @@ from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tag_facts import TagFacts
 from htp_export.runtime.declared_inputs import Input
 
-__all__ = ["Info", "ModelValue", "info"]
-
 _TORCHS = "pkg.torch.onnx."  # what keys begin with that torch's dynamo exporter gives to nodes
 _MOST_EVIDENCE = 6  # lines that are shown
 _WIDEST = 60  # characters of a command, before what it is for

@@ -11,7 +11,8 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.lora import FACTORS, read_lora
 from htp_export.model.neighbours import only_consumer
-from htp_export.model.tagged import Region, TaggedModel
+from htp_export.model.regions import Region
+from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.products import LINEAR
 

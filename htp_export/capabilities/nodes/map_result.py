@@ -14,19 +14,6 @@ from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tables import data_frame
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = [
-    "DRAWN_COLUMNS",
-    "InitializerUse",
-    "MapTable",
-    "MappedInitializer",
-    "MappedModule",
-    "MappedNode",
-    "MappedParameter",
-    "ModelMap",
-    "ParameterUse",
-    "map_csv",
-]
-
 MapTable: TypeAlias = Literal["nodes", "modules", "parameters", "initializers"]
 
 

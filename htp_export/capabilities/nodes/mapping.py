@@ -26,8 +26,6 @@ from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.parameter_places import ParameterPlaces
 from htp_export.weights.weight_sources import WeightSource, WeightSources, owners_within
 
-__all__ = ["nodes"]
-
 
 @names_model_faults("model")
 def nodes(model: ModelSource, select: str | Sequence[str] | None = None) -> ModelMap:

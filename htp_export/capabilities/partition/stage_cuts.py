@@ -19,7 +19,8 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.cut_models import cut_graph, model_around, narrow_owners, output_name, write_part_metadata
 from htp_export.model.cutting import Cut
 from htp_export.model.parts import weight_bytes
-from htp_export.model.tagged import TaggedModel, all_nodes
+from htp_export.model.regions import all_nodes
+from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.crashes import safe_entries
 
 __all__ = ["stages_of"]

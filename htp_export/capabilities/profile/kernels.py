@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from htp_export.format.call_tree import CallTree, NodeCalls
-from htp_export.model.regions import subgraphs
 from htp_export.model.tagged import TaggedModel
+from htp_export.shapes.operator_kinds import subgraphs
 
 __all__ = ["Entry", "Kernel", "entry_kernels", "modules_around_owners", "owned"]
 

@@ -14,11 +14,11 @@ import onnx_ir as ir
 from htp_export.capabilities.profile.kernels import Kernel, owned
 from htp_export.capabilities.profile.measurements import Measurement, consistent
 from htp_export.capabilities.profile.module_times import times_of_modules
-from htp_export.model.regions import subgraphs
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.inputs import Feed
 from htp_export.runtime.sessions import RunnableModel, SessionSettings
 from htp_export.runtime.traces import KernelKey, ProfiledSession, Trace
+from htp_export.shapes.operator_kinds import subgraphs
 
 __all__ = ["measure"]
 

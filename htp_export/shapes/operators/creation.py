@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
-from htp_export.shapes.known import LARGEST_CONTENTS, WHOLE, Contents, Dims, Known, Operation, objects, unknown_dims
+from htp_export.shapes.known import Contents, Dims, Known, Operation, objects, unknown_dims
 from htp_export.shapes.registry import content_rule, shape_rule, type_rule
 from htp_export.shapes.sizes import is_natural, product
 
@@ -58,33 +56,10 @@ def _size_contents(node: Operation, known: Known) -> Contents | None:
     return None if shape is None else objects(product(shape))
 
 
-@content_rule("ConstantOfShape")
-def _constant_contents(node: Operation, known: Known) -> Contents | None:
-    shape = known.constant(node.inputs[0])
-    fill = _fill(node)
-    if shape is None or fill is None or fill.dtype not in WHOLE or math.prod(shape) > LARGEST_CONTENTS:
-        return None
-    return np.full(shape, fill.numpy().reshape(-1)[0].item(), dtype=object)
-
-
-@content_rule("Range")
-def _range_contents(node: Operation, known: Known) -> Contents | None:
-    bounds = [known.constant(value) for value in node.inputs]
-    if any(bound is None for bound in bounds):
-        return None
-    start, limit, step = (bound[0] for bound in bounds if bound is not None)
-    return objects(list(range(start, limit, step))) if abs(limit - start) <= LARGEST_CONTENTS * abs(step) else None
-
-
-def _fill(node: Operation) -> ir.TensorProtocol | None:
-    written = node.attributes.get("value")
-    if written is None or written.type != ir.AttributeType.TENSOR:
-        return None
-    fill: ir.TensorProtocol = written.value  # as_tensor() looks at every method of it, which takes longer
-    return fill
-
-
 @type_rule("ConstantOfShape")
 def _fill_type(node: Operation, known: Known) -> ir.DataType:
-    fill = _fill(node)
-    return ir.DataType.FLOAT if fill is None else fill.dtype
+    written = node.attributes.get("value")
+    if written is None or written.type != ir.AttributeType.TENSOR:
+        return ir.DataType.FLOAT
+    fill: ir.TensorProtocol = written.value  # as_tensor() looks at every method of it, which takes longer
+    return fill.dtype

@@ -16,8 +16,6 @@ from htp_export.shapes.known import WHOLE, Contents, Dims, Known, Operation, Sha
 from htp_export.shapes.registry import ContentRule, content_rule, shape_rule, type_rule
 from htp_export.shapes.sizes import Dim, Size, divide, equal, is_natural, is_smaller_of
 
-__all__ = ["ELEMENTWISE", "broadcast", "like_first"]
-
 _LIKE_FIRST = """
 Abs Acos Acosh Asin Asinh Atan Atanh BatchNormalization BitwiseNot Cast CastLike Ceil Celu Clip Cos Cosh CumSum
 Dropout Elu Erf Exp Floor Gelu HardSigmoid HardSwish Hardmax Identity InstanceNormalization IsInf IsNaN

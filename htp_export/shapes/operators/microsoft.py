@@ -30,11 +30,7 @@ _OTHERS = (
 
 
 def _shapes(node: Operation, known: Known, *places: int) -> list[Shape]:
-    """The shapes of inputs.
-
-    Raises:
-        ValueError: If one is not known.
-    """
+    """The shapes of inputs; a ValueError if one is not known."""
     shapes = [known.shape(node.inputs[place]) if place < len(node.inputs) else None for place in places]
     if None in shapes:
         raise ValueError(f"the shape of input {places[shapes.index(None)]} is not known")

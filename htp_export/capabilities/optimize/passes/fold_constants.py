@@ -18,8 +18,7 @@ from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
 from htp_export.format.recipes import Recipe
 from htp_export.model.recipes import follow, lift_constants
-from htp_export.model.regions import subgraphs
-from htp_export.shapes.operator_kinds import RESHAPING, is_standard
+from htp_export.shapes.operator_kinds import RESHAPING, is_standard, subgraphs
 from htp_export.shapes.symbolic import Symbolic
 
 _SMALL = 1 << 14
