@@ -39,12 +39,9 @@ class AfterExport(Protocol):
     def made_of(
         self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
     ) -> HoldsModel | None:
-        """Make another model; None if it stays as it is.
+        """Make another model, and write it to ``output``; None if it stays as it is.
 
-        Args:
-            model: The tagged model.
-            output: The file to write, if another model is made.
-            strict: Whether a model without tags is an error; else it stays as it is.
+        With ``strict``, a model without tags is an error; else it stays as it is.
         """
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.discovery import provider
-from htp_export.errors import CaptureError, TorchChangedError
+from htp_export.errors import CaptureError, InputError, TorchChangedError
 from htp_export.exporter.after_export import AfterExport, ModulesAsFunctions, NamesOfModules, Run, around
 from htp_export.exporter.caches import advice_on_caches, prepare_caches, refuse_caches
 from htp_export.exporter.capture import patches, running, torch_internals
@@ -139,6 +139,8 @@ def export(
     given = args if isinstance(args, tuple | list) else (args,)
     if uses_dynamo:
         options["dynamic_shapes"] = prepare_caches(given, kwargs or {}, dynamic_shapes)
+    elif f is None:
+        raise InputError("dynamo=False: the TorchScript exporter returns no model; give f, the file to write")
     else:
         refuse_caches(given, kwargs or {})
     exporter = running.wanted() or _Exporter()
@@ -225,12 +227,7 @@ _Watched = Dynamo | Program | TorchScript
 
 
 class _Exporter:
-    """What runs in place of torch's exporters while tags are wanted.
-
-    Args:
-        strict: Whether an export fails that cannot be tagged.
-        follow: Whether changes of tagged models are followed after their export.
-    """
+    """What runs in place of torch's exporters; with ``follow``, changes of tagged models are followed afterwards."""
 
     def __init__(self, strict: bool = True, *, follow: bool = False) -> None:
         self.strict = strict

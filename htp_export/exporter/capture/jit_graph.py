@@ -1,8 +1,4 @@
-"""JIT graphs read into plain data.
-
-Reading crosses from C++ to Python for every value, which is what capture under TorchScript costs; so constants, most
-of a traced graph, are only listed.
-"""
+"""JIT graphs read into plain data; constants, most of a traced graph, are only listed, as each access takes time."""
 
 from __future__ import annotations
 
@@ -61,11 +57,6 @@ class Reading:
     def outermost(self) -> list[JitStep]:
         """The steps of the outermost block, for each of ``sizes`` one."""
         return [self.steps[end - 1] for end in itertools.accumulate(self.sizes)]
-
-    @property
-    def tensors(self) -> set[int]:
-        """Numbers of everything that a step makes."""
-        return {number for step in self.steps for number in step.outputs}
 
     def paired_with(self, copy: Reading) -> dict[int, int]:
         """Old number → new, for the reading of a copy of this graph that was made node by node."""

@@ -1,7 +1,6 @@
-"""How the initializers of a TorchScript export were made: constants are folded into new ones while it runs.
+"""How the initializers of a TorchScript export were made, while it folds constants into new ones.
 
-Values keep their numbers meanwhile. The node that reads a folded constant is still there, so its inputs, before and
-after, tell which value of the graph each new initializer stands for.
+Values keep their numbers: the inputs of a node, before and after, tell which value each new initializer stands for.
 """
 
 from __future__ import annotations
@@ -26,13 +25,7 @@ _ONNX = "onnx::"
 
 
 class JitWeights:
-    """A graph before its constants are folded.
-
-    Args:
-        graph: The JIT graph, of ONNX's operators.
-        parameters: The names of its inputs that are weights.
-        state: The names in the model's ``state_dict``.
-    """
+    """A graph before its constants are folded; ``state`` has the names in the model's ``state_dict``."""
 
     def __init__(self, graph: Any, parameters: Mapping[str, Any], state: Collection[str]) -> None:
         named = {value.unique(): value.debugName() for value in graph.inputs() if value.debugName() in parameters}

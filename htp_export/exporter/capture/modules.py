@@ -39,10 +39,7 @@ class ModuleNames:
 
     @property
     def hierarchy(self) -> Hierarchy | None:
-        """The module tree as it is now, in the order of ``named_modules()``; None for what is no ``nn.Module``.
-
-        A ``forward`` may have put other modules in place.
-        """
+        """The module tree as it is now, in the order of ``named_modules()``; None for what is no ``nn.Module``."""
         return None if self._model is None else Hierarchy.from_module(self._model)
 
     @property
