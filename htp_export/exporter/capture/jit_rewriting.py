@@ -79,7 +79,7 @@ class Versions:
     def settle(self, operations: Sequence[Operation], outputs: list[Key], before: Reading, after: Reading) -> Reading:
         """Take back the states that nobody reads, once changes in place are operations of their own (``after``).
 
-        ``operations`` and ``outputs`` of the trace are changed; ``before``, the graph as traced, is returned with states.
+        ``operations`` and ``outputs`` are changed; ``before``, the graph as it was traced, is returned with states.
         """
         if not self:
             return before
