@@ -277,7 +277,7 @@ class Translation:
         self._functions = autograd_functions(nodes_of(graph))
 
     def node(self, node: Any, result: Any) -> None:
-        """Note which tensors of the new graph stand for those of one traced node."""
+        """Note what a node became."""
         self._note(numbers_of_outputs(node), result)
 
     def function(self, name: str, result: Any) -> None:

@@ -61,8 +61,6 @@ class TorchScriptCapture(Guarded):
         self._versions = Versions()
         self._stages = Stages(Reading())
         self._translation = Translation()
-        self.translated_node = self._translation.node
-        self.translated_function = self._translation.function
         self._graph: Any = None
         self._weights: JitWeights | None = None
         self.recipes: dict[str, Recipe] = {}
@@ -156,6 +154,14 @@ class TorchScriptCapture(Guarded):
             self._stages.rewritten(now)
         elif not self.trace.log.calls:
             self._scripted(graph)
+
+    def translated_node(self, node: Any, result: Any) -> None:
+        """Note which tensors of the new graph stand for those of one traced node."""
+        self._translation.node(node, result)
+
+    def translated_function(self, name: str, result: Any) -> None:
+        """Note which tensors of the new graph stand for those of an ``autograd.Function``."""
+        self._translation.function(name, result)
 
     def translated(self, graph: Any) -> None:
         """Note the ONNX graph as it was translated."""
