@@ -59,7 +59,7 @@ def remember(model: Any, args: Any, kwargs: Mapping[str, Any] | None, f: Any, pr
         return
     given = args if isinstance(args, tuple | list) else (args,)
     inputs = _weak((tuple(given), dict(kwargs or {})))
-    made = _Export(weakref.ref(model), inputs, _nothing if program is None else weakref.ref(program))
+    made = _Export(weakref.ref(model), inputs, (lambda: None) if program is None else weakref.ref(program))
     if program is not None:
         _programs[program] = made
     if isinstance(f, str | os.PathLike):
@@ -96,10 +96,6 @@ def call_of(model: torch.nn.Module, onnx: Any) -> Call | None:
 
 def _path_of(file: str | os.PathLike[str]) -> str:
     return os.fspath(Path(file).resolve())
-
-
-def _nothing() -> None:
-    return None
 
 
 def _weak(value: Any) -> Any:

@@ -20,6 +20,8 @@ from htp_export.files.model_files import write_model
 from htp_export.huggingface import example_call
 from tests.decoders import DECODERS, Config, decoder, generated, prompt
 
+exporters = pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+
 # --- genai_config.json ------------------------------------------------------------------------------------
 
 
@@ -81,7 +83,6 @@ def test_a_folder_with_the_config_of_another_model_is_refused(file: Path) -> Non
 
 @pytest.mark.slow
 def test_transformers_loads_the_folder_and_computes_what_pytorch_does(tmp_path: Path) -> None:
-    exporters: Any = pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
     model = decoder("llama")
     call = example_call(model, cache_names="transformers")
     program: Any = htp_export.export(model, verbose=False, **call.options)
@@ -99,7 +100,6 @@ def test_transformers_loads_the_folder_and_computes_what_pytorch_does(tmp_path: 
 
 
 def test_what_transformers_could_not_load_is_refused(file: Path) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
     ids = {"input_ids": torch.ones(1, 2)}
     with pytest.raises(InputError, match="only the dynamo exporter has"):
         write_export_metadata(file, Model(), ids, None)
@@ -188,7 +188,6 @@ T5_WORDS += ["--task", "text2text-generation-with-past"]
 def test_encoder_decoders_are_refused_before_the_export(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
     assert main([*T5_WORDS, "-o", str(tmp_path / "t5"), *(word.format(tmp_path) for word in options)]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -198,7 +197,6 @@ def test_encoder_decoders_are_refused_before_the_export(
 def test_an_encoder_decoder_becomes_a_folder_for_transformers_js(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
     output, folder = tmp_path / "t5", tmp_path / "js"
     assert main([*T5_WORDS, "-o", str(output), "--transformers-js", str(folder), "--verify", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["models"]
@@ -215,7 +213,6 @@ def test_an_encoder_decoder_becomes_a_folder_for_transformers_js(
 
 
 def test_a_new_folder_is_gone_after_a_failed_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
     (tmp_path / "kept").mkdir()
     for folder in ("new", "kept"):
         assert main([*T5_WORDS, "-o", str(tmp_path / folder), "--functions", "class:NoSuchClass"]) == 2
@@ -227,7 +224,6 @@ def test_a_new_folder_is_gone_after_a_failed_export(tmp_path: Path, capsys: pyte
 def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
     from tests.export.test_genai import generated_by_genai
 
     model = decoder("llama")
@@ -249,7 +245,6 @@ def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(
 
 @pytest.mark.slow
 def test_a_decoder_with_export_json_is_loaded_by_transformers(tmp_path: Path) -> None:
-    exporters: Any = pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
     words = [
         "export",
         "llama",

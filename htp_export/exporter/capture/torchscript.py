@@ -274,10 +274,8 @@ class TorchScriptCapture(Guarded):
 def _bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """The branches and loop bodies of a node."""
     for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == onnx.AttributeProto.GRAPHS:
-            yield from attribute.graphs
+        if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
+            yield from (attribute.g, *attribute.graphs)
 
 
 def _every_proto(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
