@@ -11,6 +11,7 @@ from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
 from htp_export.huggingface import example_calls
 from tests.decoders import ENCODER_DECODERS, Programs, encoder_decoder, generated_from, greedy_from, start_of
+from tests.exporting import quick
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
 
@@ -25,7 +26,7 @@ def files(request: pytest.FixtureRequest) -> Programs:
     return Programs(model, {**example_calls(model), MERGED: example_calls(model, two_files=False)[MERGED]})
 
 
-@pytest.mark.parametrize("name", ENCODER_DECODERS)
+@pytest.mark.parametrize("name", quick(ENCODER_DECODERS, "t5", "whisper"))
 def test_names_are_those_of_optimum(name: str) -> None:
     model = encoder_decoder(name)
     calls = {**example_calls(model), MERGED: example_calls(model, two_files=False)[MERGED]}

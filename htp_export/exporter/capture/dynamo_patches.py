@@ -231,7 +231,7 @@ def reset_dynamo(original: Callable[..., Any]) -> Any:
 def list_once(original: Callable[..., Any]) -> Any:
     """List the operators that can be decomposed once, and again if there are others: torch takes 0.1 s an export."""
     composite = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-    return _listed(original, (*torch._C._dispatch_get_all_op_names(), *composite))
+    return _listed(original, tuple(composite))
 
 
 @functools.lru_cache(maxsize=1)

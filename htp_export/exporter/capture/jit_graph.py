@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -140,11 +140,6 @@ def nodes_of(block: Any) -> Iterator[Any]:
         for inner in node.blocks() if may_have_blocks(node.kind()) else ():
             yield from nodes_of(inner)
         yield node
-
-
-def autograd_functions(nodes: Iterable[Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """The class name and the numbers of the outputs of each node that calls an ``autograd.Function``, in order."""
-    return [(node.pyname(), numbers_of_outputs(node)) for node in nodes if node.kind() == "prim::PythonOp"]
 
 
 @cache

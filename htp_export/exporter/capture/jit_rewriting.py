@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import Key, Operation
-from htp_export.exporter.capture.jit_graph import JitStep, Reading, autograd_functions, nodes_of, numbers_of_outputs
+from htp_export.exporter.capture.jit_graph import JitStep, Reading, nodes_of, numbers_of_outputs
 from htp_export.exporter.capture.torchscript_internals import viewed
 
 _CONSTANT = "constant"
@@ -270,11 +270,13 @@ class Translation:
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}  # number of a tensor in the graph → number in the new graph
-        self._functions: list[tuple[str, tuple[int, ...]]] = []  # those that are not translated yet
+        # Class and outputs of each ``autograd.Function`` that is not translated yet, in order
+        self._functions: list[tuple[str, tuple[int, ...]]] = []
 
     def begin(self, graph: Any) -> None:
         """Note the graph that is about to be translated."""
-        self._functions = autograd_functions(nodes_of(graph))
+        functions = (node for node in nodes_of(graph) if node.kind() == "prim::PythonOp")
+        self._functions = [(node.pyname(), numbers_of_outputs(node)) for node in functions]
 
     def node(self, node: Any, result: Any) -> None:
         """Note what a node became."""
