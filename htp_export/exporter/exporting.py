@@ -116,9 +116,9 @@ def export(
     Raises:
         OSError: The file cannot be written in its folder; raised before the model runs.
         Exception: Errors of ``torch.onnx.export``, with a note that names the running module. No new file is left.
-        InputError: torch's exporter cannot write ``opset_version`` or takes no key-value caches (``dynamo=False``),
-            ``export_modules_as_functions`` names no module, or there is no such style of names; nothing was exported.
-            Or none of these modules can be a function; no file was written.
+        InputError: torch's exporter cannot write ``opset_version``; takes no key-value caches, or has no ``f`` to write
+            (``dynamo=False``); ``export_modules_as_functions`` names no module, or there is no such style of names;
+            nothing was exported. Or none of these modules can be a function; no file was written.
         CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with
             ``strict=False``, the model is exported without tags instead.
         TorchChangedError: The installed torch lacks a part that htp_export needs.
