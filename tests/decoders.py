@@ -73,9 +73,9 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
-def encoder_decoder(name: str) -> Any:
+def encoder_decoder(name: str, **sizes: int) -> Any:
     base = "automatic-speech-recognition" if name in ("whisper", "moonshine") else "text2text-generation"
-    overrides = ENCODER_DECODERS[name]
+    overrides = ENCODER_DECODERS[name] | sizes
     overrides = {key: value for key, value in overrides.items() if (name, key) != ("t5", "decoder_start_token_id")}
     return load_model(name, task=f"{base}-with-past", random_weights=True, overrides=overrides)
 

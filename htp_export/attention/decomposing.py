@@ -1,9 +1,7 @@
 """`decomposed_attention`: the modules of a model run attention in steps, until the context ends.
 
-``nn.MultiheadAttention`` gets another ``forward``. In whichever other module computes attention, a call of
-``scaled_dot_product_attention`` or of its parts is found by watching the calls of torch's functions, so that no
-knowledge of the model is needed. The parts are a product of two tensors (``scores``, with what is computed from it:
-scale, mask, bias), its ``softmax``, and the product of the result with a third tensor (``context``).
+``nn.MultiheadAttention`` gets another ``forward``. In other modules, ``scaled_dot_product_attention`` or its parts are
+found by watching the calls of torch's functions.
 """
 
 from __future__ import annotations
@@ -204,8 +202,7 @@ class _StepsOfCalls(TorchFunctionMode):
     ) -> None:
         """Watch a model until the changes are taken back.
 
-        ``steps`` are modules that get their steps now, with the classes of the steps by name; others get theirs when
-        they run.
+        Modules in ``steps`` get theirs now, with the classes of the steps by name; others when they run.
         """
         self._paths = {module: path for path, _, module in module_paths(model)}
         for module in list(model.modules()):
@@ -298,10 +295,7 @@ class _StepsOfCalls(TorchFunctionMode):
         return self._steps[module]
 
     def _observe(self, module: nn.Module, kind: str, name: str | None = None) -> ObservedStep:
-        """One step of a module that computes the parts of attention itself, made at its first call.
-
-        Without a name, it has the first that is free in the module.
-        """
+        """One step of a module that computes the parts of attention itself, made at its first call, of a free name."""
         steps = self._observed.setdefault(module, {})
         if kind not in steps:
             others = (f"eager_{number}_{kind}" for number in itertools.count(2))

@@ -20,11 +20,7 @@ __all__ = ["forward_in_steps", "projections_of"]
 
 
 def projections_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str, Step]:
-    """Make the projections of an ``nn.MultiheadAttention``, by the names that they are registered under.
-
-    Its ``out_proj`` is a step already. With ``exact``, query, key and value are projected in one product where the
-    original does so.
-    """
+    """Make the projections of an ``nn.MultiheadAttention``, by the names that they are registered under."""
     width, weight, bias = attention.embed_dim, attention.in_proj_weight, attention.in_proj_bias
     biases = [None if bias is None else bias[width * part : width * (part + 1)] for part in range(3)]
     if weight is None:
@@ -51,10 +47,7 @@ class _Heads(NamedTuple):
 def forward_in_steps(
     attention: nn.MultiheadAttention, steps: AttentionSteps, path: str, *, exact: bool
 ) -> Callable[..., Any]:
-    """Return what replaces the ``forward`` of a module at ``path``, in which its projections and steps are registered.
-
-    With ``exact``, results are those of the slow path bit for bit.
-    """
+    """Return what replaces the ``forward`` of a module at ``path``, in which its steps are registered."""
 
     def forward(
         query: Tensor,
@@ -84,11 +77,7 @@ def forward_in_steps(
 
 
 class _Call:
-    """One call of an attention.
-
-    ``batched`` says whether inputs have a batch dimension, ``need_weights`` whether the weights are returned, which
-    decides the order of operations.
-    """
+    """One call of an attention; whether it returns the weights decides the order of operations."""
 
     def __init__(self, attention: Any, steps: AttentionSteps, exact: bool, batched: bool, need_weights: bool) -> None:
         self.attention, self.steps, self.exact = attention, steps, exact

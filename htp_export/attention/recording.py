@@ -1,14 +1,13 @@
 """What a module computes from products of tensors: recorded while its ``forward`` runs, so that it can run again.
 
 Which product is the first operation of an attention shows later, at the softmax of what is computed from it. Then the
-operations between run a second time, inside a step; nothing reads the results of the first time, and exporters remove
-them. Tensors count as the same if they are the same object in the same state: an operation in place adds to it.
+operations between run a second time, inside a step. Tensors are the same if they are the same object in the same state.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,21 +56,18 @@ class AttentionCall:
         return self.function(*self.args, **self.kwargs)
 
     def on(self, *tensors: Tensor) -> Any:
-        """Call the function on other tensors, in the order of `tensors`."""
-        return self._with(iter(tensors))()
+        """Call the function on other tensors."""
+        return self.with_tensors(tensors)()
 
     def outcome(self, result: Any) -> list[Tensor]:
         """The tensors among the arguments, which it may have changed, and those of the result."""
         return [*self.tensors, *_tensors(result)]
 
-    def _with(self, tensors: Iterator[Tensor]) -> AttentionCall:
-        args, kwargs = tree_map_only(Tensor, lambda _: next(tensors), (tuple(self.args), dict(self.kwargs)))
+    def with_tensors(self, tensors: Iterable[Tensor]) -> AttentionCall:
+        """The call with other tensors, in the order of `tensors`."""
+        others = iter(tensors)
+        args, kwargs = tree_map_only(Tensor, lambda _: next(others), (tuple(self.args), dict(self.kwargs)))
         return AttentionCall(self.function, args, kwargs)
-
-    def replayed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Call the function on other tensors, and return the outcome."""
-        call = self._with(iter(tensors))
-        return call.outcome(call())
 
 
 class _Origin(NamedTuple):
@@ -116,7 +112,8 @@ class Replay:
                 else outcomes[origin.operation][origin.place]
                 for tensor, origin in zip(operation.call.tensors, operation.origins, strict=True)
             ]  # fmt: skip
-            outcomes[operation] = operation.call.replayed(read)
+            call = operation.call.with_tensors(read)
+            outcomes[operation] = call.outcome(call())
         self._take_over(outcomes)
         return outcomes[self._result.operation][self._result.place]
 
@@ -170,10 +167,7 @@ class Recording:
             self._of_parameters.update((id(tensor), tensor) for tensor in _tensors(result))
 
     def watch(self, call: AttentionCall, problem: str = "") -> Callable[[Any], None]:
-        """Note the state before a call of a product, or of what reads one's result, and return what notes its result.
-
-        ``problem`` says why it cannot run again, as far as that is known.
-        """
+        """Note the state before a call of a product, or of what reads its result, and return what notes the result."""
         tensors = call.tensors
         origins = tuple(self._origin(tensor) for tensor in tensors)
         states = tuple(map(changes_of, tensors))

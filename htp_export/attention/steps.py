@@ -1,8 +1,4 @@
-"""The steps of an attention, each a module: projections, scores, softmax, context; or the last three as one kernel.
-
-They have no parameters of their own: a projection holds views of the original weights, as buffers that are in no state
-dict.
-"""
+"""The steps of an attention, each a module: projections, scores, softmax, context; or the last three as one kernel."""
 
 from __future__ import annotations
 
@@ -147,8 +143,7 @@ class SdpaCall(NamedTuple):
 class SeparateSteps:
     """Each step computes its part; with ``exact``, operations have torch's order.
 
-    ``attend`` returns what ``scaled_dot_product_attention`` does; ``attend_with_weights`` the same in the order of
-    ``nn.MultiheadAttention``, and the weights: there, a query that may see no key gets NaN.
+    ``attend_with_weights`` has the order of ``nn.MultiheadAttention``: a query that may see no key gets NaN.
     """
 
     def __init__(self, exact: bool) -> None:

@@ -7,7 +7,6 @@ import io
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -21,7 +20,7 @@ from htp_export.files.model_files import write_model
 from htp_export.files.replacing import work_folder
 from htp_export.files.written_check import made_from
 from htp_export.model.path_names import check_style, check_tags, give_path_names
-from htp_export.model.tagged import HoldsModel, ModelSource, load
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 
 __all__ = ["AfterExport", "ModulesAsFunctions", "NamesOfModules", "Run", "around"]
 
@@ -38,13 +37,10 @@ class AfterExport(Protocol):
 
     def made_of(
         self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
-    ) -> HoldsModel | None:
-        """Make another model; None if it stays as it is.
+    ) -> HoldsModel | TaggedModel | None:
+        """Make another model, and write it to ``output``; None if it stays as it is.
 
-        Args:
-            model: The tagged model.
-            output: The file to write, if another model is made.
-            strict: Whether a model without tags is an error; else it stays as it is.
+        With ``strict``, a model without tags is an error; else it stays as it is.
         """
 
 
@@ -113,11 +109,6 @@ def _folder_beside(target: Path) -> Iterator[Path]:
         yield work.new
 
 
-@dataclass(frozen=True)
-class _NamedModel(HoldsModel):
-    model: ir.Model
-
-
 class NamesOfModules:
     """``names`` of `export`: nodes and tensors are named after modules; an `InputError` if there is no such style."""
 
@@ -126,7 +117,7 @@ class NamesOfModules:
 
     def made_of(
         self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
-    ) -> HoldsModel | None:
+    ) -> TaggedModel | None:
         """Name the nodes and tensors of a copy."""
         tagged = load(model)
         if not strict and tagged.source != "htp":
@@ -138,4 +129,4 @@ class NamesOfModules:
         if output is not None:
             with made_from(lambda: [tagged.model]):
                 write_model(work.model, output)
-        return _NamedModel(work.model)
+        return work

@@ -1,7 +1,4 @@
-"""Dynamo's graphs of a model that it cannot trace as a whole: it goes on after what it cannot trace.
-
-Private parts of Dynamo are used in `break_of`, `dynamo_frames` and what follows them.
-"""
+"""Dynamo's graphs of a model that it cannot trace as a whole: it goes on after what it cannot trace."""
 
 from __future__ import annotations
 
@@ -125,10 +122,7 @@ def _prepared() -> Iterator[None]:
 
 
 def module_of_frame(frame: types.FrameType, path_by_id: Mapping[int, str]) -> str | None:
-    """The path of the module whose method runs in a frame; None if it is no method of one.
-
-    What goes on after a graph break has other arguments than the method, and ``self`` among them.
-    """
+    """The path of the module whose method runs in a frame, also what goes on of it after a break; or None."""
     for name in (*frame.f_code.co_varnames[:1], "self"):
         path = path_by_id.get(id(frame.f_locals.get(name)))
         if path is not None:
@@ -166,10 +160,8 @@ def dynamo_frames(
     """Return a function that runs a model by Dynamo, frame by frame, with breaks.
 
     If Dynamo gives up a frame, it makes no graph of the frame at all. Symbols for values that depend on data can be the
-    cause. For ``x[index, :2]`` with a tensor as index, torch 2.15 makes two of them and then does not find one of them
-    in the result (``PendingUnbackedSymbolNotFound``). For ``range(n)`` in a loop, where ``n`` is such a symbol, the
-    graph would break inside the loop, which Dynamo does not do. Such a frame is traced again with fewer symbols: the
-    graph then breaks where a value is needed, before the loop, and the graphs before and after the break are kept.
+    cause: ``x[index, :2]`` with a tensor as index (``PendingUnbackedSymbolNotFound``), ``range(n)`` in a loop. Such a
+    frame is traced again with fewer symbols: the graph then breaks where a value is needed.
 
     Args:
         model: The module.
@@ -213,14 +205,10 @@ class _TriedAgain:
 
 def settings_for_breaks() -> Any:
     """Settings of Dynamo for graphs that are as large and as many as can be, in a ``with`` block."""
-    import torch._dynamo.config as config
+    from torch._dynamo import config
 
-    wanted: dict[str, Any] = {
-        "suppress_errors": True,
-        "recompile_limit": 10_000,
-        "accumulated_recompile_limit": 10_000,
-    }
-    return config.patch(**wanted)
+    limits: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 10_000)
+    return config.patch(suppress_errors=True, **limits)
 
 
 def leave_dynamo_as_it_was(changes: Changes) -> None:

@@ -1,8 +1,4 @@
-"""Key-value caches of transformers as arguments of ``torch.export``.
-
-torch takes a container only if it is registered, and dynamic shapes only in the structure of that registration. The
-registration of ``transformers.exporters`` is used, which computes nothing.
-"""
+"""Key-value caches of transformers as arguments of ``torch.export``, registered by ``transformers.exporters``."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.discovery import provider
-from htp_export.errors import CaptureError, TorchChangedError
+from htp_export.errors import CaptureError, InputError, TorchChangedError
 from htp_export.exporter.after_export import AfterExport, ModulesAsFunctions, NamesOfModules, Run, around
 from htp_export.exporter.caches import advice_on_caches, prepare_caches, refuse_caches
 from htp_export.exporter.capture import patches, running, torch_internals
@@ -116,9 +116,9 @@ def export(
     Raises:
         OSError: The file cannot be written in its folder; raised before the model runs.
         Exception: Errors of ``torch.onnx.export``, with a note that names the running module. No new file is left.
-        InputError: torch's exporter cannot write ``opset_version`` or takes no key-value caches (``dynamo=False``),
-            ``export_modules_as_functions`` names no module, or there is no such style of names; nothing was exported.
-            Or none of these modules can be a function; no file was written.
+        InputError: torch's exporter cannot write ``opset_version``; takes no key-value caches, or has no ``f`` to write
+            (``dynamo=False``); ``export_modules_as_functions`` names no module, or there is no such style of names;
+            nothing was exported. Or none of these modules can be a function; no file was written.
         CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with
             ``strict=False``, the model is exported without tags instead.
         TorchChangedError: The installed torch lacks a part that htp_export needs.
@@ -139,6 +139,8 @@ def export(
     given = args if isinstance(args, tuple | list) else (args,)
     if uses_dynamo:
         options["dynamic_shapes"] = prepare_caches(given, kwargs or {}, dynamic_shapes)
+    elif f is None:
+        raise InputError("dynamo=False: the TorchScript exporter returns no model; give f, the file to write")
     else:
         refuse_caches(given, kwargs or {})
     exporter = running.wanted() or _Exporter()
@@ -225,12 +227,7 @@ _Watched = Dynamo | Program | TorchScript
 
 
 class _Exporter:
-    """What runs in place of torch's exporters while tags are wanted.
-
-    Args:
-        strict: Whether an export fails that cannot be tagged.
-        follow: Whether changes of tagged models are followed after their export.
-    """
+    """What runs in place of torch's exporters; with ``follow``, changes of tagged models are followed afterwards."""
 
     def __init__(self, strict: bool = True, *, follow: bool = False) -> None:
         self.strict = strict

@@ -25,24 +25,15 @@ class _GoneError(Exception):
 
 @dataclass(frozen=True)
 class _Export:
-    """An export of a model; nothing that it was made of is kept alive.
-
-    Attributes:
-        model: The model, or None.
-        inputs: Its example inputs, positional and by keyword, each replaced by a function that returns it.
-        program: What the export returned, whose ``ExportedProgram`` keeps the example inputs alive; or None.
-    """
+    """An export of a model; nothing that it was made of is kept alive."""
 
     model: Callable[[], torch.nn.Module | None]
-    inputs: Any
+    inputs: Any  # its example inputs, positional and by keyword, each replaced by a function that returns it
+    # What the export returned, whose ``ExportedProgram`` keeps the example inputs alive
     program: Callable[[], torch.onnx.ONNXProgram | None]
 
     def call(self, name: str) -> Call:
-        """The call, of the inputs as they are now.
-
-        Raises:
-            InputError: If they are gone.
-        """
+        """The call, of the inputs as they are now; an `InputError` if they are gone."""
         try:
             args, kwargs = _alive(self.inputs)
         except _GoneError:
@@ -68,7 +59,7 @@ def remember(model: Any, args: Any, kwargs: Mapping[str, Any] | None, f: Any, pr
         return
     given = args if isinstance(args, tuple | list) else (args,)
     inputs = _weak((tuple(given), dict(kwargs or {})))
-    made = _Export(weakref.ref(model), inputs, _nothing if program is None else weakref.ref(program))
+    made = _Export(weakref.ref(model), inputs, (lambda: None) if program is None else weakref.ref(program))
     if program is not None:
         _programs[program] = made
     if isinstance(f, str | os.PathLike):
@@ -76,11 +67,7 @@ def remember(model: Any, args: Any, kwargs: Mapping[str, Any] | None, f: Any, pr
 
 
 def model_and_call(program: Any) -> tuple[torch.nn.Module, Call]:
-    """The model and the example inputs of what `export` returned.
-
-    Raises:
-        InputError: If they are gone, or it was not `htp_export.export` of an ``nn.Module`` that returned it.
-    """
+    """The model and the example inputs of what `export` returned; an `InputError` if they are gone, or not known."""
     made = _programs.get(program)
     if made is None:
         raise InputError(
@@ -97,11 +84,7 @@ def model_and_call(program: Any) -> tuple[torch.nn.Module, Call]:
 
 
 def call_of(model: torch.nn.Module, onnx: Any) -> Call | None:
-    """The example inputs with which this process exported a file or program from a model; None if it did not.
-
-    Raises:
-        InputError: If they are gone.
-    """
+    """The example inputs with which this process exported a file or program from a model; None if it did not."""
     if isinstance(onnx, str | os.PathLike):
         made = _files.get(model, {}).get(_path_of(onnx))
     else:
@@ -113,10 +96,6 @@ def call_of(model: torch.nn.Module, onnx: Any) -> Call | None:
 
 def _path_of(file: str | os.PathLike[str]) -> str:
     return os.fspath(Path(file).resolve())
-
-
-def _nothing() -> None:
-    return None
 
 
 def _weak(value: Any) -> Any:

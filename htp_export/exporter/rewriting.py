@@ -1,7 +1,6 @@
-"""Tagged ONNX models that are rewritten after the export, while tags are wanted: their tags are written once more.
+"""Tagged ONNX models that libraries rewrite after the export, while tags are wanted: their tags are written once more.
 
-Libraries fuse and rename after ``torch.onnx.export`` has returned. They replace values by others, as torch's own
-optimizer does during the export; so the capture goes on, and the tags follow from it in the same way.
+They replace values by others, as torch's own optimizer does; so the capture goes on.
 """
 
 from __future__ import annotations

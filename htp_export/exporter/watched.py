@@ -112,10 +112,9 @@ class TorchScript:
         except (Warning, CaptureError):  # a warning that the user made an error, or a fault of ours
             raise
         except Exception as error:
-            choice = self.capture.root.choice
-            if choice is None or choice.before is None:
+            refusal, before = error, self.capture.root.before
+            if before is None:
                 raise
-            refusal, before = error, choice.before
         before.put_back()
         strict = self.capture.strict
         self.capture = self._new_capture(described(refusal))

@@ -303,23 +303,19 @@ def test_the_report_has_the_numbers_of_both_exports_and_of_each_step() -> None:
     assert report.modules == tuple(layers)
     assert set(report.before) == {"model", "attention"}
     assert set(report.after) == {"model", "attention", *STEPS}
-    whole = htp_export.export(model, (image,), verbose=False)
-    with decomposed_attention(model):
-        steps = htp_export.export(model, kwargs={"image": image}, verbose=False)
-    for rows, program in ((report.before, whole), (report.after, steps)):
-        tagged, costs = htp_export.load(program), htp_export.cost(program).modules
-        assert rows["model"].nodes == len(tagged.nodes)
-        assert rows["attention"].nodes == sum(len(tagged[path].nodes) for path in layers)
-        calls = [node for node in program.exported_program.graph.nodes if node.op == "call_function"]
-        assert rows["model"].operations == len(calls) > rows["attention"].operations > 0
-        cost = rows["model"].cost
-        root = costs[""]
-        assert (cost.traffic_bytes, cost.fused_traffic_bytes) == (root.traffic_bytes, root.fused_traffic_bytes)
-        assert (cost.peak_bytes, cost.fused_peak_bytes) == (root.peak_bytes, root.fused_peak_bytes)
-        cost = rows["attention"].cost
-        assert cost.traffic_bytes == sum(costs[path].traffic_bytes for path in layers)
-        assert cost.fused_traffic_bytes == sum(costs[path].fused_traffic_bytes for path in layers)
-        assert cost.peak_bytes == max(costs[path].peak_bytes for path in layers) > cost.fused_peak_bytes
+    program, rows = htp_export.export(model, (image,), verbose=False), report.before
+    tagged, costs = htp_export.load(program), htp_export.cost(program).modules
+    assert rows["model"].nodes == len(tagged.nodes)
+    assert rows["attention"].nodes == sum(len(tagged[path].nodes) for path in layers)
+    calls = [node for node in program.exported_program.graph.nodes if node.op == "call_function"]
+    assert rows["model"].operations == len(calls) > rows["attention"].operations > 0
+    cost, root = rows["model"].cost, costs[""]
+    assert (cost.traffic_bytes, cost.fused_traffic_bytes) == (root.traffic_bytes, root.fused_traffic_bytes)
+    assert (cost.peak_bytes, cost.fused_peak_bytes) == (root.peak_bytes, root.fused_peak_bytes)
+    cost = rows["attention"].cost
+    assert cost.traffic_bytes == sum(costs[path].traffic_bytes for path in layers)
+    assert cost.fused_traffic_bytes == sum(costs[path].fused_traffic_bytes for path in layers)
+    assert cost.peak_bytes == max(costs[path].peak_bytes for path in layers) > cost.fused_peak_bytes
     named = [report.after[step] for step in STEPS]
     assert all(row.modules == 2 for row in named)
     assert sum(row.nodes for row in named) <= report.after["attention"].nodes

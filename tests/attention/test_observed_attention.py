@@ -113,7 +113,7 @@ def test_models_of_transformers_run_in_steps_with_the_same_results(run: str) -> 
     ("name", "exporter"),
     quick(
         itertools.product(("bert", "t5", "gemma2", "swin"), EXPORTERS),
-        ("gemma2", "dynamo"),
+        ("gemma2", "torchscript"),
         ("swin", "torchscript"),  # it is run twice
     ),
 )
@@ -346,14 +346,12 @@ def test_kernels_of_other_libraries_are_refused_by_module(implementation: str) -
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("implementation", quick(["eager", "sdpa"], "eager"))
-def test_the_report_counts_the_operations_of_steps_that_modules_get_when_they_run(implementation: str) -> None:
-    model, inputs, path = model_of("bert", implementation)
-    report = htp_export.attention_report(model, kwargs=inputs)
-    assert report.modules == (path,)
+def test_the_report_counts_the_operations_of_steps_that_modules_get_when_they_run() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Own(with_module)).eval()
+    report = htp_export.attention_report(model, (torch.randn(2, 5, 8),))
+    assert report.modules == ("1",)
     operations = {step: report.after[step].operations for step in ("scores", "softmax", "context")}
     nodes = {step: report.after[step].nodes for step in operations}
     assert min(*operations.values(), *nodes.values()) > 0
-    if implementation == "eager":
-        assert nodes == {"scores": 3, "softmax": 1, "context": 1}
-        assert report.after["attention"].nodes == report.before["attention"].nodes
+    assert nodes == {"scores": 1, "softmax": 1, "context": 1}
+    assert report.after["attention"].nodes == report.before["attention"].nodes

@@ -11,6 +11,7 @@ from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
 from htp_export.huggingface import example_calls
 from tests.decoders import ENCODER_DECODERS, Programs, encoder_decoder, generated_from, greedy_from, start_of
+from tests.exporting import quick
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
 
@@ -21,11 +22,11 @@ MODELS = [pytest.param(name, marks=() if name == "t5" else pytest.mark.slow) for
 
 @pytest.fixture(scope="module", params=MODELS)
 def files(request: pytest.FixtureRequest) -> Programs:
-    model = encoder_decoder(request.param)
+    model = encoder_decoder(request.param, **({"num_layers": 1} if request.param == "t5" else {}))
     return Programs(model, {**example_calls(model), MERGED: example_calls(model, two_files=False)[MERGED]})
 
 
-@pytest.mark.parametrize("name", ENCODER_DECODERS)
+@pytest.mark.parametrize("name", quick(ENCODER_DECODERS, "t5", "whisper"))
 def test_names_are_those_of_optimum(name: str) -> None:
     model = encoder_decoder(name)
     calls = {**example_calls(model), MERGED: example_calls(model, two_files=False)[MERGED]}
@@ -57,7 +58,7 @@ def test_dimensions_are_named_as_optimum_names_them(files: Programs) -> None:
     cross = ["batch_size", heads, "past_encoder_sequence_length", 8]
     assert shapes(graph.inputs)["past_key_values.0.encoder.key"] == cross
     assert files.calls[NEXT].axes["past_key_values.0.encoder.key"][2] == "encoder_sequence_length"
-    assert shapes(graph.inputs)["past_key_values.1.decoder.value"][2] == "past_decoder_sequence_length"
+    assert shapes(graph.inputs)["past_key_values.0.decoder.value"][2] == "past_decoder_sequence_length"
     assert shapes(graph.outputs)["present.0.decoder.key"][2] == "past_decoder_sequence_length + decoder_sequence_length"
     text = ["batch_size", "encoder_sequence_length"]
     assert shapes(files[ENCODER].model.graph.inputs)["input_ids"] == text
@@ -89,9 +90,10 @@ def test_signatures_of_the_decoder_have_what_each_attention_reads_of_the_cache(f
     paths = [path for path in tagged.paths if path.endswith(("SelfAttention", "self_attn"))]
     paths += [path for path in tagged.paths if path.endswith(("EncDecAttention", "encoder_attn"))]
     paths = [path for path in paths if path.startswith(("decoder.", "model.decoder."))]
-    assert len(paths) == 4
+    layers = len(paths) // 2
+    assert layers == (1 if "t5" in type(files.model).__name__.lower() else 2)
     for place, path in enumerate(paths):
-        side, layer = ("decoder", "encoder")[place // 2], place % 2
+        side, layer = ("decoder", "encoder")[place // layers], place % layers
         inputs = tagged.signature(path, 0).inputs
         assert {name: tensor for name, tensor in inputs.items() if name.startswith("past_key_values")} == {
             f"past_key_values.{sides[side]}.layers.{layer}.{kind}s": f"past_key_values.{layer}.{side}.{kind}"
@@ -117,7 +119,7 @@ def test_a_merged_decoder_has_each_weight_and_module_once(files: Programs) -> No
 def test_a_merged_decoder_computes_one_state_of_the_encoder_where_the_cache_has_all(files: Programs) -> None:
     ends = ("EncDecAttention.k", "encoder_attn.k_proj")
     projections = [path for path, _ in files.model.named_modules() if path.endswith(ends)]
-    assert len(projections) == 2
+    assert projections
     call, flops = files.calls[MERGED], {}
     for run, kwargs in call.runs.items():
         found = htp_export.cost(files[MERGED], dict(zip(call.input_names, tensors_in(kwargs), strict=True)))

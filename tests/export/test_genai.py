@@ -20,6 +20,8 @@ from htp_export.errors import InputError
 from htp_export.huggingface import example_call, example_calls, load_model
 from tests.decoders import DECODERS, TEXT, Config, Programs, decoder, generated, greedy, greedy_right_padded, prompt
 
+pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+
 TOKENS = 20
 
 
@@ -43,7 +45,6 @@ def generated_by_genai(folder: Path, ids: Any, tokens: int = TOKENS) -> list[lis
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in DECODERS])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A decoder, and the folder with its file and its configuration."""
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     folder = tmp_path_factory.mktemp(request.param)
     model = decoder(request.param)
     files = Programs(model, example_calls(model))
@@ -105,7 +106,6 @@ WINDOWS: dict[str, dict[str, Any]] = {  # all shorter than the texts; every sixt
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOWS)
 def test_texts_of_different_length_get_the_tokens_of_each_alone_with_sliding_windows(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     task = "text-generation-with-past"
     model = load_model(name, task=task, random_weights=True, overrides=WINDOWS[name])
     files = Programs(model, example_calls(model, right_padding=True))
@@ -140,14 +140,12 @@ def batch_by_genai(folder: Path, texts: list[Any], tokens: int) -> list[list[int
 def test_a_decoder_that_counts_padding_in_another_way_is_warned_of(
     name: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     with caplog.at_level(logging.WARNING):
         example_call(decoder(name), right_padding=True)
     assert ("MptForCausalLM counts the padding" in caplog.text) == warned
 
 
 def test_a_window_that_a_decoder_applies_by_itself_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     overrides = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
     overrides |= {"attention_types": [[["global", "local"], 1]], "bos_token_id": 1, "eos_token_id": 2}
     model = load_model("gpt_neo", task="text-generation-with-past", random_weights=True, overrides=overrides)

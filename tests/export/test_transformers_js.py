@@ -23,6 +23,8 @@ from htp_export.huggingface import example_calls
 from tests.decoders import Config, Programs, decoder, encoder_decoder, generated, generated_from, start_of
 from tests.nets import spread
 
+pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "transformers_js.mjs"
 INSTALLED = "HTP_TRANSFORMERS_JS"
 """The variable that names the folder in which npm installed the package."""
@@ -62,7 +64,6 @@ def in_node(folder: Path, ids: list[int], dtype: str) -> list[int]:
 
 @pytest.mark.slow
 def test_transformers_js_generates_the_tokens_of_pytorch(tmp_path: Path) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     node()
     model = decoder("llama")
     files = Programs(model, example_calls(model)).save(tmp_path)
@@ -76,7 +77,6 @@ def test_transformers_js_generates_the_tokens_of_pytorch(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_transformers_js_generates_the_tokens_of_an_encoder_decoder(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     node()
     model = encoder_decoder(name)
     model.generation_config.update(decoder_start_token_id=start_of(model), eos_token_id=2, pad_token_id=0)
@@ -112,7 +112,6 @@ console.log(JSON.stringify(made.tolist()[0].map(Number)));
 
 @pytest.mark.slow
 def test_transformers_js_generates_the_tokens_of_a_model_that_sees_images(tmp_path: Path) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     from tests.export.test_image_text_files import TASK, llava, prompt
 
     program, package = node()

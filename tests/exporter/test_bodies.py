@@ -62,18 +62,21 @@ class Loops(Holder):
 
 BRANCHES = {"Gemm": [("a",)], "MatMul": [("b",)], "Tanh": [("act",)], "Sin": [("",)], "Exp": [("",)]}
 LOOPS = {"MatMul": [("b",)], "Tanh": [("act",)], "Sigmoid": [("limit.0",)] * 2, "Sin": [("",)], "Add": [("",)]}
-MAKES = pytest.mark.parametrize(
+WITH_LOOPS = pytest.mark.parametrize(
     ("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=converts_loops)]
+)
+MAKES = pytest.mark.parametrize(
+    ("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=(converts_loops, pytest.mark.slow))]
 )
 
 
 # Below opset 18 the graph is read back from bytes, without metadata.
 @pytest.mark.parametrize(
     "options",
-    [{}, {"opset_version": 16}, pytest.param({"optimize": False}, marks=pytest.mark.slow)],
+    [{}, *(pytest.param(options, marks=pytest.mark.slow) for options in ({"opset_version": 16}, {"optimize": False}))],
     ids=["as_is", "opset_16", "raw"],
 )
-@MAKES
+@WITH_LOOPS
 def test_modules_with_and_without_parameters_own_their_nodes_in_bodies(
     make: type[nn.Module], owners: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -98,7 +101,7 @@ class ReadsWithoutACall(Holder):
     [
         (Branches, "a"),
         pytest.param(Branches, "b", marks=pytest.mark.slow),
-        pytest.param(Loops, "b", marks=converts_loops),
+        pytest.param(Loops, "b", marks=(converts_loops, pytest.mark.slow)),
         (ReadsWithoutACall, None),
     ],
 )
@@ -150,7 +153,7 @@ def nodes_with_owners(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...],
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("Loops", marks=converts_loops),
+        pytest.param("Loops", marks=(converts_loops, pytest.mark.slow)),
         *quick(
             ("outside_and_in_a_branch", "cond_over_self", "modules_in_branches", "branches_inside_branches"),
             "outside_and_in_a_branch",

@@ -23,6 +23,8 @@ from tests.exporting import exported
 from tests.nets import spread, x
 from tests.truth import owners_of, untagged
 
+pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
+
 
 class Box:
     """A container that computes while torch builds it again, as the caches of transformers do."""
@@ -92,7 +94,6 @@ ENTRY = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
 # What torch.export and transformers do there warns their own developers.
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_decoder_exports_with_a_cache_and_one_entry_for_its_dynamic_shapes(tmp_path: Path) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
     model, both = llama(1), dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)
     shapes = {"input_ids": both, "attention_mask": both, "past_key_values": ENTRY}
     file = exported(model, with_cache(model), "dynamo", tmp_path, dynamic_shapes=shapes)
@@ -127,14 +128,12 @@ def test_a_decoder_exports_with_a_cache_and_one_entry_for_its_dynamic_shapes(tmp
     ids=["one", "pairs", "flat", "keys_then_values", "named"],
 )
 def test_dynamic_shapes_of_a_cache_are_taken_in_every_usual_form(spec: Any) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
     kwargs = with_cache(llama(3))
     given = prepare_caches((), kwargs, {"input_ids": {0: 1}, "past_key_values": spec})
     assert given == {"input_ids": {0: 1}, "past_key_values": [ENTRY] * 6}
 
 
 def test_keys_and_values_keep_their_own_dynamic_shapes() -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
     kwargs, key, value = with_cache(llama(3)), {2: "keys"}, {2: "values"}
     for spec in ([(key, value)] * 3, [[key] * 3, [value] * 3]):
         assert prepare_caches((), kwargs, {"past_key_values": spec}) == {"past_key_values": [key, value] * 3}
@@ -183,7 +182,6 @@ for kwargs in call.runs.values():
 
 @pytest.mark.slow
 def test_a_decoder_with_a_window_exports_by_task_if_executorch_registered_the_cache_first() -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -206,7 +204,6 @@ def test_an_error_names_a_cache_whose_window_fixes_its_length_and_what_to_do() -
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_static_cache_which_the_model_fills_in_place_exports_and_agrees(tmp_path: Path) -> None:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
     from transformers import StaticCache
 
     model = llama(1)

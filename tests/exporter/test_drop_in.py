@@ -60,7 +60,7 @@ TEN = (
 DYNAMIC = {"x": {0: torch.export.Dim.DYNAMIC}}
 CASES = [Case(net, exporter) for net in TEN for exporter in EXPORTERS]
 # With dynamo, which takes ten times as long, some of them.
-QUICK = ("conv_bn_relu", "mask_made_in_every_layer", "dict_of_tuples", "in_place", "modules_in_branches")
+QUICK = ("conv_bn_relu", "mask_made_in_every_layer", "in_place", "cond")
 QUICK_OPTIONS = ("names", "not_optimised", "weights_as_inputs", "opset_14")
 CASES += [
     *(

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import htp_export
+from htp_export.errors import InputError
 from tests.nets import x
 from tests.same_graph import assert_same_graph
 from tests.truth import untagged
@@ -343,6 +344,12 @@ def test_a_failed_attempt_leaves_autocasts_cache_on() -> None:
     torch.set_autocast_cache_enabled(True)  # torch leaves it off where an export fails
     written(htp_export.export, Calls(keyword_only), (x(2, 4),), kwargs={"scale": x(4)})
     assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: nn.LSTM(4, 3)])
+def test_without_a_file_to_write_nothing_is_exported(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(InputError, match="returns no model; give f, the file to write"):
+        htp_export.export(make().eval(), (x(2, 4),), dynamo=False)
 
 
 # --- order of keywords ---------------------------------------------------

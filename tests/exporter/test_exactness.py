@@ -80,38 +80,29 @@ def test_every_module_is_exact_and_agrees_with_what_is_known_of_it(
         assert wrong_signatures(judge) == []
 
 
-VARIANTS = ("siblings", "conv_bn_relu", "mask_made_in_every_layer", "called_twice", "lstm", "dict_of_tuples")
-
-
 # torch converts these to opset 14; a graph with LayerNormalization, say, it leaves at 18.
-@pytest.mark.parametrize(
-    "name",
-    quick(
-        ("siblings", "mask_made_in_every_layer", "called_twice", "nested_sequentials", "transposes_that_cancel"),
-        "mask_made_in_every_layer",
-        "transposes_that_cancel",
-    ),
+OLD_OPSET = ("siblings", "mask_made_in_every_layer", "called_twice", "nested_sequentials", "transposes_that_cancel")
+NOT_OPTIMISED = ("conv_bn_relu", "mask_made_in_every_layer", "lstm", "reshapes_that_meet")
+NOT_FOLDED = (
+    *("siblings", "conv_bn_relu", "mask_made_in_every_layer", "called_twice", "lstm", "dict_of_tuples"),
+    *("positions_folded_away", "reshapes_that_meet", "weight_norm", "gru"),
 )
+
+
+@pytest.mark.parametrize("name", quick(OLD_OPSET, "mask_made_in_every_layer", "transposes_that_cancel"))
 def test_an_opset_below_18_under_dynamo_is_as_exact(name: str, tmp_path: Path) -> None:
     file = exported_net(name, "dynamo", tmp_path, opset_version=14)
     assert [entry.version for entry in file.opset_import if not entry.domain] == [14]
     assert inexact(*NETS[name].build(), file) == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    quick(
-        ("conv_bn_relu", "mask_made_in_every_layer", "lstm", "reshapes_that_meet"),
-        "conv_bn_relu",
-        "reshapes_that_meet",
-    ),
-)
+@pytest.mark.parametrize("name", quick(NOT_OPTIMISED, "conv_bn_relu", "reshapes_that_meet"))
 def test_a_graph_that_is_not_optimised_is_as_exact(name: str, tmp_path: Path) -> None:
     file = exported_net(name, "dynamo", tmp_path, optimize=False)
     assert inexact(*NETS[name].build(), file) == []
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, "positions_folded_away", "reshapes_that_meet", "weight_norm", "gru"])
+@pytest.mark.parametrize("name", NOT_FOLDED)
 def test_torchscript_without_constant_folding_is_as_exact(name: str, tmp_path: Path) -> None:
     file = exported_net(name, "torchscript", tmp_path, opset_version=14, do_constant_folding=False)
     assert inexact(*NETS[name].build(), file) == []

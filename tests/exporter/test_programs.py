@@ -42,8 +42,7 @@ def told(file: onnx.ModelProto) -> tuple[Any, ...]:
 
 
 FEW = (
-    "mask_made_in_every_layer", "dead_branch_and_unused_module", "no_grad_inside", "modules_in_branches",
-    "graph_module_as_the_model",
+    "mask_made_in_every_layer", "dead_branch_and_unused_module", "no_grad_inside", "cond", "graph_module_as_the_model",
 )  # fmt: skip
 OTHERS = sorted(name for name, net in NETS.items() if "dynamo" not in net.skip and name not in FEW)
 

@@ -89,7 +89,7 @@ def test_names_that_somebody_gives_are_those_of_the_signatures() -> None:
 
 def test_a_model_that_nobody_rewrites_keeps_its_tags() -> None:
     with htp_export.tagging():
-        model = exported("modules_in_branches")
+        model = exported("called_twice")
         tags = [dict(node.metadata_props) for node in model.graph.all_nodes()]
         other = exported()
         fuse(other)
@@ -99,7 +99,7 @@ def test_a_model_that_nobody_rewrites_keeps_its_tags() -> None:
 
 def test_nodes_of_branches_keep_their_owners_when_a_node_outside_is_replaced() -> None:
     with htp_export.tagging():
-        model = exported("modules_in_branches")
+        model = exported("cond")
         tags = [dict(node.metadata_props) for node in model.graph.all_nodes() if node.graph is not model.graph]
         node = next(node for node in model.graph if node.op_type != "If")
         same = ir.node(node.op_type, node.inputs, dict(node.attributes), domain=node.domain)

@@ -195,6 +195,22 @@ def test_translations_of_operators_are_read_once_by_who_asks_for_it() -> None:
     assert other.functions[name]  # an export's own translations stay its own
 
 
+def test_operators_are_listed_once_and_again_if_there_are_others() -> None:
+    from torch.export import exported_program
+
+    original = exported_program._collect_all_valid_cia_ops
+    with restored(patches.DYNAMO.hold):
+        first = exported_program._collect_all_valid_cia_ops()
+        assert first == original()
+        assert exported_program._collect_all_valid_cia_ops() is first
+        with torch.library._scoped_library("htp_test", "FRAGMENT") as library:
+            library.define("twice(Tensor x) -> Tensor")
+            library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
+            assert torch.ops.htp_test.twice.default in exported_program._collect_all_valid_cia_ops()
+        assert exported_program._collect_all_valid_cia_ops() == first
+    assert exported_program._collect_all_valid_cia_ops is original
+
+
 def test_dynamo_says_in_which_modules_a_node_runs_by_their_ids() -> None:
     model, graphs = nn.Sequential(nn.Sequential(nn.Tanh())), []
 

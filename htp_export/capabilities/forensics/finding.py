@@ -60,10 +60,7 @@ KINDS: Mapping[str, Kind] = {
     "unused_initializers": Kind("weights that nothing reads", "eliminate_unused_initializers"),
     "dead_nodes": Kind("nodes that nothing needs", "eliminate_dead_nodes"),
 }
-"""Kinds of findings, by the word that `Finding.kind` has, in the order of tables.
-
-What any other pass changes has the name of that pass as its kind.
-"""
+"""Kinds of findings, in the order of tables; what any other pass changes has the name of that pass as its kind."""
 
 
 def title_of(kind: str) -> str:

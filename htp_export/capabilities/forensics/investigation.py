@@ -123,11 +123,7 @@ class _Investigation:
         return sorted((finding for _, finding in found), key=lambda each: order.get(each.kind, len(order)))
 
     def run(self, level: Level) -> None:
-        """Run the passes up to a level.
-
-        Passes of ``exact`` go first: what others match is best seen on what they leave. Then those that `optimize` runs
-        by default; passes that take away what others match run apart from them.
-        """
+        """Run the passes up to a level: ``exact`` first, then those that `optimize` runs, and others apart."""
         from htp_export.capabilities.optimize.declining import declined
         from htp_export.capabilities.optimize.registry import DEFAULT, LEVELS, available, choose, find
 

@@ -39,12 +39,10 @@ class Rewrite:
 
 
 def rewrites(difference: PassDifference, *, one_by_one: bool = False) -> Iterator[Rewrite]:
-    """The rewrites of one run of a pass.
+    """The rewrites of one run of a pass; with ``one_by_one``, each node is one of its own.
 
     A rewrite is what lies between a value and the equal value that replaced it. Those that share a node are one.
     A node that was eliminated with no value in its place belongs to the nodes that read it.
-
-    ``one_by_one``: each node is a rewrite of its own, for passes that remove nodes without effect.
     """
     removed, added = dict.fromkeys(difference.removed), dict.fromkeys(difference.added)
     groups: Groups[ir.Node] = Groups()

@@ -1,8 +1,7 @@
 """Branches of ``torch.cond``, bodies of loops and other graphs in FX graphs, and which module runs what in them.
 
 Dynamo traces these functions into FX graphs, whose nodes have the modules that ran. ``torch.export`` then traces those
-graphs once more, and nothing but the stack trace of a node tells from which node of Dynamo's graph it comes: its last
-line is the line of the code that FX generated for that graph.
+graphs once more: only the last line of a node's stack trace tells from which node of Dynamo's graph it comes.
 """
 
 from __future__ import annotations
@@ -115,9 +114,8 @@ class Bodies:
     def enter(self, function: Any, args: Any, log: CallLog, *, traced: bool) -> bool:
         """Note that the model calls an operator, which calls itself again with the same bodies while it runs.
 
-        Calls of modules in bodies are added to the log. ``traced`` says whether the operator runs in the model itself,
-        and not while Dynamo tries its graphs out. Returns whether it has bodies and is not inside another one; only
-        then `leave` is to be called.
+        ``traced``: whether it runs in the model itself, and not while Dynamo tries its graphs out. Returns whether it
+        has bodies and is not inside another one; only then `leave` is to be called.
         """
         bodies = bodies_given(function, args)
         if self._inside or not bodies or not log.stack:
@@ -202,11 +200,8 @@ class _Reader:
 def watch_bodies(changes: Changes, module: Any, watched: Callable[[Callable[[], Any], Any, Any], Any]) -> None:
     """Observe the nodes of bodies while torch decomposes an exported graph: it inlines them, without their scopes.
 
-    Args:
-        changes: When they are reverted, the bodies get their own code back.
-        module: The exported graph module.
-        watched: Called for each node of a body with a function that executes it, the interpreter of the body, and the
-            node; returns the result of the function.
+    ``watched`` is called for each node of a body with a function that executes it, the interpreter of the body, and the
+    node; it returns the result of the function.
     """
     import torch
 

@@ -1,8 +1,7 @@
 """What a capture hands on: the calls of modules, operations as PyTorch ran them, and what became of their tensors.
 
-Both exporters fill the same record. Operations are those of the exporter's own first graph (ONNX nodes before any
-optimisation under dynamo, traced ATen operations under TorchScript), where each belongs to exactly one call.
-Tensors are named by any hashable key; `Record.final` says under which key the exported graph still has each.
+Operations are those of the exporter's own first graph (ONNX nodes before any optimisation under dynamo, traced ATen
+operations under TorchScript), where each belongs to exactly one call. Tensors are named by any hashable key.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What became of the FX graph of an exported program when torch decomposed it.
+"""What became of the FX graph of an exported program when torch decomposed it: each node is watched while it runs.
 
-torch runs the exported graph node by node and traces what happens. Watching each node run tells which node of the new
-graph makes which of its results, also where a node had several results, or became nothing. Names are no help, as torch
-copies graphs and names nodes anew; what stands in a node's ``meta`` is copied with it.
+Names are no help, as torch copies graphs and names nodes anew; what stands in a node's ``meta`` is copied with it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Capture under ``dynamo=True``: FX module stacks say who ran what, onnx_ir says what became of it.
 
-The exporter first translates the FX graph into ONNX node by node; at that moment every node knows its call
-exactly. What follows (version conversion, constant folding, rewriting, common-subexpression elimination) replaces
-values by others, always through two methods of onnx_ir. Watching those gives, for every tensor of the first graph,
-the tensor of the last graph that holds the same value, whatever the optimiser did in between.
+When the FX graph is translated into ONNX, every node knows its call exactly. What follows replaces values by others,
+always through two methods of onnx_ir: watching those tells which tensor of the last graph holds each first value.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ from htp_export.exporter.capture.onnx_graph import (
     every_node,
     nodes_of_model,
     reads_of,
-    values_of,
 )
 from htp_export.exporter.capture.running import Guarded
 from htp_export.exporter.capture.torch_internals import computes_a_size
 from htp_export.format.reasons import Reason
+from htp_export.model.regions import all_values
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 
 if TYPE_CHECKING:
@@ -164,7 +162,7 @@ class DynamoCapture(Guarded):
     def follow(self, model: ir.Model) -> None:
         """Go on after the model was tagged; what is known of the PyTorch model is let go."""
         self.calls.release()
-        self._followed = set(values_of(model.graph))
+        self._followed = set(all_values(model.graph))
 
     def replaced_later(self, old: ir.Value | None, new: ir.Value | None) -> None:
         """As `replaced`, for values of any model: those that do not stand for tensors of this one do not count."""
@@ -182,7 +180,7 @@ class DynamoCapture(Guarded):
         first = self._first
         if first is None or model.graph is first.graph:
             return
-        named = {value.name: value for value in values_of(model.graph)}
+        named = {value.name: value for value in all_values(model.graph)}
         for value in (*first.tensors, *first.weights.known):
             last = self._last(value, ())
             if last.name in named:
@@ -222,12 +220,12 @@ class DynamoCapture(Guarded):
     def write_recipes(self, model: ir.Model) -> None:
         """Write how each initializer of the exported model was made."""
         if self._first is not None:
-            alive = {value for graph in model.graphs() for value in values_of(graph)}
+            alive = set(all_values(model.graph))
             self._first.weights.write(model, lambda value: self._last(value, alive))
 
     def _counterparts(self, first: _FirstGraph, graph: ir.Graph) -> dict[Any, Any]:
         """For each tensor of the first graph, the one that holds its value now; absent where there is none."""
-        alive = set(values_of(graph))
+        alive = set(all_values(graph))
         ends = ((value, self._last(value, alive)) for value in first.tensors)
         final = {value: last for value, last in ends if last in alive}
         for value, others in first.equal.items():

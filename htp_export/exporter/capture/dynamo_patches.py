@@ -221,12 +221,22 @@ def skips_frame(original: Callable[..., Any], obj: Any, *rest: Any, **named: Any
 
 
 @replacing
-def reset_dynamo(
-    original: Callable[..., Any],
-) -> Any:
+def reset_dynamo(original: Callable[..., Any]) -> Any:
     """Let nothing forget what Dynamo has compiled: ``torch.export`` resets it before it traces in strict mode."""
     if not keeps_dynamo.get():
         original()
+
+
+@replacing
+def list_once(original: Callable[..., Any]) -> Any:
+    """List the operators that can be decomposed once, and again if there are others: torch takes 0.1 s an export."""
+    composite = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    return _listed(original, tuple(composite))
+
+
+@functools.lru_cache(maxsize=1)
+def _listed(find: Callable[[], Any], names: tuple[str, ...]) -> Any:
+    return find()
 
 
 def read_once(original: Callable[..., Any]) -> Any:

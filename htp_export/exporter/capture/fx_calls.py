@@ -1,7 +1,7 @@
 """The module calls of an export through ``torch.export``, and the call of each node of its FX graphs.
 
-While torch traces the model, every module's call is seen, and the FX nodes that it makes are marked with it. Where no
-Python call is seen (strict mode, an ``ExportedProgram`` that was made elsewhere), the scopes of the nodes tell.
+FX nodes are marked with the call that makes them. Where none is seen (strict mode, an ``ExportedProgram``), the scopes
+of the nodes tell.
 """
 
 from __future__ import annotations
@@ -63,26 +63,18 @@ class _Trace:
 
 
 class FxCalls:
-    """The calls of one export.
-
-    Attributes:
-        log: The calls.
-        names: The names of the model's modules.
-        classes: Module path → class, for modules that only scopes tell of.
-        call_key: Key in the ``meta`` of an FX node: its call, where its scopes do not say that.
-        places: Numbers for the results of the nodes of the exported graph.
-        bodies: What ran in branches and loop bodies.
-        needed: Calls that did something which the model's result needs.
-    """
+    """The calls of one export."""
 
     def __init__(self, names: ModuleNames) -> None:
         self.log, self.names = CallLog(), names
         number = next(_captures)  # no capture reads what another one wrote in the ``meta`` of FX nodes
-        self.call_key = f"htp.call.{number}"
-        self.places = Places(f"htp.traced.{number}")
-        self.classes: dict[str, str] = {}
+        self.call_key = (
+            f"htp.call.{number}"  # in the ``meta`` of an FX node: its call, where its scopes do not say that
+        )
+        self.places = Places(f"htp.traced.{number}")  # for the results of the nodes of the exported graph
+        self.classes: dict[str, str] = {}  # module path → class, for modules that only scopes tell of
         self.bodies = Bodies(names.by_id)
-        self.needed: set[int] = set()
+        self.needed: set[int] = set()  # calls that did something which the model's result needs
         self._trace = _Trace()
         self._parameters: frozenset[str] = frozenset()  # of the exported program, buffers included
         self._by_stack: dict[tuple[tuple[str, tuple[str, Any]], ...], int] = {}
@@ -109,10 +101,9 @@ class FxCalls:
     # --- while the model runs ---------------------------------------------------------------------
 
     def enter(self, tracer: Any, module: Any, name: str | None, args: Any, kwargs: Any) -> bool:
-        """Note that a module's ``forward`` begins; ``name`` is the tracer's name of the module.
+        """Note that a module's ``forward`` begins, and return whether it is one of the model's: then call `leave`.
 
-        It is None for a module that was put in place after the tracing began: torch has no scope for it. Returns
-        whether the module is one of the model's; only then `leave` is to be called.
+        ``name`` is the tracer's; None for a module that was put in place after the tracing began.
         """
         path = self.names.path_now(module)
         if path is None:
@@ -153,8 +144,7 @@ class FxCalls:
     def _mark(self, tracer: Any) -> None:
         """Write the running call on the FX nodes made since a module last began or returned.
 
-        Scopes do not have it for every module: torch opens none for a ``GraphModule``, and none for a module that was
-        put in place while the model ran.
+        Torch opens no scope for a ``GraphModule``, and none for a module that was put in place while the model ran.
         """
         nodes = tracer.graph.nodes
         if self.log.stack:
@@ -205,15 +195,8 @@ class FxCalls:
         if call != NO_CALL:
             fx_node.meta[self.call_key] = call
 
-    def common(self, first: int, second: int) -> int:
-        """The innermost call around two; see `CallLog.common`."""
-        return self.log.common(first, second)
-
     def by_parameters(self, names: Iterable[str]) -> int:
-        """The call of work in a branch or loop body, where torch loses all scopes: that of its parameters' module.
-
-        A module that ran in bodies alone has no call yet; it gets one.
-        """
+        """The call of work in a branch or loop body without scopes: that of its parameters' module, or a new one."""
         aliases = self.names.aliases
         holders = {name.rpartition(".")[0] for name in names if name in self._parameters}
         paths = {aliases.get(name, name) for name in holders}

@@ -1,9 +1,6 @@
 """The call of each node of a JIT graph: of one that was traced, from the nodes as they were while tracing; of a script.
 
-While PyTorch traces, each module's call has a block of nodes of its own, which is dissolved when the trace ends. In a
-`ScriptModule` no Python calls are seen, but inlined operations say where they come from: a chain of attribute names,
-``0(Block).fc(Linear)``, without the containers in between (``layers.0``) and the same for every call. Parameters that
-an operation reads tell containers apart; order tells the rest.
+While PyTorch traces, each module's call has a block of nodes of its own, which is dissolved when the trace ends.
 """
 
 from __future__ import annotations
@@ -65,10 +62,9 @@ class Trace:
         self._between: dict[int, list[int]] = {}  # call → the numbers between which what has its caller's scope is its
 
     def enter(self, module: Any, state: Any) -> str | None:
-        """Note that a module's ``forward`` begins.
+        """Note that a module's ``forward`` begins, and return the name of its scope; None if nothing is to be noted.
 
-        Returns the name of its scope; an empty one if the tracer has none for it, as it was put in place while
-        the model ran; None if nothing is to be noted.
+        The name is empty if the tracer has no scope for it, as it was put in place while the model ran.
         """
         path = self._names.path_now(module) if state is not None else None
         if path is None or is_script_method(module.forward):
@@ -92,10 +88,7 @@ class Trace:
         self._between.setdefault(self.log.stack[-1], [next_number()])
 
     def leave(self, state: Any, given: Given, result: Any, changed: Callable[[Any], Any] | None) -> None:
-        """Note that the innermost running module returns ``result``.
-
-        ``changed`` gives what it is to give back in place of that; None for that.
-        """
+        """Note that the innermost running module returns ``result``, or what ``changed`` gives in its place."""
         # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
         self.log.record_inputs(given, traced_number)
         index = self.log.stack[-1]
@@ -113,10 +106,9 @@ class Trace:
             self.outputs = keys_of(flattened(result if changed is None else changed(result)), traced_number)
 
     def _noted(self, nodes: Any, call: int, later: list[int]) -> Iterator[TracedNode]:
-        """Every traced node but constants, in order.
+        """Every traced node but constants, in order; ``later`` are the calls whose blocks are to come, in order.
 
-        The tracer puts what a module's call does into a block of its own, whose node names the module as the trace
-        module map does. Blocks stand in the order of the calls; ``later`` are the calls whose blocks are to come.
+        The node of a module's block names the module as the trace module map does.
         """
         for node in nodes:
             kind = node.kind()
@@ -146,9 +138,7 @@ def _with_usual_names(traced: Sequence[TracedNode], reading: Reading) -> Sequenc
     """The nodes, with the names that the tracer gives operators when it ends."""
     others = {node.kind for node in traced} - {step.kind for step in reading.outermost}
     usual = {kind: usual_name(kind) for kind in others}
-    return (
-        [node._replace(kind=usual[node.kind]) if node.kind in usual else node for node in traced] if usual else traced
-    )
+    return [node._replace(kind=usual.get(node.kind, node.kind)) for node in traced] if usual else traced
 
 
 class Matching:
@@ -157,15 +147,8 @@ class Matching:
     Neither kind, scope nor order can tell a dead node from a live one like it, so that the graph is matched from its
     end: a node's consumers are matched first, and what they read in the trace is what the node made there.
 
-    Args:
-        trace: The trace.
-        reading: The graph: as it was traced, or that of a module which was made by tracing and inlined.
-        inputs: Number while tracing → number in the graph, for the graph's inputs.
-
-    Attributes:
-        calls: The call of each node of the graph's outermost block that is no constant.
-        dead: Calls that ran nodes which the graph does not have.
-        numbers: Number while tracing → number in the graph.
+    ``reading`` is the graph as it was traced, or that of a module which was made by tracing and inlined; ``inputs`` has
+    the numbers of its inputs: while tracing → in the graph.
     """
 
     def __init__(self, trace: Trace, reading: Reading, inputs: Mapping[int, int]) -> None:
@@ -182,10 +165,13 @@ class Matching:
             for index in reversed(range(len(self._steps))):
                 if self._places[index] is None:
                     self._put(index, find(index))
+        # The call of each node of the graph's outermost block that is no constant
         self.calls = [NO_CALL if place is None else traced[place].call for place in self._places]
         live = set(self._places)
-        self.dead = {node.call for place, node in enumerate(traced) if place not in live}
-        self.numbers: dict[int, int] = dict(inputs)
+        self.dead = {
+            node.call for place, node in enumerate(traced) if place not in live
+        }  # calls of nodes that are gone
+        self.numbers: dict[int, int] = dict(inputs)  # while tracing → in the graph
         for step, place in zip(self._steps, self._places, strict=True):
             if place is not None:
                 self.numbers.update(zip(traced[place].outputs, step.outputs, strict=False))
@@ -205,8 +191,7 @@ class Matching:
     def _by_inputs(self, index: int) -> int | None:
         """For a node whose results nothing reads, as it changes a tensor in place: the last that reads the same.
 
-        It stands between those of the nodes around it. The scope decides between several; in the graph of a module
-        that was made by tracing, the module's second call has none.
+        It stands between those of the nodes around it. The scope, where there is one, decides between several.
         """
         place = self._by_consumers(index)  # of one that has only consumers of this sort
         if place is not None:
@@ -244,7 +229,11 @@ def _agree(traced: str, scope: str) -> bool:
 
 
 class ScriptCalls:
-    """Turns chains of attribute names into calls of modules with these paths, operation by operation, in order."""
+    """The calls of a `ScriptModule`, operation by operation: no calls of Python are seen.
+
+    Inlined operations have a chain of attribute names, ``0(Block).fc(Linear)``, without the containers in between
+    (``layers.0``) and the same for every call. Parameters that they read tell containers apart; order tells the rest.
+    """
 
     def __init__(self, log: CallLog, paths: Iterable[str]) -> None:
         self._log = log
@@ -253,20 +242,14 @@ class ScriptCalls:
         log.stack.pop()
 
     def of_graph(self, graph: Any, reading: Reading, parameters: Mapping[int, str]) -> Iterator[int]:
-        """The call of each step of a graph that was inlined and read, also of those in branches and loop bodies.
-
-        ``parameters`` gives the names of the graph's inputs that are parameters.
-        """
+        """The call of each step of a graph; ``parameters`` has the names of its inputs that are parameters."""
         nodes = (node for node in nodes_of(graph) if node.kind() not in CONSTANTS)
         for node, step in zip(nodes, reading.steps, strict=True):
             held = [parameters[number] for number in step.inputs if number in parameters]
             yield self.call_of(node.getModuleHierarchy(), held)
 
     def call_of(self, hierarchy: str, parameters: Sequence[str]) -> int:
-        """The call of one operation, from where it says it is and from the parameters that it reads.
-
-        It says ``0(Block).fc(Linear)``, or nothing in the root.
-        """
+        """The call of one operation, from its chain, empty in the root, and the parameters that it reads."""
         holders = [name.rpartition(".")[0] for name in parameters]
         names = _PART.findall(hierarchy)
         for depth, name in enumerate(names, 1):

@@ -1,13 +1,9 @@
-"""JIT graphs read into plain data.
-
-Reading crosses from C++ to Python for every value, which is what capture under TorchScript costs; so constants, most
-of a traced graph, are only listed.
-"""
+"""JIT graphs read into plain data; constants, most of a traced graph, are only listed, as each access takes time."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -61,11 +57,6 @@ class Reading:
     def outermost(self) -> list[JitStep]:
         """The steps of the outermost block, for each of ``sizes`` one."""
         return [self.steps[end - 1] for end in itertools.accumulate(self.sizes)]
-
-    @property
-    def tensors(self) -> set[int]:
-        """Numbers of everything that a step makes."""
-        return {number for step in self.steps for number in step.outputs}
 
     def paired_with(self, copy: Reading) -> dict[int, int]:
         """Old number → new, for the reading of a copy of this graph that was made node by node."""
@@ -149,11 +140,6 @@ def nodes_of(block: Any) -> Iterator[Any]:
         for inner in node.blocks() if may_have_blocks(node.kind()) else ():
             yield from nodes_of(inner)
         yield node
-
-
-def autograd_functions(nodes: Iterable[Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """The class name and the numbers of the outputs of each node that calls an ``autograd.Function``, in order."""
-    return [(node.pyname(), numbers_of_outputs(node)) for node in nodes if node.kind() == "prim::PythonOp"]
 
 
 @cache

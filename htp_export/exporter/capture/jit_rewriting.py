@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import Key, Operation
-from htp_export.exporter.capture.jit_graph import JitStep, Reading, autograd_functions, nodes_of, numbers_of_outputs
+from htp_export.exporter.capture.jit_graph import JitStep, Reading, nodes_of, numbers_of_outputs
 from htp_export.exporter.capture.torchscript_internals import viewed
 
 _CONSTANT = "constant"
@@ -29,10 +29,7 @@ class State(NamedTuple):
 
 
 class Versions:
-    """The states of the tensors of one trace.
-
-    Feed it the steps of the trace in order; then ask it.
-    """
+    """The states of the tensors of one trace; feed it the steps in order, then ask it."""
 
     def __init__(self) -> None:
         self._base: dict[int, int] = {}  # tensor that has the memory of another → that one
@@ -80,13 +77,9 @@ class Versions:
         return states[-1] if states else base
 
     def settle(self, operations: Sequence[Operation], outputs: list[Key], before: Reading, after: Reading) -> Reading:
-        """Take back the states that nobody reads, now that the trace says who reads what.
+        """Take back the states that nobody reads, once changes in place are operations of their own (``after``).
 
-        Args:
-            operations: Of the trace; changed.
-            outputs: What the trace returns; changed.
-            before: The graph as it was traced; a step for each of the operations. It is returned with states.
-            after: The graph once changes in place are operations of their own.
+        ``operations`` and ``outputs`` are changed; ``before``, the graph as it was traced, is returned with states.
         """
         if not self:
             return before
@@ -139,9 +132,7 @@ class Stages:
 
 
 def follow(before: Reading, after: Reading) -> dict[int, int]:
-    """Where a rewriting of a graph in place left each tensor: the tensor that now holds its value.
-
-    Tensors whose values no tensor holds any more are absent. What is still there has the same number.
+    """Where a rewriting of a graph in place left each tensor: the tensor that now holds its value, if there is one.
 
     A node that is in both graphs and reads another tensor in a place shows what that place's tensor became. From
     there backwards: where one operation stands in for another of its kind, so do the tensors that they read; and where
@@ -279,11 +270,13 @@ class Translation:
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}  # number of a tensor in the graph → number in the new graph
-        self._functions: list[tuple[str, tuple[int, ...]]] = []  # those that are not translated yet
+        # Class and outputs of each ``autograd.Function`` that is not translated yet, in order
+        self._functions: list[tuple[str, tuple[int, ...]]] = []
 
     def begin(self, graph: Any) -> None:
         """Note the graph that is about to be translated."""
-        self._functions = autograd_functions(nodes_of(graph))
+        functions = (node for node in nodes_of(graph) if node.kind() == "prim::PythonOp")
+        self._functions = [(node.pyname(), numbers_of_outputs(node)) for node in functions]
 
     def node(self, node: Any, result: Any) -> None:
         """Note what a node became."""

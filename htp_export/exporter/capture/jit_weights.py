@@ -1,12 +1,11 @@
-"""How the initializers of a TorchScript export were made: constants are folded into new ones while it runs.
+"""How the initializers of a TorchScript export were made, while it folds constants into new ones.
 
-Values keep their numbers meanwhile. The node that reads a folded constant is still there, so its inputs, before and
-after, tell which value of the graph each new initializer stands for.
+Values keep their numbers: the inputs of a node, before and after, tell which value each new initializer stands for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from htp_export.exporter.capture.jit_graph import (
@@ -26,13 +25,7 @@ _ONNX = "onnx::"
 
 
 class JitWeights:
-    """A graph before its constants are folded.
-
-    Args:
-        graph: The JIT graph, of ONNX's operators.
-        parameters: The names of its inputs that are weights.
-        state: The names in the model's ``state_dict``.
-    """
+    """A graph before its constants are folded; ``state`` has the names in the model's ``state_dict``."""
 
     def __init__(self, graph: Any, parameters: Mapping[str, Any], state: Collection[str]) -> None:
         named = {value.unique(): value.debugName() for value in graph.inputs() if value.debugName() in parameters}
@@ -105,7 +98,10 @@ class JitWeights:
                 nodes.append((outputs, tuple(same.get(number, number) for number in inputs)))
         joined = {value.unique(): made for value, made in zip(graph.outputs(), self._returned, strict=False) if made}
         for outputs, inputs in nodes:
-            joined.update((number, made) for at, number in enumerate(inputs) if (made := self._at(outputs, at)))
+            of_node = (
+                (number, self._after.get((outputs[0], at))) for at, number in enumerate(inputs if outputs else ())
+            )
+            joined.update((number, made) for number, made in of_node if made is not None)
         found: dict[str, list[Recipe]] = {}
         for outputs, inputs in nodes:
             for place, number in enumerate(inputs if outputs else ()):
@@ -113,9 +109,6 @@ class JitWeights:
                     found.setdefault(names[number], []).append(recipe)
         merged_recipes = {name: merged(recipes) for name, recipes in found.items()}
         return {name: recipe for name, recipe in merged_recipes.items() if recipe != name}
-
-    def _at(self, outputs: Sequence[int], place: int) -> tuple[Recipe, Recipe] | None:
-        return self._after.get((outputs[0], place)) if outputs else None
 
     def _recipe(self, output: int, place: int, name: str, joined: Mapping[int, tuple[Recipe, Recipe]]) -> Recipe | None:
         """How an initializer was made that a node reads in a place."""

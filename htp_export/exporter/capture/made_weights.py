@@ -28,10 +28,7 @@ class _Folding(NamedTuple):
 class MadeWeights:
     """What stands in a graph as torch translated it, and depends on no input of the model.
 
-    Args:
-        graph: The graph.
-        nodes: Its nodes, producers before consumers.
-        state: The names in the model's ``state_dict``: other initializers are constants.
+    ``nodes`` have producers before consumers; initializers that are not in ``state`` are constants.
     """
 
     def __init__(self, graph: ir.Graph, nodes: Sequence[ir.Node], state: Collection[str]) -> None:
@@ -62,12 +59,7 @@ class MadeWeights:
         return _Folding(norm.outputs[0], read[0], zeros, recipes)
 
     def write(self, model: ir.Model, last: Callable[[ir.Value], ir.Value]) -> None:
-        """Write the recipes of a model's initializers.
-
-        Args:
-            model: The model as torch optimised it.
-            last: The value that stands for one of the first graph now.
-        """
+        """Write the recipes of an optimised model's initializers; ``last`` gives what stands for a first value now."""
         made: dict[ir.Value, list[Recipe]] = {}
         for value, recipe in self.known.items():
             made.setdefault(last(value), []).append(recipe)

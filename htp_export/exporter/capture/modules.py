@@ -39,10 +39,7 @@ class ModuleNames:
 
     @property
     def hierarchy(self) -> Hierarchy | None:
-        """The module tree as it is now, in the order of ``named_modules()``; None for what is no ``nn.Module``.
-
-        A ``forward`` may have put other modules in place.
-        """
+        """The module tree as it is now, in the order of ``named_modules()``; None for what is no ``nn.Module``."""
         return None if self._model is None else Hierarchy.from_module(self._model)
 
     @property
@@ -124,18 +121,13 @@ class Before:
         held = [tensor for tensor in (*model.buffers(), *tensors_in(arguments)) if not is_lazy(tensor)]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in held]
         self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-        self._containers = [(each, each.copy()) for each in self._held_containers()]
+        # Parameters and buffers are in such
+        held_by_modules = [value for _, attributes in self._attributes for value in attributes.values()]
+        self._containers = [(each, each.copy()) for each in held_by_modules if isinstance(each, (dict, list))]
         self._random = random.getstate()
         cuda_runs = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._generator = torch.get_rng_state()
         self._devices = torch.cuda.get_rng_state_all() if cuda_runs else []
-
-    def _held_containers(self) -> Iterator[Any]:
-        """Dictionaries and lists that modules hold: their parameters and buffers are in such."""
-        for _, attributes in self._attributes:
-            for value in attributes.values():
-                if isinstance(value, (dict, list)):
-                    yield value
 
     def put_back(self) -> None:
         """Undo what was changed since."""

@@ -38,14 +38,6 @@ def nodes_of_model(model: ir.Model) -> Iterator[ir.Node]:
         yield from every_node(graph)
 
 
-def values_of(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Every value of a graph that something made or gave: its inputs, initializers, and the outputs of its nodes."""
-    yield from graph.inputs
-    yield from graph.initializers.values()
-    for node in every_node(graph):
-        yield from node.outputs
-
-
 def reads_of(node: ir.Node) -> tuple[ir.Value, ...]:
     """What a node reads; for one with bodies, also what its bodies return."""
     reads = [value for value in values_read(operator_of(node), node.inputs) if value is not None]
@@ -77,16 +69,10 @@ def copy_stamps(graph: ir.Graph, named: Mapping[str | None, ir.Value]) -> None:
 
 
 def equal_tensors(nodes: Iterable[ir.Node]) -> dict[ir.Value, tuple[ir.Value, ...]]:
-    """Tensors of a graph that are equal whatever the inputs are, although different nodes make them.
+    """Tensors of a graph that are equal whatever the inputs are: each → the others, in the order of production.
 
     A tensor that is reshaped, and then gets a shape back that it had before, is the tensor that had this shape; so is
-    one that is padded by nothing.
-
-    Args:
-        nodes: The nodes, producers before consumers.
-
-    Returns:
-        Each such tensor → the others, in the order in which they are made.
+    one that is padded by nothing. ``nodes`` have producers before consumers.
 
     Examples:
         >>> import onnx_ir as ir
@@ -147,10 +133,7 @@ class BodyFunction:
 def bodies_of_node(
     node: ir.Node, functions: Mapping[Any, ir.Function], initializer_names: Mapping[Any, str] | None = None
 ) -> Iterator[BodyFunction]:
-    """The bodies of a node of the main graph or of a function, and the bodies inside them.
-
-    For a node of a function, ``initializer_names`` has the function's inputs that stand for initializers.
-    """
+    """The bodies of a node, and the bodies inside them; ``initializer_names``: inputs of the function around it."""
     for body in subgraphs(node):
         for call in every_node(body):
             function = functions.get(call.op_identifier())

@@ -46,6 +46,8 @@ DYNAMO = Patches(
     Patch(_CORE, "_exported_program_to_onnx_program", noting(dynamo_capture, _FIRST_GRAPH, "translated_program")),
     Patch("torch.fx.interpreter", "Interpreter.run_node", dynamo_patches.run_node),
     Patch("torch.onnx", "ONNXProgram.optimize", dynamo_patches.optimize),
+    Patch("torch.export.decomp_utils", "_collect_all_valid_cia_ops", dynamo_patches.list_once),
+    Patch("torch.export.exported_program", "_collect_all_valid_cia_ops", dynamo_patches.list_once),
 )
 
 REPLACEMENTS = Patches(

@@ -1,7 +1,6 @@
-"""An ``ExportedProgram`` as a graph of torch's operators, in the classes that hold ONNX graphs.
+"""An ``ExportedProgram`` as a graph of torch's operators, ``aten::linear``, in the classes that hold ONNX graphs.
 
-Each operator has the namespace of torch as its domain: ``aten::linear``. Tensors among its arguments are inputs, in the
-order of the operator's schema, and all else is an attribute. Nothing can run such a graph, and it is never written.
+Tensors among the arguments are inputs, in the order of the operator's schema, and all else is an attribute.
 """
 
 from __future__ import annotations
@@ -100,10 +99,7 @@ def drop_identities(
 
 
 class _Body:
-    """The graph of a program, or of a branch in it, whose names begin with ``prefix``.
-
-    ``values`` are those that are known before: FX node → value, or a list of values.
-    """
+    """The graph of a program, or of a branch in it whose names begin with ``prefix``; ``values``: FX node → value."""
 
     def __init__(self, module: Any, values: _Values, prefix: str = "") -> None:
         self._module, self._prefix = module, prefix

@@ -1,11 +1,8 @@
 """What ``torch.export`` does not keep with the programs that it makes: which modules ran, and in which bodies.
 
-Captures are noted on the nodes of the program's graph, so that they live as long as these do, and come along when torch
-or another library copies the graph, changes it, or makes another program around it.
-
-Without strict mode, ``torch.export`` leaves the nodes of branches and loop bodies without a module stack. It can be
-written while the graphs are there that Dynamo made of the bodies; afterwards nothing of the program says which modules
-ran in them.
+Captures are noted on the nodes of the program's graph, so that they come along when the graph is copied or changed.
+Without strict mode, ``torch.export`` leaves the nodes of bodies without a module stack; it can be written while the
+graphs are there that Dynamo made of the bodies.
 """
 
 from __future__ import annotations

@@ -2,15 +2,12 @@
 
 Functionalization replaces each change in place by a new tensor, and keeps the tensors that share its memory in step:
 
-- A view of the changed tensor is out of date, also a view that is made after the change. It is computed again, from
-  the tensor as it is now, when an operation reads it, or after the last operation if the model returns it. The nodes
-  made for that are a chain of view operators, the same as when the view was first made.
+- A view of the changed tensor is computed again, by the same chain of view operators, when an operation reads it, or
+  after the last operation if the model returns it.
 - Where the changed tensor is itself a view, the change is written back into the tensor under it: each view operator is
   reversed, ``slice_scatter`` for ``slice``, and then the view is computed again.
 
-torch gives all these nodes the scope of the operation that reads the view or changes it, although they are the work of
-those who made the views, or who have the tensor under them. Where a module changes a view and reads it afterwards, they
-are its own work: its region would otherwise take in what it computed itself.
+torch gives all these nodes the scope of the operation that reads the view or changes it.
 """
 
 from __future__ import annotations
@@ -62,11 +59,10 @@ class Moved(NamedTuple):
 class Replays:
     """Finds the calls to which these nodes belong.
 
-    A view computed again from the same tensor is the work of the call that made it first. Computed from another state
-    of the tensor, it combines the work of that call and of the call that made the change: it belongs to the innermost
-    call around both. What is written back belongs to the innermost call that has the tensor under the view: the call
-    around the one that made the change and those that made the views. Both belong to a call inside of that one if it
-    makes the change and reads the result, too (`settle`).
+    A view computed again from the same tensor is the work of the call that made it first; from another state of the
+    tensor, of the innermost call around that one and the call that made the change. What is written back belongs to the
+    innermost call around the one that made the change and those that made the views. Both belong to a call inside of
+    that one if it makes the change and reads the result, too (`settle`).
     """
 
     def __init__(self, calls: FxCalls, decomposed: Places) -> None:
@@ -81,10 +77,10 @@ class Replays:
         self._change: dict[int, int] = {}  # number of a node that follows a change → the call that made the change
 
     def record(self, executed: ExecutedNode) -> dict[Any, Any]:
-        """Assign owners to the nodes that were added when a node of the exported graph was executed.
+        """Assign the nodes that were added when a node of the exported graph was executed.
 
-        Returns for views that the node changed: the node of the decomposed graph that makes the tensor
-        afterwards → the node that has its value before that is written back.
+        Returns for views that it changed: the node that makes the tensor afterwards → the node that has its value
+        before that is written back.
         """
         traced, changed = set(executed.made), {}
         for state in executed.read:
@@ -106,8 +102,8 @@ class Replays:
     def returned(self, outputs: Iterable[tuple[Any, Any]], late: Collection[Any]) -> None:
         """Assign the nodes that compute views again for what the graph returns.
 
-        ``outputs`` are nodes of the exported graph, each with the node of the decomposed one that is returned, or None
-        for what is no tensor; ``late`` are the nodes that were made after the last node of the exported graph ran.
+        ``outputs``: nodes of the exported graph, each with the node that is returned, or None for what is no tensor;
+        ``late``: the nodes that were made after the last node of the exported graph ran.
         """
         for node, again in outputs:
             if node in self._first:
@@ -116,16 +112,15 @@ class Replays:
     def settle(self, nodes: Iterable[Any]) -> None:
         """Assign nodes of the complete graph that follow a change to a call that makes the change and reads the result.
 
-        Where such a call is inside of the one that has the tensor under the view, nodes outside of it would take what
-        it changed, and give it back.
+        Otherwise nodes outside of that call would take what it changed, and give it back.
         """
         settled: dict[int, int] = {}
         for node in reversed(list(nodes)):
             change = self._change.get(self._mark(node), NO_CALL)
             call = before = self._calls.of_node(node)
             for reader in node.users if change != NO_CALL else ():
-                both = self._calls.common(change, self._calls.of_node(reader))  # around the change, as `call` is
-                call = both if self._calls.common(both, call) == call else call
+                both = self._calls.log.common(change, self._calls.of_node(reader))  # around the change, as `call` is
+                call = both if self._calls.log.common(both, call) == call else call
             if call != before:
                 self._calls.assign(node, call)
                 settled[self._mark(node)] = call
@@ -165,7 +160,7 @@ class Replays:
         base = self._calls.of_node(repeated.base)
         change = self._change.get(self._mark(repeated.base), base)
         for nodes, view in zip(repeated.views, first.views, strict=False):
-            call = view.call if same else self._calls.common(view.call, base)
+            call = view.call if same else self._calls.log.common(view.call, base)
             for node in nodes:
                 self._calls.assign(node, call)
                 if not same:
@@ -184,10 +179,7 @@ class Replays:
         return None
 
     def _written_back(self, first: Way, state: State, traced: Collection[Any]) -> Any:
-        """Assign the nodes that write the new value of a view into the tensor under it; the node of that value.
-
-        Returns None if nothing is written back, or not in the way that is known.
-        """
+        """Assign the nodes that write the new value of a view into the tensor under it; that value's node, if any."""
         repeated = self._repeated(first, state.maker, traced)
         if repeated is None or repeated.base not in traced:
             return None
@@ -195,7 +187,7 @@ class Replays:
         change = call = self._calls.of_node(node)
         calls = []
         for view in first.views:
-            call = self._calls.common(call, view.call)
+            call = self._calls.log.common(call, view.call)
             calls.append(call)
         for call in reversed(calls):
             value = reversed_view(node) if node in traced else None

@@ -7,8 +7,7 @@ exports in this way is exported in this way.
 Some models refuse it (transformers 5: ``got multiple values for argument 'use_cache'``), the tracer refuses objects
 among the arguments, and objects such as a key-value cache among the outputs; and a model that asks whether an argument
 is a number may compute something else (transformers: ``logits_to_keep``). Then only what the user gave is passed, as
-the user gave it: tensors are traced, all else is constant. No wrapper module is needed for that, so that no module path
-changes.
+the user gave it: tensors are traced, all else is constant.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from htp_export.errors import described
 from htp_export.exporter.capture.modules import Before
@@ -29,30 +27,12 @@ _MISSING = object()
 _log = logging.getLogger(__name__)
 
 
-class RootCall(Protocol):
-    """One way of calling the model.
-
-    Attributes:
-        traced: The arguments that become inputs of the trace, in order.
-    """
-
-    traced: Any
-
-    def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What ``forward`` is called with, positional and by keyword: the tracer's tensors in their places."""
-
-    def result(self, result: Any) -> Any:
-        """What the model returns, as the tracer takes it."""
-
-
 class GivenCall:
     """The call as the user gave it: by position and by keyword, tensors traced, all else constant.
 
-    Args:
-        model: The module that is exported.
-        args: The arguments as ``torch.onnx.export`` passes them on: a tuple, keyword arguments as a dict at its end.
-        in_signature_order: Whether keyword arguments become inputs in the order of ``forward``'s signature, as torch
-            has it; else in the order in which they were given, as under dynamo.
+    ``args`` are as ``torch.onnx.export`` passes them on: a tuple, keyword arguments as a dict at its end. With
+    ``in_signature_order``, these become inputs in the order of ``forward``'s signature, as torch has it; else in the
+    order in which they were given, as under dynamo.
     """
 
     def __init__(self, model: Any, args: Any, *, in_signature_order: bool) -> None:
@@ -65,11 +45,12 @@ class GivenCall:
         self.keywords = {name: keywords[name] for name in dict.fromkeys((*known, *keywords))}
         slots: list[tuple[int | str, Any]] = [*enumerate(self.positional), *self.keywords.items()]
         self._slots = [(where, _MISSING if _traceable(value) else value) for where, value in slots]
-        self.traced = tuple(value for _, value in slots if _traceable(value))
+        self.traced = tuple(value for _, value in slots if _traceable(value))  # the inputs of the trace, in order
         # The names or places of the arguments that do not become inputs of the trace
         self.constants = [where for where, value in self._slots if value is not _MISSING]
 
     def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What ``forward`` is called with, positional and by keyword: the tracer's tensors in their places."""
         values = iter(traced)
         slots = [(where, next(values) if value is _MISSING else value) for where, value in self._slots]
         positional = tuple(value for where, value in slots if isinstance(where, int))
@@ -77,16 +58,12 @@ class GivenCall:
 
     @staticmethod
     def result(result: Any) -> Any:
+        """What the model returns, as the tracer takes it."""
         return result if _traceable(result) else tuple(_tensors(result))
 
 
 class FormattedCall:
-    """The call as torch formats it.
-
-    Args:
-        formatted: The arguments as torch formats them; a tuple, as a rule.
-        given: The call as the user gave it, in whose order keyword arguments become inputs of the trace.
-    """
+    """The call as torch formats it; keyword arguments become inputs in the order in which the user gave them."""
 
     def __init__(self, formatted: Any, given: GivenCall) -> None:
         values = formatted if isinstance(formatted, tuple) else (formatted,)
@@ -114,19 +91,7 @@ class FormattedCall:
         return GivenCall.result(result)
 
 
-@dataclass(frozen=True)
-class RootChoice:
-    """The call that is traced."""
-
-    call: RootCall  # the call
-    # The state to go back to before the call as given is tried; None if that is no other call
-    before: Before | None = None
-
-    @property
-    def after_trace(self) -> RootChoice:
-        """What is left to choose once the trace is made: as given, the model has the same trace but for numbers."""
-        same = isinstance(self.call, FormattedCall) and self.call.same_values
-        return replace(self, before=None) if same else self
+RootCall: TypeAlias = GivenCall | FormattedCall
 
 
 class RootCalls:
@@ -139,49 +104,40 @@ class RootCalls:
     """
 
     def __init__(self, args: Any, *, names_inputs: bool, refusal: str = "") -> None:
-        self.choice: RootChoice | None = None  # how it is called; None before it is traced
+        self.call: RootCall | None = None  # how it is called; None before it is traced
+        self.before: Before | None = None  # the state before the call, if the call as given may be tried after it
         self.runs = False  # whether it runs, so that modules which are called are called by it
         self._args, self._names_inputs, self._refusal = args, names_inputs, refusal
-
-    @property
-    def call(self) -> RootCall | None:
-        """The call; None where torch alone says so."""
-        return None if self.choice is None else self.choice.call
 
     def choose(self, model: Any, formatted: Any) -> Any:
         """Choose how to call the model, and return the arguments that become inputs of the trace.
 
         ``formatted`` are the arguments as torch formats them.
         """
-        as_passed = GivenCall(model, self._args, in_signature_order=self._names_inputs)
-        self.choice = _chosen(model, formatted, as_passed, self._refusal)
-        return self.choice.call.traced
+        as_passed, refusal = GivenCall(model, self._args, in_signature_order=self._names_inputs), self._refusal
+        self.call, self.before = as_passed, None
+        if not refusal:
+            call = FormattedCall(formatted, as_passed)
+            before = None if call.same_call else Before(model, (as_passed.positional, as_passed.keywords))
+            if before is not None and not call.same_values:
+                refusal = _changed_meaning(model, call, as_passed, before)
+            if not refusal:
+                self.call, self.before = call, before
+                return call.traced
+        level = logging.WARNING if as_passed.constants else logging.INFO
+        constants = ", ".join(map(str, as_passed.constants))
+        listed = f"; constants in the file: {constants}" if constants else ""
+        _log.log(level, "%s: not called as torch calls it: %s%s", type(model).__name__, refusal, listed)
+        return as_passed.traced
 
     def traced(self) -> None:
-        """Note that the trace is made."""
-        self.choice = None if self.choice is None else self.choice.after_trace
-
-
-def _chosen(model: Any, formatted: Any, as_passed: GivenCall, refusal: str) -> RootChoice:
-    if not refusal:
-        call = FormattedCall(formatted, as_passed)
-        if call.same_call:
-            return RootChoice(call)
-        before = Before(model, (as_passed.positional, as_passed.keywords))
-        refusal = "" if call.same_values else _changed_meaning(model, call, as_passed, before)
-        if not refusal:
-            return RootChoice(call, before)
-    level = logging.WARNING if as_passed.constants else logging.INFO
-    constants = f"; constants in the file: {', '.join(map(str, as_passed.constants))}" if as_passed.constants else ""
-    _log.log(level, "%s: not called as torch calls it: %s%s", type(model).__name__, refusal, constants)
-    return RootChoice(as_passed)
+        """Note that the trace is made: as given, the model has the same trace but for numbers."""
+        if isinstance(self.call, FormattedCall) and self.call.same_values:
+            self.before = None
 
 
 def _changed_meaning(model: Any, call: FormattedCall, as_passed: GivenCall, before: Before) -> str:
-    """Why the call as torch formats it does not give what the call as given gives; empty if it does.
-
-    Both are run to find out, without a trace.
-    """
+    """Why the two calls, run without a trace, do not give the same; empty if they do."""
     try:
         arguments = numbers_as_tensors(call.formatted)
     except RuntimeError as error:

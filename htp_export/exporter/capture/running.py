@@ -1,9 +1,7 @@
 """What of htp_export runs in this thread or task: who tags its exports, what captures one, and faults of that.
 
-Every step of a capture runs in `Guarded.step`. The first step that fails is noted and ends the capture; torch's export
-goes on as if nobody watched it. What becomes of the fault is decided once the graph is complete: `Guarded.give_up`.
-Nothing of the model and no step of torch's exporter runs inside a step, so that their errors are never taken for a
-fault of the capture.
+Every step of a capture runs in `Guarded.step`. The first step that fails ends the capture; torch's export goes on, and
+`Guarded.give_up` decides at its end. Nothing of the model or of torch's exporter runs inside a step.
 """
 
 from __future__ import annotations
@@ -33,15 +31,10 @@ _Result = TypeVar("_Result")
 
 
 class Exporter(Protocol):
-    """What the patches call when an export runs in a thread that asked for tags.
+    """What the patches call when an export runs in a thread that asked for tags."""
 
-    Attributes:
-        strict: Whether an export fails that cannot be tagged.
-        ended: Whether the block that asked for tags is over.
-    """
-
-    strict: bool
-    ended: bool
+    strict: bool  # whether an export fails that cannot be tagged
+    ended: bool  # whether the block that asked for tags is over
 
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         """Run torch's dynamo exporter and tag its result."""

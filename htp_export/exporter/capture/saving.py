@@ -1,11 +1,7 @@
 """How a tagged program of the dynamo exporter is saved: as torch saves it, but whole or not at all, and part by part.
 
-torch writes the weights first and the model afterwards, each over what is there. Between the two, an old model has new
-weights, which loads and computes something that neither model does.
-
-Parameters that were loaded from safetensors files, or by ``torch.load(mmap=True)``, are mapped. Written as torch writes
-them, all of them would be resident at the end; so pages that are mapped from a file are released behind each part. The
-optimizer transposes weights without copying them; numpy would write these one element at a time.
+Pages of parameters that are mapped from a file are released behind each part: else all would be resident at the end.
+The optimizer transposes weights without copying them; numpy would write these one element at a time.
 """
 
 from __future__ import annotations
@@ -40,11 +36,7 @@ _MARK = "_htp_export_saves_whole"
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise, before the model runs, what writing a file would end in.
-
-    Raises:
-        OSError: If its folder does not exist, or no file can be made there.
-    """
+    """Raise an `OSError`, before the model runs, if a file cannot be written in its folder."""
     file = Path(path)
     error = None if is_special(file) else why_not_writable(file.absolute().parent)
     if error is not None and not _is_writable(file):

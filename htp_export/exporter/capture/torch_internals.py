@@ -218,11 +218,10 @@ def gives_what_a_body_gives(function: Any) -> bool:
 
 
 def use_plain_containers(changes: Changes, program: Any) -> bool:
-    """Let an exported program take and return lists in place of the containers of other libraries.
+    """Let an exported program take and return lists in place of the containers of other libraries; whether it has any.
 
     torch builds the containers again while it decomposes the program, inside the trace. Tensors that they make for
-    that, as the caches of transformers do, become constants of the trace that the decomposed program lacks. Returns
-    whether there are such containers.
+    that, as the caches of transformers do, become constants that the decomposed program lacks.
     """
     from torch.utils import _pytree
 
@@ -294,11 +293,7 @@ def keep_autocast_cache(changes: Changes) -> None:
 
 
 def run_after_hooks(changes: Changes, module: Any, finish: Callable[[Any], Any]) -> bool:
-    """Run something once, when the user's forward hooks on a module have run, with what the module gives back then.
-
-    It is asked for while the module's ``forward`` runs. ``finish`` gives back what the module is to give back. Returns
-    whether there are hooks; else it would not run.
-    """
+    """Give back ``finish`` of what a module gives back, once the user's hooks have run; whether there are any."""
     from torch.nn.modules import module as modules
 
     hooks, key = module._forward_hooks, object()
@@ -338,8 +333,7 @@ def computes_a_size(fx_node: Any) -> bool:
 def called_by_export(module: Any) -> Any:
     """The module that runs when ``torch.export`` calls ``module``: as a rule itself.
 
-    ``torch.export`` traces the model inside a wrapper module. It calls the model from there, so that the call is seen;
-    but a model that is a ``GraphModule`` it interprets node by node, in the wrapper's own call.
+    A model that is a ``GraphModule`` is interpreted node by node, in the call of the wrapper that is traced.
     """
     import torch
 
@@ -350,8 +344,7 @@ def called_by_export(module: Any) -> Any:
 def called_by_forward(module: Any) -> Any:
     """The module whose bound ``__call__`` is the ``forward`` of another one, as `torch.compile` sets it; else None.
 
-    torch sees the calls of modules in a trace by replacing ``nn.Module.__call__``, and one that was bound before is
-    the one from before: torch opens no scope for its module.
+    torch replaces ``nn.Module.__call__`` while it traces, so that it sees no call of one that was bound before.
     """
     import torch
 
@@ -369,10 +362,9 @@ def is_compiled(module: Any) -> bool:
 
 
 def without_export_root(name: str, root: str | None) -> str:
-    """A module's name in a scope, without the name of the wrapper in which ``torch.export`` traces the model.
+    """A module's name in a scope of a branch or loop body, without the name of the wrapper that is traced.
 
-    torch takes it off the names in the main graph, and leaves it in branches and loop bodies. ``root`` is the model's
-    own name in the trace; None where the trace was not seen, and has the usual one.
+    ``root`` is the model's own name in the trace; None where the trace was not seen, and has the usual one.
     """
     root = "_export_root" if root is None else root
     return "" if name == root else name.removeprefix(f"{root}.")

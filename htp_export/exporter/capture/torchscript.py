@@ -1,9 +1,7 @@
 """Capture under ``dynamo=False``: the tracer's blocks say who ran what, the values' numbers what became of it.
 
-The exporter dissolves the blocks, rewrites the traced graph in place (merging equal work, removing no-ops), translates
-it into ONNX operators, and rewrites again. Values keep their numbers while a graph is rewritten; where one is gone, the
-nodes that used to read it tell which value stands in its place. Nothing of the graph is changed here, so that the file
-stays torch's own.
+The exporter dissolves the blocks, rewrites the traced graph in place, translates it into ONNX operators, and rewrites
+again. Values keep their numbers meanwhile; where one is gone, its former readers tell which value stands in its place.
 """
 
 from __future__ import annotations
@@ -89,9 +87,8 @@ class TorchScriptCapture(Guarded):
     def returns(self, module: Any, state: Any, given: Given, result: Any, changed: Callable[[Any], Any] | None) -> bool:
         """Note that the innermost running module's ``forward`` is over; the arguments are those of `Trace.leave`.
 
-        The user's forward hooks run outside of the module's scope; what they compute is the module's work. Where there
-        are some, the module returns once they have run. Returns whether hooks run before the module returns; else
-        ``changed`` is left to the caller.
+        The user's forward hooks run outside of the module's scope, and do the module's work. Returns whether there are
+        some, so that the module returns after them; else ``changed`` is left to the caller.
         """
 
         def after_hooks(returned: Any) -> Any:
@@ -113,10 +110,7 @@ class TorchScriptCapture(Guarded):
         self._began(reading, dict(zip(self.trace.inputs, (*reading.inputs, *reading.parameters), strict=False)))
 
     def created(self, made: tuple[Any, ...]) -> None:
-        """Note the graph that is to be translated, if it was not traced but made of a module that was traced before.
-
-        torch does so with quantized models. The graph and its parameters are the first two of what it made.
-        """
+        """Note a graph (and its parameters) that torch made of a traced module, as of quantized models."""
         if self._first or not self.trace.nodes:
             return
         graph, parameters, *_ = made
@@ -196,7 +190,7 @@ class TorchScriptCapture(Guarded):
 
     def tagged(self, model_bytes: bytes) -> Iterable[bytes | memoryview]:
         """The file with tags, in pieces to be written one after the other."""
-        self.root.choice = None
+        self.root.call = self.root.before = None
         file = SerializedModel(model_bytes, {} if self.kept is None else self.kept.weights)
         return self.tag(file) if self.tag else file.chunks()
 
@@ -257,10 +251,10 @@ class TorchScriptCapture(Guarded):
         return found
 
     def _number_before(self, number: Any, call: int, producers: Mapping[Any, Operation]) -> Any:
-        """Return the number that an input tensor of a call had before the call.
+        """The number that an input tensor of a call had before; ``number`` is read after the call.
 
-        The current number is read after the call. An operation of the call that returned the tensor itself
-        (``x.to(x.dtype)``) or changed it in place assigned a new number; it read the tensor under the previous one.
+        An operation of the call that returned the tensor itself (``x.to(x.dtype)``) or changed it in place assigned a
+        new number; it read the tensor under the previous one.
         """
         producer = producers.get(number)
         while producer is not None and call in self.trace.log.chain(producer.call):
@@ -280,10 +274,8 @@ class TorchScriptCapture(Guarded):
 def _bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """The branches and loop bodies of a node."""
     for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == onnx.AttributeProto.GRAPHS:
-            yield from attribute.graphs
+        if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
+            yield from (attribute.g, *attribute.graphs)
 
 
 def _every_proto(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:

@@ -1,8 +1,7 @@
 """The file of a TorchScript export: written whole, with weights that stay where they are until then.
 
-torch copies each weight three times on its way into the bytes of a model, and once more to look for functions. In its
-place it is given an empty tensor of the same type; the shape and the bytes are put in when the file is written, weight
-by weight.
+torch copies each weight four times on its way into a file. It is given an empty tensor in its place; the shape and the
+bytes are put in when the file is written.
 """
 
 from __future__ import annotations

@@ -38,10 +38,7 @@ def tracing_state() -> Any:
 
 
 def flattened(value: Any) -> list[Any]:
-    """What the TorchScript tracer makes of arguments or results: their tensors, numbers and flags as tensors, in order.
-
-    A `RuntimeError` if something among them is none of what it takes.
-    """
+    """The tensors of arguments or results as the tracer takes them, numbers and flags too; or a `RuntimeError`."""
     import torch
 
     tensors, _ = torch._C._jit_flatten(value)
@@ -186,8 +183,8 @@ def traced_number(*tensor: Any) -> int | None:
 def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
     """Let the second tensor of each pair, computed again, stand for the first in the TorchScript trace that runs.
 
-    What computed the first ones is removed from the trace, unless something else reads it: exporters would merge it
-    with what computes the second ones, and keep the scopes of the first. Pairs are in the order of computation.
+    What computed the first ones is removed, unless something else reads it: exporters would merge it with what computes
+    the second ones, and keep the scopes of the first. Pairs are in the order of computation.
     """
     import torch
 

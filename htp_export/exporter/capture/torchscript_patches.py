@@ -10,7 +10,6 @@ from typing import Any
 from htp_export.exporter.capture import torchscript_internals
 from htp_export.exporter.capture.calls import Given
 from htp_export.exporter.capture.patching import replacing
-from htp_export.exporter.capture.root_call import RootCall
 from htp_export.exporter.capture.running import script_capture, wanted
 from htp_export.exporter.capture.torchscript_file import KeptWeights, stand_ins, write, write_tagged
 
@@ -32,10 +31,10 @@ def script_export(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """In the place of the method that runs ``forward`` while a trace is made, doing what that does.
+    """Run ``forward`` while a trace is made, as the method does whose place it takes in the call stack, too.
 
-    It takes the method's place in the call stack too, and has its names: the tracer walks the stack for every
-    operation, so that a frame more for every module costs a tenth of the export, and names values by what it finds.
+    The tracer walks the stack for every operation, so that a frame more for every module costs a tenth of the export,
+    and names values by the names that it finds there.
     """
 
     @functools.wraps(original)
@@ -63,18 +62,13 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 finally:
                     if name:
                         tracing_state.pop_scope()
-                arguments = (capture, tracing_state, self, given, result, root)
-                waits = bool(capture.step("noting that a module returns", _returns, *arguments))
+                arguments = (self, tracing_state, given, result, None if root is None else root.result)
+                waits = bool(capture.step("noting that a module returns", capture.returns, *arguments))
         finally:
             capture.root.runs = root is None
         return result if root is None or waits else root.result(result)
 
     return wrapper
-
-
-def _returns(capture: Any, tracing_state: Any, module: Any, given: Any, result: Any, root: RootCall | None) -> bool:
-    changed = None if root is None else root.result
-    return bool(capture.returns(module, tracing_state, given, result, changed))
 
 
 @replacing
@@ -137,6 +131,12 @@ def export_file(original: Callable[..., Any], model_bytes: bytes, f: Any, export
     return None
 
 
+# Passes that make new initializers
+_FOLDING = frozenset(
+    f"_jit_pass_onnx_{name}" for name in ("eval_peephole", "constant_fold", "deduplicate_initializers")
+)
+
+
 class ScriptPasses:
     """``torch._C`` as the TorchScript exporter sees it, with some of its passes watched."""
 
@@ -144,7 +144,8 @@ class ScriptPasses:
         self._passes = passes
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._passes, name)
+        wanted_pass = getattr(self._passes, name)
+        return functools.partial(_folding, wanted_pass) if name in _FOLDING else wanted_pass
 
     def _jit_pass_onnx(self, graph: Any, *args: Any) -> Any:
         capture = script_capture.get()
@@ -154,18 +155,6 @@ class ScriptPasses:
         translated = self._passes._jit_pass_onnx(graph, *args)
         capture.step("reading the ONNX graph as it was translated", capture.translated, translated)
         return translated
-
-    def _jit_pass_onnx_eval_peephole(self, graph: Any, parameters: Any) -> Any:
-        _folds(graph, parameters)
-        return self._passes._jit_pass_onnx_eval_peephole(graph, parameters)
-
-    def _jit_pass_onnx_constant_fold(self, graph: Any, parameters: Any, opset: int) -> Any:
-        _folds(graph, parameters)
-        return self._passes._jit_pass_onnx_constant_fold(graph, parameters, opset)
-
-    def _jit_pass_onnx_deduplicate_initializers(self, graph: Any, parameters: Any, training: bool) -> Any:
-        _folds(graph, parameters)
-        return self._passes._jit_pass_onnx_deduplicate_initializers(graph, parameters, training)
 
     def _jit_pass_canonicalize(self, graph: Any) -> Any:
         copied = self._passes._jit_pass_canonicalize(graph)
@@ -181,8 +170,9 @@ class ScriptPasses:
             capture.step("reading the finished ONNX graph", capture.named, graph)
 
 
-def _folds(graph: Any, parameters: Any) -> None:
-    """Note a graph before the first pass that makes new initializers."""
+def _folding(run: Callable[..., Any], graph: Any, parameters: Any, *rest: Any) -> Any:
+    """Run a pass that makes new initializers; note the graph before the first one."""
     capture = script_capture.get()
     if capture is not None:
         capture.step("reading how the constants of a graph are made", capture.folds, graph, parameters)
+    return run(graph, parameters, *rest)

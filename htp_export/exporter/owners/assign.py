@@ -1,11 +1,8 @@
 """Each node's owners, from what PyTorch ran and from what became of it.
 
-A node of the exported graph computes some tensor. Where captured operations made the same tensor, the calls that ran
-those operations own the node: one call as a rule, several where equal work was merged. Operations whose tensors are
-nowhere in the graph any more were absorbed: a merged node did their work, so their calls own it as well. A node that
-computes no captured tensor lies inside the work of the nodes that read it, and takes its owners from them.
-
-Everything here is one walk over the operations and one over the nodes in each direction: linear in their number.
+Where captured operations made the tensor that a node computes, the calls that ran them own the node: one as a rule,
+several where equal work was merged. Operations whose tensors are nowhere in the graph any more were absorbed: their
+calls own the merged node as well. A node that computes no captured tensor takes its owners from those that read it.
 """
 
 from __future__ import annotations

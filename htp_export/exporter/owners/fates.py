@@ -1,9 +1,7 @@
 """What an export knows of the fates of modules: the captured tensors that passed in and out of their calls.
 
-There are two boundaries of a module. At the boundary of its *calls* are the tensors that PyTorch passed in and out of
-them, also from one call of a module to another call of it. At the boundary of its *nodes*
-(`htp_export.model.boundaries`) are the tensors between the region of the module and the rest of the graph: what passes
-from call to call is inside.
+These pass from one call of a module to another call of it, too; at the boundary of its *nodes*
+(`htp_export.model.boundaries`), that is inside.
 """
 
 from __future__ import annotations

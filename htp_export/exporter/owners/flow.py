@@ -41,13 +41,11 @@ class Flow:
 
 
 def relocate_operations(record: Record, flow: Flow) -> set[int]:
-    """Find the call of each operation that the exporter moved out of the module that uses it.
+    """Set the call of each operation that the exporter moved out of the module that uses it; their indices.
 
-    ``torch.export`` represents sizes by symbols, and reads each size once, from an input of the model. Operations on
-    symbols have the scope of one of the modules that use them, or none. An operation without a call is assigned to the
-    innermost call around its consumers. One that reads the size of a tensor which its call neither produces nor reads
-    otherwise is assigned to the innermost call around it that does. Returns indices of the relocated operations; their
-    ``call`` is set.
+    ``torch.export`` reads each size once, from an input of the model. Operations on sizes have the scope of one of the
+    modules that use them, or none. One without a call is assigned to the innermost call around its consumers; one that
+    reads the size of a tensor which its call neither produces nor reads otherwise, to the innermost call that does.
     """
     if not record.log.calls:
         return set()

@@ -29,12 +29,9 @@ class Tags:
 
 
 def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, ModuleParameters] | None = None) -> Tags:
-    """Find owners and fates, and say them in the file format's words.
+    """Find owners and fates of a record, and say them in the file format's words.
 
-    Args:
-        record: What the export told.
-        hierarchy: The module tree without calls and fates.
-        parameters: Module path → the parameters it holds, where they are known.
+    ``hierarchy`` has no calls and fates yet; ``parameters``: module path → those it holds, where they are known.
     """
     flow = Flow.of(record)
     owners = assign(record, flow)
@@ -97,8 +94,7 @@ def _node_metadata(
 def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Signature]]:
     """Module path → its calls; only modules all of whose calls were seen from inside.
 
-    Every layer is given the whole cache. Its signature has the parts that it reads or gives back: all of them in all
-    layers would be as many entries as the square of the number of layers.
+    Every layer is given the whole cache; its signature has the parts that it reads or gives back.
     """
     signatures: dict[str, list[Signature]] = {}
     for index, call in enumerate(record.log.calls):
