@@ -64,7 +64,7 @@ def written(value, exporter, folder, model=None, **options):
 def bert():
     from transformers.models.bert.modeling_bert import BertLayer
 
-    model, kwargs = tiny_bert()
+    model, kwargs = tiny_bert(layers=2)
     return model, kwargs, BertLayer, "encoder.layer.{}"
 
 
@@ -73,7 +73,7 @@ def llama():
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     config = LlamaConfig(
-        hidden_size=16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
         vocab_size=100, use_cache=False,
     )  # fmt: skip
     return spread(LlamaForCausalLM(config)).eval(), tiny_bert()[1], LlamaDecoderLayer, "model.layers.{}"
@@ -93,7 +93,7 @@ class Exported:
 
     @property
     def layers(self):
-        return [self._path.format(number) for number in range(3)]
+        return [self._path.format(number) for number in range(2)]
 
 
 @pytest.fixture(

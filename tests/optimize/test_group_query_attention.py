@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,13 @@ AVERAGING = ("gemma2", "gptj")  # softmax as PyTorch has it: rows without a visi
 @pytest.fixture(
     scope="module", params=[pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES]
 )
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return Family(request.param, tmp_path_factory.mktemp(request.param))
+def family(request: pytest.FixtureRequest, families: Callable[[str], Family]) -> Family:
+    return families(request.param)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    return functools.cache(lambda name: Family(name, tmp_path_factory.mktemp(name)))
 
 
 class Family:
@@ -184,11 +191,8 @@ def test_past_and_present_share_a_buffer_in_genai(family: Family) -> None:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> ir.Model:
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
-    model = load_model("llama", task="text-generation-with-past", random_weights=True, overrides=HEADS)
-    file = Programs(model, example_calls(model)).save(tmp_path_factory.mktemp("refused"))["model"]
-    return htp_export.load(file).model
+def llama(families: Callable[[str], Family]) -> ir.Model:
+    return htp_export.load(families("llama").original).model
 
 
 def reasons(model: ir.Model) -> set[str]:
@@ -235,7 +239,7 @@ def test_weights_that_the_model_returns_are_refused(llama: ir.Model) -> None:
 
 
 def test_heads_of_a_size_that_the_operator_does_not_take_are_refused() -> None:
-    settings = {**TEXT, "head_dim": 4}
+    settings = {**TEXT, "head_dim": 4, "num_hidden_layers": 1}
     model = load_model("llama", task="text-generation-with-past", random_weights=True, overrides=settings)
     program = Programs(model, example_calls(model))["model"]
     assert reasons(program.model) == {"heads have 4 features; the operator takes multiples of 8"}
