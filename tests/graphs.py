@@ -100,6 +100,8 @@ def tagged(
             weights[name] = np.array([int(number[2]) * (-1 if number[1] else 1)])
     proto.graph.initializer.extend(onnx.numpy_helper.from_array(numbers, name) for name, numbers in weights.items())
     model = ir.from_proto(proto)
+    for name, numbers in weights.items():
+        model.graph.initializers[name].const_value = ir.tensor(numbers, name=name)
     for value in model.graph.outputs:
         value.shape = None
     for node in model.graph:
