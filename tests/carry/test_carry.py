@@ -17,20 +17,9 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.shapes.operator_kinds import resembles
 from tests.exporting import exported_net, metadata
-from tests.handmade import branching, encoder, model, tagged_node, value, weight, with_function
+from tests.handmade import branching, encoder, model, stripped, tagged_node, value, weight, with_function
 from tests.nets import NETS
 from tests.truth import inexact, untagged
-
-
-def stripped(tagged: ir.Model) -> ir.Model:
-    """A copy without node metadata, as most tools leave a model."""
-    copy = tagged.clone()
-    for node in copy.graph.all_nodes():
-        node.metadata_props.clear()
-    for function in copy.functions.values():
-        for node in function:
-            node.metadata_props.clear()
-    return copy
 
 
 def owners(result: ir.Model) -> dict[str, list[str]]:

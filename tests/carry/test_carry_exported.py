@@ -27,6 +27,7 @@ from htp_export.command.main import main
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format import tags
 from tests.exporting import quick
+from tests.handmade import stripped
 from tests.nets import EXPORTERS
 
 SIZE = 16
@@ -91,10 +92,8 @@ def torchscript(net: Net, example: torch.Tensor, tmp_path_factory: pytest.TempPa
 
 
 def _untagged(model: ir.Model) -> ir.Model:
-    copy = model.clone()
+    copy = stripped(model)
     copy.metadata_props.clear()
-    for node in copy.graph.all_nodes():
-        node.metadata_props.clear()
     return copy
 
 

@@ -17,7 +17,7 @@ from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import rename
 from tests.exporting import exported_once
-from tests.handmade import model, tagged_node, value
+from tests.handmade import model, stripped, tagged_node, value
 from tests.nets import EXPORTERS
 
 WIDTH = 16  # weights of 1 kB, which are not small constants
@@ -39,9 +39,8 @@ def parallel(paths: tuple[str, ...] = ("query", "key", "value")) -> ir.Model:
 
 def renamed(source: ir.Model, names: dict[str, str] | None = None) -> ir.Model:
     """A copy without tags in which all tensors but inputs and outputs have other names, and nodes none."""
-    copy = source.clone()
+    copy = stripped(source)
     for node in copy.graph.all_nodes():
-        node.metadata_props.clear()
         node.name = None
     fixed = {*copy.graph.inputs, *copy.graph.outputs}
     for number, each in enumerate([*all_values(copy.graph)]):
@@ -75,9 +74,7 @@ def test_renamed_weights_in_data_files_are_found_too_and_without_their_file_noth
 
 
 def test_weights_are_read_only_where_both_models_have_unknown_ones_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = parallel(), parallel()
-    for node in after.graph:
-        node.metadata_props.clear()
+    before, after = parallel(), stripped(parallel())
     monkeypatch.setattr(ir.Tensor, "tobytes", lambda tensor: pytest.fail(f"{tensor.name} was read"))
     assert owners(htp_export.carry(before, after).model) == [["query"], ["key"], ["value"], [""]]
 

@@ -21,6 +21,7 @@ from htp_export.errors import HtpExportError, InputError, ToolError
 from htp_export.files.model_files import write_model
 from htp_export.format.tags import owners_of as owned_of
 from tests.exporting import exported, exported_net
+from tests.handmade import stripped
 from tests.nets import NETS
 from tests.truth import inexact, owners_of, untagged
 
@@ -106,10 +107,7 @@ def test_nodes_have_their_owners_after_a_tool_and_names_show_what_it_was_given(n
         assert {owner for node in written.graph.node for owner in owners_of(node)} <= paths
     else:
         assert inexact(model, kwargs, tmp_path / "out.onnx") == []
-    plain = result.model.clone()
-    for node in plain.graph.all_nodes():
-        node.metadata_props.clear()
-    carried = htp_export.carry(path, plain)
+    carried = htp_export.carry(path, stripped(result.model))
     assert carried.unknown == []
     found, true = (
         [owned_of(node.metadata_props) for node in each.model.graph.all_nodes()] for each in (carried, result)

@@ -19,6 +19,7 @@ from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from tests.exporting import exported, tiny_bert
 from tests.functions.test_functions import arrays, equal, function, op_types, run, same_file
+from tests.handmade import stripped
 from tests.nets import EXPORTERS, NETS, spread
 
 
@@ -255,9 +256,7 @@ def test_map_of_a_file_with_functions_is_that_of_the_flat_graph(decoder):
     mapped = htp_export.embed_map(decoder.files[1])
     text = mapped.metadata_props["htp.map"]
     assert text == htp_export.embed_map(decoder.files[0]).metadata_props["htp.map"]
-    for node in (*mapped.graph, *(node for made in mapped.functions.values() for node in made)):
-        node.metadata_props.clear()
-    assert by_path(htp_export.carry(mapped).model) == by_path(decoder.flat)
+    assert by_path(htp_export.carry(stripped(mapped)).model) == by_path(decoder.flat)
 
 
 def test_tool_works_on_the_flat_graph(decoder):
@@ -266,20 +265,14 @@ def test_tool_works_on_the_flat_graph(decoder):
 
 
 def test_functions_that_a_tool_left_stay_functions(decoder):
-    stripped = ir.from_proto(decoder.nested)
-    for node in (*stripped.graph, *(node for made in stripped.functions.values() for node in made)):
-        node.metadata_props.clear()
-    result = htp_export.carry(decoder.files[1], stripped)
+    result = htp_export.carry(decoder.files[1], stripped(ir.from_proto(decoder.nested)))
     assert [made.name for made in result.model.functions.values()] == [decoder.layer.__name__]
     assert htp_export.verify(decoder.model, result.model, kwargs=decoder.kwargs).ok
     assert by_path(htp_export.inline(result.model).model) == by_path(decoder.flat)
 
 
 def test_tags_of_a_flat_file_come_to_one_whose_modules_became_functions(decoder):
-    stripped = ir.from_proto(decoder.nested)
-    for node in (*stripped.graph, *(node for made in stripped.functions.values() for node in made)):
-        node.metadata_props.clear()
-    result = htp_export.carry(decoder.flat, stripped)
+    result = htp_export.carry(decoder.flat, stripped(ir.from_proto(decoder.nested)))
     assert not result.model.functions
     assert by_path(result.model) == by_path(decoder.flat)
 
