@@ -42,16 +42,11 @@ class Occurrence:
 
 
 class Bodies:
-    """Makes functions of groups, in one model, whose graphs are changed.
-
-    Attributes:
-        model: The model.
-        hierarchy: Its modules.
-        occurrences: Call → what it calls, innermost first, also in bodies that were thrown away for an equal one.
-    """
+    """Makes functions of groups, in one model, whose graphs are changed."""
 
     def __init__(self, work: TaggedModel, index: GraphIndex) -> None:
         self.model, self.hierarchy = work.model, work.hierarchy
+        # Call → what it calls, innermost first, also in bodies that were thrown away for an equal one.
         self.occurrences: dict[ir.Node, Occurrence] = {}
         # Now: what the index does not know yet, it would read from graphs that are changed.
         self._signatures, self._constant, self._owners = work.signatures, index.constant, index.owners

@@ -28,11 +28,6 @@ class Placement:
 
     A node of several modules lies in those that hold all of them, and one whose call is not known lies in none that
     ran several times. Instances that could not become one call of a function are in no chain.
-
-    Attributes:
-        chains: Node → its chain.
-        scopes: Node → the nodes whose subgraphs it lies in, outermost first.
-        flat: Path of a selected module → why some instance of it is in no chain.
     """
 
     def __init__(self, tagged: TaggedModel, index: GraphIndex, selected: Collection[str]) -> None:
@@ -40,7 +35,8 @@ class Placement:
         self._selected = frozenset(selected)
         self._most = MOST_NESTED - _nested(tagged.model)
         self._around: dict[Instance, Chain] = {}
-        self.flat: dict[str, str] = {}
+        self.flat: dict[str, str] = {}  # path of a selected module → why some instance of it is in no chain
+        # Node → the nodes whose subgraphs it lies in, outermost first.
         self.scopes = {node: [*index.scopes(node)][:0:-1] for node in tagged.model.graph.all_nodes()}
         self.chains = {node: self._chain_of(node, index.works[node]) for node in self.scopes}
         for path in self._selected:
