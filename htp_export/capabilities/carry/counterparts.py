@@ -134,9 +134,7 @@ class Counterparts:
         self.numbers = Numbering(before, idle)
         self.counterpart = [NOTHING] * len(after.values)  # number of the original
         self.exact = [False] * len(after.values)  # the same tensor; otherwise of another shape, layout or element type
-        self.named = [""] * len(
-            after.values
-        )  # evidence of the first match: its name, node, initializer, values or none
+        self.named = [""] * len(after.values)  # evidence: ``tensor``, ``node``, ``initializer``, ``values`` or none
         self.also: dict[int, tuple[int, ...]] = {}  # further original values that are equal to a value
         self.parts: dict[int, tuple[int, ...]] = {}  # the original values that a value joins, its counterpart first
         self.known = set[int]()  # the numbers of all counterparts
