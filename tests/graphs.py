@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
+import onnx.parser
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.bookkeeping import Bookkeeping
@@ -65,20 +67,58 @@ class Builder:
         )
         for value in results:
             value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
-        made = ir.Model(graph, ir_version=10)
-        owners = dict.fromkeys(owner for node in self.nodes for owner in tags.owners_of(node.metadata_props))
-        paths = dict.fromkeys(
-            up for owner in (*owners, *(signatures or {})) for up in reversed([*tags.ancestors(owner)])
+        return _with_modules(ir.Model(graph, ir_version=10), signatures)
+
+
+def _with_modules(made: ir.Model, signatures: dict[str, tuple[list[str], list[str]]] | None) -> ir.Model:
+    owners = dict.fromkeys(owner for node in made.graph for owner in tags.owners_of(node.metadata_props))
+    paths = dict.fromkeys(up for owner in (*owners, *(signatures or {})) for up in reversed([*tags.ancestors(owner)]))
+    hierarchy = Hierarchy(ModuleInfo(path, "net.Module", 1, "computed") for path in {"": None, **paths})
+    made.metadata_props.update({tags.FORMAT: "1", tags.MODULES: hierarchy.to_json()})
+    if signatures is not None:
+        calls = {
+            path: [Signature({f"arg{place}": name for place, name in enumerate(given)}, tuple(returned))]
+            for path, (given, returned) in signatures.items()
+        }
+        made.metadata_props[tags.SIGNATURES] = signatures_to_json(calls)
+    return made
+
+
+def tagged(
+    text: str,
+    signatures: dict[str, tuple[list[str], list[str]]] | None = None,
+    opset: int = 17,
+    **weights: np.ndarray[Any, Any],
+) -> ir.Model:
+    """A tagged model in ONNX's notation: ``(float[n, 3] x) => (float y) { [act] y = Relu (x) }``.
+
+    The name of a node is the module that owns it. ``i7`` and ``im1`` are initializers with the one number 7 and -1.
+    """
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": {opset}]> Net {text}')
+    for name in dict.fromkeys(name for node in proto.graph.node for name in node.input):
+        if number := re.fullmatch(r"i(m?)(\d+)", name):
+            weights[name] = np.array([int(number[2]) * (-1 if number[1] else 1)])
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(numbers, name) for name, numbers in weights.items())
+    model = ir.from_proto(proto)
+    for name, numbers in weights.items():
+        model.graph.initializers[name].const_value = ir.tensor(numbers, name=name)
+    for value in model.graph.outputs:
+        value.shape = None
+    for node in model.graph:
+        node.metadata_props.update({tags.MODULE: node.name or "", tags.REASON: "scope"})
+        node.name = f"n_{node.outputs[0].name}"
+    return _with_modules(model, signatures)
+
+
+def feeds(model: ir.Model, **sizes: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Random inputs of a model; an open dimension has two elements if no other size is given."""
+    return {
+        str(value.name): array(
+            *(d if isinstance(d, int) else sizes.get(str(d.value), 2) for d in value.shape), seed=place
         )
-        hierarchy = Hierarchy(ModuleInfo(path, "net.Module", 1, "computed") for path in {"": None, **paths})
-        made.metadata_props.update({tags.FORMAT: "1", tags.MODULES: hierarchy.to_json()})
-        if signatures is not None:
-            calls = {
-                path: [Signature({f"arg{place}": name for place, name in enumerate(given)}, tuple(returned))]
-                for path, (given, returned) in signatures.items()
-            }
-            made.metadata_props[tags.SIGNATURES] = signatures_to_json(calls)
-        return made
+        for place, value in enumerate(model.graph.inputs)
+        if value.shape is not None
+    }
 
 
 def run(model: ir.Model, **inputs: Any) -> list[np.ndarray[Any, Any]]:

@@ -56,6 +56,14 @@ def model(
     return made
 
 
+def stripped(tagged: ir.Model) -> ir.Model:
+    """A copy without metadata of nodes, as most tools leave a model."""
+    copy = tagged.clone()
+    for node in (*copy.graph.all_nodes(), *(node for made in copy.functions.values() for node in made.all_nodes())):
+        node.metadata_props.clear()
+    return copy
+
+
 def small_file(path: Path) -> bytes:
     """Write a model that a failed command is to leave, and return its bytes."""
     onnx.save(ir.to_proto(encoder()), path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import onnx
@@ -83,6 +83,13 @@ def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
         elif attribute.type == ir.AttributeType.GRAPHS:
             graphs.extend(attribute.as_graphs())
     return tuple(graphs)
+
+
+def with_subgraphs(node: ir.Node) -> Iterator[ir.Node]:
+    """A node, and what its subgraphs hold."""
+    yield node
+    for body in subgraphs(node):
+        yield from body.all_nodes()
 
 
 def values_read(op: str, inputs: Sequence[_Input]) -> Sequence[_Input]:

@@ -16,7 +16,9 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import rename
-from tests.handmade import model, tagged_node, value
+from tests.exporting import exported_once
+from tests.handmade import model, stripped, tagged_node, value
+from tests.nets import EXPORTERS
 
 WIDTH = 16  # weights of 1 kB, which are not small constants
 
@@ -37,9 +39,8 @@ def parallel(paths: tuple[str, ...] = ("query", "key", "value")) -> ir.Model:
 
 def renamed(source: ir.Model, names: dict[str, str] | None = None) -> ir.Model:
     """A copy without tags in which all tensors but inputs and outputs have other names, and nodes none."""
-    copy = source.clone()
+    copy = stripped(source)
     for node in copy.graph.all_nodes():
-        node.metadata_props.clear()
         node.name = None
     fixed = {*copy.graph.inputs, *copy.graph.outputs}
     for number, each in enumerate([*all_values(copy.graph)]):
@@ -73,9 +74,7 @@ def test_renamed_weights_in_data_files_are_found_too_and_without_their_file_noth
 
 
 def test_weights_are_read_only_where_both_models_have_unknown_ones_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = parallel(), parallel()
-    for node in after.graph:
-        node.metadata_props.clear()
+    before, after = parallel(), stripped(parallel())
     monkeypatch.setattr(ir.Tensor, "tobytes", lambda tensor: pytest.fail(f"{tensor.name} was read"))
     assert owners(htp_export.carry(before, after).model) == [["query"], ["key"], ["value"], [""]]
 
@@ -137,18 +136,19 @@ class SharesBias(nn.Module):
         return second
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def inputs() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(1, 8, 32)}
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(("tool", "options"), [("matmul_nbits", {"block_size": 32}), ("quantize_dynamic", {})])
 def test_known_owners_of_quantized_and_renamed_nodes_are_true(
     tool: str, options: dict[str, Any], exporter: str, tmp_path: Path
 ) -> None:
     """Rounding hides all values, a bias that two modules add does not tell whose sum it is, and regions are wide."""
-    torch.manual_seed(0)
-    net, x = SharesBias().eval(), (torch.randn(1, 8, 32),)
-    before = htp_export.export(net, x, verbose=False)
-    htp_export.export(net, x, tmp_path / "other.onnx", dynamo=exporter == "dynamo", verbose=False)
-    quantized = getattr(htp_export.tools, tool)(tmp_path / "other.onnx", **options).model
-    carried = htp_export.carry(before, renamed(quantized)).model
+    other = exported_once(SharesBias, inputs, exporter, tmp_path)[1]
+    quantized = getattr(htp_export.tools, tool)(other, **options).model
+    carried = htp_export.carry(exported_once(SharesBias, inputs, "dynamo", tmp_path)[1], renamed(quantized)).model
     known = [
         (node.op_type, node.metadata_props[tags.REASON], said, true)
         for node, said, true in zip(carried.graph, owners(carried), owners(quantized), strict=True)

@@ -11,18 +11,19 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tagged import TaggedModel
 
 
-def graph(body: str, inputs: str = "float[2] x") -> ir.Model:
+def graph(body: str) -> ir.Model:
     """A model from ONNX text; ``[name] y = Op(x)`` gives a node its name."""
-    text = f'<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1]> g ({inputs}) => (float[2] y) {{ {body} }}'
+    header = '<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1]> g (float[2] x, bool yes) => (float[2] y)'
+    text = f"{header} {{ {body} }}"
     return ir.from_proto(onnx.parser.parse_model(text))
 
 
-def owners(original: str, optimized: str, inputs: str = "float[2] x") -> dict[str, list[str]]:
+def owners(original: str, optimized: str) -> dict[str, list[str]]:
     """Name of each node of the optimised graph, or else its operator → owners.
 
     Each original node belongs to a module named as itself, or else as its operator.
     """
-    before, after = graph(original, inputs), graph(optimized, inputs)
+    before, after = graph(original), graph(optimized)
     for node in before.graph.all_nodes():
         node.metadata_props.update({"htp.module": node.name or node.op_type, "htp.reason": "scope"})
     paths = dict.fromkeys(node.metadata_props["htp.module"] for node in before.graph.all_nodes())
@@ -31,108 +32,85 @@ def owners(original: str, optimized: str, inputs: str = "float[2] x") -> dict[st
     return {node.name or node.op_type: list(work.owners) for node, work in found.items()}
 
 
-def test_a_fused_node_replaces_the_chain_behind_its_output_and_no_more():
-    original = "a = Neg(x) b = Abs(a) c = Exp(b) y = Relu(c)"
-    assert owners(original, "a = Neg(x) y = com.microsoft.Fused(a)") == {
-        "Neg": ["Neg"],
-        "Fused": ["Abs", "Exp", "Relu"],
-    }
+_BRANCHES = "y = If(yes) <then_branch = t () => (float[2] b) {{ {} }}, else_branch = e () => (float[2] b) {{ {} }}>"
+
+CASES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
+    "a fused node replaces the chain behind its output and no more": (
+        "a = Neg(x) b = Abs(a) c = Exp(b) y = Relu(c)",
+        "a = Neg(x) y = com.microsoft.Fused(a)",
+        {"Neg": ["Neg"], "Fused": ["Abs", "Exp", "Relu"]},
+    ),
+    "what was folded into a constant is done by nobody": (
+        "w = Constant<value = float[2] {1, 2}>() v = Neg(w) y = Add(x, v)",
+        "v = Constant<value = float[2] {-1, -2}>() y = Add(x, v)",
+        {"Add": ["Add"]},
+    ),
+    "a tensor that two read is replaced by both where neither finds it": (
+        "a = Neg(x) b = Abs(a) c = Exp(a) y = Add(b, c)",
+        "b = com.microsoft.NegAbs(x) c = com.microsoft.NegExp(x) y = Add(b, c)",
+        {"NegAbs": ["Neg", "Abs"], "NegExp": ["Neg", "Exp"], "Add": ["Add"]},
+    ),
+    **{
+        f"a node {name} whose output is new is known by the beginning of its name": (
+            "[conv] c = Neg(x) [conv_1] d = Abs(c) y = Exp(d)",
+            f"[{name}] r0 = Neg(x) [conv_1_nchwc] r1 = Abs(r0) y = Exp(r1)",
+            {name: ["conv"], "conv_1_nchwc": ["conv_1"], "Exp": ["Exp"]},
+        )
+        for name in ("conv", "conv_nchwc", "c_nchwc")
+    },
+    # A residual block in blocked layout: the second convolution adds the first one's result, and clips the sum.
+    "sum and activation are done by the node that has all operands": (
+        "[c0] a = Neg(x) [c1] b = Neg(a) s = Add(b, a) r = Relu(s) [c2] c = Neg(r) y = Exp(c)",
+        """[c0_nchwc] t0 = Neg(x) [c1_nchwc] t1 = com.microsoft.Neg <activation = "Relu"> (t0, t0)
+        [c2_nchwc] t2 = com.microsoft.Neg(t1) [order] c = com.microsoft.Order(t2) y = Exp(c)""",
+        {"c0_nchwc": ["c0"], "c1_nchwc": ["c1", "Add", "Relu"], "c2_nchwc": ["c2"], "order": ["c2"], "Exp": ["Exp"]},
+    ),
+    "what an earlier layer turned out to do is not done again by a later one": (
+        "[c0] a = Neg(x) [r0] ra = Relu(a) [c1] b = Neg(ra) s1 = Add(b, ra) [r1] rb = Relu(s1) [c2] y = Neg(rb)",
+        """[c0_n] t0 = Neg <activation = "Relu"> (x)
+        [c1_n] t1 = com.microsoft.Neg <activation = "Relu"> (t0, t0) y = Neg(t1)""",
+        {"c0_n": ["c0", "r0"], "c1_n": ["c1", "Add", "r1"], "Neg": ["c2"]},
+    ),
+    "a mere change of form belongs to whose result gets its old form back": (
+        "[c] a = Neg(x) r = Relu(a) y = Exp(r)",
+        '[c_nchwc] t = Neg <activation = "Relu"> (x) r = com.microsoft.Order(t) y = Exp(r)',
+        {"c_nchwc": ["c", "Relu"], "Order": ["Relu"], "Exp": ["Exp"]},
+    ),
+    "a node behind a tensor is not taken for its maker by its name": (
+        "[add] a = Neg(x) y = Exp(a)",
+        "[add] a = Neg(x) [a_cast] t = Cast<to = 1>(a) y = Exp(t)",
+        {"add": ["add"], "a_cast": ["Exp"], "Exp": ["Exp"]},
+    ),
+    "inserted nodes belong to what reads them or else to what they read": (
+        "a = Neg(x) b = Exp(a) y = Abs(b)",
+        "t = Cast<to = 10>(x) a = Neg(t) b = Exp(a) u = Identity(b) v = Flatten(u) y = Abs(v) z = Size(u)",
+        {
+            "Cast": ["Neg"],
+            "Neg": ["Neg"],
+            "Exp": ["Exp"],
+            **{op: ["Abs"] for op in ("Identity", "Flatten", "Abs", "Size")},
+        },
+    ),
+    "what touches nothing known has no owner": (
+        "y = Neg(x)",
+        "y = Neg(x) r = RandomNormal<shape = [2]>()",
+        {"RandomNormal": []},
+    ),
+    "branches may use the same names": (
+        _BRANCHES.format("a = Neg(x) b = Exp(a)", "a = Abs(x) b = Relu(a)"),
+        _BRANCHES.format("b = com.microsoft.One(x)", "b = com.microsoft.Two(x)"),
+        {"If": ["If"], "One": ["Neg", "Exp"], "Two": ["Abs", "Relu"]},
+    ),
+    "a dissolved branch counts with its node": (
+        _BRANCHES.format("b = Neg(x)", "b = Abs(x)").replace("y = If", "a = If") + " y = Exp(a)",
+        "a = com.microsoft.Select(x, yes) y = Exp(a)",
+        {"Select": ["If", "Abs", "Neg"]},
+    ),
+}
 
 
-def test_what_was_folded_into_a_constant_is_done_by_nobody():
-    original = "w = Constant<value = float[2] {1, 2}>() v = Neg(w) y = Add(x, v)"
-    assert owners(original, "v = Constant<value = float[2] {-1, -2}>() y = Add(x, v)")["Add"] == ["Add"]
-
-
-def test_a_tensor_that_two_read_is_replaced_by_both_where_neither_finds_it():
-    original = "a = Neg(x) b = Abs(a) c = Exp(a) y = Add(b, c)"
-    found = owners(original, "b = com.microsoft.NegAbs(x) c = com.microsoft.NegExp(x) y = Add(b, c)")
-    assert found == {"NegAbs": ["Neg", "Abs"], "NegExp": ["Neg", "Exp"], "Add": ["Add"]}
-
-
-@pytest.mark.parametrize("name", ["conv", "conv_nchwc", "c_nchwc"])
-def test_a_node_whose_output_is_new_is_known_by_the_beginning_of_its_name(name):
-    original = "[conv] c = Neg(x) [conv_1] d = Abs(c) y = Exp(d)"
-    found = owners(original, f"[{name}] r0 = Neg(x) [conv_1_nchwc] r1 = Abs(r0) y = Exp(r1)")
-    assert found == {name: ["conv"], "conv_1_nchwc": ["conv_1"], "Exp": ["Exp"]}
-
-
-def test_sum_and_activation_are_done_by_the_node_that_has_all_operands():
-    """A residual block in blocked layout: the second convolution adds the first one's result, and clips the sum."""
-    original = "[c0] a = Neg(x) [c1] b = Neg(a) s = Add(b, a) r = Relu(s) [c2] c = Neg(r) y = Exp(c)"
-    optimized = """
-        [c0_nchwc] t0 = Neg(x) [c1_nchwc] t1 = com.microsoft.Neg <activation = "Relu"> (t0, t0)
-        [c2_nchwc] t2 = com.microsoft.Neg(t1) [order] c = com.microsoft.Order(t2) y = Exp(c)
-    """
-    assert owners(original, optimized) == {
-        "c0_nchwc": ["c0"],
-        "c1_nchwc": ["c1", "Add", "Relu"],
-        "c2_nchwc": ["c2"],
-        "order": ["c2"],
-        "Exp": ["Exp"],
-    }
-
-
-def test_what_an_earlier_layer_turned_out_to_do_is_not_done_again_by_a_later_one():
-    original = """
-        [c0] a = Neg(x) [r0] ra = Relu(a) [c1] b = Neg(ra) s1 = Add(b, ra) [r1] rb = Relu(s1) [c2] y = Neg(rb)
-    """
-    optimized = """
-        [c0_n] t0 = Neg <activation = "Relu"> (x)
-        [c1_n] t1 = com.microsoft.Neg <activation = "Relu"> (t0, t0) y = Neg(t1)
-    """
-    assert owners(original, optimized) == {"c0_n": ["c0", "r0"], "c1_n": ["c1", "Add", "r1"], "Neg": ["c2"]}
-
-
-def test_a_mere_change_of_form_belongs_to_whose_result_gets_its_old_form_back():
-    original = "[c] a = Neg(x) r = Relu(a) y = Exp(r)"
-    optimized = '[c_nchwc] t = Neg <activation = "Relu"> (x) r = com.microsoft.Order(t) y = Exp(r)'
-    assert owners(original, optimized) == {"c_nchwc": ["c", "Relu"], "Order": ["Relu"], "Exp": ["Exp"]}
-
-
-def test_a_node_behind_a_tensor_is_not_taken_for_its_maker_by_its_name():
-    original = "[add] a = Neg(x) y = Exp(a)"
-    found = owners(original, "[add] a = Neg(x) [a_cast] t = Cast<to = 1>(a) y = Exp(t)")
-    assert found == {"add": ["add"], "a_cast": ["Exp"], "Exp": ["Exp"]}
-
-
-def test_inserted_nodes_belong_to_what_reads_them_or_else_to_what_they_read():
-    original = "a = Neg(x) b = Exp(a) y = Abs(b)"
-    optimized = "t = Cast<to = 10>(x) a = Neg(t) b = Exp(a) u = Identity(b) v = Flatten(u) y = Abs(v) z = Size(u)"
-    assert owners(original, optimized) == {
-        "Cast": ["Neg"],
-        "Neg": ["Neg"],
-        "Exp": ["Exp"],
-        "Identity": ["Abs"],
-        "Flatten": ["Abs"],
-        "Abs": ["Abs"],
-        "Size": ["Abs"],
-    }
-
-
-def test_what_touches_nothing_known_has_no_owner():
-    assert owners("y = Neg(x)", "y = Neg(x) r = RandomNormal<shape = [2]>()")["RandomNormal"] == []
-
-
-def test_branches_may_use_the_same_names():
-    inputs = "float[2] x, bool c"
-    before = (
-        "y = If(c) <then_branch = t () => (float[2] b) { a = Neg(x) b = Exp(a) },"
-        " else_branch = e () => (float[2] b) { a = Abs(x) b = Relu(a) }>"
-    )
-    after = (
-        "y = If(c) <then_branch = t () => (float[2] b) { b = com.microsoft.One(x) },"
-        " else_branch = e () => (float[2] b) { b = com.microsoft.Two(x) }>"
-    )
-    assert owners(before, after, inputs) == {"If": ["If"], "One": ["Neg", "Exp"], "Two": ["Abs", "Relu"]}
-
-
-def test_a_dissolved_branch_counts_with_its_node():
-    inputs = "float[2] x, bool c"
-    before = (
-        "a = If(c) <then_branch = t () => (float[2] b) { b = Neg(x) },"
-        " else_branch = e () => (float[2] d) { d = Abs(x) }> y = Exp(a)"
-    )
-    found = owners(before, "a = com.microsoft.Select(x, c) y = Exp(a)", inputs)
-    assert found["Select"][0] == "If"
-    assert sorted(found["Select"][1:]) == ["Abs", "Neg"]
+@pytest.mark.parametrize("case", CASES)
+def test_owners_of_an_optimised_graph(case: str) -> None:
+    original, optimized, expected = CASES[case]
+    found = owners(original, optimized)
+    assert {name: found[name] for name in expected} == expected

@@ -19,6 +19,7 @@ from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from tests.exporting import exported, tiny_bert
 from tests.functions.test_functions import arrays, equal, function, op_types, run, same_file
+from tests.handmade import stripped
 from tests.nets import EXPORTERS, NETS, spread
 
 
@@ -64,7 +65,7 @@ def written(value, exporter, folder, model=None, **options):
 def bert():
     from transformers.models.bert.modeling_bert import BertLayer
 
-    model, kwargs = tiny_bert()
+    model, kwargs = tiny_bert(layers=2)
     return model, kwargs, BertLayer, "encoder.layer.{}"
 
 
@@ -73,7 +74,7 @@ def llama():
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     config = LlamaConfig(
-        hidden_size=16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
         vocab_size=100, use_cache=False,
     )  # fmt: skip
     return spread(LlamaForCausalLM(config)).eval(), tiny_bert()[1], LlamaDecoderLayer, "model.layers.{}"
@@ -93,7 +94,7 @@ class Exported:
 
     @property
     def layers(self):
-        return [self._path.format(number) for number in range(3)]
+        return [self._path.format(number) for number in range(2)]
 
 
 @pytest.fixture(
@@ -255,9 +256,7 @@ def test_map_of_a_file_with_functions_is_that_of_the_flat_graph(decoder):
     mapped = htp_export.embed_map(decoder.files[1])
     text = mapped.metadata_props["htp.map"]
     assert text == htp_export.embed_map(decoder.files[0]).metadata_props["htp.map"]
-    for node in (*mapped.graph, *(node for made in mapped.functions.values() for node in made)):
-        node.metadata_props.clear()
-    assert by_path(htp_export.carry(mapped).model) == by_path(decoder.flat)
+    assert by_path(htp_export.carry(stripped(mapped)).model) == by_path(decoder.flat)
 
 
 def test_tool_works_on_the_flat_graph(decoder):
@@ -266,20 +265,14 @@ def test_tool_works_on_the_flat_graph(decoder):
 
 
 def test_functions_that_a_tool_left_stay_functions(decoder):
-    stripped = ir.from_proto(decoder.nested)
-    for node in (*stripped.graph, *(node for made in stripped.functions.values() for node in made)):
-        node.metadata_props.clear()
-    result = htp_export.carry(decoder.files[1], stripped)
+    result = htp_export.carry(decoder.files[1], stripped(ir.from_proto(decoder.nested)))
     assert [made.name for made in result.model.functions.values()] == [decoder.layer.__name__]
     assert htp_export.verify(decoder.model, result.model, kwargs=decoder.kwargs).ok
     assert by_path(htp_export.inline(result.model).model) == by_path(decoder.flat)
 
 
 def test_tags_of_a_flat_file_come_to_one_whose_modules_became_functions(decoder):
-    stripped = ir.from_proto(decoder.nested)
-    for node in (*stripped.graph, *(node for made in stripped.functions.values() for node in made)):
-        node.metadata_props.clear()
-    result = htp_export.carry(decoder.flat, stripped)
+    result = htp_export.carry(decoder.flat, stripped(ir.from_proto(decoder.nested)))
     assert not result.model.functions
     assert by_path(result.model) == by_path(decoder.flat)
 

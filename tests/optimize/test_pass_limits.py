@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 
 import htp_export
@@ -12,6 +11,7 @@ from htp_export.capabilities.optimize import running
 from htp_export.capabilities.optimize.near_matching import MOST, near
 from htp_export.capabilities.optimize.passes import merge_constant_sums, merge_parallel_projections, merge_slices
 from htp_export.shapes.symbolic import Symbolic
+from tests.graphs import run, tagged
 
 HEADER = '<ir_version: 10, opset_import: ["": 20]>'
 
@@ -23,23 +23,10 @@ def optimized(text: str, *passes: str) -> list[str]:
 
 def rolled(size: int, *bounds: tuple[int, int, int]) -> ir.Model:
     """Slices of a tensor of ``size`` numbers, joined."""
-    x = ir.val("x", ir.DataType.FLOAT, [size])
-    constants = {
-        f"{name}{k}": ir.Value(name=f"{name}{k}", const_value=ir.tensor([number], ir.DataType.INT64, name=f"{name}{k}"))
-        for k, part in enumerate(bounds)
-        for name, number in zip(("start", "end", "axis", "step"), (*part[:2], 0, part[2]), strict=True)
-    }
-    cuts = [
-        ir.node("Slice", [x, *(constants[f"{name}{k}"] for name in ("start", "end", "axis", "step"))], num_outputs=1)
-        for k in range(len(bounds))
-    ]
-    joined = ir.node("Concat", [cut.outputs[0] for cut in cuts], {"axis": 0}, outputs=[ir.val("y", ir.DataType.FLOAT)])
-    for k, node in enumerate(cuts):
-        node.outputs[0].name = f"part{k}"
-    graph = ir.Graph(
-        [x], joined.outputs, nodes=[*cuts, joined], initializers=[*constants.values()], opset_imports={"": 20}, name="g"
-    )
-    return ir.Model(graph, ir_version=10)
+    names = [[f"i{number}".replace("-", "m") for number in (start, end, 0, step)] for start, end, step in bounds]
+    cuts = " ".join(f"part{k} = Slice (x, {', '.join(each)})" for k, each in enumerate(names))
+    parts = ", ".join(f"part{k}" for k in range(len(bounds)))
+    return tagged(f"(float[{size}] x) => (float y) {{ {cuts} y = Concat <axis = 0> ({parts}) }}", opset=20)
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
@@ -56,11 +43,7 @@ def test_slices_backwards_take_what_onnxruntime_takes(part: tuple[int, int, int]
     before = rolled(size, part, (0, 5, 1))
     after = htp_export.optimize(before, passes=["merge_slices"]).model
     assert after.graph[-1].op_type == "Gather"
-    x = np.arange(size, dtype=np.float32)
-    one, other = (
-        onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, {"x": x})[0]
-        for model in (before, after)
-    )
+    one, other = (run(model, x=np.arange(size, dtype=np.float32))[0] for model in (before, after))
     np.testing.assert_array_equal(one, other)
     shapes = Symbolic(before.graph)
     assert [shapes.shape(value) for value in (before.graph[0].outputs[0], before.graph.outputs[0])] == [

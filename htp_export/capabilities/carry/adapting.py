@@ -85,11 +85,7 @@ _EXAMPLE_MODEL = """Examples:
 
 
 def library(name: str, extra: str | None = "tools") -> Any:
-    """Import the library of a tool.
-
-    Raises:
-        InputError: It is not installed; the message says how to install it.
-    """
+    """Import the library of a tool; an `InputError` that says how to install it if that is not possible."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

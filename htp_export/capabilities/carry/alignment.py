@@ -32,23 +32,14 @@ _MOST_FOLLOWERS = 4
 
 @dataclass
 class AlignmentEvidence:
-    """What is known of tensors after besides names and structure, by their places in the summary.
+    """What is known of tensors after besides names and structure, by their places in the summary."""
 
-    Attributes:
-        inputs: Input → original input.
-        weights: Weight, or tensor that is computed from weights only → the original weights that it stands for.
-        values: Tensor → the original tensors with its numbers.
-        unequal: Tensors that were compared, and that have the numbers of no original.
-        compared: Original tensors that took part.
-        idle: Original node → the input that it gives back on these inputs.
-    """
-
-    inputs: Mapping[int, int] = field(default_factory=dict)
-    weights: Mapping[int, Likeness] = field(default_factory=dict)
-    values: Mapping[int, Likeness] = field(default_factory=dict)
-    unequal: Collection[int] = frozenset()
-    compared: Collection[int] = frozenset()
-    idle: Mapping[int, int] = field(default_factory=dict)
+    inputs: Mapping[int, int] = field(default_factory=dict)  # input → original input
+    weights: Mapping[int, Likeness] = field(default_factory=dict)  # weight, or what is made of weights → originals
+    values: Mapping[int, Likeness] = field(default_factory=dict)  # tensor → the original tensors with its numbers
+    unequal: Collection[int] = frozenset()  # tensors that were compared, and that have the numbers of no original
+    compared: Collection[int] = frozenset()  # original tensors that took part
+    idle: Mapping[int, int] = field(default_factory=dict)  # original node → the input that it gives back here
 
 
 class Alignment(Counterparts):
@@ -160,8 +151,7 @@ class Alignment(Counterparts):
     def _may_make(self, node: SummaryNode, maker: int, reads: set[int]) -> bool:
         """Whether a node can replace an original one, by their operators.
 
-        A node that replaces several may have the name of the last of them and the operator of another (a Conv with an
-        activation), which must be shortly before, and after the inputs of the node.
+        One that replaces several may have the name of the last, and the operator of one shortly before (Conv, Relu).
         """
         queue, seen = [maker], set[int]()
         while queue and len(seen) < _FEW:

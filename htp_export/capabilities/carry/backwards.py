@@ -1,8 +1,4 @@
-"""Counterparts of tensors, from the outputs backwards.
-
-A node that remains reads what it read before: that matches renamed tensors, and detects names that another tensor took
-over. Layout operators are skipped.
-"""
+"""Counterparts of tensors, from the outputs backwards: a node that remains reads what it read before."""
 
 from __future__ import annotations
 
@@ -72,9 +68,9 @@ class _Backwards:
         yield from zip(mine, theirs, strict=True)
 
     def _settle(self, reader: int, value: int, old: int, same: bool, exact: bool) -> None:
-        """Match ``value``, which a node reads instead of ``old``.
+        """Match ``value``, which a node reads instead of ``old``; ``same``: the node's attributes are unchanged.
 
-        ``same``: its attributes are unchanged. ``exact``: its output is the original tensor in the original layout.
+        ``exact``: Its output is the original tensor in the original layout.
         """
         number, mine = self.numbers.number[old], self.numbers.current(self.counterpart[value])
         if mine == number:

@@ -154,8 +154,7 @@ def carry(
             models run if values are needed; None for random inputs. Those that are constant or zero give little
             evidence.
         seed: Of random inputs.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``: no copy.
 
     Returns:
         The model with tags, the evidence for them, and the nodes whose owners are not known.

@@ -124,31 +124,20 @@ class Numbering:
 
 
 class Counterparts:
-    """The counterparts of the tensors after a tool, to which `Alignment` adds.
-
-    Attributes:
-        numbers: The value numbers of the original model.
-        counterpart: Value after → number of the original, or `NOTHING`.
-        exact: Value after → whether it is the same tensor; otherwise it has another shape, layout or element type.
-        named: Value after → evidence of the first match: ``tensor`` (its name), ``node`` (the name of its producer),
-            ``initializer`` (the weights of its producer), ``values`` or nothing.
-        also: Value after → further original values that are equal to it.
-        parts: Value after → the original values that it joins, of which its counterpart is the first.
-        known: The numbers of all counterparts.
-        by_consumers: Whether a tensor that equals several original ones is those of them that its consumers read.
-    """
+    """The counterparts of the tensors after a tool, to which `Alignment` adds; lists are by value after."""
 
     by_consumers = False
+    """Whether a tensor that equals several original ones is those of them that its consumers read."""
 
     def __init__(self, before: GraphSummary, after: GraphSummary, idle: Mapping[int, int] | None = None) -> None:
         self.before, self.after = before, after
         self.numbers = Numbering(before, idle)
-        self.counterpart = [NOTHING] * len(after.values)
-        self.exact = [False] * len(after.values)
-        self.named = [""] * len(after.values)
-        self.also: dict[int, tuple[int, ...]] = {}
-        self.parts: dict[int, tuple[int, ...]] = {}
-        self.known = set[int]()
+        self.counterpart = [NOTHING] * len(after.values)  # number of the original
+        self.exact = [False] * len(after.values)  # the same tensor; otherwise of another shape, layout or element type
+        self.named = [""] * len(after.values)  # evidence: ``tensor``, ``node``, ``initializer``, ``values`` or none
+        self.also: dict[int, tuple[int, ...]] = {}  # further original values that are equal to a value
+        self.parts: dict[int, tuple[int, ...]] = {}  # the original values that a value joins, its counterpart first
+        self.known = set[int]()  # the numbers of all counterparts
 
     def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
         """Match a value with a number; not with `NOTHING`."""

@@ -1,9 +1,4 @@
-"""Evidence of which tensors of two models are the same: contents of weights, and values when both models run.
-
-Names and structure are no part of it: `Alignment` sees these itself. Where names hold, weights that a tool renamed and
-tensors with equal values are enough. Otherwise, weights are recognised in other formats, layouts and parts, and values
-within the error of the outputs.
-"""
+"""Evidence of which tensors of two models are the same: contents of weights, and values when both models run."""
 
 from __future__ import annotations
 
@@ -54,10 +49,8 @@ def weights_then_values(
 ) -> Iterator[tuple[AlignmentEvidence, str]]:
     """What is known of tensors by weights, and then by values too, or why these were not compared.
 
-    ``data``: Input name of the original → array; None for random ones.
-
     Raises:
-        InputError: If ``data`` are given, and are not those of the original.
+        InputError: If ``data`` (input name of the original → array) are given, and are not those of the original.
     """
     feed, problems = dict[str, Array](), list[str]()
     try:
@@ -90,8 +83,7 @@ def weights_then_values(
 def renamed_weights(before: Model, after: Model) -> dict[int, Likeness]:
     """Weight after a tool → original weight with the same contents, where neither model has one of the other's name.
 
-    Small constants are compared by their contents already. Weights are read only where both models have some of the
-    same type and shape that the other does not know by name.
+    Read are only large weights, and only where both models have unknown ones of the same type and shape.
     """
     originals, results = _unnamed(before, after), _unnamed(after, before)
     found: dict[int, Likeness] = {}
@@ -157,10 +149,7 @@ def _places(summary: GraphSummary, weight: WeightNumbers) -> list[int]:
 
 
 def _with_weights_of(before: Model, found: Iterable[tuple[WeightNumbers, Likeness]]) -> ir.Model:
-    """The original model with the weights of the other file, as far as those are rounded.
-
-    Both then compute the same but for the rounding of activations.
-    """
+    """The original with the rounded weights of the other file: both then compute the same but for activations."""
     uses: defaultdict[int, list[_Use]] = defaultdict(list)
     for weight, like in found:
         for original in like.originals if like.error > _ROUNDED else ():
@@ -206,11 +195,7 @@ def _compared(
     feeds: tuple[Mapping[str, Array], Mapping[str, Array]],
     names: tuple[str, str],
 ) -> AlignmentEvidence:
-    """Run both models, and find the tensors of one among those of the other, within the error of the outputs.
-
-    Raises:
-        InputError: If ONNX Runtime cannot run one of them, or no output is recognised.
-    """
+    """Run both models, and find the tensors of one among those of the other, within the error of the outputs."""
     evidence, summary = AlignmentEvidence(), before[1]
     with ArrayStore.opened(PORTION_BYTES) as store:
         known, compared = Originals(), set[int]()
@@ -242,11 +227,7 @@ def _compared(
 def _tensors_of_run(
     model: ir.Model, summary: GraphSummary, feed: Mapping[str, Array], name: str
 ) -> Iterator[tuple[int, Array]]:
-    """Run a model, and yield the tensors that depend on its inputs with their places in its summary, each once.
-
-    Raises:
-        InputError: If ONNX Runtime cannot run it; it has this ``name`` in the message.
-    """
+    """Run a model, and yield the tensors that depend on its inputs with their places in its summary, each once."""
     sizes: dict[str, int | None] = {}
     known = infer_bound(model, {name: array.shape for name, array in feed.items()})
     bytes_of = {value.name: known.bytes_of(value) for node in model.graph for value in node.outputs}

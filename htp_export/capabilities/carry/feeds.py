@@ -38,12 +38,7 @@ def inputs_of_call(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[st
 
 
 def words(name: str) -> frozenset[str]:
-    """The words and numbers in a name, words without the plural.
-
-    Examples:
-        >>> sorted(words("past_key_values.0.key"))
-        ['0', 'key', 'past', 'value']
-    """
+    """The words and numbers in a name, words without the plural."""
     return frozenset(_split(name))
 
 
@@ -105,11 +100,7 @@ def _numbers(name: str) -> frozenset[str]:
 
 
 def feed_original(model: ir.Model, given: Mapping[str, Any] | None, seed: int = 0) -> dict[str, Array]:
-    """Inputs of the original model: those that are given, under its names, or random ones.
-
-    Raises:
-        InputError: If they are not those of the model.
-    """
+    """Inputs of the original model: those that are given, under its names, or random ones."""
     inputs = Inputs.of(model)
     if given is not None:
         return dict(inputs.feed(given).arrays)
@@ -117,9 +108,7 @@ def feed_original(model: ir.Model, given: Mapping[str, Any] | None, seed: int = 
 
 
 def feed_other(model: ir.Model, original: Mapping[str, Array]) -> dict[str, Array]:
-    """The same inputs for the other model; what it takes besides is made up.
-
-    Positions are counted, a mask hides nothing, and a cache is empty.
+    """The same inputs for the other model; in the rest positions are counted, masks hide nothing, and caches are empty.
 
     Raises:
         InputError: If its inputs cannot be made of these.
@@ -141,10 +130,7 @@ def feed_other(model: ir.Model, original: Mapping[str, Array]) -> dict[str, Arra
 
 
 def simpler_feeds(model: ir.Model, feed: Mapping[str, Array]) -> Iterator[Mapping[str, Array]]:
-    """The inputs of the original model; the first example of them; and both with an empty cache.
-
-    Some fused operators take one example, or no new tokens after others.
-    """
+    """The inputs, their first example, and both with an empty cache: some fused operators take no others."""
     for arrays in (feed, _with_empty_cache(model, feed)):
         if arrays:
             yield arrays

@@ -32,58 +32,33 @@ _SMALL_BYTES = 256  # constants up to this size are compared by what is in them
 
 @dataclass(slots=True)
 class SummaryValue:
-    """A tensor.
-
-    Attributes:
-        name: Its name.
-        scope: Where the name holds: ``""`` in the main graph, else the way to the subgraph.
-        shape: Dimensions as numbers and symbols; None where the file does not say.
-        dtype: ONNX's number of the element type; 0 where the file does not say.
-        kind: ``input``, ``initializer`` or ``node``, its producer.
-        content: The contents of a small constant, as a short hash; otherwise empty.
-    """
+    """A tensor."""
 
     name: str
-    scope: str = ""
-    shape: tuple[int | str, ...] | None = None
-    dtype: int = 0
-    kind: str = "node"
-    content: str = ""
+    scope: str = ""  # where the name holds: ``""`` in the main graph, else the way to the subgraph
+    shape: tuple[int | str, ...] | None = None  # dimensions as numbers and symbols; None where the file does not say
+    dtype: int = 0  # ONNX's number of the element type; 0 where the file does not say
+    kind: str = "node"  # ``input``, ``initializer`` or ``node``, its producer
+    content: str = ""  # the contents of a small constant, as a short hash; otherwise empty
 
 
 @dataclass(slots=True)
 class SummaryNode:
-    """A node.
+    """A node."""
 
-    Attributes:
-        op: Operator, with its domain where that is not ONNX's: ``com.microsoft::Gelu``.
-        name: The node's name.
-        inputs: Values that it reads, `NOTHING` for one left out.
-        outputs: Values that it makes, `NOTHING` for one left out.
-        captured: Values from outside that its subgraphs read.
-        attributes: Its attributes, as a short hash.
-        words: Its attributes that are strings, such as names of operators that it absorbed.
-        scope: As of `SummaryValue`.
-        holder: The node whose subgraph it is in; `NOTHING` in the main graph.
-        has_bodies: Whether it holds subgraphs.
-        owners: Its owners, empty where it has no tags.
-        call: What it says of its calls, as of ``tags.encoded_calls``.
-        reason: ``htp.reason``.
-    """
-
-    op: str
+    op: str  # operator, with its domain where that is not ONNX's: ``com.microsoft::Gelu``
     name: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    captured: tuple[int, ...] = ()
-    attributes: str = ""
-    words: tuple[str, ...] = ()
-    scope: str = ""
-    holder: int = NOTHING
-    has_bodies: bool = False
-    owners: tuple[str, ...] = ()
-    call: str = ""
-    reason: str = ""
+    inputs: tuple[int, ...]  # values that it reads, `NOTHING` for one left out
+    outputs: tuple[int, ...]  # values that it makes, `NOTHING` for one left out
+    captured: tuple[int, ...] = ()  # values from outside that its subgraphs read
+    attributes: str = ""  # its attributes, as a short hash
+    words: tuple[str, ...] = ()  # its attributes that are strings, such as names of operators that it absorbed
+    scope: str = ""  # as of `SummaryValue`
+    holder: int = NOTHING  # the node whose subgraph it is in; `NOTHING` in the main graph
+    has_bodies: bool = False  # whether it holds subgraphs
+    owners: tuple[str, ...] = ()  # its owners, empty where it has no tags
+    call: str = ""  # what it says of its calls, as of ``tags.encoded_calls``
+    reason: str = ""  # ``htp.reason``
 
     @property
     def reads(self) -> list[int]:
@@ -98,21 +73,13 @@ class SummaryNode:
 
 @dataclass
 class GraphSummary:
-    """A model.
+    """A model."""
 
-    Attributes:
-        nodes: Every node of the main graph and its subgraphs.
-        values: Every tensor.
-        inputs: The main graph's inputs.
-        outputs: The main graph's outputs.
-        infer: Finds the shapes that the file does not say, by name; called once, when the first is asked for.
-    """
-
-    nodes: list[SummaryNode] = field(default_factory=list)
-    values: list[SummaryValue] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-    infer: Callable[[], Mapping[str, Shape]] | None = field(default=None, repr=False)
+    nodes: list[SummaryNode] = field(default_factory=list)  # every node of the main graph and its subgraphs
+    values: list[SummaryValue] = field(default_factory=list)  # every tensor
+    inputs: list[int] = field(default_factory=list)  # the main graph's inputs
+    outputs: list[int] = field(default_factory=list)  # the main graph's outputs
+    infer: Callable[[], Mapping[str, Shape]] | None = field(default=None, repr=False)  # missing shapes, by name
 
     def shape(self, value: int) -> Shape:
         """Dimensions and element type of a tensor; None and 0 for what is not known."""
@@ -209,10 +176,7 @@ class GraphSummary:
 
 
 def summarize(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[GraphSummary, list[ir.Node]]:
-    """Summarize a model, without reading external data; return also its nodes in the same order.
-
-    The bodies of ``functions`` are summarized too, each as a scope of its own.
-    """
+    """Summarize a model and ``functions``, each a scope, without external data; and its nodes in the same order."""
     summarizer = _Summarizer()
     summary, values = summarizer.summary, summarizer.values
     summarizer.graph(model.graph, "", NOTHING)

@@ -45,10 +45,7 @@ def restore_names(after: ir.Model, calls: Sequence[InlinedCall]) -> None:
 
 
 def _groups(after: ir.Model, calls: Iterable[InlinedCall]) -> dict[_Key, dict[str, ir.Value]]:
-    """The tensors of each inlined call: name in the body → tensor.
-
-    A tensor whose name fits several names of a body is taken for the longest.
-    """
+    """The tensors of each inlined call: name in the body → tensor, for the longest name that fits."""
     names = {call.function: set(call.values) for call in calls}
     found: defaultdict[_Key, dict[str, ir.Value]] = defaultdict(dict)
     for node in after.graph.all_nodes():

@@ -1,12 +1,7 @@
 """The ladder of evidence for the owners of nodes: names and structure, then weights, then values.
 
-Each step reads more than the one before: the graphs alone, their weights, and what both compute. It ends where the
-owners of all nodes are known.
-
-1. **Names and structure**, if the names prove something: the second model was made of the first. Then a node that kept
-   no trace still is between others that did, and all are known.
-2. **Weights**, by their numbers. Names prove nothing from here on: what is not known otherwise stays unknown.
-3. **Values** of tensors, when both models run on the same inputs.
+Each step reads more than the one before. If names prove something, all owners are known; otherwise, what weights and
+values do not prove stays unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, s
 from htp_export.capabilities.carry.name_scopes import scope_of
 from htp_export.capabilities.carry.origins import Origin
 from htp_export.capabilities.carry.ownership import Owned, owners_after
-from htp_export.capabilities.carry.proved_owners import proved_owners
+from htp_export.capabilities.carry.proved_owners import ProvedOwners
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
 from htp_export.capabilities.carry.unnamed_alignment import UnnamedAlignment, input_pairs, without_names
 from htp_export.format.reasons import Reason
@@ -44,19 +39,12 @@ _Summary = tuple[GraphSummary, list[ir.Node]]
 
 @dataclass(frozen=True)
 class Found:
-    """The owners of the nodes of a model.
+    """The owners of the nodes of a model."""
 
-    Attributes:
-        nodes: Its nodes.
-        owned: The owners of each.
-        alignment: The counterparts of its tensors.
-        not_compared: Why values were not compared, although this might have helped.
-    """
-
-    nodes: Sequence[ir.Node]
-    owned: Sequence[Owned]
-    alignment: Alignment
-    not_compared: str = ""
+    nodes: Sequence[ir.Node]  # its nodes
+    owned: Sequence[Owned]  # the owners of each
+    alignment: Alignment  # the counterparts of its tensors
+    not_compared: str = ""  # why values were not compared, although this might have helped
 
     @property
     def unknown(self) -> list[ir.Node]:
@@ -67,7 +55,7 @@ class Found:
 def find_owners(
     origin: Origin, model: ir.Model, data: Mapping[str, Any] | None = None, seed: int = 0, sure: bool = False
 ) -> Found:
-    """Go up the ladder.
+    """Go up the ladder, until the owners of all nodes are known.
 
     Args:
         origin: The original model.
@@ -121,7 +109,7 @@ def _without_names(
     unnamed = without_names(after)
     for evidence, not_compared in rungs():
         alignment = UnnamedAlignment(before, unnamed, evidence)
-        owned = proved_owners(alignment, scopes, origin.calls, holders)
+        owned = ProvedOwners(alignment, scopes, origin.calls, holders).owners()
         found = Found(nodes, _with_root(owned), alignment, not_compared)
         if not found.unknown:
             break

@@ -41,44 +41,26 @@ _FEW, _FITTED = 256, 0.05  # a fit may bring few numbers near others by chance, 
 
 @dataclass(frozen=True)
 class Part:
-    """A slice of a tensor that is a slice of an original.
+    """A slice of a tensor that is a slice of an original."""
 
-    Attributes:
-        original: The original.
-        axis: The axis along which both are cut.
-        place: First and last index in the tensor.
-        of: The same in the original, or in its transpose if ``turned``.
-        turned: Whether the slice is one of the transpose.
-        error: The relative error.
-    """
-
-    original: int
-    axis: int
-    place: tuple[int, int]
-    of: tuple[int, int]
-    turned: bool = False
-    error: float = 0.0
+    original: int  # the original
+    axis: int  # the axis along which both are cut
+    place: tuple[int, int]  # first and last index in the tensor
+    of: tuple[int, int]  # the same in the original, or in its transpose if ``turned``
+    turned: bool = False  # whether the slice is one of the transpose
+    error: float = 0.0  # the relative error
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """The originals that have the numbers of one tensor.
+    """The originals that have the numbers of one tensor."""
 
-    Attributes:
-        originals: They are all equal to it; or, if it is ``joined``, its parts, in order.
-        same_shape: Whether they have its shape and its order of elements.
-        parts: What it is made of, if it is not the whole of an original.
-        scale: What the original was multiplied with.
-        offset: What was added to that.
-        error: The relative error.
-    """
-
-    originals: tuple[int, ...]
-    same_shape: bool = True
-    parts: tuple[Part, ...] = ()
-    scale: float = 1.0
-    offset: float = 0.0
-    error: float = 0.0
+    originals: tuple[int, ...]  # they are all equal to it; or, if it is ``joined``, its parts, in order
+    same_shape: bool = True  # whether they have its shape and its order of elements
+    parts: tuple[Part, ...] = ()  # what it is made of, if it is not the whole of an original
+    scale: float = 1.0  # what the original was multiplied with
+    offset: float = 0.0  # what was added to that
+    error: float = 0.0  # the relative error
 
     @property
     def joined(self) -> bool:
@@ -87,12 +69,7 @@ class Likeness:
 
 
 def relative_error(array: Array, original: Array) -> float:
-    """The norm of a difference over that of the original without its mean; infinite where one is not finite.
-
-    Examples:
-        >>> relative_error(np.array([1.0, 2.0]), np.array([1.0, 2.0]))
-        0.0
-    """
+    """The norm of a difference over that of the original without its mean; infinite where one is not finite."""
     mine, theirs = array.astype(np.float64), original.astype(np.float64)
     finite = np.isfinite(theirs)
     if not finite.all():  # masks hold infinities, which have to be in the same places
@@ -171,10 +148,7 @@ class Originals:
         self._by_rank: dict[int, list[_Original]] = {}
 
     def add(self, index: int, array: Array, load: Callable[[], Array]) -> tuple[int, ...]:
-        """Add a tensor, if it is distinctive; return earlier ones with the same shape and numbers.
-
-        ``load`` returns its numbers later.
-        """
+        """Add a distinctive tensor, which ``load`` reads again; return earlier ones with its shape and numbers."""
         if not is_distinctive(array):
             return ()
         entry, whole = _Original(index, array, load), _is_whole(array)

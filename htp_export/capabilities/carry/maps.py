@@ -57,11 +57,7 @@ def map_to_text(summary: GraphSummary) -> str:
 
 
 def text_to_map(text: str) -> GraphSummary:
-    """What `map_to_text` wrote.
-
-    Raises:
-        ValueError: It is not such a text.
-    """
+    """What `map_to_text` wrote; a ValueError if the text is none."""
     try:
         unfolding = zlib.decompressobj()
         plain = unfolding.decompress(base64.b85decode(text), _LARGEST)

@@ -30,39 +30,22 @@ __all__ = ["Origin", "exported", "from_map", "from_model", "map_of", "module_fun
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of the original model.
+    """What is known of the original model."""
 
-    Attributes:
-        summary: Its nodes and their owners.
-        hierarchy: Its modules.
-        signatures: Their inputs and outputs in PyTorch.
-        calls: Their calls.
-        lasting: Metadata that stays true whatever a tool does: the parameters of PyTorch's modules, which call ran in
-            which, and the steps that made the model before.
-        parameters: Module path → the parameters that it holds in PyTorch.
-        model: The model; None if only its map is known.
-        has_map: Whether its metadata has a map.
-    """
-
-    summary: GraphSummary
-    hierarchy: Hierarchy
-    signatures: Mapping[str, Sequence[Signature]]
-    calls: CallTree
-    lasting: Mapping[str, str]
-    parameters: Mapping[str, ModuleParameters] = field(default_factory=dict)
-    model: ir.Model | None = None
-    has_map: bool = False
+    summary: GraphSummary  # its nodes and their owners
+    hierarchy: Hierarchy  # its modules
+    signatures: Mapping[str, Sequence[Signature]]  # their inputs and outputs in PyTorch
+    calls: CallTree  # their calls
+    lasting: Mapping[str, str]  # metadata that stays true whatever a tool does: parameters, calls, earlier steps
+    parameters: Mapping[str, ModuleParameters] = field(default_factory=dict)  # module path → what it holds in PyTorch
+    model: ir.Model | None = None  # the model; None if only its map is known
+    has_map: bool = False  # whether its metadata has a map
 
 
 def exported(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> tuple[TaggedModel, dict[str, Any]]:
-    """A fresh export of a PyTorch model, and the example inputs by the names of its inputs.
-
-    Raises:
-        InputError: The file has not as many inputs as there are tensors.
-        Exception: Errors of the export.
-    """
+    """A fresh export of a PyTorch model, and the example inputs by the names of its inputs."""
     from htp_export.exporter.exporting import export
 
     program = export(model, args, kwargs=dict(kwargs or {}), verbose=False)
@@ -86,12 +69,7 @@ def from_model(tagged: TaggedModel, after: ir.Model) -> Origin:
 
 
 def from_map(model: ir.Model) -> Origin:
-    """From the map in the metadata of a model.
-
-    Raises:
-        UntaggedModelError: It has none.
-        InputError: It cannot be read.
-    """
+    """From the map in the metadata of a model."""
     props = model.metadata_props
     if tags.MAP not in props or tags.MODULES not in props:
         raise UntaggedModelError(

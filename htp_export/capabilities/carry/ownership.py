@@ -19,19 +19,12 @@ __all__ = ["Owned", "optimized_works", "owned_by", "owners_after"]
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """The owners of one node after a tool.
+    """The owners of one node after a tool."""
 
-    Attributes:
-        paths: The owners' module paths, in order of execution.
-        reason: The evidence: the original ``htp.reason``, or one for a node that the tool changed.
-        call: Their calls, as of ``tags.encoded_calls``.
-        kept: Whether the tool left the node's tags, and they are correct.
-    """
-
-    paths: tuple[str, ...]
-    reason: str
-    call: str = ""
-    kept: bool = False
+    paths: tuple[str, ...]  # the owners' module paths, in order of execution
+    reason: str  # the evidence: the original ``htp.reason``, or one for a node that the tool changed
+    call: str = ""  # their calls, as of ``tags.encoded_calls``
+    kept: bool = False  # whether the tool left the node's tags, and they are correct
 
 
 def owners_after(

@@ -22,17 +22,7 @@ from htp_export.format.reasons import Reason
 from htp_export.format.tags import common_ancestor, is_under
 from htp_export.shapes.operator_kinds import IN_PLACE, LAYOUT, SIZES_ONLY, base_op, moves, resembles
 
-__all__ = ["proved_owners"]
-
-
-def proved_owners(
-    alignment: UnnamedAlignment, scopes: Sequence[Scope | None], tree: CallTree, holders: Mapping[int, str]
-) -> list[Owned]:
-    """The owners of every node; those that are not known have the reason ``unknown``.
-
-    ``scopes``: Those in the names of the nodes. ``holders``: Original weight → the module that holds it as a parameter.
-    """
-    return _Proved(alignment, scopes, tree, holders).owners()
+__all__ = ["ProvedOwners"]
 
 
 def _unknown(paths: Iterable[str]) -> Owned:
@@ -45,7 +35,9 @@ def _is_near(module: str, paths: Sequence[str]) -> bool:
     return any(is_under(path, module) or is_under(module, path) for path in paths)
 
 
-class _Proved:
+class ProvedOwners:
+    """``scopes``: In the names of the nodes. ``holders``: Original weight → the module that holds it as a parameter."""
+
     def __init__(
         self, alignment: UnnamedAlignment, scopes: Sequence[Scope | None], tree: CallTree, holders: Mapping[int, str]
     ) -> None:
@@ -61,6 +53,7 @@ class _Proved:
                 self._passing[self._number(node.outputs[0])].append(index)
 
     def owners(self) -> list[Owned]:
+        """The owners of every node; those that are not known have the reason ``unknown``."""
         settled = self._by_parameters()
         open_nodes = [index for index in range(len(self._works)) if index not in settled and self._is_open(index)]
         first = owners_after(self._before, self._after, self._works, self._tree, settled)
@@ -106,8 +99,7 @@ class _Proved:
     def _on_the_way(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
         """Of some original nodes, those that compute something from what the node reads.
 
-        Example: an operator for attention that takes positions reads no angles; the module that computes these in the
-        original has no nodes here.
+        An operator for attention that takes positions reads no angles: who computes these has no nodes here.
         """
         if len(part) < 2 or not any(self._known.anchors(value) for value in self._live_reads(node)):
             return part

@@ -24,23 +24,14 @@ _SHARED: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class ReplacedNodes:
-    """The original nodes that one node replaces.
+    """The original nodes that one node replaces."""
 
-    Attributes:
-        nodes: The original nodes, in order of execution; empty for an inserted node.
-        reason: ``tensor``, ``node``, ``initializer``, ``values`` or ``region``; ``inserted`` without nodes.
-        ends: For an inserted node that restores the form of original tensors: their producers.
-        coarse: Whether several nodes share these original nodes, because they cannot be separated.
-        chosen: Whether they were chosen from nodes of several modules, by their operator alone.
-        among: All original nodes between the matched tensors around the node.
-    """
-
-    nodes: tuple[int, ...]
-    reason: str
-    ends: tuple[int, ...] = ()
-    coarse: bool = False
-    chosen: bool = False
-    among: tuple[int, ...] = ()
+    nodes: tuple[int, ...]  # the original nodes, in order of execution; empty for an inserted node
+    reason: str  # ``tensor``, ``node``, ``initializer``, ``values`` or ``region``; ``inserted`` without nodes
+    ends: tuple[int, ...] = ()  # for an inserted node that restores the form of original tensors: their producers
+    coarse: bool = False  # whether several nodes share these original nodes, because they cannot be separated
+    chosen: bool = False  # whether they were chosen from nodes of several modules, by their operator alone
+    among: tuple[int, ...] = ()  # all original nodes between the matched tensors around the node
 
 
 def replaced_nodes(alignment: Alignment) -> list[ReplacedNodes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,17 +21,11 @@ _BLOCKS = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}
 
 @dataclass(frozen=True)
 class WeightNumbers:
-    """A weight of a file.
+    """A weight of a file."""
 
-    Attributes:
-        values: The tensors that stand for it: an initializer and, if a node only dequantizes it, the output of that.
-        load: Reads its numbers.
-        plain: Whether they are the numbers of the initializer, which are floats.
-    """
-
-    values: Sequence[ir.Value]
-    load: Callable[[], Array]
-    plain: bool = False
+    values: Sequence[ir.Value]  # an initializer and, if a node only dequantizes it, the output of that
+    load: Callable[[], Array]  # reads its numbers
+    plain: bool = False  # whether they are the numbers of the initializer, which are floats
 
 
 def weight_numbers(graph: ir.Graph) -> Iterator[WeightNumbers]:
@@ -44,7 +39,7 @@ def weight_numbers(graph: ir.Graph) -> Iterator[WeightNumbers]:
     for value in graph.initializers.values():
         tensor = value.const_value
         if value not in taken and tensor is not None and tensor.size >= _SMALLEST and holds_numbers(tensor.dtype):
-            yield WeightNumbers([value], _Reader(value), tensor.dtype.is_floating_point())
+            yield WeightNumbers([value], functools.partial(_plain, tensor), tensor.dtype.is_floating_point())
 
 
 def holds_numbers(dtype: ir.DataType) -> bool:
@@ -52,15 +47,9 @@ def holds_numbers(dtype: ir.DataType) -> bool:
     return dtype.is_floating_point() or (dtype.is_integer() and dtype.bitwidth <= 8)
 
 
-@dataclass(frozen=True)
-class _Reader:
-    value: ir.Value
-
-    def __call__(self) -> Array:
-        tensor = self.value.const_value
-        assert tensor is not None
-        array = np.asarray(tensor.numpy())
-        return array if array.dtype.kind in "fiu" else array.astype(np.float32)  # types that numpy does not have
+def _plain(tensor: ir.TensorProtocol) -> Array:
+    array = np.asarray(tensor.numpy())
+    return array if array.dtype.kind in "fiu" else array.astype(np.float32)  # types that numpy does not have
 
 
 def _quantized(node: ir.Node) -> WeightNumbers | None:
@@ -103,10 +92,9 @@ def _of_packed_blocks(
     block: int,
     columns: int | None,
 ) -> Array:
-    """A weight of ONNX Runtime's operators: rows of blocks, each with a scale and a zero point.
+    """A weight of ONNX Runtime's operators: rows of blocks, each with a scale and a zero point; the end is filled up.
 
-    Bytes hold several levels, and several zero points; both may have more than are used, as the last block and the last
-    byte of a row are filled up. Without zero points, packed levels are around half of their range.
+    Bytes hold several levels, and several zero points; without these, packed levels are around half of their range.
     """
     rows = levels.shape.numpy()[0]
     numbers = _unpacked(levels, bits, rows)[:, :columns]

@@ -31,10 +31,7 @@ _IR_VERSION = 10  # the first with metadata on nodes
 def tag(
     model: ir.Model, nodes: Sequence[ir.Node], owned: Sequence[Owned], alignment: Alignment, origin: Origin
 ) -> tuple[Hierarchy, list[tuple[str, str, bool]]]:
-    """Write tags into a tool's result; return its modules with their new fates, and its contamination.
-
-    ``nodes`` and ``owned``: The nodes of the result, and the owners of each.
-    """
+    """Write tags into a tool's result; return its modules with their new fates, and its contamination."""
     works = [origin.calls.work(entry.paths, entry.call) for entry in owned]
     evidence = _CarriedEvidence(alignment, origin, works)
     hierarchy, crossing = find_fates(origin.hierarchy, evidence)
@@ -54,10 +51,7 @@ def tag(
 
 
 class _CarriedEvidence(FateEvidence[int]):
-    """The boundaries of modules after a tool, compared with those in the original model.
-
-    ``works``: The owners and calls of each node after.
-    """
+    """The boundaries of modules after a tool, whose nodes do ``works``, compared with those in the original model."""
 
     def __init__(self, alignment: Alignment, origin: Origin, works: Sequence[NodeCalls]) -> None:
         super().__init__(_boundaries(alignment.after, works))

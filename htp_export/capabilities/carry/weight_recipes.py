@@ -22,12 +22,7 @@ _BY_A_TOOL = "another tool"
 
 
 def carry_recipes(before: ir.Model | None, after: ir.Model) -> None:
-    """Say of each weight of a model how it was made; contents are compared, because tools keep names.
-
-    Args:
-        before: The model that the tool was given; None if only its map is known.
-        after: What it made, which is changed.
-    """
+    """Say of each weight of a tool's result how it was made; contents are compared, because tools keep names."""
     originals = _Originals(before)
     for graph in after.graphs():
         for name, value in graph.initializers.items():
@@ -66,10 +61,7 @@ class _Originals:
         return said == recipe_to_text(CONSTANT) or said not in (None, was.get(tags.RECIPE))
 
     def recipe(self, name: str, tensor: ir.TensorProtocol) -> Recipe:
-        """How a tensor of the second file was made; its numbers are looked up among all only if they are not there.
-
-        Tools keep names, and a weight that they left alone need not be read.
-        """
+        """How a tensor of the second file was made; one that kept its name and numbers is not looked up among all."""
         original = self._named.get(name)
         vague = step("computed", *self._named_alike(name), _BY_A_TOOL)
         with contextlib.suppress(FileError, OSError):  # the data file of one of them is gone

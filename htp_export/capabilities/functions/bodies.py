@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from htp_export.capabilities.functions.levels import Group, Item
-from htp_export.capabilities.functions.placing import with_held
 from htp_export.editing.function_records import DOMAIN, given_values
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance
@@ -20,7 +19,7 @@ from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames
-from htp_export.shapes.operator_kinds import is_standard, subgraphs
+from htp_export.shapes.operator_kinds import is_standard, subgraphs, with_subgraphs
 
 __all__ = ["Bodies", "Occurrence", "copy_value", "differing_constants"]
 
@@ -32,15 +31,11 @@ _LONGEST_PART = 128
 
 @dataclass(frozen=True, eq=False)
 class Occurrence:
-    """One instance that became a call of a function.
-
-    Attributes:
-        body: The nodes of this instance, in the order of the function's; the function's own for the first instance.
-    """
+    """One instance that became a call of a function."""
 
     instance: Instance
     function: ir.Function
-    body: ir.Graph
+    body: ir.Graph  # the nodes of this instance in the function's order; of the first instance, the function's own
 
     def pairs(self) -> Iterator[tuple[ir.Node, ir.Node]]:
         """Each node of the function, in subgraphs too, with that of this instance."""
@@ -48,16 +43,11 @@ class Occurrence:
 
 
 class Bodies:
-    """Makes functions of groups, in one model, whose graphs are changed.
-
-    Attributes:
-        model: The model.
-        hierarchy: Its modules.
-        occurrences: Call → what it calls, innermost first, also in bodies that were thrown away for an equal one.
-    """
+    """Makes functions of groups, in one model, whose graphs are changed."""
 
     def __init__(self, work: TaggedModel, index: GraphIndex) -> None:
         self.model, self.hierarchy = work.model, work.hierarchy
+        # Call → what it calls, innermost first, also in bodies that were thrown away for an equal one.
         self.occurrences: dict[ir.Node, Occurrence] = {}
         # Now: what the index does not know yet, it would read from graphs that are changed.
         self._signatures, self._constant, self._owners = work.signatures, index.constant, index.owners
@@ -76,7 +66,7 @@ class Bodies:
     def _call_of(self, group: Group, graph: ir.Graph) -> ir.Node:
         """Move a group into a function, and put a call of it at the end of the graph."""
         instance, nodes = group.instance, self._nodes_of(group.items, graph)
-        every = [held for node in nodes for held in with_held(node)]
+        every = [held for node in nodes for held in with_subgraphs(node)]
         inside, graphs = set(every), {body for node in every for body in subgraphs(node)}
         read = dict.fromkeys(value for node in every for value in node.inputs if value is not None)
         # Tensors first, then weights, as in torch.nn.functional; each kind as it came.
@@ -146,12 +136,10 @@ class Bodies:
     def _names_of(
         self, values: Sequence[ir.Value], nodes: Iterable[ir.Node], instance: Instance, used: UsedNames
     ) -> list[str]:
-        """A name for each input of a function.
+        """A name for each input of a function: that of the argument of ``forward``, or of the weight in the module.
 
-        Arguments have the names of ``forward``'s parameters, and weights those that they have in the module,
-        ``query.weight``. What has no such name in the file (exporters transpose weights and fold constants) has the
-        name of the module that reads it in front, and the model's own inputs keep theirs. Of a name that is too long,
-        the last parts are used.
+        What has no such name in the file (exporters transpose weights and fold constants) has the name of the module
+        that reads it in front, and the model's own inputs keep theirs. Of a long name, the last parts are used.
         """
         readers: dict[ir.Value, tuple[ir.Node, int]] = {}
         for node in nodes:
@@ -200,10 +188,9 @@ def _last_parts(name: str) -> str:
 
 
 def differing_constants(occurrences: Iterable[Occurrence], hierarchy: Hierarchy) -> dict[ir.Node, set[Instance]]:
-    """``Constant`` nodes that have another value in other functions which are equal but for such values.
+    """``Constant`` nodes of bodies with another value in other functions which are equal but for such values.
 
-    Returns:
-        Node in the body of an instance → the instances that it must not be in, so that they share a function.
+    Each with the instances that it must not be in, so that they share a function.
     """
     alike: defaultdict[Hashable, list[Occurrence]] = defaultdict(list)
     keys: dict[ir.Function, Hashable] = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +11,11 @@ from htp_export.command.file_options import FileArgument, JsonOption, OutputOpti
 from htp_export.command.idle_options import Idle
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from htp_export.capabilities.functions.nesting import Nested
 
 EXAMPLE = 'bert.onnx "encoder.layer.*" -o nested.onnx'
 PLACE = ("Cut", 3)
@@ -31,7 +37,6 @@ def functions_command(
     as_json: JsonOption = False,
 ) -> None:
     """Make modules functions, which every viewer shows."""
-    from htp_export.capabilities.functions.drawing import render
     from htp_export.capabilities.functions.inlining import inline
     from htp_export.capabilities.functions.nesting import functions
 
@@ -44,4 +49,16 @@ def functions_command(
         raise typer.BadParameter("give the modules, ** for all, or --undo")
     with Steps(quiet=as_json).step(f"nesting {file}"):
         nested = functions(file, select, output, share_weights=share_weights)
-    report(nested, as_json, lambda: render(nested), output)
+    report(nested, as_json, lambda: _drawn(nested), output)
+
+
+def _drawn(nested: Nested) -> RenderableType:
+    """A table with a line for each function, and how many modules were left flat, by reason."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from htp_export.drawing.module_table import flat_table
+
+    reasons = Counter(nested.skipped.values())
+    notes = [Text(f"{count} left flat: {reason}", style="yellow") for reason, count in reasons.most_common()]
+    return Group(flat_table(*nested.table()), *notes)

@@ -57,8 +57,7 @@ def inline(model: ModelSource, output: str | os.PathLike[str] | None = None, *, 
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
             no tags; weights are not read.
         output: The file to write.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``: no copy.
 
     Returns:
         The flat model, and the functions that it had.

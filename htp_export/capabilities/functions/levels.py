@@ -23,15 +23,10 @@ __all__ = ["Group", "Item", "Levels"]
 
 @dataclass(frozen=True)
 class Group:
-    """What becomes one call of a function.
+    """What becomes one call of a function."""
 
-    Attributes:
-        instance: The module call.
-        items: Its nodes and the groups inside it, in an order in which they can run.
-    """
-
-    instance: Instance
-    items: tuple[Item, ...]
+    instance: Instance  # the module call
+    items: tuple[Item, ...]  # its nodes and the groups inside it, in an order in which they can run
 
 
 Item: TypeAlias = ir.Node | Group
@@ -136,11 +131,7 @@ _BETWEEN = "between"
 
 
 class _Level:
-    """The graph of one level: groups, and nodes that are in none.
-
-    Attributes:
-        members: Group → its nodes; node that is in none → itself.
-    """
+    """The graph of one level: groups with their nodes, and nodes that are in none, their own ``members``."""
 
     def __init__(
         self, nodes: Sequence[ir.Node], keys: Mapping[ir.Node, _Key], sources: Mapping[ir.Node, Collection[ir.Node]]

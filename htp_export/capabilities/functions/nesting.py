@@ -115,8 +115,7 @@ def functions(
             tags of htp_export; weights are not read.
         select: The modules; see ``TaggedModel.select``. ``"**"`` is every module.
         output: The file to write.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``: no copy.
 
     Returns:
         The model, its functions, and the reason for each selected module that stayed flat.
@@ -141,7 +140,8 @@ def functions(
     selected = tagged.select(select)
     tagged.require_exact_tags()
     wanted = [path for path in selected if path and tagged.hierarchy[path].fate.is_exact]
-    sources, index, placement, bodies = _built(_flat(tagged), wanted)
+    has_functions = any(function.domain == DOMAIN for function in tagged.model.functions.values())
+    sources, index, placement, bodies = _built(dissolved(tagged) if has_functions else tagged, wanted)
     model = bodies.model
     made = _functions_of(bodies)
     hierarchy = tagged.hierarchy
@@ -160,22 +160,12 @@ def functions(
     return Nested(model, ordered, _rows(bodies), skipped, _outside(index, placement, ordered))
 
 
-def _flat(tagged: TaggedModel) -> TaggedModel:
-    """The model without the functions that an earlier call made."""
-    if all(function.domain != DOMAIN for function in tagged.model.functions.values()):
-        return tagged
-    return dissolved(tagged)
-
-
 def _built(
     source: TaggedModel, wanted: Collection[str]
 ) -> tuple[Mapping[ir.Node, ir.Node], GraphIndex, Placement, Bodies]:
     """Make functions of a copy of a model; constants in which functions differ become inputs, so that one is left.
 
-    A constant that is left outside of a module is in the one around it, whose functions may then differ in it.
-
-    Returns:
-        Node of the copy → node of the model; what was known of the copy before; where its nodes are; the functions.
+    Returns node of the copy → node of the model; what was known of the copy before; where its nodes are; the functions.
     """
     outside: dict[ir.Node, set[Instance]] = {}
     while True:

@@ -20,12 +20,9 @@ __all__ = ["flat_order", "share_bodies"]
 
 
 def share_bodies(bodies: Bodies, sources: Mapping[ir.Node, ir.Node], calls: CallTree) -> dict[str, Record]:
-    """Make the bodies of functions true for all their calls, and note what every call loses by it.
+    """Make the bodies of functions true for all their calls, and return what each outer call loses by it, by its name.
 
     ``sources`` are the nodes of the untouched model that all nodes but the calls were.
-
-    Returns:
-        Name of each call outside of functions → what its nodes were; calls that lose nothing are left out.
     """
     occurrences, hierarchy = bodies.occurrences, bodies.hierarchy
     originals: dict[ir.Node, ir.Node] = {}

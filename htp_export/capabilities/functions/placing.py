@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeAlias
 
 import onnx_ir as ir
@@ -12,9 +12,9 @@ from htp_export.editing.function_records import given_values
 from htp_export.format.call_tree import Instance, NodeCalls
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel
-from htp_export.shapes.operator_kinds import is_standard, subgraphs
+from htp_export.shapes.operator_kinds import is_standard, subgraphs, with_subgraphs
 
-__all__ = ["MOST_NESTED", "Chain", "Placement", "with_held"]
+__all__ = ["MOST_NESTED", "Chain", "Placement"]
 
 MOST_NESTED = 100
 """As many functions may call one another: https://github.com/onnx/onnx refuses more when it checks a model."""
@@ -28,11 +28,6 @@ class Placement:
 
     A node of several modules lies in those that hold all of them, and one whose call is not known lies in none that
     ran several times. Instances that could not become one call of a function are in no chain.
-
-    Attributes:
-        chains: Node → its chain.
-        scopes: Node → the nodes whose subgraphs it lies in, outermost first.
-        flat: Path of a selected module → why some instance of it is in no chain.
     """
 
     def __init__(self, tagged: TaggedModel, index: GraphIndex, selected: Collection[str]) -> None:
@@ -40,7 +35,8 @@ class Placement:
         self._selected = frozenset(selected)
         self._most = MOST_NESTED - _nested(tagged.model)
         self._around: dict[Instance, Chain] = {}
-        self.flat: dict[str, str] = {}
+        self.flat: dict[str, str] = {}  # path of a selected module → why some instance of it is in no chain
+        # Node → the nodes whose subgraphs it lies in, outermost first.
         self.scopes = {node: [*index.scopes(node)][:0:-1] for node in tagged.model.graph.all_nodes()}
         self.chains = {node: self._chain_of(node, index.works[node]) for node in self.scopes}
         for path in self._selected:
@@ -50,7 +46,7 @@ class Placement:
     def without(self, node: ir.Node, instances: Iterable[Instance]) -> None:
         """Take a node, with all that its subgraphs hold, out of some instances."""
         gone = frozenset(instances)
-        for held in with_held(node):
+        for held in with_subgraphs(node):
             self.chains[held] = tuple(instance for instance in self.chains[held] if instance not in gone)
 
     def _chain_of(self, node: ir.Node, work: NodeCalls) -> Chain:
@@ -99,13 +95,6 @@ def _nested(model: ir.Model) -> int:
         left = {key: inside for key, inside in left.items() if key in called}
         levels += 1
     return levels
-
-
-def with_held(node: ir.Node) -> Iterator[ir.Node]:
-    """A node, and what its subgraphs hold."""
-    yield node
-    for body in subgraphs(node):
-        yield from body.all_nodes()
 
 
 def _common_start(chains: Sequence[Chain]) -> Chain:

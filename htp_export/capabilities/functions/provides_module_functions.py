@@ -56,11 +56,7 @@ class ModuleFunctions:
     ) -> Nested | None:
         """Make the functions; None if the graph stays as it is, because every module was wanted and none can be one.
 
-        A model without tags stays as it is, too, unless ``strict``.
-
-        Raises:
-            InputError: None of the modules can be a function; the message has the reason.
-            UntaggedModelError: The model has no tags.
+        A model without tags stays as it is, too, unless ``strict``. Raises what `functions` raises.
         """
         tagged = load(model)
         if not strict and tagged.source != "htp":
@@ -96,11 +92,7 @@ def _no_modules(value: Any) -> InputError:
 
 
 def _class_among(wanted: type, classes: Mapping[str, str]) -> str:
-    """The name of a class as the modules of a model have it.
-
-    Raises:
-        InputError: If no module has it.
-    """
+    """The name of a class as the modules of a model have it; an `InputError` if no module has it."""
     full, known = f"{wanted.__module__}.{wanted.__qualname__}", set(classes.values())
     for name in (full, wanted.__name__):  # scripted modules are known by the simple name
         if name in known:

@@ -25,13 +25,7 @@ __all__ = ["Bookkeeping"]
 
 
 class Bookkeeping:
-    """Follows a model through passes, which change it in place; `settle` is called after each.
-
-    Attributes:
-        model: The model, as passes left it.
-        hierarchy: The module tree, with the present fates.
-        difference: The changes by the last pass.
-    """
+    """Follows a model through passes, which change it in place; `settle` is called after each."""
 
     def __init__(self, tagged: TaggedModel) -> None:
         self.model, self._source = tagged.model, tagged.source
@@ -75,8 +69,7 @@ class Bookkeeping:
     def _crossing(self) -> set[str]:
         """Names of tensors that cross the boundary of a module: its inputs, and its outputs that others read.
 
-        An output without a consumer, such as the weights of an attention module, may be removed. So may the inputs and
-        outputs of modules with the fate ``identity``.
+        Outputs without a consumer may be removed, and so may all tensors of modules with the fate ``identity``.
         """
         crossing: set[str] = set()
         for path, calls in self._signatures.items():
@@ -94,11 +87,7 @@ class Bookkeeping:
                 value.meta[BOUNDARY] = True
 
     def settle(self) -> tuple[dict[str, Change], dict[str, tuple[str, ...]]]:
-        """Update everything after a pass: tag new nodes, follow tensors, determine fates.
-
-        Returns:
-            The changes of nodes and weights by module; and the modules that became fused, with their partners.
-        """
+        """Tag new nodes, follow tensors, find fates: the changes by module, and new fused modules → their partners."""
         before, after = self._snapshot, Snapshot(self.model)
         after.check(before)
         difference = self.difference = PassDifference.between(before, after)

@@ -7,7 +7,7 @@ is left from which its size could become known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -17,7 +17,7 @@ from htp_export.capabilities.optimize.declining import decline
 from htp_export.editing.editing import Array, bytes_of, is_constant
 from htp_export.model.groups import connected
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
-from htp_export.shapes.operator_kinds import RANDOM, subgraphs
+from htp_export.shapes.operator_kinds import RANDOM, subgraphs, with_subgraphs
 from htp_export.shapes.sizes import product
 from htp_export.shapes.symbolic import Symbolic
 
@@ -52,14 +52,9 @@ def room_left(model: ir.Model) -> int:
     return int(max(LEAST_ROOM, (weights - grown) // SHARE) - grown)
 
 
-def _with_inner(nodes: Iterable[ir.Node]) -> set[ir.Node]:
-    """Nodes with all that their subgraphs hold."""
-    return {inner for node in nodes for inner in (node, *(i for body in subgraphs(node) for i in body.all_nodes()))}
-
-
 def _reads(node: ir.Node) -> Collection[ir.Value]:
     """The inputs of a node, and the values that its subgraphs capture."""
-    inside = [node, *(inner for body in subgraphs(node) for inner in body.all_nodes())]
+    inside = list(with_subgraphs(node))
     bodies = dict.fromkeys(body for holder in inside for body in subgraphs(holder))
     read = (
         *(value for inner in inside for value in inner.inputs),
@@ -70,7 +65,7 @@ def _reads(node: ir.Node) -> Collection[ir.Value]:
 
 def _held_back(node: ir.Node) -> bool:
     """Whether a node is not folded although all its inputs are constant."""
-    operators = {inner.op_type for inner in _with_inner([node])}
+    operators = {inner.op_type for inner in with_subgraphs(node)}
     if operators & _UNPACKING:
         decline("unfolded_constants", [node], "it unpacks quantized weights")
         return True
@@ -78,16 +73,11 @@ def _held_back(node: ir.Node) -> bool:
 
 
 class ConstantNodes:
-    """Connected nodes that compute the same in every run.
-
-    Attributes:
-        nodes: The nodes, in order.
-        results: Their outputs that other nodes read.
-        constants: The constants that they read.
-    """
+    """Connected nodes that compute the same in every run; ``results`` are read elsewhere, ``constants`` here."""
 
     def __init__(self, nodes: Sequence[ir.Node]) -> None:
-        self.nodes, self._inside = nodes, _with_inner(nodes)
+        self.nodes = nodes
+        self._inside = {inner for node in nodes for inner in with_subgraphs(node)}
         made = {value: None for node in nodes for value in node.outputs}
         self.results = [
             value

@@ -104,21 +104,14 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class PassDifference:
-    """The changes of a graph by a pass.
-
-    Attributes:
-        removed: Nodes that were removed or changed in place, in order.
-        added: New nodes, and those that were changed in place, in order.
-        equal: Old value → the equal value that replaces it.
-        merged: Nodes that stayed, and now also do the work of others.
-    """
+    """The changes of a graph by a pass."""
 
     before: Snapshot
     after: Snapshot
-    removed: Mapping[ir.Node, None]
-    added: Mapping[ir.Node, None]
-    equal: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    merged: dict[ir.Node, None] = field(default_factory=dict)
+    removed: Mapping[ir.Node, None]  # nodes that were removed or changed in place, in order
+    added: Mapping[ir.Node, None]  # new nodes, and those that were changed in place, in order
+    equal: dict[ir.Value, ir.Value] = field(default_factory=dict)  # old value → the equal value that replaces it
+    merged: dict[ir.Node, None] = field(default_factory=dict)  # nodes that stayed, and now also do the work of others
 
     @classmethod
     def between(cls, before: Snapshot, after: Snapshot) -> PassDifference:

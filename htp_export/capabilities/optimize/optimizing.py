@@ -58,8 +58,7 @@ def optimize(
         shapes: For random inputs: input name → shape.
         seed: Seed of the random inputs.
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``: no copy.
 
     Returns:
         The model, and what each pass did to each module.

@@ -123,15 +123,12 @@ class Optimized(TaggedResult):
         }
 
     def at_depth(self, depth: int) -> dict[str, dict[str, Change]]:
-        """Pass → module path → what the pass did to the module and everything below it, down to a depth.
+        """Pass → module path → what the pass did to the module and everything below it, down to a depth; 0: the whole.
 
         What it did to a module above that depth itself has a line of its own, so that the numbers add up.
 
-        Args:
-            depth: How many parts a path has at most; 0 for the whole model.
-
         Raises:
-            InputError: If it is negative.
+            InputError: If the depth is negative.
         """
         if depth < 0:
             raise InputError(f"a depth is 0 or more, not {depth}")

@@ -197,7 +197,7 @@ def _turn_batches(model: ir.Model) -> None:
 
 
 def _drop_unread_outputs(model: ir.Model) -> None:
-    """Remove optional outputs without consumers, such as the sum that ``SkipLayerNormalization`` can compute."""
+    """Remove optional outputs without consumers, such as the sum before a normalisation."""
     for node in model.graph:
         if node.domain != "com.microsoft":
             continue
@@ -222,7 +222,7 @@ def _output_shape(node: ir.Node) -> ir.Shape | None:
     shapes = [None if value is None else value.shape for value in node.inputs[:3]]
     if node.domain != "com.microsoft" or not shapes or shapes[0] is None:
         return None
-    if node.op_type in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"):
+    if node.op_type == "SkipSimplifiedLayerNormalization":
         return shapes[0]
     if node.op_type == "MultiHeadAttention" and len(shapes) == 3 and shapes[2] is not None:
         queries, values = shapes[0], shapes[2]
