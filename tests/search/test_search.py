@@ -443,7 +443,9 @@ class TestSearch:
         best = min(one, key=lambda trial: trial.values["error"])
         assert best.plan["blocks.1.0"] != "int4"
 
-    @pytest.mark.parametrize("sampler", ["nsga2", "random", "grid"])
+    @pytest.mark.parametrize(
+        "sampler", ["grid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nsga2", "random"))]
+    )
     def test_samplers(self, file: Path, data: list[dict[str, Array]], sampler: str) -> None:
         found = brief(file, data, sampler=sampler, depth=1)
         assert len(found.trials) >= 10
