@@ -23,7 +23,7 @@ import htp_export
 from htp_export.capabilities.carry.adapting import library
 from htp_export.capabilities.quantize.method import Method, Precision
 from htp_export.capabilities.quantize.methods.static import Static, is_divisible
-from htp_export.capabilities.quantize.methods.weights import Blocks
+from htp_export.capabilities.quantize.methods.weights import Blocks, sizes_in_blocks
 from htp_export.capabilities.quantize.ort_quantizers import write_products
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
@@ -91,7 +91,7 @@ class Activations(Static):
             precision = dataclasses.replace(precision, options={**precision.options, "max_drop": budget})
             metric = _metric(work, part)
         nncf, given = _nncf(), part.proto()
-        _put_first(given, "")  # NNCF takes the first one for the opset of ONNX
+        _put_onnx_first(given)  # NNCF takes the first one for the opset of ONNX
         expected, wide = _measured(part, given, runs)
         ignored = [str(node.name) for node in part.model.graph if wide.intersection(_names(node.inputs, node.outputs))]
         arguments = {
@@ -146,7 +146,7 @@ class Weights(Method):
         if node.domain or subgraphs(node):
             return False
         if node.op_type in ("MatMul", "Gemm"):
-            return Blocks(self.precision).takes(node, facts) and (bits == 8 or _along(node) % size == 0)
+            return Blocks(self.precision).takes(node, facts) and (bits == 8 or sizes_in_blocks(node)[0] % size == 0)
         if bits != 8 or node.op_type not in _WEIGHTED or len(node.inputs) <= weight_place(node):
             return False
         weight = constant_of(node.inputs[weight_place(node)])
@@ -162,7 +162,8 @@ class Weights(Method):
         if self.precision.bits == 8:
             axes = weight_axes(node, 1)  # a table has a scale for each row
             return elements + shape[0 if axes is None else axes[1]] * (4 if symmetric else 5)
-        blocks, across = _along(node) // self.precision.block_size, elements // _along(node)
+        along, across = sizes_in_blocks(node)
+        blocks = along // self.precision.block_size
         columns = across * ((blocks + 1) // 2)
         points = 0 if symmetric else columns if facts.opset < _BLOCKS_FROM else (blocks * across + 1) // 2
         return (elements + 1) // 2 + 4 * blocks * across + points
@@ -177,7 +178,7 @@ class Weights(Method):
         if self.precision.bits == 4:
             write_products(part.model.graph)  # NNCF writes blocks of a Gemm's weight along the wrong axis
         given = part.proto()
-        _put_first(given, "")
+        _put_onnx_first(given)
         outputs = [str(value.name) for value in part.model.graph.outputs]
         with Runner(part.model, "the part for NNCF", SessionSettings()).opened(outputs) as run:
             expected = run(runs[0])
@@ -291,16 +292,7 @@ def _is_of_nncf(error: Exception) -> bool:
 
 
 def _checked(made: onnx.ModelProto, expected: Mapping[str, Array], feed: Mapping[str, Array]) -> ir.Model:
-    """What NNCF made, if onnx accepts it, ONNX Runtime runs it, and its outputs have shape, type and finite values.
-
-    Args:
-        made: The result.
-        expected: The outputs before.
-        feed: The inputs that gave them.
-
-    Raises:
-        ToolError: If it is wrong.
-    """
+    """What NNCF made, if it runs on a feed and its outputs are like those before; a `ToolError` otherwise."""
     try:
         onnx.checker.check_model(made)
         model = model_from_proto(made)
@@ -362,23 +354,10 @@ def _names(*values: Sequence[ir.Value | None]) -> list[str]:
     return [str(value.name) for listed in values for value in listed if value is not None]
 
 
-def _along(node: ir.Node) -> int:
-    """The elements of the weight of a product over which it sums."""
-    weight, axes = constant_of(node.inputs[weight_place(node)]), weight_axes(node, weight_place(node))
-    assert weight is not None
-    assert axes is not None
-    return int(weight.shape.numpy()[axes[0]])
-
-
 def _scaled_before(nodes: Sequence[ir.Node], allowed: Mapping[ir.Node, object], precision: Precision) -> list[ir.Node]:
     """The nodes in front of products that AWQ needs to see: it divides what they make by the scales of weights.
 
-    Only those whose result nothing else reads, and that have the same precision in the plan.
-
-    Args:
-        nodes: The products.
-        allowed: Node → the precision that the plan gives it.
-        precision: That of the products.
+    Only those whose result nothing else reads, and that have the same precision in the plan (``allowed``).
     """
     found = dict.fromkeys(nodes)
     edge = [node.inputs[0] for node in nodes]
@@ -438,9 +417,9 @@ def _is_compressed(model: ir.Model, name: str) -> bool:
     return node is None or any(maker is not None and maker.op_type == "DequantizeLinear" for maker in makers)
 
 
-def _put_first(model: onnx.ModelProto, domain: str) -> None:
-    """Put the opset import of a domain first."""
-    imports = sorted(model.opset_import, key=lambda entry: entry.domain != domain)
+def _put_onnx_first(model: onnx.ModelProto) -> None:
+    """Put the opset import of ONNX first."""
+    imports = sorted(model.opset_import, key=lambda entry: entry.domain != "")
     copies = [onnx.helper.make_opsetid(entry.domain, entry.version) for entry in imports]
     del model.opset_import[:]
     model.opset_import.extend(copies)

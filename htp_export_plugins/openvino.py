@@ -41,20 +41,10 @@ def measure(
     options: Mapping[str, Any],
     folder: Path,
 ) -> Measurement:
-    """Run a model on OpenVINO's CPU device, with performance counters and without.
+    """Run a model without functions on OpenVINO's CPU device, with performance counters and without.
 
-    Args:
-        tagged: The model, without functions; not changed.
-        feed: Its inputs.
-        runs: Number of measured runs.
-        warmup: Number of runs before those.
-        name: The model's name in errors.
-        options: OpenVINO's properties, as for ``openvino.Core.compile_model``.
-        folder: Where the model is written if OpenVINO cannot read it from memory.
-
-    Raises:
-        InputError: If OpenVINO is not installed.
-        ToolError: If it cannot read, compile or run the model.
+    ``options`` are properties as for ``openvino.Core.compile_model``. The model is written to ``folder`` if OpenVINO
+    cannot read it from memory. What it cannot read, compile or run is a `ToolError`.
     """
     session = _Session(tagged.model, name, options, folder)
 

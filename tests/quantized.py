@@ -89,6 +89,13 @@ def assert_tagged(before: Path, after: Path, chosen: str) -> None:
             assert set(tagged.owners_of(node)) <= inside, (node.op_type, node.name, tagged.owners_of(node))
 
 
+def assert_predicted(result: htp_export.results.Quantized, source: Path, plan: Any, **options: Any) -> None:
+    """A dry run says the bytes of each module before it is quantized."""
+    predicted = htp_export.quantize(source, plan, dry_run=True, **options)
+    sizes = [{path: each.bytes_after for path, each in made.modules.items()} for made in (result, predicted)]
+    assert sizes[0] == sizes[1]
+
+
 def outputs(file: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
     from onnxruntime import InferenceSession
 

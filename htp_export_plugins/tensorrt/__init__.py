@@ -15,16 +15,10 @@ __all__ = ["read"]
 
 
 def read(tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: str) -> Measurement:
-    """Read what trtexec measured of an engine that TensorRT built of a model.
+    """Read what trtexec measured of an engine that TensorRT built of a model without functions.
 
-    Args:
-        tagged: The model, without functions.
-        files: What ``--exportLayerInfo`` wrote, then what ``--exportProfile`` wrote.
-        name: The name of the model in errors.
-
-    Raises:
-        FileError: If a file cannot be read, is none of trtexec, or is not of this model.
-        InputError: If there are not two files.
+    ``files``: what ``--exportLayerInfo`` wrote, then what ``--exportProfile`` wrote; a `FileError` if one is not so, or
+    not of this model.
     """
     if isinstance(files, str | os.PathLike) or len(files) != 2:
         raise InputError("tensorrt reads two files of trtexec: that of --exportLayerInfo, then that of --exportProfile")

@@ -17,7 +17,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
 from tests.nets import EXPORTERS, spread
-from tests.quantized import IDS, Net, assert_others_are_the_same, assert_tagged, outputs, written
+from tests.quantized import IDS, Net, assert_others_are_the_same, assert_predicted, assert_tagged, outputs, written
 
 INT8 = {"precision": "int8", "engine": "nncf"}
 
@@ -61,10 +61,7 @@ def test_exactly_the_chosen_modules_change(
     kinds = [node.op_type for node in onnx.load(file).graph.node]
     weights = {".": 4, "second": 1, "class:Linear": 3}[chosen]
     assert kinds.count("DequantizeLinear") == weights + kinds.count("QuantizeLinear")
-    predicted = htp_export.quantize(net, plan, dry_run=True)
-    assert {path: module.bytes_after for path, module in predicted.modules.items()} == {
-        path: module.bytes_after for path, module in result.modules.items()
-    }
+    assert_predicted(result, net, plan)
     assert result.notes == ()
 
 
@@ -161,42 +158,38 @@ class TestWhatNncfMakes:
         assert not (tmp_path / "no.onnx").exists()
         return str(caught.value)
 
-    def test_without_an_opset_import(
-        self, net: Path, nncf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def without_an_import(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        model.graph.node[-1].domain = "com.microsoft"
+        return model
+
+    def of_another_size(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        weight = next(tensor for tensor in model.graph.initializer if list(tensor.dims) == [48, 40])
+        weight.CopyFrom(onnx.numpy_helper.from_array(np.ones((47, 40), np.int8), weight.name))
+        return model
+
+    def not_finite(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        for tensor in model.graph.initializer:
+            if tensor.data_type == onnx.TensorProto.FLOAT:
+                values = np.full(tuple(tensor.dims), np.inf, np.float32)
+                tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+        return model
+
+    def failed(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        raise RuntimeError("no such operator")
+
+    @pytest.mark.parametrize(
+        ("made", "problem"),
+        [
+            ("without_an_import", "nncf made an invalid model: ValidationError: No opset import for domain"),
+            ("of_another_size", "nncf made an invalid model: OnnxRuntimeError"),
+            ("not_finite", "is not finite"),
+            ("failed", "nncf failed on the modules of 'int8': RuntimeError: no such operator"),
+        ],
+    )
+    def test_what_is_wrong_is_refused(
+        self, made: str, problem: str, net: Path, nncf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def made(model: onnx.ModelProto) -> onnx.ModelProto:
-            model.graph.node[-1].domain = "com.microsoft"
-            return model
-
-        said = self.refused(net, made, nncf, tmp_path, monkeypatch)
-        assert said.startswith("nncf made an invalid model: ValidationError: No opset import for domain")
-
-    def test_that_does_not_run(self, net: Path, nncf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def made(model: onnx.ModelProto) -> onnx.ModelProto:
-            weight = next(tensor for tensor in model.graph.initializer if list(tensor.dims) == [48, 40])
-            weight.CopyFrom(onnx.numpy_helper.from_array(np.ones((47, 40), np.int8), weight.name))
-            return model
-
-        assert "nncf made an invalid model: OnnxRuntimeError" in self.refused(net, made, nncf, tmp_path, monkeypatch)
-
-    def test_that_is_not_finite(self, net: Path, nncf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def made(model: onnx.ModelProto) -> onnx.ModelProto:
-            for tensor in model.graph.initializer:
-                if tensor.data_type == onnx.TensorProto.FLOAT:
-                    values = np.full(tuple(tensor.dims), np.inf, np.float32)
-                    tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-            return model
-
-        assert self.refused(net, made, nncf, tmp_path, monkeypatch).endswith("is not finite")
-
-    def test_nothing_because_it_fails(
-        self, net: Path, nncf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def made(model: onnx.ModelProto) -> onnx.ModelProto:
-            raise RuntimeError("no such operator")
-
-        said = self.refused(net, made, nncf, tmp_path, monkeypatch)
-        assert said == "nncf failed on the modules of 'int8': RuntimeError: no such operator"
+        assert problem in self.refused(net, getattr(self, made), nncf, tmp_path, monkeypatch)
 
 
 WEIGHTS = [
@@ -233,10 +226,7 @@ class TestWeights:
         assert_tagged(opsets, file, chosen)
         onnx.checker.check_model(str(file))
         assert result.notes == ()
-        predicted = htp_export.quantize(opsets, plan, dry_run=True)
-        assert {path: module.bytes_after for path, module in predicted.modules.items()} == {
-            path: module.bytes_after for path, module in result.modules.items()
-        }
+        assert_predicted(result, opsets, plan)
         count = {".": 4, "second": 1, "class:Linear": 3}[chosen]
         if fields["precision"] == "int4":
             count = min(count, 2)  # neither a table, nor the head: 16 does not divide its 40 columns

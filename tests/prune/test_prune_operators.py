@@ -19,7 +19,7 @@ from tests.nets import EXPORTERS, x
 from tests.prune.test_prune_structured import export
 from tools.prune_models import MODELS, Recurrent, compared, kept_of, masked, outputs_of, shrink, shuffled, spread
 
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+SWEPT = (("gru", "dynamo"), ("rnn", "dynamo"))  # as the LSTM, with fewer gates
 
 
 class Shuffled(nn.Module):
@@ -73,8 +73,14 @@ NETS = {
 }
 
 
-@BOTH
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    ("name", "exporter"),
+    [
+        pytest.param(name, exporter, marks=pytest.mark.slow if (name, exporter) in SWEPT else ())
+        for name in NETS
+        for exporter in EXPORTERS
+    ],
+)
 def test_operators_that_repeat_channels(name: str, exporter: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     build, make_input, cut = NETS[name]

@@ -7,7 +7,7 @@ from tests.nets import EXPORTERS
 from tests.quantized import IDS, Net, written
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def nets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The file of each exporter; not to be written to."""
     folder = tmp_path_factory.mktemp("net")
@@ -16,6 +16,6 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {each: written(Net(), given, folder / f"{each}.onnx", each, ["ids"]) for each in EXPORTERS}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def net(nets: dict[str, Path]) -> Path:
     return nets["dynamo"]

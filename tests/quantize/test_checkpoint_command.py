@@ -53,7 +53,7 @@ def test_a_quantized_folder_is_exported_with_its_weights_and_verified(method: st
     assert htp_export.verify(model, file, kwargs=call).ok
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_gguf_file_is_exported_with_its_blocks_and_verified(tied: bool, tmp_path: Path, capsys: Any):
     from transformers import LlamaForCausalLM
 

@@ -25,7 +25,16 @@ from htp_export.runtime.data import Samples
 from htp_export.weights.rebuilding import narrowed
 from tests.exporting import SharedFiles
 from tests.nets import EXPORTERS, TiedWeights, image, spread
-from tests.quantized import IDS, Net, assert_others_are_the_same, assert_tagged, outputs, slow, written
+from tests.quantized import (
+    IDS,
+    Net,
+    assert_others_are_the_same,
+    assert_predicted,
+    assert_tagged,
+    outputs,
+    slow,
+    written,
+)
 
 PRECISIONS = ["int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp8", "fp16"]
 INSERTED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Mul"}
@@ -62,9 +71,8 @@ def test_exactly_the_chosen_modules_change(
     [expected], [found] = outputs(net, {"ids": IDS}), outputs(file, {"ids": IDS})
     error = np.abs(found - expected).max() / np.abs(expected).max()
     assert 0 < error < (0.5 if precision == "int4" else 0.1)
-    predicted = htp_export.quantize(net, {chosen: precision}, dry_run=True)
+    assert_predicted(result, net, {chosen: precision})
     sizes = {path: module.bytes_after for path, module in result.modules.items()}
-    assert sizes == {path: module.bytes_after for path, module in predicted.modules.items()}
     counted = htp_export.cost(file).modules
     assert sizes == {path: counted[path].weight_bytes for path in sizes}
     assert (
@@ -91,10 +99,7 @@ def test_a_plan_of_several_precisions_is_applied_in_turn(nets: dict[str, Path], 
     assert by_module["head"] == {"Cast", "Gemm"}
     assert_others_are_the_same(net, file, "**,!norm")
     assert not result.tagged.untagged
-    predicted = htp_export.quantize(net, plan, dry_run=True)
-    assert {path: m.bytes_after for path, m in predicted.modules.items()} == {
-        path: m.bytes_after for path, m in result.modules.items()
-    }
+    assert_predicted(result, net, plan)
     [expected], [quantized] = outputs(net, {"ids": IDS}), outputs(file, {"ids": IDS})
     assert np.abs(quantized - expected).max() < 0.5 * np.abs(expected).max()
 
@@ -108,8 +113,7 @@ def test_weights_are_rounded_by_each_algorithm(net: Path, algorithm: str, tmp_pa
     assert [node.attributes["block_size"].as_int() for node in nodes] == [32, 32, 32]
     [expected], [found] = outputs(net, {"ids": IDS}), outputs(file, {"ids": IDS})
     assert 0 < np.abs(found - expected).max() < 0.3 * np.abs(expected).max()
-    predicted = htp_export.quantize(net, plan, dry_run=True)
-    assert predicted.modules[""].bytes_after == result.modules[""].bytes_after
+    assert_predicted(result, net, plan)
 
 
 class TestAccuracyLevel:
@@ -370,6 +374,9 @@ def test_values_that_fill_masks_are_not_divided_into_steps(tmp_path: Path) -> No
     result = htp_export.quantize(file, {".": "int8"}, target, data=feed)
     assert any("fill masks" in note for note in result.notes)
     [expected], [found] = outputs(file, feed), outputs(target, feed)
+    for calibration in ("entropy", "percentile"):
+        with pytest.raises(InputError, match=f"calibration '{calibration}' has no histogram of values .* masks"):
+            htp_export.quantize(file, {".": {"precision": "int8", "calibration": calibration}}, data=[feed, feed])
     assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
@@ -397,8 +404,7 @@ def test_convolutions_with_a_merged_batchnorm_are_those_of_both(
     assert_tagged(file, target, "0,1")
     [expected], [found] = outputs(file, feed), outputs(target, feed)
     assert 0 < np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
-    predicted = htp_export.quantize(file, {"0": precision}, dry_run=True)
-    assert predicted.modules["0"].bytes_after == result.modules["0"].bytes_after
+    assert_predicted(result, file, {"0": precision})
 
 
 def test_nodes_in_branches_change_too(tmp_path: Path) -> None:
@@ -608,9 +614,7 @@ def test_bytes_of_norms_and_computed_weights_are_predicted(exporter: str, tmp_pa
     for precision in ("int8", "u8s8", "uint8", "int16"):
         target = tmp_path / "quantized.onnx"
         result = htp_export.quantize(file, {".": precision}, target, data={"x": x.numpy()})
-        predicted = htp_export.quantize(file, {".": precision}, dry_run=True)
-        sizes = {path: module.bytes_after for path, module in result.modules.items()}
-        assert sizes == {path: module.bytes_after for path, module in predicted.modules.items()}
+        assert_predicted(result, file, {".": precision})
         assert np.abs(outputs(target, {"x": x.numpy()})[0] - outputs(file, {"x": x.numpy()})[0]).max() < 0.5
 
 

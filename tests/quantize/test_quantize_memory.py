@@ -31,7 +31,7 @@ print(json.dumps([peak.own - before, result.modules[""].bytes_before, result.mod
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is counted otherwise elsewhere")
-@pytest.mark.parametrize("precision", ["int4", "int8-dynamic"])
+@pytest.mark.parametrize("precision", ["int4", pytest.param("int8-dynamic", marks=pytest.mark.slow)])
 def test_quantizing_weights_holds_a_few_of_them_and_not_the_model(tmp_path: Path, precision: str) -> None:
     command = [sys.executable, "-c", _QUANTIZE, str(tmp_path), precision]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)

@@ -19,7 +19,16 @@ from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.weights.rebuilding import rebuilt
 from tests.nets import spread
-from tests.quantized import IDS, Net, assert_others_are_the_same, assert_tagged, outputs, slow, written
+from tests.quantized import (
+    IDS,
+    Net,
+    assert_others_are_the_same,
+    assert_predicted,
+    assert_tagged,
+    outputs,
+    slow,
+    written,
+)
 
 FEED = {"ids": IDS}
 E4M3 = ir.DataType.FLOAT8E4M3FN
@@ -35,13 +44,6 @@ def casts(model: ir.Model) -> list[tuple[str, str]]:
     """What each Cast reads, and its type."""
     nodes = [node for node in model.graph if node.op_type == "Cast"]
     return [(str(node.inputs[0].name), ir.DataType(node.attributes["to"].as_int()).name) for node in nodes]
-
-
-def assert_predicted(result: htp_export.results.Quantized, source: Path, plan: dict[str, Any]) -> None:
-    predicted = htp_export.quantize(source, plan, dry_run=True).modules
-    assert {path: each.bytes_after for path, each in result.modules.items()} == {
-        path: each.bytes_after for path, each in predicted.items()
-    }
 
 
 class TestBlocks:

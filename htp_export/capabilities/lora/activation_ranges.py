@@ -19,15 +19,9 @@ __all__ = ["release_ranges"]
 
 
 def release_ranges(graph: ir.Graph, changed: Iterable[ir.Value], named: Collection[str]) -> int:
-    """Take out the pairs of ``QuantizeLinear`` and ``DequantizeLinear`` that depend on values, in place.
+    """Take out the pairs of ``QuantizeLinear`` and ``DequantizeLinear`` that depend on values, in place; how many.
 
-    Args:
-        graph: The graph.
-        changed: The values.
-        named: Names that are kept where a pair has one of them behind it, as those of results of modules.
-
-    Returns:
-        How many were taken out.
+    Names of ``named`` are kept where a pair has one of them behind it, as those of results of modules.
 
     Examples:
         >>> x, scale = ir.val("x"), ir.Value(name="scale", const_value=ir.tensor(0.1))

@@ -26,12 +26,9 @@ def require_peft(adapter: Adapter) -> None:
 
 
 def merged(weight: Array, layer: LowRank, scaling: float) -> Array:
-    """A weight of floats as PEFT's ``merge_and_unload`` leaves it.
+    """A weight of floats as PEFT's ``merge_and_unload`` leaves it; ``scaling`` is of the product of the factors.
 
-    Args:
-        weight: As PyTorch has it: (outputs, inputs), (outputs, inputs, size of the kernel, ...) or (rows, size).
-        layer: The factors.
-        scaling: Of their product.
+    ``weight`` is as PyTorch has it: (outputs, inputs), (outputs, inputs, size of the kernel, ...) or (rows, size).
 
     Examples:
         >>> merged(np.eye(2, dtype=np.float32), LowRank(np.ones((1, 2)), np.ones((2, 1))), 0.5).tolist()

@@ -42,16 +42,8 @@ _EARLIER = "export with optimize=False, fuse the adapter, then optimize"
 def add_to_weights(tagged: TaggedModel, adapter: Adapter, inserted: Mapping[str, float]) -> dict[str, LowRank]:
     """Add what an adapter's factors give to the weights of a model, in place; they are computed when they are written.
 
-    Args:
-        tagged: The model, without the layers of `lora.insert`.
-        adapter: The adapter.
-        inserted: Module path → the scaling that factors without one have.
-
-    Returns:
-        Module path of the model → factors.
-
-    Raises:
-        InputError: A layer or its sizes are not those of the model, or its weight cannot be changed.
+    ``inserted``: module path → the scaling that factors without one have. Returns module path of the model → factors;
+    a layer or size that the model does not have, or a weight that cannot be changed, is an InputError.
     """
     found: dict[str, LowRank] = {}
     for kind in sorted({layer.kind for layer in adapter.layers.values()}):

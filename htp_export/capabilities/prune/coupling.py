@@ -9,18 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, gathered, groups_of, slice_start
+from htp_export.capabilities.prune.reshaped_axes import blocks, period_of, periods_of, rows_at, spread_labels
 from htp_export.capabilities.prune.tiled_axes import Tiles, tiles_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import RESHAPING, subgraphs
-from htp_export.shapes.sizes import Dim, Size, product
 
 __all__ = ["Coupling", "StopError", "couple"]
 
@@ -134,7 +134,7 @@ class Coupling:
     def _fits(self, axis: Axis, labels: Array) -> bool:
         """Whether there is a label for each index; for one in each period of an open dimension."""
         shape = self._shapes.shape(axis[0])
-        return shape is not None and (shape[axis[1]] == len(labels) or _period(shape[axis[1]]) == len(labels))
+        return shape is not None and (shape[axis[1]] == len(labels) or period_of(shape[axis[1]]) == len(labels))
 
     def _at(self, node: ir.Node | None) -> str:
         if node is None:
@@ -213,7 +213,7 @@ class Coupling:
         """Join the indices of an axis that have one channel, and carry the channels to the other axes."""
         times, width = tiles[axis]
         size = self._size(axis, self._at(node))
-        labels = self._one_of_each(_rows(self.labels[axis].reshape(times, size // (times * width), width), 1))
+        labels = self._one_of_each(rows_at(self.labels[axis].reshape(times, size // (times * width), width), 1))
         for (value, place), (repeats, neighbours) in tiles.items():
             self._mark((value, place), np.tile(np.repeat(labels, neighbours), repeats), node)
 
@@ -235,11 +235,11 @@ class Coupling:
         if axis == source:
             spread = self.labels[axis][indices]
             chosen = self._choose(node, spread, results)
-            self._mark(results[chosen], self._one_of_each(_rows(spread, chosen)), node)
+            self._mark(results[chosen], self._one_of_each(rows_at(spread, chosen)), node)
         else:
             chosen = results.index(axis)
         labels = np.full(size, -1)
-        returned = _spread(self.labels[results[chosen]], chosen, indices.shape)
+        returned = spread_labels(self.labels[results[chosen]], chosen, indices.shape)
         for place, label in zip(indices.ravel().tolist(), returned.ravel().tolist(), strict=True):
             if label >= 0 and labels[place] >= 0:
                 self._join(int(labels[place]), label)
@@ -270,7 +270,7 @@ class Coupling:
             self._mark((target, after[0]), self.labels[axis], node)
             return
         if after:  # else an axis of size 1
-            old, new = _periods(first[place] for place in before), _periods(second[place] for place in after)
+            old, new = periods_of(first[place] for place in before), periods_of(second[place] for place in after)
             if old is None or new is None:
                 raise StopError(f"its channels are merged with an open dimension{self._at(node)}")
             axes = [(source, place) for place in before], [(target, place) for place in after]
@@ -286,11 +286,11 @@ class Coupling:
         place = axes[0].index(axis)
         if len(self.labels[axis]) != sizes[0][place] or math.prod(sizes[0]) != math.prod(sizes[1]):
             raise StopError(f"its channels are merged with an open dimension{self._at(node)}")
-        spread = _spread(self.labels[axis], place, sizes[0]).reshape(sizes[1])
+        spread = spread_labels(self.labels[axis], place, sizes[0]).reshape(sizes[1])
         chosen = self._choose(node, spread, axes[1])
-        labels = self._one_of_each(_rows(spread, chosen))
+        labels = self._one_of_each(rows_at(spread, chosen))
         self._mark(axes[1][chosen], labels, node)
-        returned = _rows(_spread(labels, chosen, sizes[1]).reshape(sizes[0]), place)
+        returned = rows_at(spread_labels(labels, chosen, sizes[1]).reshape(sizes[0]), place)
         self._mark(axis, returned.max(axis=1), node)  # a head that is reached in part belongs together
 
     def _choose(self, node: ir.Node, spread: Array, axes: Sequence[Axis]) -> int:
@@ -305,86 +305,7 @@ class Coupling:
         return candidates[min(self._choices.get(node, 0), len(candidates) - 1)]
 
     def _tells_apart(self, spread: Array, place: int) -> bool:
-        return len({frozenset(map(self.root, row[row >= 0].tolist())) for row in _rows(spread, place)}) > 1
-
-
-def _spread(labels: Array, place: int, sizes: Sequence[int]) -> Array:
-    """Labels of one axis, for each element of a tensor."""
-    shape = [-1 if axis == place else 1 for axis in range(len(sizes))]
-    return np.broadcast_to(labels.reshape(shape), sizes)
-
-
-def _rows(array: Array, place: int) -> Array:
-    """The elements at each index of an axis."""
-    return np.moveaxis(array, place, 0).reshape(array.shape[place], -1)
-
-
-def _period(size: Dim) -> int | None:
-    """The factor of an open dimension: its labels repeat after so many indices; None for a sum."""
-    return size.terms[0][1] if isinstance(size, Size) and len(size.terms) == 1 else None
-
-
-def _periods(sizes: Iterable[Dim]) -> list[int] | None:
-    """Sizes of axes that are reshaped together, without the open dimension that counts repetitions of them all.
-
-    None if another axis than the outermost one is open.
-
-    Examples:
-        >>> from htp_export.shapes.sizes import symbol
-        >>> batch = symbol("batch")
-        >>> _periods([batch, 4]), _periods([4 * batch]), _periods([4, batch])
-        ([1, 4], [4], None)
-    """
-    found: list[int] = []
-    for size in sizes:
-        period = _period(size)
-        if not isinstance(size, int) and (period is None or period < 1 or math.prod(found) > 1):
-            return None
-        found.append(size if isinstance(size, int) else period)  # type: ignore[arg-type]
-    return found
-
-
-def blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[list[int], list[int]]]:
-    """The axes of two shapes of the same elements that have the same product, as few as possible in each block.
-
-    Examples:
-        >>> list(blocks([1, 16, 768], [16, 12, 64]))
-        [([0], []), ([1], [0]), ([2], [1, 2])]
-        >>> from htp_export.shapes.sizes import symbol
-        >>> list(blocks([symbol("n"), 4, 9], [symbol("m"), 2, 36]))
-        [([1, 2], [2])]
-    """
-    i = j = 0
-    for p, q in _sizes_of_blocks(first, second):
-        yield list(range(i, i + p)), list(range(j, j + q))
-        i, j = i + p, j + q
-    m, n = len(first), len(second)
-    if i < m and j < n:  # from the right, where open dimensions on the left cannot be compared
-        for p, q in _sizes_of_blocks(first[i:][::-1], second[j:][::-1]):
-            yield list(range(m - p, m)), list(range(n - q, n))
-            m, n = m - p, n - q
-
-
-def _sizes_of_blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[int, int]]:
-    """How many axes of each shape are in a block, from the left, as long as they can be compared."""
-    i = j = 0
-    while (block := _next_block(first[i:], second[j:])) != (0, 0):
-        yield block
-        i, j = i + block[0], j + block[1]
-
-
-def _next_block(first: Sequence[Dim], second: Sequence[Dim]) -> tuple[int, int]:
-    if first and second and first[0] == second[0]:
-        return 1, 1
-    if first and first[0] == 1:
-        return 1, 0
-    if second and second[0] == 1:
-        return 0, 1
-    counts = itertools.product(range(1, len(first) + 1), range(1, len(second) + 1))
-    for p, q in sorted(counts, key=sum):
-        if product(first[:p]) == product(second[:q]):
-            return p, q
-    return 0, 0
+        return len({frozenset(map(self.root, row[row >= 0].tolist())) for row in rows_at(spread, place)}) > 1
 
 
 def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:

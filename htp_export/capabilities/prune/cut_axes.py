@@ -144,16 +144,8 @@ def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, 
 
 
 def _give(graph: ir.Graph, node: ir.Node, place: int, array: Array, name: str) -> None:
-    """Let a node read another constant; the one before goes if no other node reads it."""
-    before = node.inputs[place]
+    """Let a node read another constant; one that nothing reads then goes with all that is unused."""
     node.replace_input_with(place, add_constant(graph, array, name))
-    if before is None or before.uses() or before.is_graph_output() or before.is_graph_input():
-        return
-    producer = before.producer()
-    if producer is not None and producer.op_type == "Constant":
-        graph.remove(producer, safe=True)
-    elif producer is None and before.graph is graph:
-        del graph.initializers[str(before.name)]
 
 
 def _refit_gather(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:

@@ -75,11 +75,7 @@ class Check(PlainData):
 def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, sizes: tuple[int, int]) -> Check:
     """Compare what was quantized with the original on the first runs of the data, and time both on the first one.
 
-    Args:
-        original: The model before.
-        changed: The model after.
-        samples: The data.
-        sizes: The bytes of all weights, before and after.
+    ``sizes``: the bytes of all weights, before and after.
     """
     from htp_export.capabilities.verify.file_comparing import compare
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.editing.editing import add_initializer
 from htp_export.editing.submodels import remove_unused
 from htp_export.format.recipes import Recipe, step
 from htp_export.model.recipes import recipe_of, recorded
@@ -85,8 +86,4 @@ def _register(graph: ir.Graph, of: ir.Value, tensor: ir.Tensor[Any], recipe: Rec
     name = f"{of.name}_rows"
     if name in graph.initializers:
         return graph.initializers[name]
-    tensor.name = name
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape)
-    value.const_value = recorded(tensor, recipe)
-    graph.register_initializer(value)
-    return value
+    return add_initializer(graph, recorded(tensor, recipe), name, recipe)

@@ -27,12 +27,9 @@ _LARGEST, _MIDDLE = 127, 128
 
 
 def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) -> None:
-    """Store the weights of the convolutions and tables of a graph in 8 bits, in place.
+    """Store the weights of the convolutions and tables of a graph in 8 bits, in place; all are initializers.
 
-    Args:
-        graph: A graph of ``Conv``, ``ConvTranspose`` and ``Gather`` that read their weights from initializers.
-        block_size: Elements of a row of a table that share a scale.
-        symmetric: Whether blocks have no zero points.
+    ``block_size`` elements of a row of a table share a scale; ``symmetric`` blocks have no zero points.
     """
     made: dict[tuple[ir.Value, int], list[ir.Value]] = {}
     for node in list(graph):

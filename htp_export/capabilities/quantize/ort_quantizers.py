@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.editing.editing import add_initializer
 from htp_export.editing.submodels import constant_of
 from htp_export.files.filesystem import temporary_folder
 from htp_export.format.recipes import step
@@ -135,17 +136,11 @@ def _as_product(graph: ir.Graph, node: ir.Node) -> None:
     if right is None or right.const_value is None:
         return
     if node.attributes.get_int("transB", 0):
-        tensor = right.const_value
-        turned = ir.Value(name=f"{right.name}_transposed", type=ir.TensorType(tensor.dtype))
-        if turned.name in graph.initializers:
-            turned = graph.initializers[str(turned.name)]
-        else:
+        name, tensor = f"{right.name}_transposed", right.const_value
+        if name not in graph.initializers:
             recipe, shape = step("transpose", recipe_of(right), [1, 0]), tensor.shape.numpy()[::-1]
-            turned.const_value, turned.shape = (
-                changed_when_written(tensor, np.transpose, recipe, shape),
-                ir.Shape(shape),
-            )
-            graph.register_initializer(turned)
+            add_initializer(graph, changed_when_written(tensor, np.transpose, recipe, shape), name, recipe)
+        turned = graph.initializers[name]
     else:
         turned = right
     product = ir.Node("", "MatMul", [left, turned], name=node.name)

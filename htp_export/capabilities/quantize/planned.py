@@ -16,7 +16,7 @@ from htp_export.errors import InputError, RuleError
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.products import Product, products_of
 
-__all__ = ["Expressed", "PlannedModel", "TargetFile", "names", "value_of"]
+__all__ = ["IN_BLOCKS", "Expressed", "PlannedModel", "TargetFile", "names", "value_of"]
 
 
 Expressed: TypeAlias = Mapping[str, Mapping[str, tuple[Any, ...]]]
@@ -24,6 +24,10 @@ Expressed: TypeAlias = Mapping[str, Mapping[str, tuple[Any, ...]]]
 
 _USUAL: Mapping[str, tuple[Any, ...]] = {"format": ("default",), "accuracy_level": (None, 0)}
 """Values that tools take which say nothing else: they write their own operators, with no level of arithmetic."""
+
+
+IN_BLOCKS = ("MatMul", "Gather")
+"""Operators whose weights ONNX Runtime and Olive cut into blocks."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,13 @@ class PlannedModel:
                 raise InputError(
                     f"a {node.op_type} of module {owner or '(root)'!r} {problem}; tools know nodes by their names"
                 )
+
+    def block_notes(self, tool: str) -> tuple[str, ...]:
+        """A line about weights that a tool does not cut into blocks, because of their operators."""
+        weighted = [use.node.op_type for nodes in self.of("weights").values() for use in self.weighted(nodes)]
+        left_out = [kind for kind in weighted if kind not in IN_BLOCKS]
+        kinds = ", ".join(sorted(set(left_out)))
+        return (f"{len(left_out)} nodes keep their weights: {tool} has no blocks in {kinds}",) if left_out else ()
 
     def subgraph_notes(self) -> tuple[str, ...]:
         """A line about nodes that the tool cannot be told of: those of branches and loops."""

@@ -118,10 +118,12 @@ def quantize(
         [('MatMulNBits', '0'), ('Add', '0'), ('Relu', '1'), ('Gemm', '2')]
     """
     check_target(output, reads=files_named_in([data, validation]))
-    checkpoint = None if weights is None else checkpoint_precision(weights, read_flat(model))
-    if checkpoint is None:
-        rules = precisions_of(plan)
+    checkpoint = None
+    if weights is None:
+        rules, flat = precisions_of(plan), None
     else:
+        flat = read_flat(model)
+        checkpoint = checkpoint_precision(weights, flat)
         named = {**PRECISIONS, checkpoint.name: checkpoint}
         rules = precisions_of(checkpoint.name if plan == "auto" else plan, named)
     if dry_run and check:
@@ -129,7 +131,7 @@ def quantize(
     if not dry_run:
         _check_metric(rules.values(), metric, validation)
     first_opset = max((precision.how.first_opset for precision in rules.values()), default=1)
-    original = raised(read_flat(model), first_opset)
+    original = raised(read_flat(model) if flat is None else flat, first_opset)
     if not dry_run:
         original.require_exact_tags()
     if checkpoint is not None:

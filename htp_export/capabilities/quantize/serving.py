@@ -34,13 +34,7 @@ _PRODUCTS, _CONVOLUTIONS = "products with stored matrices", "convolutions"
 
 
 class Serving:
-    """What ``auto`` stands for in a model, with sentences on why, of what was asked.
-
-    Args:
-        tagged: The model, without functions.
-        dims: Name of an open dimension → size, for the work of the model; 1 without.
-        shapes: Input name → shape.
-    """
+    """What ``auto`` stands for in a model without functions, with sentences on why, of what was asked."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from htp_export.capabilities.search.fronts import (
     spread_over,
 )
 from htp_export.capabilities.search.measuring import Measurement, Measurer
-from htp_export.capabilities.search.search_results import Search, Trial
+from htp_export.capabilities.search.search_results import OBJECTIVES, Search, Trial
 from htp_export.capabilities.search.spaces import Decision, SearchSpace, Treatment, kept_precision
 from htp_export.capabilities.search.studies import SharedStudy
 from htp_export.errors import InputError
@@ -29,6 +29,9 @@ __all__ = ["SearchWork"]
 
 _COSTS = ("size", "latency", "time", "nonzeros")
 """Objectives of which sums over modules are computed, with the errors."""
+
+_FIELDS = {"size": "bytes", "latency": "latency_ms", "time": "time_ms"}
+"""The fields of a measurement for objectives with another name."""
 
 
 class SearchWork:
@@ -199,12 +202,12 @@ class SearchWork:
         removed = sparsities_of(trial.prune) if trial.prune else {}
         plan = precisions_of(trial.plan) if trial.plan else {}
         found = self._numbers(self._measurer.again(plan, removed, repeats))
-        values, spreads = _values(found), {_OF_FIELDS.get(name, name): value for name, value in found.spread.items()}
+        values, spreads = _values(found), {name: found.spread.get(_FIELDS.get(name, name)) for name in self._objectives}
         return replace(
             trial,
             values={name: values[name] for name in self._objectives},
             measured=found.to_dict(),
-            spread={name: spreads[name] for name in self._objectives if name in spreads},
+            spread={name: value for name, value in spreads.items() if value is not None},
         )
 
     def _whole(self, name: str) -> Trial | None:
@@ -221,17 +224,7 @@ class SearchWork:
         return Trial(None, plan, chosen, "uniform", found.to_dict(), removed)
 
 
-_OF_FIELDS = {"latency_ms": "latency", "time_ms": "time"}
-"""The objectives of fields of a measurement with another name."""
-
-
 def _values(found: Measurement) -> dict[str, float]:
-    return {
-        "error": found.error,
-        "size": float(found.bytes),
-        "latency": float("nan") if found.latency_ms is None else found.latency_ms,
-        "metric": float("nan") if found.metric is None else found.metric,
-        "tokens": float("nan") if found.tokens is None else found.tokens,
-        "time": float("nan") if found.time_ms is None else found.time_ms,
-        "nonzeros": float("nan") if found.nonzeros is None else float(found.nonzeros),
-    }
+    """Objective → value; NaN for what was not measured."""
+    values = {name: getattr(found, _FIELDS.get(name, name)) for name in OBJECTIVES}
+    return {name: math.nan if value is None else float(value) for name, value in values.items()}

@@ -17,6 +17,7 @@ from htp_export.capabilities.quantize.dequantizing import FIRST_BLOCKS, write_de
 from htp_export.capabilities.quantize.method import Method
 from htp_export.capabilities.quantize.ort_quantizers import groups_in_memory, write_products
 from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.editing.editing import add_initializer
 from htp_export.editing.submodels import Submodel, constant_of, remove_unused
 from htp_export.errors import InputError
 from htp_export.format.recipes import Recipe, step
@@ -123,14 +124,10 @@ def _parameter(recipe: Recipe) -> str | None:
 def _registered(
     graph: ir.Graph, parameter: str, arrays: dict[str, np.ndarray[Any, Any]], recipe: Recipe
 ) -> dict[str, ir.Value]:
-    values = {}
-    for end, array in arrays.items():
-        name = f"{parameter}_{end}"
-        tensor = recorded(ir.Tensor(array, name=name), recipe)
-        values[end] = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
-        values[end].const_value = tensor
-        graph.register_initializer(values[end])
-    return values
+    return {
+        end: add_initializer(graph, recorded(ir.Tensor(array), recipe), f"{parameter}_{end}", recipe)
+        for end, array in arrays.items()
+    }
 
 
 def _replace(graph: ir.Graph, node: ir.Node, packed: Packed | Coded, values: dict[str, ir.Value]) -> None:

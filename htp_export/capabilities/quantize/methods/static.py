@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from htp_export.files.parsing import model_from_proto
 from htp_export.shapes.operator_kinds import subgraphs
 from htp_export.weights.products import weight_axes
 
-__all__ = ["METHOD", "Static", "is_divisible"]
+__all__ = ["CALIBRATIONS", "METHOD", "TYPES", "Static", "is_divisible"]
 
 _LARGEST = 1e30
 """Ranges up to here are divided into steps. Masks are filled with numbers near the largest float, or infinity: in 256
@@ -37,16 +38,16 @@ _WITH_BIAS = frozenset(
 _FLOATS_FROM = {"BatchNormalization": 3, "Resize": 1}
 """Inputs from this place on stay floats."""
 
-_TYPES = {"int8": "QInt8", "uint8": "QUInt8", "int16": "QInt16", "uint16": "QUInt16"}
-_CALIBRATIONS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
+TYPES = {"int8": "QInt8", "uint8": "QUInt8", "int16": "QInt16", "uint16": "QUInt16"}
+CALIBRATIONS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
 
 
 class Static(Method):
     """Activations and weights are integers."""
 
-    activations = tuple(_TYPES)
-    weights = tuple(_TYPES)
-    calibrations = tuple(_CALIBRATIONS)
+    activations = tuple(TYPES)
+    weights = tuple(TYPES)
+    calibrations = tuple(CALIBRATIONS)
     with_producer = frozenset(("Relu", "Clip"))
     multiplies_integers = True
     calibrated = True
@@ -108,7 +109,7 @@ class Static(Method):
 
     @property
     def _calibration(self) -> Any:
-        return quantizers().CalibrationMethod[_CALIBRATIONS[self.precision.calibration]]
+        return quantizers().CalibrationMethod[CALIBRATIONS[self.precision.calibration]]
 
     def _ranges(self, part: Submodel, file: Path, kinds: list[str], work: Work) -> Any:
         """The ranges of the tensors of a part in all runs, which are in memory one at a time."""
@@ -125,10 +126,24 @@ class Static(Method):
             )
         with work.runs(part) as runs:
             for arrays in runs:
-                with quietly():
+                with self._measuring():
                     calibrator.collect_data(Reader([arrays]))
-        with quietly():
+        with self._measuring():
             return calibrator.compute_data()
+
+    @contextlib.contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Call a calibrator; numpy has no histogram of values that fill masks, nor of a range without a width."""
+        try:
+            with quietly():
+                yield
+        except ValueError as error:
+            if "bins" not in str(error):
+                raise
+            raise self.precision.fault(
+                f"calibration {self.precision.calibration!r} has no histogram of values as large as those that fill "
+                "masks; calibrate with minmax, or leave these modules in fp32"
+            ) from error
 
     def _with_ranges(
         self, file: Path, kinds: list[str], ranges: Any, wide: set[str]
@@ -148,8 +163,8 @@ class Static(Method):
                 file,
                 Reader([]),
                 calibrate_method=self._calibration,
-                activation_type=types[_TYPES[precision.activation]],
-                weight_type=types[_TYPES[precision.weight]],
+                activation_type=types[TYPES[precision.activation]],
+                weight_type=types[TYPES[precision.weight]],
                 activation_symmetric=precision.symmetric,
                 per_channel=precision.per_channel,
                 reduce_range=precision.reduce_range,

@@ -32,7 +32,7 @@ from htp_export.format.recipes import Recipe, step
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
 
-__all__ = ["METHOD", "Blocks"]
+__all__ = ["METHOD", "Blocks", "sizes_in_blocks"]
 
 _PACKING = ("rtn", "k-quant")
 """Algorithms that pack two zero points of a column into a byte, and fail on an odd number of them."""
@@ -121,7 +121,7 @@ class Blocks(Method):
         precision = self.precision
         if precision.algorithm not in _PACKING or precision.bits != 4:
             return False
-        return self._has_points() and -(-_sizes(node)[0] // precision.block_size) % 2 == 1
+        return self._has_points() and -(-sizes_in_blocks(node)[0] // precision.block_size) % 2 == 1
 
     def _has_points(self) -> bool:
         return not self.precision.symmetric or self.precision.algorithm == "k-quant"
@@ -133,7 +133,7 @@ class Blocks(Method):
             axes = weight_axes(node, place)
             return tensor.size + 4 * int(tensor.shape.numpy()[axes[1]]) if axes is not None else None
         bits, size = self.precision.bits, self.precision.block_size
-        along, across = _sizes(node)
+        along, across = sizes_in_blocks(node)
         blocks = -(-along // size)
         if node.op_type == "Gather" or self.is_standard:
             packed, points = (along * across * bits + 7) // 8, (across * blocks * bits + 7) // 8
@@ -230,7 +230,7 @@ class Blocks(Method):
 METHOD = Blocks
 
 
-def _sizes(node: ir.Node) -> tuple[int, int]:
+def sizes_in_blocks(node: ir.Node) -> tuple[int, int]:
     """The elements of a weight along a block, and across."""
     weight, axes = constant_of(node.inputs[weight_place(node)]), weight_axes(node, weight_place(node))
     assert weight is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile, names, value_of
+from htp_export.capabilities.quantize.planned import IN_BLOCKS, Expressed, PlannedModel, TargetFile, names, value_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.precisions import Precision
@@ -27,42 +27,32 @@ EXPRESSED: Expressed = {
     },
 }
 
-_IN_BLOCKS = ("MatMul", "Gather")
-
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The workflow as JSON, without its ``input_model``."""
-    weights = planned.of("weights")
     steps = [
         *(_float16(planned, precision, nodes) for precision, nodes in planned.of("cast").items()),
         *(_dynamic(precision, nodes) for precision, nodes in planned.of("dynamic").items()),
-        *(_blocks(planned, precision, nodes) for precision, nodes in weights.items()),
+        *(_blocks(planned, precision, nodes) for precision, nodes in planned.of("weights").items()),
     ]
     passes = {f"step{number}": step for number, step in enumerate(filter(None, steps), 1)}
     notes = ["olive run --config FILE -m MODEL.onnx -o FOLDER"]
-    left_out = [use.node.op_type for nodes in weights.values() for use in planned.weighted(nodes)]
-    left_out = [kind for kind in left_out if kind not in _IN_BLOCKS]
-    if left_out:
-        kinds = ", ".join(sorted(set(left_out)))
-        notes.append(f"{len(left_out)} nodes keep their weights: Olive has no blocks in {kinds}")
-    return TargetFile({"passes": passes}, (*notes, *planned.subgraph_notes()))
+    return TargetFile({"passes": passes}, (*notes, *planned.block_notes("Olive"), *planned.subgraph_notes()))
 
 
 def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, object] | None:
     """The pass for weights in blocks; None without such weights: an empty list would be all nodes."""
-    included = names(use.node for use in planned.weighted(nodes) if use.node.op_type in _IN_BLOCKS)
-    return (
-        {
-            "type": "OnnxBlockWiseRtnQuantization",
-            "bits": precision.bits,
-            "block_size": precision.block_size,
-            "is_symmetric": precision.symmetric,
-            "accuracy_level": value_of(precision, "accuracy_level"),
-            "nodes_to_include": included,
-        }
-        if included
-        else None
-    )
+    included = names(use.node for use in planned.weighted(nodes) if use.node.op_type in IN_BLOCKS)
+    if not included:
+        return None
+    return {
+        "type": "OnnxBlockWiseRtnQuantization",
+        "bits": precision.bits,
+        "block_size": precision.block_size,
+        "is_symmetric": precision.symmetric,
+        "accuracy_level": value_of(precision, "accuracy_level"),
+        "nodes_to_include": included,
+    }
 
 
 def _dynamic(precision: Precision, nodes: list[ir.Node]) -> dict[str, object]:

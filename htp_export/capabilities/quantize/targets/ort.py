@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile, names, value_of
+from htp_export.capabilities.quantize.methods.static import CALIBRATIONS, TYPES
+from htp_export.capabilities.quantize.planned import IN_BLOCKS, Expressed, PlannedModel, TargetFile, names, value_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.precisions import Precision
@@ -26,10 +27,6 @@ EXPRESSED: Expressed = {
     "weights": {"activation": ("float32",), "algorithm": ("default",), "accuracy_level": (None, 0, 1, 2, 3, 4)},
 }
 
-_TYPES = {"int8": "QInt8", "uint8": "QUInt8", "int16": "QInt16", "uint16": "QUInt16"}
-_CALIBRATIONS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
-_IN_BLOCKS = ("MatMul", "Gather")
-
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The calls as JSON: types and methods stand there by name, as in ``QuantType["QInt8"]``."""
@@ -40,12 +37,7 @@ def plan_file(planned: PlannedModel) -> TargetFile:
         *(_blocks(planned, precision, nodes) for precision, nodes in planned.of("weights").items()),
     ]
     notes = ["call each function with its arguments, on the result of the one before; quantize_static takes data, too"]
-    weighted = [use.node.op_type for nodes in planned.of("weights").values() for use in planned.weighted(nodes)]
-    left_out = [kind for kind in weighted if kind not in _IN_BLOCKS]
-    if left_out:
-        kinds = ", ".join(sorted(set(left_out)))
-        notes.append(f"{len(left_out)} nodes keep their weights: ONNX Runtime has no blocks in {kinds}")
-    return TargetFile({"steps": steps}, (*notes, *planned.subgraph_notes()))
+    return TargetFile({"steps": steps}, (*notes, *planned.block_notes("ONNX Runtime"), *planned.subgraph_notes()))
 
 
 def _step(function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,11 +46,11 @@ def _step(function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _static(precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
     arguments = {
-        "activation_type": _TYPES[precision.activation],
-        "weight_type": _TYPES[precision.weight],
+        "activation_type": TYPES[precision.activation],
+        "weight_type": TYPES[precision.weight],
         "per_channel": precision.per_channel,
         "reduce_range": precision.reduce_range,
-        "calibrate_method": _CALIBRATIONS[precision.calibration],
+        "calibrate_method": CALIBRATIONS[precision.calibration],
         "nodes_to_quantize": names(nodes),
         "extra_options": {"ActivationSymmetric": precision.symmetric},
     }
@@ -69,7 +61,7 @@ def _static(precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
 
 def _dynamic(precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
     arguments = {
-        "weight_type": _TYPES[precision.weight],
+        "weight_type": TYPES[precision.weight],
         "per_channel": precision.per_channel,
         "reduce_range": precision.reduce_range,
         "nodes_to_quantize": names(nodes),
@@ -83,7 +75,7 @@ def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -
         "block_size": precision.block_size,
         "is_symmetric": precision.symmetric,
         "accuracy_level": value_of(precision, "accuracy_level"),
-        "op_types_to_quantize": list(_IN_BLOCKS),
+        "op_types_to_quantize": list(IN_BLOCKS),
         "nodes_to_exclude": names(planned.others(nodes)),
     }
     return _step("onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer", arguments)
