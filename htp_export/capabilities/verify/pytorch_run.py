@@ -306,6 +306,7 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
     """
     import torch
     from torch.overrides import TorchFunctionMode
+    from torch.utils._pytree import tree_leaves
 
     def is_body(value: Any) -> bool:
         return callable(value) and not isinstance(value, torch.Tensor)
@@ -319,7 +320,7 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if has_bodies(func):
                 return self._run_bodies(func, args, kwargs or {})
-            for tensor in _leaves((*args, *(kwargs or {}).values())):
+            for tensor in tree_leaves((args, kwargs)):
                 if running and id(tensor) in readers_of:
                     readers_of[id(tensor)].add(running[-1])
             return func(*args, **(kwargs or {}))
@@ -353,11 +354,3 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
                     body(*arguments)
 
     return Watch()
-
-
-def _leaves(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _leaves(value)
-        else:
-            yield value
