@@ -252,10 +252,11 @@ def test_what_is_chosen_in_the_graph_is_chosen_in_the_page(page, net):
 
 
 def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
-    x = handmade.value("x")
+    x = handmade.value(HOSTILE + "x")
+    weight = ir.Value(name=HOSTILE + "w", const_value=ir.tensor(np.ones((4, 4), np.float32), name=HOSTILE + "w"))
     nodes = [
         handmade.tagged_node("Neg", [x], HOSTILE, HOSTILE),
-        handmade.tagged_node("Abs", [x], CLOSING, CLOSING),
+        handmade.tagged_node("MatMul", [x, weight], CLOSING, CLOSING),
     ]
     nodes[0].name, nodes[1].op_type = HOSTILE, CLOSING
     nodes[0].metadata_props["htp.reason"] = HOSTILE
@@ -264,15 +265,21 @@ def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
         ModuleInfo("", CLOSING, 1, "computed"),
         *(ModuleInfo(p, HOSTILE, 1, "computed") for p in (HOSTILE, CLOSING)),
     ]
-    model = handmade.model([x], nodes, [], modules)
+    model = handmade.model([x], nodes, [weight], modules)
     model.graph.name = model.producer_name = CLOSING
     file = tmp_path / "hostile.html"
-    htp_export.view(model, file, results=[{"modules": {HOSTILE: {HOSTILE: 1.0, "status": HOSTILE}}}])
+    htp_export.view(model, file, results=[{"modules": {HOSTILE: {HOSTILE: 1.0, "status": HOSTILE}}}], weights=True)
     start(page, file)
     page.run("document.getElementById('unfold').click()")
     for item in ("htp.byPath.get(htp.modules[1].path)", "htp.nodes[0]", "htp.nodes[1]", "htp.root"):
         page.run(f"htp.select({item})")
     assert HOSTILE in "\n".join(shown(page))
+    page.run(f"htp.select(htp.byPath.get({json.dumps(HOSTILE)}))")
+    page.run(f"document.getElementById('search').value = {json.dumps(HOSTILE)}")
+    page.run("document.getElementById('search').dispatchEvent(new Event('input')), htp.tab('map')")
+    page.open(file, page.run("location.hash"))
+    page.wait("document.documentElement.dataset.ready")
+    assert page.run("htp.selected.path") == HOSTILE
     for tab in ("map", "graph", "explorer"):
         page.run(f"htp.tab('{tab}')")
     page.wait("document.getElementById('explorer').dataset.ready")
@@ -311,9 +318,9 @@ def chain(length: int) -> ir.Model:
     return handmade.model([first], nodes, [weight], modules)
 
 
-def test_a_page_of_5000_nodes_draws_no_more_rows_than_can_be_seen(page, tmp_path):
+def test_a_page_of_3000_nodes_draws_no_more_rows_than_can_be_seen(page, tmp_path):
     file = tmp_path / "large.html"
-    htp_export.view(chain(5000), file)
+    htp_export.view(chain(3000), file, explorer=False)
     start(page, file)
     page.run("document.getElementById('repeats').click()")
     assert page.run("document.getElementsByTagName('*').length") < 2000
@@ -331,9 +338,9 @@ def test_a_page_of_5000_nodes_draws_no_more_rows_than_can_be_seen(page, tmp_path
     assert 50 <= drawn < 50 * 100
     assert page.run("document.querySelectorAll('.row').length") < 100
     page.run(
-        "search = document.getElementById('search'), search.value = 'v4999', search.dispatchEvent(new Event('input'))"
+        "search = document.getElementById('search'), search.value = 'v2999', search.dispatchEvent(new Event('input'))"
     )
-    assert shown(page) == ["(root)", "group", "99", "layer", "9", "Neg node_v4999"]
+    assert shown(page) == ["(root)", "group", "59", "layer", "9", "Neg node_v2999"]
 
 
 def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
@@ -417,12 +424,17 @@ ADDED = "Add node_add_2"
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("stack") / "stack.html"
+def stacked() -> htp_export.TaggedModel:
     torch.manual_seed(0)
+    return htp_export.load(htp_export.export(Stack().eval(), (torch.randn(2, 8),), verbose=False))
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, stacked: htp_export.TaggedModel) -> Path:
+    file = tmp_path_factory.mktemp("stack") / "stack.html"
     profile = {"modules": {path: {"total_ms": time} for path, time in STACK_TIMES.items()}}
     errors = {"modules": {f"layer.{k}": {"max_abs": 10.0**k} for k in range(4)}}
-    htp_export.view(Stack().eval(), torch.randn(2, 8), file, results=[profile, errors], explorer=False)
+    htp_export.view(stacked, file, results=[profile, errors], explorer=False)
     return file
 
 
@@ -447,16 +459,15 @@ def test_alike_siblings_are_one_row_with_their_mean_time_and_largest_error(page,
     assert page.run(numbers)[0] == "1.25"  # of fc in each of the four
 
 
-def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack):
+def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack, stacked):
     from rich.console import Console
 
     from htp_export.capabilities.cost.drawing import render
     from htp_export.capabilities.cost.module_tree import tree_rows
 
     start(page, stack)
-    program = htp_export.export(Stack().eval(), (torch.randn(2, 8),), verbose=False)
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(render(tree_rows(htp_export.load(program))))
+    console.print(render(tree_rows(stacked)))
     drawn = console.export_text().splitlines()[1:-1]  # between the header and what is known of the tags
     lines = [re.split(r"\s{2,}", line.lstrip("│├└─ "))[0] for line in drawn]
     assert shown(page) == lines

@@ -51,15 +51,10 @@ def traffic(step: RunStep) -> Mapping[Tensor, int]:
 
 @dataclass(frozen=True, eq=False)
 class Life:
-    """How long a piece of memory is needed.
+    """A tensor with memory of its own: the first and last step that need it, and its size in bytes.
 
-    Attributes:
-        tensor: The tensor that has it.
-        start: The step that makes it; 0 for inputs of the model.
-        end: The last step that needs it.
-        size: Its size in bytes.
-        touched: The steps that make it, read it, or give it another shape.
-        leaves: Whether it is an input or output of the model.
+    ``touched`` are the steps that make it, read it, or give it another shape; ``leaves`` says whether it is an input or
+    output of the model.
     """
 
     tensor: Tensor
