@@ -53,9 +53,9 @@ def per_output(count: int) -> Formula:
     return lambda step: Work(0, count * math.prod(step.output_shape()))
 
 
-def per_input(count: int, position: int = 0) -> Formula:
-    """So many operations for each element of an input."""
-    return lambda step: Work(0, count * math.prod(step.shape(position)))
+def per_input(count: int) -> Formula:
+    """So many operations for each element of the first input."""
+    return lambda step: Work(0, count * math.prod(step.shape(0)))
 
 
 def nothing(_step: RunStep) -> Work:

@@ -46,13 +46,10 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class NodeEntry:
-    """One node.
+    """One node, with the tags of its file as written; ``""`` where it does not say.
 
     Attributes:
         operator: With its domain where that is not ONNX's own: ``com.microsoft::Gelu``.
-        owners: The modules that it computes, in order of execution; empty for an untagged node.
-        reason: How the owners are known, a word of the file format; ``""`` where it does not say.
-        call: Which call of the owner, as written; ``""`` where that ran once.
         module: The owner, or the deepest module above all owners.
         inputs: Its inputs, then the outputs of its subgraphs.
         attributes: Name → value, shortened.
@@ -107,12 +104,11 @@ class Inventory:
     """A model, ready to be drawn.
 
     Attributes:
-        modules: Module path → module, in the order of ``named_modules()``; the root alone where there are no tags.
+        modules: In the order of ``named_modules()``; the root alone where there are no tags.
         nodes: Every node, those of subgraphs after the node that holds them.
         called: The paths of the modules that ran; the others are no level of their own.
         opsets: Domain → version; the main domain is ``ai.onnx``.
         external_data: Whether the weights lie in a file of their own.
-        constants: Its initializers.
         statistics: Name of each initializer → what its values are like; empty where they were not read.
         notes: What else there is to know, as sentences.
     """

@@ -330,14 +330,9 @@ def _opened(result: Numbers) -> list[Measure] | Search:
 
 @dataclass(frozen=True)
 class ShownGraph:
-    """A graph that a page shows. A page with several has a choice between their titles.
+    """A graph that a page shows, with numbers of its own. A page with several has a choice between their titles.
 
-    Attributes:
-        inventory: Its modules and nodes.
-        measures: Its own numbers by module and node; results that the user gives come before them.
-        title: Its name in the choice; the name of the inventory if it is empty.
-        note: How it was got, as a sentence; it is shown with the graph.
-        file: The file, as the user named it.
+    ``note`` says how the graph was got, and ``file`` is the file as the user named it.
     """
 
     inventory: Inventory
