@@ -1,8 +1,6 @@
 """Activation memory over the order of execution, traffic between memory and processor, and what fusing would save.
 
-The model is simple, and the same for every runtime: nodes run in the order of the graph; a tensor takes memory from the
-node that makes it to the last that reads it, inputs of the model from the start and its outputs to the end; ``Reshape``
-and its like give back their input's memory, and no other node writes over what it reads. Weights are not activations.
+``docs/cost.md`` describes the model, which is the same for every runtime.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Runs a model by shapes alone: what every node reads and makes when the inputs have given sizes.
 
-Weights are not read. Shapes are inferred in numbers, and what they are computed from (``Shape``, ``Gather``,
-``Concat``) is computed; where that does not tell, those are believed that the file says.
+Weights are not read. Shapes that cannot be inferred are those that the file says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How much one node computes, by a formula for its operator; ``docs/cost.md`` lists them.
 
-``FLOPs`` are two for each multiply-add of a matrix product or convolution, wherever that stands: what torch's
-``FlopCounterMode`` counts, and papers print. Everything else is counted apart.
+``FLOPs`` are two for each multiply-add, as torch's ``FlopCounterMode`` counts them. Everything else is counted apart.
 """
 
 from __future__ import annotations

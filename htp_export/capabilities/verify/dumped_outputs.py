@@ -1,8 +1,6 @@
 """A file whose tensors another engine computed, and wrote down by name: what is compared, and what to ask for next.
 
-An engine that cannot run modules alone (TensorRT, QNN) can still return tensors of the graph. If a tensor differs, and
-another that it is computed from agrees, a module between them is wrong. Which one is found as ``git bisect`` finds a
-commit in a history with branches: the tensor that halves what is in doubt comes next.
+The first wrong module is found as ``git bisect`` finds a commit: the tensor that halves what is in doubt comes next.
 """
 
 from __future__ import annotations

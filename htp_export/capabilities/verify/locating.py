@@ -1,11 +1,7 @@
 """Finds which of the modules whose outputs differ are wrong themselves.
 
-In one run of a whole file, an error is visible in all tensors after its cause. A tensor is an *origin* if it differs
-although all compared tensors from which it is computed agree. The module that returns the origin is wrong itself: the
-first one whose call ends, which is the innermost.
-
-Errors can fall below the tolerance and exceed it again later. A tensor slightly beyond its tolerance that is computed
-from tensors slightly within theirs is no origin.
+A tensor is an *origin* if it differs although all compared tensors from which it is computed agree. The first module
+whose call ends with an origin, the innermost, is wrong itself. See ``docs/verify.md``.
 """
 
 from __future__ import annotations
