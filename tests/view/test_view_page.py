@@ -91,6 +91,13 @@ def cells(page: Page, path: str) -> list[str]:
     return list(page.run("[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"))
 
 
+def search(page: Page, text: str) -> None:
+    page.run(
+        f"search = document.getElementById('search'), search.value = {json.dumps(text)}, "
+        "search.dispatchEvent(new Event('input'))"
+    )
+
+
 def start(page: Page, file: Path) -> None:
     page.open(file)
     page.wait("document.documentElement.dataset.ready")
@@ -121,17 +128,14 @@ def test_columns_hold_what_the_results_say(page, net):
 
 def test_search_finds_modules_and_nodes_with_what_is_above_them_or_says_that_there_is_nothing(page, net):
     start(page, net)
-    page.run(
-        "search = document.getElementById('search'), search.value = 'LAYER.1.fc', "
-        "search.dispatchEvent(new Event('input'))"
-    )
+    search(page, "LAYER.1.fc")
     assert shown(page) == ["(root)", "layer.1", "fc"]
-    page.run("search.value = 'op:relu', search.dispatchEvent(new Event('input'))")
+    search(page, "op:relu")
     found = ["(root)", "layer.1", "act", "Relu", "layer.0", "act", "Relu"]
     assert [name.split(" ")[0] for name in shown(page)] == found
-    page.run("search.value = 'fate:identity', search.dispatchEvent(new Event('input'))")
+    search(page, "fate:identity")
     assert shown(page) == ["(root)", "layer.1", "drop", "layer.0", "drop"]
-    page.run("search.value = '<b>nowhere', search.dispatchEvent(new Event('input'))")
+    search(page, "<b>nowhere")
     assert shown(page) == []
     assert "Nothing matches “<b>nowhere”" in page.run("document.getElementById('nothing').innerText")
     page.run("document.getElementById('clear').click()")
@@ -275,8 +279,8 @@ def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
         page.run(f"htp.select({item})")
     assert HOSTILE in "\n".join(shown(page))
     page.run(f"htp.select(htp.byPath.get({json.dumps(HOSTILE)}))")
-    page.run(f"document.getElementById('search').value = {json.dumps(HOSTILE)}")
-    page.run("document.getElementById('search').dispatchEvent(new Event('input')), htp.tab('map')")
+    search(page, HOSTILE)
+    page.run("htp.tab('map')")
     page.open(file, page.run("location.hash"))
     page.wait("document.documentElement.dataset.ready")
     assert page.run("htp.selected.path") == HOSTILE
@@ -337,9 +341,7 @@ def test_a_page_of_3000_nodes_draws_no_more_rows_than_can_be_seen(page, tmp_path
     )
     assert 50 <= drawn < 50 * 100
     assert page.run("document.querySelectorAll('.row').length") < 100
-    page.run(
-        "search = document.getElementById('search'), search.value = 'v2999', search.dispatchEvent(new Event('input'))"
-    )
+    search(page, "v2999")
     assert shown(page) == ["(root)", "group", "59", "layer", "9", "Neg node_v2999"]
 
 
@@ -496,12 +498,9 @@ def test_repeats_are_taken_apart_by_key_and_by_click_and_put_together_again(page
 
 def test_a_module_inside_of_repeats_is_found_and_shown_on_its_own(page, stack):
     start(page, stack)
-    page.run(
-        "search = document.getElementById('search'), search.value = 'layer.2.fc', "
-        "search.dispatchEvent(new Event('input'))"
-    )
+    search(page, "layer.2.fc")
     assert shown(page) == ["(root)", "layer.2", "fc"]
-    page.run("search.value = '', search.dispatchEvent(new Event('input'))")
+    search(page, "")
     assert shown(page) == FOLDED
     page.run("htp.select(htp.byPath.get('layer.2.fc'))")
     assert selected(page) == "fc"

@@ -12,7 +12,7 @@ import htp_export
 from htp_export.format.hierarchy import ModuleInfo
 from tests import handmade, screens
 from tests.chromium import Page, needs_chromium
-from tests.view.test_view_page import chain, shown, start
+from tests.view.test_view_page import chain, search, shown, start
 
 pytestmark = needs_chromium
 
@@ -102,8 +102,8 @@ def test_statistics_of_weights_are_shown_where_they_were_read(page, encoder_page
 def test_a_tied_weight_is_marked_once_and_says_with_what(page, encoder_page):
     start(page, encoder_page)
     page.run("document.getElementById('repeats').click(), document.getElementById('unfold').click()")
-    page.run("document.getElementById('flat').click(), document.getElementById('search').value = 'head.**'")
-    page.run("document.getElementById('search').dispatchEvent(new Event('input'))")
+    page.run("document.getElementById('flat').click()")
+    search(page, "head.**")
     tied = "[...document.querySelectorAll('.row')].filter((row) => row.innerText.includes('tied'))"
     assert page.run(f"{tied}.map((row) => row.querySelector('.name').innerText.trim())") == ["head.decoder"]
     page.run("htp.select(htp.byPath.get('head.decoder'))")
@@ -137,9 +137,7 @@ def test_the_address_says_what_is_shown(page, encoder_page):
     assert at(page) == "#tab=map&node=node_found"
     page.run("htp.tab('modules'), htp.select(htp.byPath.get('layers.0').run.fold)")
     assert at(page) == "#modules=layers.0"
-    page.run(
-        "search = document.getElementById('search'), search.value = 'op:Gelu', search.dispatchEvent(new Event('input'))"
-    )
+    search(page, "op:Gelu")
     assert at(page) == "#modules=layers.0&search=op:Gelu"
 
 

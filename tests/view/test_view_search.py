@@ -16,7 +16,7 @@ from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.selectors import select
 from tests import handmade, screens
 from tests.chromium import Page, needs_chromium
-from tests.view.test_view_page import shown, start
+from tests.view.test_view_page import search, shown, start
 
 pytestmark = needs_chromium
 
@@ -94,8 +94,7 @@ def test_a_selector_that_names_nothing_or_cannot_be_read_finds_nothing(page, enc
 
 def look(page: Page, text: str) -> dict[str, Any]:
     """The modules and the operators of nodes that the page finds."""
-    page.run(f"document.getElementById('search').value = {json.dumps(text)}")
-    page.run("document.getElementById('search').dispatchEvent(new Event('input'))")
+    search(page, text)
     return dict(
         page.run(
             "({ modules: [...htp.table.state.query.hits].filter((it) => it.kind === 'module').map((it) => it.path),"
