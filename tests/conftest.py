@@ -120,6 +120,16 @@ def page(one_browser: "Page") -> "Page":
     return one_browser
 
 
+@pytest.fixture(scope="session")
+def encoder_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the encoder of the stored screens, with Model Explorer; not to be written to."""
+    from tests import screens
+
+    file = tmp_path_factory.mktemp("encoder") / "encoder.html"
+    screens.write_page(file)
+    return file
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_other_devices() -> Iterator[None]:
     """`torch.export` overrides operators for devices that are not here, a fifth of the time of a small net's export."""

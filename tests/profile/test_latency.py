@@ -151,7 +151,7 @@ class TestRealModels:
     def test_session_options_are_put_back(self, exported):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.profile_file_prefix = 1, "mine"
-        htp_export.profile(exported("gpt2"), runs=1, session_options=options)
+        htp_export.profile(exported("bert"), runs=1, session_options=options)
         kept = (options.enable_profiling, options.profile_file_prefix, options.optimized_model_filepath)
         assert kept == (False, "mine", "")
         assert options.intra_op_num_threads == 1

@@ -18,6 +18,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.editing.editing import add_constant, take_place
 from htp_export.errors import FileError, InputError
+from tests.exporting import quick
 from tests.nets import spread
 
 
@@ -77,7 +78,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("wrong", ["blocks.0.up", "blocks.4.act", "blocks.7.down", "head"])
+@pytest.mark.parametrize("wrong", quick(["blocks.0.up", "blocks.4.act", "blocks.7.down", "head"], "blocks.4.act"))
 def test_the_first_wrong_module_of_an_engine_is_found_with_few_outputs(file: Path, wrong: str) -> None:
     model, (x,) = example()
     engine, tagged = Engine(file, wrong), htp_export.load(file)
@@ -144,7 +145,7 @@ def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
-    options = ["llama", "--random-weights", "--task", "text-generation-with-past", "--set", "num_hidden_layers=2"]
+    options = ["llama", "--random-weights", "--task", "text-generation-with-past", "--set", "num_hidden_layers=1"]
     options += ["--set", "hidden_size=32", "--set", "intermediate_size=32", "--set", "vocab_size=64"]
     options += ["--set", "num_attention_heads=2", "--set", "num_key_value_heads=2"]
     assert main(["export", *options, "-o", str(tmp_path / "made")]) == 0
@@ -165,11 +166,9 @@ def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(
         names = [value.name for value in session.get_outputs()]
         dump = dict(zip(names, session.run(None, feed), strict=True))
         np.savez(tmp_path / "bare.npz", **dump)
-        np.savez(tmp_path / "right.npz", **dump, **feed)
         dump["model.layers.0:out"][0, 0] += 1
         np.savez(tmp_path / "wrong.npz", **dump, **feed)
         typed = ["verify", str(tmp_path / "file.onnx"), *options, "--outputs-from"]
-        assert main([*typed, str(tmp_path / "right.npz")]) == 0, capsys.readouterr().err
         capsys.readouterr()
         assert main([*typed, str(tmp_path / "wrong.npz"), "--json"]) == 1
         found = json.loads(capsys.readouterr().out)

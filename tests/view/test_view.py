@@ -16,6 +16,7 @@ from model_explorer_onnx.main import ONNXAdapter
 
 import htp_export
 from htp_export.capabilities.inspect import inspecting
+from htp_export.capabilities.inspect.inspected import Inspected
 from htp_export.capabilities.view import viewing
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of, spread
@@ -298,7 +299,7 @@ class Bad(torch.nn.Module):
         return y if y.sum().item() > 0 else -y
 
 
-def test_a_model_that_exports_in_parts_shows_them_and_what_failed(without_dynamo, capsys):
+def test_a_model_that_exports_in_parts_shows_them_with_their_costs_and_what_failed(without_dynamo, capsys):
     net = Half().eval()
     shown = htp_export.view(net, torch.ones(2, 4), explorer=False, weights=True)
     assert "def forward" not in capsys.readouterr().err  # torch's graph of what failed
@@ -309,27 +310,15 @@ def test_a_model_that_exports_in_parts_shows_them_and_what_failed(without_dynamo
     nodes = {module["path"]: module["nodes"] for module in data["modules"]}
     assert (nodes["good.0"], nodes["good"], nodes["bad.inner"], nodes[""]) == (1, 2, 1, 3)
     assert not any(module._forward_pre_hooks for module in net.modules())
+    flops = next(measure for measure in data["measures"] if measure["key"] == "flops")
+    linear = 2 * 2 * 4 * 4
+    expected = {"": 2 * linear, "good": linear, "good.0": linear, "good.1": 0, "bad": linear, "bad.inner": linear}
+    assert dict(zip(nodes, flops["total"], strict=True)) == expected
+    assert [value for value in flops["nodes"] if value] == [linear, linear]
 
 
 def page_data_of(page: str, name: str = "data"):
     return json.loads(re.search(rf'id="{name}">(.*?)</script>', page, re.DOTALL)[1])
-
-
-def test_the_parts_of_a_model_have_their_costs_and_what_is_above_them_has_the_sum(without_dynamo):
-    shown = htp_export.view(Half().eval(), torch.ones(2, 4), explorer=False)
-    data = page_data_of(shown.html)
-    flops = next(measure for measure in data["measures"] if measure["key"] == "flops")
-    by_path = dict(zip((module["path"] for module in data["modules"]), flops["total"], strict=True))
-    linear = 2 * 2 * 4 * 4
-    assert by_path == {
-        "": 2 * linear,
-        "good": linear,
-        "good.0": linear,
-        "good.1": 0,
-        "bad": linear,
-        "bad.inner": linear,
-    }
-    assert [value for value in flops["nodes"] if value] == [linear, linear]
 
 
 def test_a_page_has_the_costs_of_its_nodes_and_the_parameters_that_they_read():
@@ -447,7 +436,7 @@ def test_the_page_measures_what_it_is_asked_to(tmp_path, capsys):
     assert "nothing measures 'speed'; there are time, cost" in capsys.readouterr().err
 
 
-def test_what_is_measured_runs_on_the_sizes_that_are_given(tmp_path):
+def test_what_is_measured_runs_on_the_sizes_that_are_given_and_the_page_says_no_others(tmp_path):
     file = str(tmp_path / "net.onnx")
     dynamic = {"dynamic_shapes": ({0: "batch"},), "verbose": False}
     htp_export.export(torch.nn.Linear(3, 2).eval(), (torch.ones(2, 3),), file, **dynamic)
@@ -456,19 +445,21 @@ def test_what_is_measured_runs_on_the_sizes_that_are_given(tmp_path):
         data = page_data_of(htp_export.view(file, measure="cost", explorer=False, **given).html)
         return next(entry["total"][0] for entry in data["measures"] if entry["key"] == "flops")
 
+    shown = htp_export.view(file, measure="cost", dims={"batch": 8}, explorer=False)
+    assert page_data_of(shown.html, "graphs")[0]["note"] == ""  # the batch is 8 in all of its numbers
     assert flops(dims={"batch": 8}) == flops(data={"input": np.ones((8, 3), np.float32)}) == 8 * flops()
     assert main(["view", file, "--measure", "cost", "--dims", "batch=8", "--no-explorer", "--json"]) == 0
     with pytest.raises(InputError, match="give measure, too"):
         htp_export.view(file, dims={"batch": 8})
 
 
-def test_a_pytorch_model_is_measured_if_it_exports(without_dynamo):
+def test_a_pytorch_model_is_measured_if_it_exports():
     shown = htp_export.view(torch.nn.Linear(3, 2).eval(), torch.ones(1, 3), measure=("time", "cost"), explorer=False)
     data = page_data_of(shown.html)
     assert {"total_ms", "peak_bytes"} <= {entry["key"] for entry in data["measures"]}
     assert data["offer"] == data["file"] == ""  # there is no file to name
     with pytest.raises(InputError, match="times are those of an ONNX model"):
-        htp_export.view(Half().eval(), torch.ones(2, 4), measure="time", explorer=False)
+        htp_export.view(Inspected(handmade.encoder(), "torch.export"), measure="time", explorer=False)
 
 
 def test_a_file_without_tags_has_no_times_and_none_are_offered(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 
 from htp_export.capabilities.view.viewing import ShownGraph, page_of, shown_graph
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.model.tagged import load
 from tests import handmade
 from tests.chromium import Page, needs_chromium
 from tests.view.test_view import page_data_of
@@ -26,7 +25,7 @@ def net(*operators: str) -> ShownGraph:
         nodes.append(handmade.tagged_node(operator, [value], "b" if k else "a", f"v{k}"))
         value = nodes[-1].outputs[0]
     modules = [ModuleInfo(path, f"net.{path.upper() or 'Net'}", 1, "computed") for path in ("", "a", "b")]
-    return shown_graph(load(handmade.model([first], nodes, [], modules)))
+    return shown_graph(handmade.model([first], nodes, [], modules))
 
 
 def graphs() -> list[ShownGraph]:

@@ -11,7 +11,7 @@ import pytest
 from htp_export.capabilities.view.page.document import asset
 from htp_export.capabilities.view.viewing import view
 from htp_export.format.hierarchy import ModuleInfo
-from tests import handmade, screens
+from tests import handmade
 from tests.chromium import Page, needs_chromium
 from tests.view.test_view_page import start
 
@@ -109,11 +109,10 @@ CLASSES = (
 
 @needs_chromium
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_class_has_the_same_colour_in_every_model(page: Page, tmp_path, theme):
+def test_a_class_has_the_same_colour_in_every_model(page: Page, tmp_path, encoder_page, theme):
     page.theme(theme)
     page.size(1400, 850)
-    screens.write_page(tmp_path / "encoder.html")
-    start(page, tmp_path / "encoder.html")
+    start(page, encoder_page)
     of = (
         "Object.fromEntries(htp.modules.filter((module) => module.nodes)"
         ".map((module) => [htp.simple(module.class), htp.colours.ofClass(module)]))"

@@ -91,6 +91,13 @@ def cells(page: Page, path: str) -> list[str]:
     return list(page.run("[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"))
 
 
+def search(page: Page, text: str) -> None:
+    page.run(
+        f"search = document.getElementById('search'), search.value = {json.dumps(text)}, "
+        "search.dispatchEvent(new Event('input'))"
+    )
+
+
 def start(page: Page, file: Path) -> None:
     page.open(file)
     page.wait("document.documentElement.dataset.ready")
@@ -121,17 +128,14 @@ def test_columns_hold_what_the_results_say(page, net):
 
 def test_search_finds_modules_and_nodes_with_what_is_above_them_or_says_that_there_is_nothing(page, net):
     start(page, net)
-    page.run(
-        "search = document.getElementById('search'), search.value = 'LAYER.1.fc', "
-        "search.dispatchEvent(new Event('input'))"
-    )
+    search(page, "LAYER.1.fc")
     assert shown(page) == ["(root)", "layer.1", "fc"]
-    page.run("search.value = 'op:relu', search.dispatchEvent(new Event('input'))")
+    search(page, "op:relu")
     found = ["(root)", "layer.1", "act", "Relu", "layer.0", "act", "Relu"]
     assert [name.split(" ")[0] for name in shown(page)] == found
-    page.run("search.value = 'fate:identity', search.dispatchEvent(new Event('input'))")
+    search(page, "fate:identity")
     assert shown(page) == ["(root)", "layer.1", "drop", "layer.0", "drop"]
-    page.run("search.value = '<b>nowhere', search.dispatchEvent(new Event('input'))")
+    search(page, "<b>nowhere")
     assert shown(page) == []
     assert "Nothing matches “<b>nowhere”" in page.run("document.getElementById('nothing').innerText")
     page.run("document.getElementById('clear').click()")
@@ -252,10 +256,11 @@ def test_what_is_chosen_in_the_graph_is_chosen_in_the_page(page, net):
 
 
 def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
-    x = handmade.value("x")
+    x = handmade.value(HOSTILE + "x")
+    weight = ir.Value(name=HOSTILE + "w", const_value=ir.tensor(np.ones((4, 4), np.float32), name=HOSTILE + "w"))
     nodes = [
         handmade.tagged_node("Neg", [x], HOSTILE, HOSTILE),
-        handmade.tagged_node("Abs", [x], CLOSING, CLOSING),
+        handmade.tagged_node("MatMul", [x, weight], CLOSING, CLOSING),
     ]
     nodes[0].name, nodes[1].op_type = HOSTILE, CLOSING
     nodes[0].metadata_props["htp.reason"] = HOSTILE
@@ -264,15 +269,21 @@ def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
         ModuleInfo("", CLOSING, 1, "computed"),
         *(ModuleInfo(p, HOSTILE, 1, "computed") for p in (HOSTILE, CLOSING)),
     ]
-    model = handmade.model([x], nodes, [], modules)
+    model = handmade.model([x], nodes, [weight], modules)
     model.graph.name = model.producer_name = CLOSING
     file = tmp_path / "hostile.html"
-    htp_export.view(model, file, results=[{"modules": {HOSTILE: {HOSTILE: 1.0, "status": HOSTILE}}}])
+    htp_export.view(model, file, results=[{"modules": {HOSTILE: {HOSTILE: 1.0, "status": HOSTILE}}}], weights=True)
     start(page, file)
     page.run("document.getElementById('unfold').click()")
     for item in ("htp.byPath.get(htp.modules[1].path)", "htp.nodes[0]", "htp.nodes[1]", "htp.root"):
         page.run(f"htp.select({item})")
     assert HOSTILE in "\n".join(shown(page))
+    page.run(f"htp.select(htp.byPath.get({json.dumps(HOSTILE)}))")
+    search(page, HOSTILE)
+    page.run("htp.tab('map')")
+    page.open(file, page.run("location.hash"))
+    page.wait("document.documentElement.dataset.ready")
+    assert page.run("htp.selected.path") == HOSTILE
     for tab in ("map", "graph", "explorer"):
         page.run(f"htp.tab('{tab}')")
     page.wait("document.getElementById('explorer').dataset.ready")
@@ -311,9 +322,9 @@ def chain(length: int) -> ir.Model:
     return handmade.model([first], nodes, [weight], modules)
 
 
-def test_a_page_of_5000_nodes_draws_no_more_rows_than_can_be_seen(page, tmp_path):
+def test_a_page_of_3000_nodes_draws_no_more_rows_than_can_be_seen(page, tmp_path):
     file = tmp_path / "large.html"
-    htp_export.view(chain(5000), file)
+    htp_export.view(chain(3000), file, explorer=False)
     start(page, file)
     page.run("document.getElementById('repeats').click()")
     assert page.run("document.getElementsByTagName('*').length") < 2000
@@ -330,10 +341,8 @@ def test_a_page_of_5000_nodes_draws_no_more_rows_than_can_be_seen(page, tmp_path
     )
     assert 50 <= drawn < 50 * 100
     assert page.run("document.querySelectorAll('.row').length") < 100
-    page.run(
-        "search = document.getElementById('search'), search.value = 'v4999', search.dispatchEvent(new Event('input'))"
-    )
-    assert shown(page) == ["(root)", "group", "99", "layer", "9", "Neg node_v4999"]
+    search(page, "v2999")
+    assert shown(page) == ["(root)", "group", "59", "layer", "9", "Neg node_v2999"]
 
 
 def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
@@ -417,12 +426,17 @@ ADDED = "Add node_add_2"
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("stack") / "stack.html"
+def stacked() -> htp_export.TaggedModel:
     torch.manual_seed(0)
+    return htp_export.load(htp_export.export(Stack().eval(), (torch.randn(2, 8),), verbose=False))
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, stacked: htp_export.TaggedModel) -> Path:
+    file = tmp_path_factory.mktemp("stack") / "stack.html"
     profile = {"modules": {path: {"total_ms": time} for path, time in STACK_TIMES.items()}}
     errors = {"modules": {f"layer.{k}": {"max_abs": 10.0**k} for k in range(4)}}
-    htp_export.view(Stack().eval(), torch.randn(2, 8), file, results=[profile, errors], explorer=False)
+    htp_export.view(stacked, file, results=[profile, errors], explorer=False)
     return file
 
 
@@ -447,16 +461,15 @@ def test_alike_siblings_are_one_row_with_their_mean_time_and_largest_error(page,
     assert page.run(numbers)[0] == "1.25"  # of fc in each of the four
 
 
-def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack):
+def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack, stacked):
     from rich.console import Console
 
     from htp_export.capabilities.cost.drawing import render
     from htp_export.capabilities.cost.module_tree import tree_rows
 
     start(page, stack)
-    program = htp_export.export(Stack().eval(), (torch.randn(2, 8),), verbose=False)
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(render(tree_rows(htp_export.load(program))))
+    console.print(render(tree_rows(stacked)))
     drawn = console.export_text().splitlines()[1:-1]  # between the header and what is known of the tags
     lines = [re.split(r"\s{2,}", line.lstrip("│├└─ "))[0] for line in drawn]
     assert shown(page) == lines
@@ -485,12 +498,9 @@ def test_repeats_are_taken_apart_by_key_and_by_click_and_put_together_again(page
 
 def test_a_module_inside_of_repeats_is_found_and_shown_on_its_own(page, stack):
     start(page, stack)
-    page.run(
-        "search = document.getElementById('search'), search.value = 'layer.2.fc', "
-        "search.dispatchEvent(new Event('input'))"
-    )
+    search(page, "layer.2.fc")
     assert shown(page) == ["(root)", "layer.2", "fc"]
-    page.run("search.value = '', search.dispatchEvent(new Event('input'))")
+    search(page, "")
     assert shown(page) == FOLDED
     page.run("htp.select(htp.byPath.get('layer.2.fc'))")
     assert selected(page) == "fc"

@@ -18,7 +18,8 @@ from htp_export.capabilities.view.measures import measures_of
 from htp_export.capabilities.view.page.payload import front_data
 from htp_export.capabilities.view.viewing import read_results
 from htp_export.command.main import main
-from tests.chromium import Page, needs_chromium
+from tests.chromium import needs_chromium
+from tests.view.test_view_page import start
 
 PARTS = ("", "0", "1", "2")
 
@@ -120,12 +121,6 @@ def test_the_command_draws_precision_and_sparsity_as_overlays(net, file_of_resul
     assert main([*command, "--netron"]) == 0
     said = json.loads(target.read_text())["metadata"]
     assert {entry["value"] for entry in said if entry["name"] == "precision"} >= {"int8", "fp16"}
-
-
-def start(page: Page, file: Path) -> None:
-    page.size(1400, 850)
-    page.open(file)
-    page.wait("document.documentElement.dataset.ready")
 
 
 @pytest.fixture(scope="module")

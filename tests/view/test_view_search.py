@@ -16,7 +16,7 @@ from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.selectors import select
 from tests import handmade, screens
 from tests.chromium import Page, needs_chromium
-from tests.view.test_view_page import shown, start
+from tests.view.test_view_page import search, shown, start
 
 pytestmark = needs_chromium
 
@@ -52,12 +52,9 @@ encoder, re:(decoder|pooler);re:encoder\.layer\.(1|2);[ed]*coder;*coder.l*.?.[!n
 )
 
 
-@pytest.fixture(scope="module")
-def encoder(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(autouse=True)
+def wide(page: Page) -> None:
     page.size(1400, 850)
-    file = tmp_path_factory.mktemp("encoder") / "encoder.html"
-    screens.write_page(file)
-    return file
 
 
 def found_by_page(page: Page, selector: str, classes: dict[str, str]) -> list[str]:
@@ -71,8 +68,8 @@ def found_by_page(page: Page, selector: str, classes: dict[str, str]) -> list[st
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_selector_means_in_the_page_what_it_means_in_commands(page, encoder, tree):
-    start(page, encoder)
+def test_a_selector_means_in_the_page_what_it_means_in_commands(page, encoder_page, tree):
+    start(page, encoder_page)
     classes = TREES[tree]
     agreed = 0
     for selector in SELECTORS:
@@ -85,8 +82,8 @@ def test_a_selector_means_in_the_page_what_it_means_in_commands(page, encoder, t
     assert agreed >= {"stacks": 35, "names": 25, "root": 4}[tree]
 
 
-def test_a_selector_that_names_nothing_or_cannot_be_read_finds_nothing(page, encoder):
-    start(page, encoder)
+def test_a_selector_that_names_nothing_or_cannot_be_read_finds_nothing(page, encoder_page):
+    start(page, encoder_page)
     for selector in ("nowhere.*", "class:Nothing", "**,!**", "re:nothing"):
         assert found_by_page(page, selector, TREES["stacks"]) == []
     look(page, "re:(")
@@ -97,8 +94,7 @@ def test_a_selector_that_names_nothing_or_cannot_be_read_finds_nothing(page, enc
 
 def look(page: Page, text: str) -> dict[str, Any]:
     """The modules and the operators of nodes that the page finds."""
-    page.run(f"document.getElementById('search').value = {json.dumps(text)}")
-    page.run("document.getElementById('search').dispatchEvent(new Event('input'))")
+    search(page, text)
     return dict(
         page.run(
             "({ modules: [...htp.table.state.query.hits].filter((it) => it.kind === 'module').map((it) => it.path),"
@@ -107,8 +103,8 @@ def look(page: Page, text: str) -> dict[str, Any]:
     )
 
 
-def test_words_of_a_node_are_those_of_its_modules_too(page, encoder):
-    start(page, encoder)
+def test_words_of_a_node_are_those_of_its_modules_too(page, encoder_page):
+    start(page, encoder_page)
     layers = range(screens.LAYERS)
     assert look(page, "query op:MatMul") == {"modules": [], "nodes": ["MatMul"] * screens.LAYERS}
     assert look(page, "layers.3.** op:Mat*") == {"modules": [], "nodes": ["MatMul"] * 8}

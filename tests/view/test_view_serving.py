@@ -26,7 +26,7 @@ from tests.chromium import Page, needs_chromium
 PAGE = "<!doctype html><title>Schöne Netze</title>"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[PageServer]:
     with PageServer() as made:
         running = threading.Thread(target=made.run, args=(PAGE,))

@@ -1,8 +1,6 @@
 """Activation memory over the order of execution, traffic between memory and processor, and what fusing would save.
 
-The model is simple, and the same for every runtime: nodes run in the order of the graph; a tensor takes memory from the
-node that makes it to the last that reads it, inputs of the model from the start and its outputs to the end; ``Reshape``
-and its like give back their input's memory, and no other node writes over what it reads. Weights are not activations.
+``docs/cost.md`` describes the model, which is the same for every runtime.
 """
 
 from __future__ import annotations
@@ -51,15 +49,10 @@ def traffic(step: RunStep) -> Mapping[Tensor, int]:
 
 @dataclass(frozen=True, eq=False)
 class Life:
-    """How long a piece of memory is needed.
+    """A tensor with memory of its own: the first and last step that need it, and its size in bytes.
 
-    Attributes:
-        tensor: The tensor that has it.
-        start: The step that makes it; 0 for inputs of the model.
-        end: The last step that needs it.
-        size: Its size in bytes.
-        touched: The steps that make it, read it, or give it another shape.
-        leaves: Whether it is an input or output of the model.
+    ``touched`` are the steps that make it, read it, or give it another shape; ``leaves`` says whether it is an input or
+    output of the model.
     """
 
     tensor: Tensor

@@ -1,7 +1,6 @@
 """Runs a model by shapes alone: what every node reads and makes when the inputs have given sizes.
 
-Weights are not read. Shapes are inferred in numbers, and what they are computed from (``Shape``, ``Gather``,
-``Concat``) is computed; where that does not tell, those are believed that the file says.
+Weights are not read. Shapes that cannot be inferred are those that the file says.
 """
 
 from __future__ import annotations
@@ -107,7 +106,8 @@ class _Runner(Inference):
         if self._called:
             self._called = False
             return
-        views = inputs[0] if inputs and _is_view(node) else None
+        is_view = node.meta.get(VIEW) or is_standard(node, *_VIEWS)
+        views = inputs[0] if inputs and is_view else None
         origin: Origin = "constant" if node.op_type == "Constant" and node.domain == "" else "made"
         outputs = tuple(self._new(value, origin, views) for value in node.outputs)
         self._tensors.update(zip(node.outputs, outputs, strict=True))
@@ -180,10 +180,6 @@ class _Runner(Inference):
         """The modules in whose regions a node is when it has these owners."""
         work = self._tagged.work_of(node)
         return (work if work.owners == owners else self._tagged.calls.work(owners)).modules
-
-
-def _is_view(node: ir.Node) -> bool:
-    return bool(node.meta.get(VIEW)) or is_standard(node, *_VIEWS)
 
 
 def _elements(shape: Dims) -> int:

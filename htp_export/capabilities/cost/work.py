@@ -1,7 +1,6 @@
 """How much one node computes, by a formula for its operator; ``docs/cost.md`` lists them.
 
-``FLOPs`` are two for each multiply-add of a matrix product or convolution, wherever that stands: what torch's
-``FlopCounterMode`` counts, and papers print. Everything else is counted apart.
+``FLOPs`` are two for each multiply-add, as torch's ``FlopCounterMode`` counts them. Everything else is counted apart.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ def per_output(count: int) -> Formula:
     return lambda step: Work(0, count * math.prod(step.output_shape()))
 
 
-def per_input(count: int, position: int = 0) -> Formula:
-    """So many operations for each element of an input."""
-    return lambda step: Work(0, count * math.prod(step.shape(position)))
+def per_input(count: int) -> Formula:
+    """So many operations for each element of the first input."""
+    return lambda step: Work(0, count * math.prod(step.shape(0)))
 
 
 def nothing(_step: RunStep) -> Work:

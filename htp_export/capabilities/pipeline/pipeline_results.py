@@ -42,13 +42,13 @@ class StepReport(PlainData):
 
 
 _COLUMNS: tuple[Column[StepReport], ...] = (
-    Column("number", "step", lambda report: report.number),
-    Column("name", "name", lambda report: report.name, right=False),
-    Column("status", "status", lambda report: report.status, right=False),
-    Column("nodes", "nodes", lambda report: report.nodes),
-    Column("bytes", "weights", lambda report: report.bytes, unit="B"),
+    Column("number", "step"),
+    Column("name", "name", right=False),
+    Column("status", "status", right=False),
+    Column("nodes", "nodes"),
+    Column("bytes", "weights", unit="B"),
     Column("seconds", "seconds", lambda report: round(report.seconds, 1)),
-    Column("summary", "", lambda report: report.summary, right=False),
+    Column("summary", "", right=False),
 )
 
 

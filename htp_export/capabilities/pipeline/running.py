@@ -120,13 +120,8 @@ def _located(file: Path | None) -> Iterator[None]:
 class PipelineFile:
     """What a file says of a pipeline; None where it says nothing.
 
-    Attributes:
-        steps: Its steps.
-        model: The file of the model to begin with.
-        output: The file to write.
-        folder: The folder for the files of the steps.
-        made: Of an ONNX file that a pipeline made: the steps that made it.
-        file: The YAML or JSON file, if the steps stand in one.
+    ``made``: Of an ONNX file that a pipeline made, the steps that made it. ``file``: The YAML or JSON file, if there is
+    one.
     """
 
     steps: tuple[PipelineStep, ...]

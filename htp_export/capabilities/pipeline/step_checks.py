@@ -93,16 +93,13 @@ def _run_check(check: Callable[..., Any], index: int, step: PipelineStep, given:
 
 
 def _try_tool(step: PipelineStep) -> None:
-    """Run a tool on a model of one node: is it installed, and has it these options?
-
-    What it says of this model counts for nothing: only `InputError` is about the call.
-    """
+    """Run a tool on a model of one node: is it installed, and has it these options?"""
     try:
         with quiet("htp_export"):
             step.kind.load()(_one_product(), **step.options)
     except InputError:
         raise
-    except HtpExportError:
+    except HtpExportError:  # about the model, which counts for nothing
         pass
 
 

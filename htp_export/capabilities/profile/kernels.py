@@ -1,7 +1,6 @@
 """What an engine runs and times, and the modules whose work it is.
 
-An engine says what it made of a graph in names: of nodes, of tensors, of what it joined. Each engine turns its own into
-original nodes; what the names leave open is the same for all, and follows `carry`.
+Each engine turns its own names into original nodes; what they leave open follows `carry`.
 """
 
 from __future__ import annotations

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from htp_export.capabilities.profile.budgets import budgets_by_module
 from htp_export.capabilities.profile.kernels import Kernel
 from htp_export.capabilities.profile.measured_memory import MeasuredMemory, ModuleMemory
 from htp_export.capabilities.profile.measurements import Measurement
+from htp_export.errors import InputError
+from htp_export.format.selectors import select
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.results.columns import CLASS_NAME, Column, chosen, names_of
@@ -19,7 +21,7 @@ from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 from htp_export.runtime.traces import QUEUED
 
-__all__ = ["OWN_ENGINE", "ModuleLatency", "Profile", "latency_by_module"]
+__all__ = ["OWN_ENGINE", "ModuleLatency", "Profile", "budgets_by_module", "latency_by_module"]
 
 _MEMORY_COLUMNS: tuple[Column[ModuleLatency], ...] = (
     Column("allocated_bytes", "allocated", lambda row: row.memory and row.memory.allocated_bytes, "B", keep=3),
@@ -55,6 +57,8 @@ OWN_ENGINE = "onnxruntime"
 """The engine that is built in."""
 _DRAWN_MEMORY = ("allocated_bytes", "estimated_bytes", "estimate_ratio")
 _DRAWN = ("class_name", "total_ms", "self_ms", "share")
+_LIMIT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|%)")
+_MILLISECONDS = {"s": 1e3, "ms": 1.0, "us": 1e-3, "µs": 1e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,3 +270,37 @@ def _module(
         by_op=dict(sorted(by_op.items(), key=lambda item: -item[1])),
         memory=memory,
     )
+
+
+def budgets_by_module(
+    budgets: Mapping[str, str | float], classes: Mapping[str, str], whole_ms: float = 0.0
+) -> dict[str, float]:
+    """Module path → its budget in ms; of several that name a module, the last one.
+
+    Args:
+        budgets: Selector → a number of ms, or a text: ``5ms``, or ``20%`` of ``whole_ms``.
+        classes: Module path → class, of all modules.
+        whole_ms: Time of the whole model.
+
+    Raises:
+        InputError: If a budget is neither a time nor a share.
+        SelectorError: If a selector cannot be read or matches no module.
+
+    Examples:
+        >>> budgets_by_module({"*": "5ms", "b": "50%"}, {"": "Net", "a": "Linear", "b": "Linear"}, 8.0)
+        {'a': 5.0, 'b': 4.0}
+    """
+    return {
+        path: limit
+        for selector, budget in budgets.items()
+        for limit in [_limit_ms(selector, budget, whole_ms)]
+        for path in select(selector, classes)
+    }
+
+
+def _limit_ms(selector: str, budget: str | float, whole_ms: float) -> float:
+    match = _LIMIT.fullmatch(budget.strip() if isinstance(budget, str) else f"{budget:f}ms")
+    if match is None or (match[2] == "%" and float(match[1]) >= 100):
+        raise InputError(f"budget {budget!r} of {selector!r}: write a time or a share below 100 %, such as 5ms or 20%")
+    limit = float(match[1])
+    return limit / 100 * whole_ms if match[2] == "%" else limit * _MILLISECONDS[match[2]]

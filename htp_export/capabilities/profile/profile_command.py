@@ -76,9 +76,9 @@ def profile_command(
 
     In ONNX Runtime, or in another engine. Exit status 1 where a module is over its budget.
     """
-    from htp_export.capabilities.profile.budgets import budgets_by_module
     from htp_export.capabilities.profile.drawing import render_profile
     from htp_export.capabilities.profile.latency import profile
+    from htp_export.capabilities.profile.latency_results import budgets_by_module
     from htp_export.model.tagged import load
 
     if threads is not None:

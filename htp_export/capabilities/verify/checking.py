@@ -44,13 +44,9 @@ _Listed = TypeVar("_Listed")
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor of a call and the tensors of the file that may match it.
+    """A tensor of a call, by argument or by position among the outputs, and the tensors of the file that may match it.
 
-    Attributes:
-        name: The argument, or the position among the outputs.
-        expected: Its values.
-        candidates: One tensor if the file names it; otherwise all tensors with its type and shape.
-        computed_in: As of `ModuleCall`; ``""`` if it is not known.
+    There is one candidate if the file names it; otherwise there are all tensors with its type and shape.
     """
 
     name: str
@@ -61,14 +57,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairedCall:
-    """A call with its tensors in the file.
+    """A call with those of its tensors that the file has, and the number of outputs that it does not have.
 
-    Attributes:
-        call: The call.
-        outputs: Its outputs, as far as the file has them.
-        inputs: Its inputs, as far as the file names them.
-        missing: Number of outputs that the file does not have.
-        reason: How its tensors were found if the file does not name them, or why there are none; ``""`` otherwise.
+    ``reason``: How its tensors were found if the file does not name them, or why there are none; ``""`` otherwise.
     """
 
     call: ModuleCall
@@ -117,13 +108,10 @@ def named_results(tagged: TaggedModel, path: str, number: int) -> Iterator[list[
 
 
 def _of_tensors(call: ModuleCall, listed: Sequence[_Listed]) -> Sequence[_Listed] | None:
-    """The entries of a list of results that are tensors in PyTorch; None if the list has another length.
-
-    It has an entry for each tensor, or for each tensor and each number: under TorchScript, sizes are tensors.
-    """
+    """The entries of a list of results that are tensors in PyTorch; None if the list has another length."""
     if len(listed) == len(call.outputs):
         return listed
-    if len(listed) == len(call.tensors):
+    if len(listed) == len(call.tensors):  # numbers, too: under TorchScript, sizes are tensors
         return [entry for entry, is_tensor in zip(listed, call.tensors, strict=True) if is_tensor]
     return None
 
@@ -186,10 +174,7 @@ def _is_of_others(tagged: TaggedModel, path: str, node: ir.Node | None) -> bool:
 
 
 def _fits(tagged: TaggedModel, value: ir.Value, stored: StoredArray) -> bool:
-    """Whether the known or inferred type and shape of a tensor match an array; others are compared after the run.
-
-    Floats of any width match: a tool may have changed it.
-    """
+    """Whether the known or inferred type and shape of a tensor match an array; floats of any width do."""
     if value.dtype is None or value.shape is None:
         value = tagged.typed.get(str(value.name), value)
     dtype = value.dtype
@@ -240,14 +225,7 @@ _Key = tuple[StoredArray, ir.Value, Tolerance | None, str]
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """A call with the differences of its tensors.
-
-    Attributes:
-        paired: The call.
-        outputs: Its outputs: the tensor of the file, and the difference from the expected values.
-        inputs: The same for its inputs.
-        failed: Why its part of the file cannot be run; ``""`` if it can.
-    """
+    """A call with its tensors of the file and their differences; ``failed`` says why its part cannot be run."""
 
     paired: PairedCall
     outputs: tuple[tuple[ir.Value, TensorResult], ...]
@@ -310,8 +288,7 @@ def _key(pair: Pair, value: ir.Value, tolerance: Tolerance | None) -> _Key:
 def _each_once(paired: PairedCall, tolerance: Tolerance | None, differences: Mapping[_Key, Difference]) -> PairedCall:
     """For a call whose tensors the file does not name, match each tensor with one output, the nearest pairs first.
 
-    The file may have fewer tensors than PyTorch returned, because nothing reads the others. A tensor whose shape or
-    dtype differs, which may only be known after the run, is no match.
+    A tensor whose shape or dtype differs, which may only be known after the run, is no match.
     """
     options = [
         (_rank(differences[_key(pair, value, tolerance)]), pair.name, value)

@@ -1,8 +1,6 @@
 """A file whose tensors another engine computed, and wrote down by name: what is compared, and what to ask for next.
 
-An engine that cannot run modules alone (TensorRT, QNN) can still return tensors of the graph. If a tensor differs, and
-another that it is computed from agrees, a module between them is wrong. Which one is found as ``git bisect`` finds a
-commit in a history with branches: the tensor that halves what is in doubt comes next.
+The first wrong module is found as ``git bisect`` finds a commit: the tensor that halves what is in doubt comes next.
 """
 
 from __future__ import annotations
@@ -37,11 +35,7 @@ Dump = str | os.PathLike[str] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DumpedRun(FileRun):
-    """A file whose tensors are in a dump; what is not there is not known.
-
-    Attributes:
-        dumped: Tensor of the file → its values.
-    """
+    """A file whose tensors are in a dump, tensor → values; what is not there is not known."""
 
     dumped: Mapping[str, Array] = field(default_factory=dict)
 
@@ -134,14 +128,9 @@ def narrowed(
 ) -> tuple[Blame, tuple[str, ...]]:
     """Say where the first wrong module is, as far as a dump tells, and which tensor to ask for next.
 
-    Args:
-        run: The file with its dump.
-        calls: All calls, with all tensors that the file names.
-        checked: The same, compared.
-        blame: The modules that return the first tensors that differ.
-
-    Returns:
-        The module that is wrong, or that holds all that may be; and the next tensor, none if that is the module.
+    ``calls`` are all, with all tensors that the file names, and ``blame`` has the modules that return the first tensors
+    that differ. Returned are the module that is wrong, or that holds all that may be; and the next tensor, none if that
+    is the module.
     """
     if not blame.calls:
         return blame, ()

@@ -67,9 +67,8 @@ def compare(
         seed: Seed of the random inputs.
         tolerances: As for ``verify``.
         portion_bytes: As for ``verify``.
-        providers: ONNX Runtime's execution providers, in order of preference.
-        session_options: An ``onnxruntime.SessionOptions``: threads, custom operators and so on. Optimisation is off
-            whatever it says; it is restored afterwards.
+        providers: As for ``verify``.
+        session_options: As for ``verify``.
 
     Returns:
         The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``, ``.modules[path].status``.

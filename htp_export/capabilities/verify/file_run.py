@@ -31,15 +31,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FileRun:
-    """A file, and how its tensors are computed.
+    """A file, its name in errors, and how its tensors are computed from its inputs, ``feed``.
 
-    Attributes:
-        tagged: The file.
-        name: Its name in errors.
-        feed: Input name → values.
-        settings: Execution providers and options of ONNX Runtime.
-        portion_bytes: Bytes of tensors that are fetched in one run.
-        use_up: Whether the model may be changed instead of copied, because nothing else needs it.
+    ``portion_bytes`` of tensors are fetched in one run. With ``use_up``, the model may be changed instead of copied,
+    because nothing else needs it.
     """
 
     tagged: TaggedModel

@@ -28,14 +28,7 @@ _ONE_RUN = 1 << 62  # bytes
 
 @dataclass(frozen=True)
 class _Task:
-    """A module's call that can be run alone.
-
-    Attributes:
-        paired: The call.
-        cut: Its part of the graph.
-        expected: Input of the cut → its values in PyTorch.
-        outside: Names of the tensors at the other inputs of the cut, which are not known from PyTorch.
-    """
+    """A module's call that runs alone: input of its cut → values in PyTorch, and the tensors at its other inputs."""
 
     paired: PairedCall
     cut: Cut
@@ -115,11 +108,9 @@ def _task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall) -> _Task:
 
 
 def _fused_task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall, calls: Sequence[PairedCall]) -> _Task | None:
-    """The modules with which one was merged, cut out together; None if the file does not have the module's result.
-
-    What PyTorch gave to any of them, and what modules inside them returned, is known: only merged work runs.
-    """
+    """The modules with which one was merged, cut out together; None if the file does not have the module's result."""
     path = paired.call.path
+    # What PyTorch gave to any of them, and what modules inside them returned, is known: only merged work runs.
     group = [module for module in (path, *tagged.hierarchy[path].fused_with) if module in tagged]
     if not paired.outputs or any(tagged.hierarchy[module].calls > 1 for module in group):
         return None

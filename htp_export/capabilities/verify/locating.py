@@ -1,11 +1,7 @@
 """Finds which of the modules whose outputs differ are wrong themselves.
 
-In one run of a whole file, an error is visible in all tensors after its cause. A tensor is an *origin* if it differs
-although all compared tensors from which it is computed agree. The module that returns the origin is wrong itself: the
-first one whose call ends, which is the innermost.
-
-Errors can fall below the tolerance and exceed it again later. A tensor slightly beyond its tolerance that is computed
-from tensors slightly within theirs is no origin.
+A tensor is an *origin* if it differs although all compared tensors from which it is computed agree. The first module
+whose call ends with an origin, the innermost, is wrong itself. See ``docs/verify.md``.
 """
 
 from __future__ import annotations
@@ -39,11 +35,9 @@ _SUDDEN = 4
 
 @dataclass(frozen=True)
 class Blame:
-    """The modules that are wrong themselves.
+    """The modules that are wrong themselves, in the order in which their calls ended.
 
-    Attributes:
-        calls: Indices of calls, in the order in which they ended.
-        modules: Module path → what is wrong, in the same order; also modules without a tensor of their own.
+    ``calls`` are indices of calls; ``modules``, path → what is wrong, also has modules without a tensor of their own.
     """
 
     calls: tuple[int, ...]
@@ -190,8 +184,9 @@ class _Facts:
                     yield f"it is said to be {fate}, but {value.name!r}, which it gives back, {leads}"
         elif fate.is_exact:
             for value in new:
-                if path not in self._work(value).modules:
-                    owners = _listed(self._work(value).owners)
+                work = self._work(value)
+                if path not in work.modules:
+                    owners = ", ".join(repr(owner) if owner else "the model itself" for owner in work.owners)
                     yield f"{value.name!r}, which it gives back, is computed by {owners}"
             for number, values in enumerate(taken):
                 inside = Instance(path, number)
@@ -216,7 +211,3 @@ def _useful(tagged: TaggedModel) -> set[ir.Value]:
         if node.op_type not in SIZES_ONLY and any(value in useful for value in node.outputs):
             useful.update(tagged.index.reads(node))
     return useful
-
-
-def _listed(paths: Sequence[str]) -> str:
-    return ", ".join(repr(path) if path else "the model itself" for path in paths)

@@ -172,10 +172,7 @@ class _Recorder:
         yield module.register_forward_hook(leave, with_kwargs=True)
 
     def _hold(self, tensor: torch.Tensor) -> StoredArray | None:
-        """Store the current values of a tensor, unless it was stored before and has not changed; None if it has none.
-
-        A tensor inside of ``torch.vmap`` stands for a part of another, and a sparse one is no array.
-        """
+        """Store the current values of a tensor once; None if it is sparse, or inside of ``torch.vmap``."""
         try:
             version = tensor._version
         except RuntimeError:  # made in inference mode: nobody counts its changes
@@ -300,12 +297,10 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
 
 
 def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
-    """Return a context manager in which each operation adds its module to the parameters that it reads.
-
-    ``readers_of``: ``id`` of a parameter → its modules. ``running``: Paths of running modules, outermost first.
-    """
+    """A context manager in which each operation adds the innermost running module to the parameters that it reads."""
     import torch
     from torch.overrides import TorchFunctionMode
+    from torch.utils._pytree import tree_leaves
 
     def is_body(value: Any) -> bool:
         return callable(value) and not isinstance(value, torch.Tensor)
@@ -319,7 +314,7 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if has_bodies(func):
                 return self._run_bodies(func, args, kwargs or {})
-            for tensor in _leaves((*args, *(kwargs or {}).values())):
+            for tensor in tree_leaves((args, kwargs)):
                 if running and id(tensor) in readers_of:
                     readers_of[id(tensor)].add(running[-1])
             return func(*args, **(kwargs or {}))
@@ -353,11 +348,3 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
                     body(*arguments)
 
     return Watch()
-
-
-def _leaves(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _leaves(value)
-        else:
-            yield value

@@ -306,7 +306,8 @@ class Comparison(ModuleTable):
     def notes(self) -> tuple[str, ...]:
         """How many modules were not compared and why, in which precision others were, and assumed sizes."""
         fates = Counter(module.status for module in self.modules.values() if not module.compared)
-        listed = ", ".join(f"{count} {_FATE_WORDS.get(fate, fate)}" for fate, count in fates.items())
+        others = {NOT_COMPARED: "for other reasons"}
+        listed = ", ".join(f"{count} {others.get(fate, fate)}" for fate, count in fates.items())
         return (*([f"not compared: {listed}"] if listed else []), *self._precisions, *self.assumed)
 
     @property
@@ -319,9 +320,6 @@ class Comparison(ModuleTable):
     def tag_lines(self) -> tuple[str, ...]:
         """The tags of the compared files, a line each."""
         return tag_lines(*self.tags, names=("right", "compared"))
-
-
-_FATE_WORDS = {NOT_COMPARED: "for other reasons"}
 
 
 @dataclass(frozen=True)

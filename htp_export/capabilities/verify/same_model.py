@@ -48,7 +48,8 @@ def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
         if not info.may_be(ours):
             _refuse(name, model, f"its module {path or '(root)'!r} is a {info.simple_class}, not a {ours.simple_class}")
     parameters = dict(named_tensors(model))
-    shared = [(value, parameters[key]) for key, value in _initializers(tagged) if key in parameters]
+    stored = tagged.model.graph.initializers.items()
+    shared = [(value, parameters[key]) for key, value in stored if value.const_value is not None and key in parameters]
     for value, tensor in shared:
         shape = list(value.const_value.shape.numpy())  # type: ignore[union-attr]
         wanted = [*tensor.shape, *([2] * tensor.is_complex())]  # real and imaginary parts
@@ -75,12 +76,6 @@ def _refuse(name: str, model: nn.Module, reason: str) -> None:
     raise InputError(f"{name}: was not exported from this {type(model).__name__}: {reason}")
 
 
-def _initializers(tagged: TaggedModel) -> Iterator[tuple[str, ir.Value]]:
-    for key, value in tagged.model.graph.initializers.items():
-        if value.const_value is not None:
-            yield key, value
-
-
 def _check_values(
     tagged: TaggedModel, shared: list[tuple[ir.Value, torch.Tensor]], name: str, model: nn.Module
 ) -> None:
@@ -89,13 +84,13 @@ def _check_values(
     for value, tensor in shared:
         owner = str(value.name).rpartition(".")[0]
         fused = owner in tagged and tagged.hierarchy[owner].fate.is_merged  # then a neighbour's were worked into it
-        floats = value.const_value.dtype.is_floating_point()  # type: ignore[union-attr] # see _initializers
+        floats = value.const_value.dtype.is_floating_point()  # type: ignore[union-attr] # see check_same_model
         if fused or not floats or not tensor.is_floating_point():
             continue
         looked_at += 1
         try:
-            stored = _sample(value.const_value.numpy())  # type: ignore[union-attr] # see _initializers
-            different += not _alike(stored, from_torch(_sample(tensor)).astype(stored.dtype))
+            stored = _sample(value.const_value.numpy())  # type: ignore[union-attr] # see check_same_model
+            different += stored.tobytes() != from_torch(_sample(tensor)).astype(stored.dtype).tobytes()
         except (OSError, ValueError) as error:
             raise InputError(f"{name}: its weight {value.name!r} cannot be read: {error}") from error
     if different >= _FEWEST and different > looked_at / 2:
@@ -107,10 +102,6 @@ def _sample(values: Any) -> Any:
     while values.ndim > 1 and 0 not in values.shape:
         values = values[0]
     return values.reshape(-1)[:_SAMPLE]
-
-
-def _alike(first: Array, second: Array) -> bool:
-    return first.tobytes() == second.tobytes()
 
 
 # --- parameters by node ---

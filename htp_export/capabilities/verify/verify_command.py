@@ -76,11 +76,7 @@ def verify_command(
 
 
 def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]) -> SourceCall | None:
-    """The call of the task that the file was exported from: the one whose inputs it has; None without a task.
-
-    Raises:
-        InputError: If the task has no file with these inputs.
-    """
+    """The call of the task that the file was exported from: the one whose inputs it has; None without a task."""
     from htp_export.capabilities.huggingface.tasks import split_task
 
     names = {str(value.name) for value in tagged.model.graph.inputs if not value.is_initializer()}
@@ -129,9 +125,6 @@ def _shapes(tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, An
     """Argument of the model → the shape that a file wants of it; None in place of a size that stays open.
 
     ``dims`` and ``given`` (argument → shape) are those of ``--dims`` and of the file of ``--shapes``.
-
-    Raises:
-        InputError: If the file leaves no such size open, or sizes contradict each other.
     """
     from htp_export.capabilities.verify.checking import input_arguments
     from htp_export.runtime.inputs import Inputs
@@ -151,11 +144,7 @@ def _is_whole(shape: object) -> TypeGuard[list[int]]:
 
 
 def _assumed(tagged: TaggedModel, call: SourceCall, dims: Mapping[str, int]) -> tuple[str, ...]:
-    """The sizes that were not given, and that the example inputs have.
-
-    Raises:
-        InputError: If these have other sizes than those that were given.
-    """
+    """The sizes that were not given, and that the example inputs have; other sizes than given ones are refused."""
     from htp_export.capabilities.verify.checking import input_arguments
     from htp_export.runtime.inputs import Inputs
 

@@ -264,7 +264,8 @@ def feed_of_call(
     call = arguments_by_name(model.forward, tuple(args), kwargs)
     values: dict[str, Any] = dict(named_tensors_in(call))
     names = input_arguments(tagged)
-    numbers = {name: leaf for name, leaf in named_leaves({**defaults_of(model.forward), **call}) if _is_number(leaf)}
+    leaves = named_leaves({**defaults_of(model.forward), **call})
+    numbers = {name: leaf for name, leaf in leaves if isinstance(leaf, int | float)}
     values.update((argument, numbers[argument]) for argument in names.values() if argument in numbers)
     if not all(argument in values for argument in names.values()):
         if len(inputs) != len(values):
@@ -277,7 +278,3 @@ def feed_of_call(
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
     return {key: array.copy() for key, array in fed.items()}  # a model may change its arguments in place
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,13 +47,10 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class NodeEntry:
-    """One node.
+    """One node, with the tags of its file as written; ``""`` where it does not say.
 
     Attributes:
         operator: With its domain where that is not ONNX's own: ``com.microsoft::Gelu``.
-        owners: The modules that it computes, in order of execution; empty for an untagged node.
-        reason: How the owners are known, a word of the file format; ``""`` where it does not say.
-        call: Which call of the owner, as written; ``""`` where that ran once.
         module: The owner, or the deepest module above all owners.
         inputs: Its inputs, then the outputs of its subgraphs.
         attributes: Name → value, shortened.
@@ -108,12 +105,11 @@ class Inventory:
     """A model, ready to be drawn.
 
     Attributes:
-        modules: Module path → module, in the order of ``named_modules()``; the root alone where there are no tags.
+        modules: In the order of ``named_modules()``; the root alone where there are no tags.
         nodes: Every node, those of subgraphs after the node that holds them.
         called: The paths of the modules that ran; the others are no level of their own.
         opsets: Domain → version; the main domain is ``ai.onnx``.
         external_data: Whether the weights lie in a file of their own.
-        constants: Its initializers.
         statistics: Name of each initializer → what its values are like; empty where they were not read.
         notes: What else there is to know, as sentences.
     """
@@ -143,26 +139,12 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
         InputError: If a weight is to be read and cannot be.
     """
     contents = contents_of(tagged).modules
-    reader = _Reader(tagged, {weight for content in contents.values() for weight in content.own_weights})
-    parameters, weight_bytes = Counter[str](), Counter[str]()
-    for path, content in contents.items():
-        for up in tags.ancestors(path):
-            parameters[up] += content.facts.self_parameters
-            weight_bytes[up] += content.facts.self_weight_bytes
-    tied = tied_parameters(tagged)
+    reader = _Reader(tagged, contents)
     model = tagged.model
     return Inventory(
         name=name or model.graph.name or "model",
         tags=tagged.tag_facts,
-        modules={
-            path: reader.module(
-                content,
-                tied=tied.get(path, {}),
-                counted_parameters=parameters[path],
-                counted_bytes=weight_bytes[path],
-            )
-            for path, content in contents.items()
-        },
+        modules={path: reader.module(content) for path, content in contents.items()},
         nodes=reader.nodes,
         called=tagged.hierarchy.called,
         producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
@@ -178,19 +160,23 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
 class _Reader:
     """Reads one model; the elements of its weights are the parameters of the nodes that read them."""
 
-    def __init__(self, tagged: TaggedModel, weights: Set[ir.Value]) -> None:
-        self._tagged = tagged
-        self._weights = weights
+    def __init__(self, tagged: TaggedModel, contents: Mapping[str, ModuleContents]) -> None:
+        self._tagged, self._tied = tagged, tied_parameters(tagged)
+        self._weights = {weight for content in contents.values() for weight in content.own_weights}
+        self._parameters, self._bytes = Counter[str](), Counter[str]()
+        for path, content in contents.items():
+            for up in tags.ancestors(path):
+                self._parameters[up] += content.facts.self_parameters
+                self._bytes[up] += content.facts.self_weight_bytes
         self._place = {node: position for position, node in enumerate(tagged.nodes)}
         self.nodes = tuple(map(self._node, tagged.nodes))
 
-    def module(
-        self, contents: ModuleContents, *, tied: Mapping[str, str], counted_parameters: int, counted_bytes: int
-    ) -> ModuleEntry:
+    def module(self, contents: ModuleContents) -> ModuleEntry:
+        path = contents.facts.path
         inside = [self.nodes[self._place[node]] for node in contents.nodes]
         own_places = tuple(self._place[node] for node in contents.own_nodes)
         tagged = self._tagged
-        ends: Region | ir.Graph = tagged.model.graph if tagged.source == "none" else tagged[contents.facts.path]
+        ends: Region | ir.Graph = tagged.model.graph if tagged.source == "none" else tagged[path]
         return ModuleEntry(
             **vars(contents.facts),
             own_nodes=own_places,
@@ -199,9 +185,9 @@ class _Reader:
             weights=self.tensors(contents.own_weights),
             inputs=self.tensors(ends.inputs),
             outputs=self.tensors(ends.outputs),
-            tied=tied,
-            counted_parameters=counted_parameters,
-            counted_bytes=counted_bytes,
+            tied=self._tied.get(path, {}),
+            counted_parameters=self._parameters[path],
+            counted_bytes=self._bytes[path],
             source=_lines_of_most([self.nodes[position] for position in own_places]),
         )
 

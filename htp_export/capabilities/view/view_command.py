@@ -155,16 +155,17 @@ def _write_sidecar(target: Path, file: Path, overlay: _Overlay | None, results: 
     from htp_export.files.text_files import write_text
 
     measures, _ = read_results(results)
+    inventory = inventory_of(file)
     if overlay is None:
-        data = netron_attachment(inventory_of(file), [measure for measure in measures if measure.main])
+        data = netron_attachment(inventory, [measure for measure in measures if measure.main])
     elif overlay == "dtype":
-        data = dtype_overlay(inventory_of(file))
+        data = dtype_overlay(inventory)
     else:
         key, option, command = _MEASURES[overlay]
         drawn = next((measure for measure in measures if measure.key == key), None)
         if drawn is None:
             raise InputError(f"--overlay {overlay} needs a result: give {option} with the JSON of htp-export {command}")
-        data = overlay_of(drawn, inventory_of(file))
+        data = overlay_of(drawn, inventory)
     write_text(target, json.dumps(data, indent=1), Kind.JSON)
 
 

@@ -20,7 +20,7 @@ from htp_export.errors import FileError, InputError
 from htp_export.files.targets import Kind, check_target
 from htp_export.files.text_files import read_json, write_text
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tagged import ModelSource
 from htp_export.process.argument_types import check_fits, checks_arguments, is_torch_module
 from htp_export.results.columns import si
 from htp_export.results.drawn_levels import drawn_parents
@@ -30,6 +30,7 @@ from htp_export.runtime.data import Data
 if TYPE_CHECKING:
     from torch import nn
 
+    from htp_export.capabilities.cost.result import Cost
     from htp_export.capabilities.inspect.inspected import Inspected, Stop
     from htp_export.capabilities.search.search_results import Search
 
@@ -184,6 +185,7 @@ def view(
         >>> shown.modules, shown.nodes, shown.html.startswith("<!doctype html>")
         (3, 2, True)
     """
+    from htp_export.capabilities.cost.result import Cost
     from htp_export.capabilities.inspect.inspected import Inspected
 
     arguments = list(positional)
@@ -208,12 +210,15 @@ def view(
     inspected = model if isinstance(model, Inspected) else None
     if inspected is not None and inspected.way != "onnx" and "time" in kinds:
         raise InputError(f"times are those of an ONNX model, and this is the {inspected.summary}")
-    if kinds:
-        source = cast(ModelSource, model) if inspected is None else inspected.tagged
-        measures, searches = read_results([*results, *measured(source, kinds, data=data, dims=dims, shapes=shapes)])
-    shown = (
-        _graph_of(cast(ModelSource, model), weights) if inspected is None else _graph_of_inspected(inspected, weights)
-    )
+    source = cast(ModelSource, model) if inspected is None else inspected.tagged
+    found = measured(source, kinds, data=data, dims=dims, shapes=shapes)
+    if found:
+        measures, searches = read_results([*results, *found])
+    costs = next((result for result in found if isinstance(result, Cost)), None)
+    if inspected is None:
+        shown = shown_graph(source, statistics=weights, costs=costs)
+    else:
+        shown = _graph_of_inspected(inspected, weights, costs)
     further = [] if inspected is None else _graphs_between_breaks(inspected)
     whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
     page, missing = page_of([each_graph.with_results(measures) for each_graph in (whole, *further)], explorer, searches)
@@ -225,9 +230,9 @@ def view(
     return made if inspected is None else replace(made, way=inspected.way, stopped=inspected.stopped)
 
 
-def _graph_of_inspected(inspected: Inspected, statistics: bool) -> ShownGraph:
+def _graph_of_inspected(inspected: Inspected, statistics: bool, costs: Cost | None) -> ShownGraph:
     """The graph of a PyTorch model, with the way it was got, and with what failed."""
-    shown = shown_graph(inspected.tagged, statistics=statistics)
+    shown = shown_graph(inspected.tagged, statistics=statistics, costs=costs)
     inventory = shown.inventory
     modules = {
         path: replace(module, failure=inspected.failures.get(path, "")) for path, module in inventory.modules.items()
@@ -242,7 +247,7 @@ def _graphs_between_breaks(inspected: Inspected) -> list[ShownGraph]:
     """Dynamo's graphs, each by itself, the largest first; none where there is one."""
     graphs = []
     for name, graph in inspected.graphs.items() if len(inspected.graphs) > 1 else ():
-        shown = shown_graph(load(graph))
+        shown = shown_graph(graph)
         title = f"{name.replace('_', ' ')} of {len(inspected.graphs)}: {len(shown.inventory.nodes)} nodes"
         graphs.append(replace(shown, title=title))
     return graphs
@@ -251,17 +256,11 @@ def _graphs_between_breaks(inspected: Inspected) -> list[ShownGraph]:
 @names_model_faults("model")
 def inventory_of(model: ModelSource) -> Inventory:
     """The inventory of a model, with the name of its file."""
-    return take_inventory(read_flat(model), _name_of(model))
+    return take_inventory(read_flat(model), Path(_file_of(model)).name)
 
 
-@names_model_faults("model")
-def _graph_of(model: ModelSource, statistics: bool) -> ShownGraph:
-    shown = shown_graph(read_flat(model), _name_of(model), statistics)
-    return replace(shown, file=os.fspath(model)) if isinstance(model, str | os.PathLike) else shown
-
-
-def _name_of(model: ModelSource) -> str:
-    return Path(model).name if isinstance(model, str | os.PathLike) else ""
+def _file_of(model: ModelSource) -> str:
+    return os.fspath(model) if isinstance(model, str | os.PathLike) else ""
 
 
 def measured_kinds(measure: str | Sequence[str]) -> list[str]:
@@ -331,14 +330,9 @@ def _opened(result: Numbers) -> list[Measure] | Search:
 
 @dataclass(frozen=True)
 class ShownGraph:
-    """A graph that a page shows. A page with several has a choice between their titles.
+    """A graph that a page shows, with numbers of its own. A page with several has a choice between their titles.
 
-    Attributes:
-        inventory: Its modules and nodes.
-        measures: Its own numbers by module and node; results that the user gives come before them.
-        title: Its name in the choice; the name of the inventory if it is empty.
-        note: How it was got, as a sentence; it is shown with the graph.
-        file: The file, as the user named it.
+    ``note`` says how the graph was got, and ``file`` is the file as the user named it.
     """
 
     inventory: Inventory
@@ -354,8 +348,9 @@ class ShownGraph:
         return replace(self, measures=(*results, *kept))
 
 
-def shown_graph(tagged: TaggedModel, name: str = "", statistics: bool = False) -> ShownGraph:
-    """A graph with its FLOPs and activations, as `htp_export.cost` counts them.
+@names_model_faults("model")
+def shown_graph(model: ModelSource, *, statistics: bool = False, costs: Cost | None = None) -> ShownGraph:
+    """A graph with its FLOPs and activations, as `htp_export.cost` counts them, unless they were counted before.
 
     Open dimensions are 1, as in ``cost``; the note says so. If the costs cannot be computed, the note has the reason.
 
@@ -364,14 +359,15 @@ def shown_graph(tagged: TaggedModel, name: str = "", statistics: bool = False) -
     """
     from htp_export.capabilities.cost.costing import cost
 
-    inventory = take_inventory(tagged, name, statistics)
+    tagged, file = read_flat(model), _file_of(model)
+    inventory = take_inventory(tagged, Path(file).name, statistics)
     try:
-        costs = cost(tagged)
+        costs = cost(tagged) if costs is None else costs
     except InputError as error:
-        return ShownGraph(inventory, note=f"FLOPs and activations are not known: {error}")
+        return ShownGraph(inventory, note=f"FLOPs and activations are not known: {error}", file=file)
     measures = tuple(measure for measure in measures_of(costs) if measure.key in _COSTS)
     note = f"FLOPs and activations: {', '.join(costs.assumed)}." if costs.assumed else ""
-    return ShownGraph(inventory, measures, note=note)
+    return ShownGraph(inventory, measures, note=note, file=file)
 
 
 def page_of(
