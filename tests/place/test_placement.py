@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.place.devices import device_named, entry_of
+from htp_export.capabilities.place.devices import device_named
 from htp_export.capabilities.place.filling import Item, fill
 from htp_export.capabilities.place.placing import bytes_of
 from htp_export.capabilities.view.measures import measures_of
@@ -27,6 +27,7 @@ from htp_export.errors import InputError, OnnxRuntimeError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.parts import PartTensor
+from htp_export.runtime.sessions import entry_of
 from tests.exporting import SharedFiles, metadata
 from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import spread

@@ -1,12 +1,9 @@
 """Which parts of a model go to a device with limited memory, so that it does most of the work and few tensors cross.
 
-Choosing the parts is a knapsack problem on top of a graph cut: both are hard in general. Here they are solved exactly
-by a dynamic program over the parts in order of execution. After each part, the only thing that matters of the choices
-before it is, for every tensor and weight that later parts use too, on which side it is: a few, as most tensors live
-shortly. Of all choices with the same sides, those remain that no other one beats in all of memory, work and crossings.
-Equal blocks have equal numbers, so that these are few, too. If they become too many, those with as many crossings are
-compared in steps of 1/64 of the memory, and the result is only nearly the best; a choice that does not fit is never
-taken.
+This is a knapsack problem on top of a graph cut. A dynamic program over the parts in order of execution solves it: of
+the choices before a part, all that matters is on which side the tensors and weights are that later parts use. Of the
+choices with the same sides, those remain that no other one beats in all of memory, work and crossings. If they become
+too many, those with as many crossings are compared in steps of 1/64 of the memory, and the result is nearly the best.
 
 The peak of activations is no sum. Each value that it may have is tried as a limit: parts with a higher peak stay
 outside, and what is left of the memory is for weights.
@@ -68,17 +65,10 @@ _Sides: TypeAlias = tuple[tuple[int, str], ...]
 def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slack: float = 0.1) -> list[int]:
     """Choose the items that go to the device.
 
-    First the most work is found that fits. Then, of all choices with at least ``1 - slack`` of that work, the one with
-    the fewest crossings is taken; of several, the one with the most work.
-
-    Args:
-        items: The items, in order of execution.
-        tensors: What they give each other and the rest: it crosses if its producer and a consumer are not on one side.
-        memory: Bytes for the weights of the chosen items and the highest of their peaks.
-        slack: Which part of the work may be given up for fewer crossings.
-
-    Returns:
-        The numbers of the chosen items, in order; empty if none fits.
+    First the most work is found whose weights fit into the memory, with the highest of its peaks. Then, of all choices
+    with at least ``1 - slack`` of that work, the one with the fewest crossings is taken; of several, the one with the
+    most work. A tensor crosses if its producer and a consumer are not on one side. The items are in order of execution;
+    the numbers of the chosen ones are returned, none if nothing fits.
 
     Examples:
         >>> items = [Item({k: 10}, peak=5, work=1) for k in range(4)]
@@ -89,13 +79,13 @@ def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slac
     # Tensors between the same items are counted together.
     nets = Counter((tensor.producer, tensor.consumers - {tensor.producer}) for tensor in tensors)
     limits = _limits(items, memory)
-    most = {limit: max(choice.work for choice in _Program(items, {}, limit, memory - limit).run(0)) for limit in limits}
+    most = {limit: max(choice.work for choice in _Program(items, {}, limit, memory).run(0)) for limit in limits}
     if not most:
         return []
     least = max(1, round(max(most.values()) * (1 - slack)))
     best: list[_Choice] = []
     for limit in sorted((limit for limit in limits if most[limit] >= least), key=lambda limit: (-most[limit], limit)):
-        program = _Program(items, nets, limit, memory - limit)
+        program = _Program(items, nets, limit, memory)
         found = program.run(least, most_crossings=best[0].crossings if best else math.inf)
         best = [min(best + found, key=lambda choice: (choice.crossings, -choice.work, choice.used))]
     taken: list[bool] = []
@@ -128,7 +118,7 @@ class _Program:
     def __init__(
         self, items: Sequence[Item], nets: Mapping[tuple[int, frozenset[int]], int], limit: int, memory: int
     ) -> None:
-        self._items, self._memory = items, memory
+        self._items, self._memory = items, memory - limit
         self._allowed = [item.peak <= limit for item in items]
         self._touching: defaultdict[int, list[int]] = defaultdict(list)
         self._last: list[int] = []
