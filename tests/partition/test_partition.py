@@ -52,7 +52,7 @@ def gpt2() -> tuple[nn.Module, Inputs]:
     """Its output layer is tied to its embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=1000, n_positions=32, n_embd=16, n_layer=4, n_head=2, use_cache=False)
+    config = GPT2Config(vocab_size=1000, n_positions=32, n_embd=16, n_layer=3, n_head=2, use_cache=False)
     return GPT2LMHeadModel(config), {"input_ids": ids()}
 
 
@@ -67,7 +67,7 @@ def t5() -> tuple[nn.Module, Inputs]:
     """The first layer's position bias is used by all layers."""
     from transformers import T5Config, T5EncoderModel
 
-    config = T5Config(vocab_size=100, d_model=16, d_kv=8, d_ff=32, num_layers=4, num_heads=2)
+    config = T5Config(vocab_size=100, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2)
     return T5EncoderModel(config), {"input_ids": ids(), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
 
 
