@@ -228,18 +228,6 @@ def exported_chain(*widths: int) -> Any:
     return htp_export.export(chain(*widths), (x(1, widths[0]),), verbose=False)
 
 
-def test_the_heaviest_stage_is_as_light_as_it_can_be() -> None:
-    widths = (4, 30, 8, 16, 40, 5, 12, 30, 9, 6)
-    program = exported_chain(*widths)
-    sizes = [4 * (a * b + b) for a, b in itertools.pairwise(widths)]
-    for count in range(2, 8):
-        found = htp_export.partition(program, count, slack=0.0)
-        choices = itertools.combinations(range(1, len(sizes)), count - 1)
-        ends = [(0, *cuts, len(sizes)) for cuts in choices]
-        best = min(max(sum(sizes[a:b]) for a, b in itertools.pairwise(each)) for each in ends)
-        assert max(stage.parameter_bytes for stage in found.stages) == best
-
-
 def test_layers_stay_whole_where_that_costs_little(exported: Any) -> None:
     found = htp_export.partition(exported("bert-dynamo")[0], 5)
     assert [stage.modules[0] for stage in found.stages] == ["embeddings", *(f"encoder.layer.{k}" for k in range(4))]

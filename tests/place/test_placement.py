@@ -258,28 +258,27 @@ def best_of_all(
     return min((crossed(tensors, each), -work[each]) for each in choices if work[each] >= least)
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_what_fills_a_device_is_the_best_of_all_choices(seed: int) -> None:
-    draw = random.Random(seed)
-    count = draw.randint(1, 8)
-    items = []
-    for number in range(count):
-        shared = {draw.choice("ab"): 4} if draw.random() < 0.3 else {}
-        items.append(Item({number: draw.randint(1, 9), **shared}, draw.randint(0, 5), draw.randint(1, 9)))
-    tensors = [
-        PartTensor(
-            draw.randint(OUTSIDE, count - 1), frozenset(draw.choices(range(OUTSIDE, count), k=draw.randint(1, 3)))
-        )
-        for _ in range(draw.randint(0, 2 * count))
-    ]
-    limit, slack = draw.randint(0, 40), draw.choice([0, 0.05, 0.2, 0.5])
-    chosen = fill(items, tensors, limit, slack)
-    expected = best_of_all(items, tensors, limit, slack)
-    if expected is None:
-        assert not chosen
-    else:
-        assert memory(items, chosen) <= limit
-        assert (crossed(tensors, chosen), -sum(items[number].work for number in chosen)) == expected
+def test_what_fills_a_device_is_the_best_of_all_choices() -> None:
+    for seed in range(150):
+        draw = random.Random(seed)
+        count = draw.randint(1, 8)
+        items = []
+        for number in range(count):
+            shared = {draw.choice("ab"): 4} if draw.random() < 0.3 else {}
+            items.append(Item({number: draw.randint(1, 9), **shared}, draw.randint(0, 5), draw.randint(1, 9)))
+        tensors = []
+        for _ in range(draw.randint(0, 2 * count)):
+            producer = draw.randint(OUTSIDE, count - 1)
+            tensors.append(PartTensor(producer, frozenset(draw.choices(range(OUTSIDE, count), k=draw.randint(1, 3)))))
+        limit, slack = draw.randint(0, 40), draw.choice([0, 0.05, 0.2, 0.5])
+        chosen = fill(items, tensors, limit, slack)
+        expected = best_of_all(items, tensors, limit, slack)
+        if expected is None:
+            assert not chosen, seed
+        else:
+            assert memory(items, chosen) <= limit, seed
+            found = crossed(tensors, chosen), -sum(items[number].work for number in chosen)
+            assert found == expected, seed
 
 
 def test_many_different_parts_are_chosen_within_the_memory() -> None:
@@ -546,15 +545,10 @@ def test_cuda_takes_exactly_what_is_placed_there(file: Path, tmp_path: Path) -> 
     htp_export.place(file, {".": "cpu", "blocks": "gpu"}, out)
     result = htp_export.placement(out, providers=[CUDA, CPU])
     assert not result.misplaced
-    assert {path: result.modules[path].device for path in ("stem", "blocks", "head")} == {
-        "stem": CPU,
-        "blocks": CUDA,
-        "head": CPU,
-    }
-    assert {(each.source, each.target, each.copied) for each in result.crossings} == {
-        (CPU, CUDA, True),
-        (CUDA, CPU, True),
-    }
+    where = {path: result.modules[path].device for path in ("stem", "blocks", "head")}
+    assert where == {"stem": CPU, "blocks": CUDA, "head": CPU}
+    crossing = {(each.source, each.target, each.copied) for each in result.crossings}
+    assert crossing == {(CPU, CUDA, True), (CUDA, CPU, True)}
 
 
 # --- other steps, the command line, the page ----------------------------------------------------------------------
