@@ -11,7 +11,7 @@ from htp_export.format import tags
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.regions import all_values
 
-__all__ = ["Names", "UsedNames", "rename"]
+__all__ = ["Names", "UsedNames", "make_node_names_unique", "rename"]
 
 
 class UsedNames:
@@ -47,6 +47,15 @@ class Names:
         graphs = (model.graph, *(function.graph for function in model.functions.values()))
         self.tensors = UsedNames(str(value.name) for graph in graphs for value in all_values(graph) if value.name)
         self.nodes = UsedNames(str(node.name) for graph in graphs for node in graph.all_nodes() if node.name)
+
+
+def make_node_names_unique(graph: ir.Graph) -> bool:
+    """Give every node, in subgraphs too, a name of its own; returns whether any was changed."""
+    used, changed = UsedNames(), False
+    for node in graph.all_nodes():
+        name = used.unused(node.name or node.op_type)
+        changed, node.name = changed or name != node.name, name
+    return changed
 
 
 def rename(value: ir.Value, name: str) -> None:

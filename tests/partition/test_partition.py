@@ -91,7 +91,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
             torch.manual_seed(0)
             model, kwargs = MODELS[name]()
             file = tmp_path_factory.mktemp(name) / "model.onnx"
-            exported_to(file, spread(model).eval(), kwargs, name.split("-")[1])
+            exporter = name.split("-")[1]
+            names = {"input_names": list(kwargs)} if exporter == "torchscript" else {}
+            exported_to(file, spread(model).eval(), kwargs, exporter, **names)
             made[name] = file, feeds_of(file, kwargs)
         return made[name]
 
@@ -154,7 +156,7 @@ def test_tensors_only_flow_forward_and_what_crosses_is_listed(exported: Any, nam
     assert listed == wanted
 
 
-@pytest.mark.parametrize("name", ["bert-dynamo", "gpt2-dynamo"])
+@pytest.mark.parametrize("name", ["bert-torchscript", "gpt2-dynamo"])
 def test_stages_are_runs_of_whole_modules_with_their_tags_and_their_part_of_the_tree(exported: Any, name: str) -> None:
     whole = htp_export.load(exported(name)[0])
     found, whole_cost = htp_export.partition(whole, 3), htp_export.cost(whole)
@@ -194,7 +196,7 @@ def test_dynamic_sizes_stay_dynamic(exporter: str, tmp_path: Path) -> None:
 
 
 def test_stages_begin_at_the_named_modules_in_whatever_order_they_are_named(exported: Any) -> None:
-    file, inputs = exported("bert-dynamo")
+    file, inputs = exported("bert-torchscript")
     found = htp_export.partition(file, ["encoder.layer.3", "encoder.layer.1"])
     assert [stage.modules for stage in found.stages] == [
         ("embeddings", "encoder.layer.0"),
@@ -205,7 +207,7 @@ def test_stages_begin_at_the_named_modules_in_whatever_order_they_are_named(expo
 
 
 def test_the_first_module_may_be_named_too_and_an_input_goes_only_to_the_stage_that_needs_it(exported: Any) -> None:
-    found = htp_export.partition(exported("bert-dynamo")[0], ["embeddings", "encoder"])
+    found = htp_export.partition(exported("bert-torchscript")[0], ["embeddings", "encoder"])
     assert [stage.modules for stage in found.stages] == [("embeddings",), ("encoder", "pooler")]
     assert dict(found.stages[0].sources) == {"input_ids": None}
     assert found.stages[1].sources["attention_mask"] is None
@@ -229,7 +231,7 @@ def exported_chain(*widths: int) -> Any:
 
 
 def test_layers_stay_whole_where_that_costs_little(exported: Any) -> None:
-    found = htp_export.partition(exported("bert-dynamo")[0], 5)
+    found = htp_export.partition(exported("bert-torchscript")[0], 5)
     assert [stage.modules[0] for stage in found.stages] == ["embeddings", *(f"encoder.layer.{k}" for k in range(4))]
 
 
@@ -249,7 +251,7 @@ def test_measured_latency_moves_the_border() -> None:
 
 
 def test_a_profile_can_be_balanced_by_and_so_can_numbers_of_outer_modules_alone(exported: Any) -> None:
-    file, inputs = exported("bert-dynamo")
+    file, inputs = exported("bert-torchscript")
     profile = htp_export.profile(file, inputs, runs=2, warmup=0)
     by_profile = htp_export.partition(file, 2, balance=profile)
     assert by_profile.to_dict() == htp_export.partition(file, 2, balance=profile.by_path()).to_dict()
@@ -381,7 +383,7 @@ def test_a_branch_is_in_one_stage_with_what_it_captures(tmp_path: Path) -> None:
 
 
 def test_functions_go_with_the_stages_that_call_them(exported: Any, tmp_path: Path) -> None:
-    file, inputs = exported("bert-dynamo")
+    file, inputs = exported("bert-torchscript")
     nested = tmp_path / "nested.onnx"
     htp_export.functions(file, "encoder.layer.*", nested)
     found = htp_export.partition(nested, ["encoder", "pooler"], tmp_path / "stages")

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from htp_export.capabilities.place.crossings import crossings
 from htp_export.capabilities.place.devices import ANNOTATION, SETTINGS, is_device, session_options_with
 from htp_export.capabilities.place.parts import Needs, needs_of
@@ -21,7 +19,7 @@ from htp_export.files.filesystem import temporary_folder
 from htp_export.format.placement_entries import read_placement
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
-from htp_export.model.tensor_names import UsedNames
+from htp_export.model.tensor_names import make_node_names_unique
 from htp_export.runtime.assignments import HOST, Assignment, assign
 from htp_export.runtime.data import Data, single_run
 from htp_export.runtime.sessions import RunnableModel, SessionSettings, entry_of
@@ -85,7 +83,7 @@ def placement(
     tagged.require_tags()
     entries, remarks = _entries(tagged, session_options)
     named = tagged.clone()
-    renamed = _name_all(named.model)
+    renamed = make_node_names_unique(named.model.graph)
     with temporary_folder() as folder:
         path = model if isinstance(model, str | os.PathLike) else None
         name = tagged.hierarchy.root.simple_class or "model" if path is None else os.fspath(path)
@@ -117,15 +115,6 @@ def _entries(tagged: TaggedModel, options: Any) -> tuple[dict[str, str], tuple[s
     except InputError as error:
         return {}, (str(error),)
     return entries, ()
-
-
-def _name_all(model: ir.Model) -> bool:
-    """Give every node a name of its own; returns whether any was changed."""
-    used, changed = UsedNames(), False
-    for node in model.graph.all_nodes():
-        name = used.unused(node.name or node.op_type)
-        changed, node.name = changed or name != node.name, name
-    return changed
 
 
 def _result(
