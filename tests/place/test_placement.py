@@ -319,7 +319,7 @@ class Skips(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        widths = (4, 12, 6, 10, 8)
+        widths = (4, 12, 6, 10)
         self.blocks = nn.ModuleList(
             [nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8)) for width in widths]
         )
@@ -335,10 +335,10 @@ def test_a_budget_chooses_what_trying_every_plan_finds() -> None:
     torch.manual_seed(0)
     tagged = htp_export.load(htp_export.export(spread(Skips()).eval(), (torch.randn(2, 8),), verbose=False))
     cost = htp_export.cost(tagged)
-    blocks = [f"blocks.{number}" for number in range(5)]
+    blocks = [f"blocks.{number}" for number in range(4)]
     work = {path: module.flops + module.other_flops + module.nodes for path, module in cost.modules.items()}
     tried = {}
-    for size in range(1, 6):
+    for size in range(1, 5):
         for chosen in itertools.combinations(blocks, size):
             placed = htp_export.place(tagged, {".": "cpu", ",".join(chosen): "gpu"})
             use = placed.devices["gpu"]
