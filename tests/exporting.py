@@ -112,14 +112,29 @@ class SharedFiles:
 
     def net(self, name: str, exporter: str) -> Path:
         """The tagged file of a net of the registry."""
-        made = self._folder / f"{name}-{exporter}"
+        return self._once(f"{name}-{exporter}", lambda folder: exported_net(name, exporter, folder))
+
+    def decoder(self, name: str) -> Path:
+        """The file of a decoder of ``tests.decoders``, with its cache, as ``example_calls`` has it."""
+        from htp_export.huggingface import example_calls
+        from tests.decoders import Programs, decoder
+
+        def save(folder: Path) -> None:
+            model = decoder(name)
+            Programs(model, example_calls(model)).save(folder)
+
+        return self._once(f"decoder-{name}", save)
+
+    def _once(self, name: str, make: Callable[[Path], object]) -> Path:
+        """``model.onnx`` of a folder that is made once."""
+        made = self._folder / name
         self._folder.mkdir(exist_ok=True)
         with _alone(made.with_suffix(".lock")):
             if not made.exists():
                 with tempfile.TemporaryDirectory(dir=self._folder) as parent:
                     own = Path(parent) / "made"
                     own.mkdir()
-                    exported_net(name, exporter, own)
+                    make(own)
                     with contextlib.suppress(OSError):  # where there are no locks, another process may be first
                         own.rename(made)
         return made / "model.onnx"

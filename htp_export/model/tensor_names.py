@@ -47,6 +47,15 @@ class Names:
         self.nodes = UsedNames(str(node.name) for graph in graphs for node in graph.all_nodes() if node.name)
 
 
+def make_node_names_unique(graph: ir.Graph) -> bool:
+    """Give every node, in subgraphs too, a name of its own; returns whether any was changed."""
+    used, changed = UsedNames(), False
+    for node in graph.all_nodes():
+        name = used.unused(node.name or node.op_type)
+        changed, node.name = changed or name != node.name, name
+    return changed
+
+
 def rename(value: ir.Value, name: str) -> None:
     """Give a value another name, and leave its weights' name alone where other models hold them too.
 

@@ -12,14 +12,15 @@ An interrupt can occur between any two lines: between a change and the ``try`` a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-__all__ = ["Changes", "locked", "restored", "set_variable"]
+__all__ = ["Changes", "locked", "restored", "set_item", "set_variable"]
 
 _Result = TypeVar("_Result")
+_NOTHING = object()
 
 
 class Changes:
@@ -73,3 +74,16 @@ def set_variable(changes: Changes, variable: ContextVar[Any], value: Any) -> Non
     before = variable.get()
     changes.will_undo(lambda: variable.set(before))
     variable.set(value)
+
+
+def set_item(changes: Changes, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
+    """Set an item of a mapping, such as ``vars(module)`` or ``os.environ``; one that was not there is removed again."""
+    before = mapping.get(key, _NOTHING)
+
+    def put_back() -> None:
+        mapping.pop(key, None)
+        if before is not _NOTHING:
+            mapping[key] = before
+
+    changes.will_undo(put_back)
+    mapping[key] = value

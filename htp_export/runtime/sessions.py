@@ -32,6 +32,7 @@ __all__ = [
     "SessionSettings",
     "as_written",
     "check_providers",
+    "entry_of",
 ]
 
 LARGE_BYTES = 256 << 20
@@ -334,7 +335,7 @@ def _load(model: RunnableModel, settings: SessionSettings, changes: OptionChange
     entries = {_WEIGHTS_FOLDER: os.fspath(model.folder)} if model.folder is not None else {}
     level = changes.attributes.get("graph_optimization_level", options.graph_optimization_level)
     if level != onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL and can_crash(_graph_of(model)):
-        entries[DISABLED] = ";".join(filter(None, [_entry(options, DISABLED), AT_FAULT]))
+        entries[DISABLED] = ";".join(filter(None, [entry_of(options, DISABLED), AT_FAULT]))
     changes = OptionChanges({**quiet, **changes.attributes}, {**entries, **changes.entries})
     source = model.source if isinstance(model.source, bytes) else os.fspath(model.source)
     with _restored(options, changes) if settings.options is not None else contextlib.nullcontext():
@@ -354,14 +355,14 @@ def _graph_of(model: RunnableModel) -> ir.Model:
 def _restored(options: Any, changes: OptionChanges) -> Iterator[None]:
     """Restore session options after the block. ONNX Runtime logs a warning for each entry that is set again."""
     before = {name: getattr(options, name) for name in changes.attributes}
-    entries = {name: _entry(options, name) for name in changes.entries}
+    entries = {name: entry_of(options, name) for name in changes.entries}
     try:
         yield
     finally:
         _set(options, before, entries)
 
 
-def _entry(options: Any, name: str) -> str:
+def entry_of(options: Any, name: str) -> str:
     """Return a configuration entry, or its default if it was not set."""
     try:
         return str(options.get_session_config_entry(name))

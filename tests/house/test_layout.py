@@ -97,10 +97,15 @@ def running_code(node: ast.AST) -> Iterator[ast.AST]:
         nodes += each.orelse if is_type_checking(each) else ast.iter_child_nodes(each)
 
 
-def imports(source: str, code: Callable[[ast.AST], Iterator[ast.AST]] = running_code) -> set[str]:
+@functools.cache
+def parsed(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.Module, code: Callable[[ast.AST], Iterator[ast.AST]] = running_code) -> set[str]:
     """The modules of the package that a source imports, at its top or inside functions."""
     found = set()
-    for node in code(ast.parse(source)):
+    for node in code(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -112,7 +117,7 @@ def imports(source: str, code: Callable[[ast.AST], Iterator[ast.AST]] = running_
 @functools.cache
 def graph() -> dict[str, set[str]]:
     """Module → the modules of the package that it imports."""
-    return {name: imports(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+    return {name: imports(parsed(name)) for name in MODULES}
 
 
 def test_modules_have_a_row_and_import_only_from_rows_above():
@@ -142,20 +147,9 @@ def test_nothing_but_the_command_line_imports_the_face_of_the_package():
 
 
 def test_there_are_no_import_cycles_for_type_checkers_either():
-    graph = {name: imports(path.read_text(encoding="utf-8"), ast.walk) for name, path in MODULES.items()}
-    del graph["htp_export"]  # it names everything for type checkers
-    done: set[str] = set()
-
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, " → ".join((*above[above.index(name) :], name))
-        if name in done:
-            return
-        for other in sorted(graph.get(name, set())):
-            visit(other, (*above, name))
-        done.add(name)
-
-    for name in sorted(graph):
-        visit(name, ())
+    everywhere = {name: imports(parsed(name), ast.walk) for name in MODULES}
+    del everywhere["htp_export"]  # it names everything for type checkers
+    graphlib.TopologicalSorter(everywhere).prepare()  # a CycleError has the modules of a circle
 
 
 CAPABILITIES = sorted(path.name for path in (PACKAGE / "capabilities").iterdir() if (path / "__init__.py").is_file())
@@ -184,7 +178,7 @@ def importing_code(node: ast.AST) -> Iterator[ast.AST]:
 
 def test_no_module_imports_another_capability_before_a_function_runs():
     for name in set(MODULES) - FACES:
-        others = {capability_of(other) for other in imports(MODULES[name].read_text("utf-8"), importing_code)}
+        others = {capability_of(other) for other in imports(parsed(name), importing_code)}
         assert others <= {capability_of(name), None}, name
 
 
@@ -294,8 +288,8 @@ ONE_CLASS = {
 
 def test_a_name_of_a_class_stands_for_one_thing():
     homes: dict[str, list[str]] = {name: [] for name in ONE_CLASS}
-    for module, path in MODULES.items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for module in MODULES:
+        for node in parsed(module).body:
             if isinstance(node, ast.ClassDef) and node.name in homes:
                 homes[node.name].append(module)
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
@@ -313,7 +307,7 @@ def later():
     from htp_export.model import tagged
 """
     names = ("format.tags", "files.model_files", "errors", "model.tagged")
-    assert imports(source) == {"htp_export." + name for name in names}
+    assert imports(ast.parse(source)) == {"htp_export." + name for name in names}
 
 
 def test_the_drawing_in_the_documentation_is_that_of_the_code():

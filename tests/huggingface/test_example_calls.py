@@ -7,22 +7,19 @@ from typing import Any
 import pytest
 
 import htp_export
+from htp_export.capabilities.huggingface.tasks import task_of
 from htp_export.errors import InputError
 from htp_export.huggingface import example_call, example_calls, load_model
+from htp_export.runtime.declared_inputs import Input
 from tests.decoders import DECODERS, Programs, decoder, encoder_decoder, generated, greedy, prompt
+from tests.exporting import quick
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
 
 TOTAL = "past_sequence_length + sequence_length"
-QUICK = {"mistral"}  # its sliding window is shorter than what is generated
-MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DECODERS]
 
 
-def shapes(values: Any) -> dict[str, list[Any]]:
-    return {value.name: [size if isinstance(size, int) else size.value for size in value.shape] for value in values}
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=quick(DECODERS, "mistral"))  # its window is shorter than what is generated
 def exported(request: pytest.FixtureRequest) -> Any:
     model = decoder(request.param)
     files = Programs(model, example_calls(model))
@@ -31,17 +28,17 @@ def exported(request: pytest.FixtureRequest) -> Any:
 
 def test_names_and_axes_are_those_of_optimum(exported: Any) -> None:
     model, _, files = exported
-    program = files["model"]
-    inputs, outputs = shapes(program.model.graph.inputs), shapes(program.model.graph.outputs)
+    graph = files["model"].model.graph
+    inputs, outputs = ({value.name: Input.of(value).shape for value in ends} for ends in (graph.inputs, graph.outputs))
     heads = inputs["past_key_values.0.key"][1]
-    assert inputs.pop("input_ids") == ["batch_size", "sequence_length"]
-    assert inputs.pop("attention_mask") == ["batch_size", TOTAL]
+    assert inputs.pop("input_ids") == ("batch_size", "sequence_length")
+    assert inputs.pop("attention_mask") == ("batch_size", TOTAL)
     if model.config.model_type != "mpt":  # it has no positions, but biases by distance
-        assert inputs.pop("position_ids") == ["batch_size", "sequence_length"]
-    assert outputs.pop("logits") == ["batch_size", "sequence_length", 64]
+        assert inputs.pop("position_ids") == ("batch_size", "sequence_length")
+    assert outputs.pop("logits") == ("batch_size", "sequence_length", 64)
     kinds = [f"{layer}.{kind}" for layer in range(2) for kind in ("key", "value")]
-    assert inputs == {f"past_key_values.{kind}": ["batch_size", heads, "past_sequence_length", 8] for kind in kinds}
-    assert outputs == {f"present.{kind}": ["batch_size", heads, TOTAL, 8] for kind in kinds}
+    assert inputs == {f"past_key_values.{kind}": ("batch_size", heads, "past_sequence_length", 8) for kind in kinds}
+    assert outputs == {f"present.{kind}": ("batch_size", heads, TOTAL, 8) for kind in kinds}
 
 
 def test_onnxruntime_generates_what_pytorch_generates(exported: Any) -> None:
@@ -62,10 +59,8 @@ def test_signatures_have_the_cache_whole_in_the_model_and_by_layer_in_the_layers
     tagged = htp_export.load(files["model"])
 
     def caches(path: str) -> dict[str, str | None]:
-        inputs = tagged.signature(path, 0).inputs
-        same = {
-            name.replace("layer_past.", "past_key_values."): tensor for name, tensor in inputs.items()
-        }  # MPT's name
+        inputs = tagged.signature(path, 0).inputs.items()
+        same = {name.replace("layer_past.", "past_key_values."): tensor for name, tensor in inputs}  # MPT's name
         return {name: tensor for name, tensor in same.items() if name.startswith("past_key_values")}
 
     parts = [(f"layers.{layer}.{kind}s", f"{layer}.{kind}") for layer in range(2) for kind in ("key", "value")]
@@ -93,7 +88,7 @@ def test_two_files_and_cache_names_of_transformers() -> None:
     call = example_call(decoder("llama"), cache_names="transformers")
     assert call.input_names[3] == "input.past_key_values.layers.0.keys"
     assert call.output_names[1] == "output.past_key_values.layers.0.keys"
-    first, following = example_calls(decoder("llama"), two_files=True).values()
+    first, following = example_calls(call.model, two_files=True).values()
     assert first.input_names == ("input_ids", "attention_mask", "position_ids")
     assert first.axes["present.0.key"][2] == "sequence_length"
     assert (following.input_names[3], following.axes["present.0.key"][2]) == ("past_key_values.0.key", TOTAL)
@@ -108,16 +103,11 @@ def test_without_a_cache_there_are_tokens_and_logits() -> None:
 
 
 def test_a_model_whose_cache_is_off_says_so() -> None:
-    model = load_model("gpt2", task="text-generation", random_weights=True, overrides=DECODERS["gpt2"])
-    with pytest.raises(htp_export.InputError, match="use_cache"):
-        example_call(model, task="text-generation-with-past")
-
-
-def test_an_encoder_and_decoder_whose_cache_is_off_say_so() -> None:
-    model = encoder_decoder("whisper")
-    model.config.use_cache = False
-    with pytest.raises(htp_export.InputError, match="use_cache"):
-        example_calls(model, task="automatic-speech-recognition-with-past")
+    for model in (decoder("gpt2"), encoder_decoder("whisper")):
+        task = task_of(model)
+        model.config.use_cache = False
+        with pytest.raises(InputError, match="use_cache"):
+            example_calls(model, task=task)
 
 
 def test_caches_that_hold_states_are_refused_with_their_class() -> None:

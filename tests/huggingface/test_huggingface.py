@@ -26,7 +26,11 @@ CASES = {
     ),
     "clip": (CLIP, {"input_ids", "attention_mask", "pixel_values"}),
     "whisper": (WHISPER, {"input_features", "decoder_input_ids"}),
-    "wav2vec2": ({"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}, {"input_values"}),
+    "wav2vec2": (
+        {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+        | {"conv_dim": [8] * 7, "num_conv_pos_embedding_groups": 4},
+        {"input_values"},
+    ),
 }
 
 

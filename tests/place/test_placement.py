@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.place.devices import device_named, entry_of
+from htp_export.capabilities.place.devices import device_named
 from htp_export.capabilities.place.filling import Item, fill
 from htp_export.capabilities.place.placing import bytes_of
 from htp_export.capabilities.view.measures import measures_of
@@ -27,6 +27,7 @@ from htp_export.errors import InputError, OnnxRuntimeError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.parts import PartTensor
+from htp_export.runtime.sessions import entry_of
 from tests.exporting import SharedFiles, metadata
 from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import spread
@@ -257,28 +258,27 @@ def best_of_all(
     return min((crossed(tensors, each), -work[each]) for each in choices if work[each] >= least)
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_what_fills_a_device_is_the_best_of_all_choices(seed: int) -> None:
-    draw = random.Random(seed)
-    count = draw.randint(1, 8)
-    items = []
-    for number in range(count):
-        shared = {draw.choice("ab"): 4} if draw.random() < 0.3 else {}
-        items.append(Item({number: draw.randint(1, 9), **shared}, draw.randint(0, 5), draw.randint(1, 9)))
-    tensors = [
-        PartTensor(
-            draw.randint(OUTSIDE, count - 1), frozenset(draw.choices(range(OUTSIDE, count), k=draw.randint(1, 3)))
-        )
-        for _ in range(draw.randint(0, 2 * count))
-    ]
-    limit, slack = draw.randint(0, 40), draw.choice([0, 0.05, 0.2, 0.5])
-    chosen = fill(items, tensors, limit, slack)
-    expected = best_of_all(items, tensors, limit, slack)
-    if expected is None:
-        assert not chosen
-    else:
-        assert memory(items, chosen) <= limit
-        assert (crossed(tensors, chosen), -sum(items[number].work for number in chosen)) == expected
+def test_what_fills_a_device_is_the_best_of_all_choices() -> None:
+    for seed in range(150):
+        draw = random.Random(seed)
+        count = draw.randint(1, 8)
+        items = []
+        for number in range(count):
+            shared = {draw.choice("ab"): 4} if draw.random() < 0.3 else {}
+            items.append(Item({number: draw.randint(1, 9), **shared}, draw.randint(0, 5), draw.randint(1, 9)))
+        tensors = []
+        for _ in range(draw.randint(0, 2 * count)):
+            producer = draw.randint(OUTSIDE, count - 1)
+            tensors.append(PartTensor(producer, frozenset(draw.choices(range(OUTSIDE, count), k=draw.randint(1, 3)))))
+        limit, slack = draw.randint(0, 40), draw.choice([0, 0.05, 0.2, 0.5])
+        chosen = fill(items, tensors, limit, slack)
+        expected = best_of_all(items, tensors, limit, slack)
+        if expected is None:
+            assert not chosen, seed
+        else:
+            assert memory(items, chosen) <= limit, seed
+            found = crossed(tensors, chosen), -sum(items[number].work for number in chosen)
+            assert found == expected, seed
 
 
 def test_many_different_parts_are_chosen_within_the_memory() -> None:
@@ -319,7 +319,7 @@ class Skips(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        widths = (4, 12, 6, 10, 8)
+        widths = (4, 12, 6, 10)
         self.blocks = nn.ModuleList(
             [nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8)) for width in widths]
         )
@@ -335,10 +335,10 @@ def test_a_budget_chooses_what_trying_every_plan_finds() -> None:
     torch.manual_seed(0)
     tagged = htp_export.load(htp_export.export(spread(Skips()).eval(), (torch.randn(2, 8),), verbose=False))
     cost = htp_export.cost(tagged)
-    blocks = [f"blocks.{number}" for number in range(5)]
+    blocks = [f"blocks.{number}" for number in range(4)]
     work = {path: module.flops + module.other_flops + module.nodes for path, module in cost.modules.items()}
     tried = {}
-    for size in range(1, 6):
+    for size in range(1, 5):
         for chosen in itertools.combinations(blocks, size):
             placed = htp_export.place(tagged, {".": "cpu", ",".join(chosen): "gpu"})
             use = placed.devices["gpu"]
@@ -411,7 +411,7 @@ def test_a_weight_of_several_blocks_counts_once() -> None:
 def test_open_dimensions_are_told(tmp_path: Path) -> None:
     out = tmp_path / "open.onnx"
     shapes = ({0: torch.export.Dim("batch")},)
-    htp_export.export(spread(Net()).eval(), (torch.randn(2, 8),), out, dynamic_shapes=shapes, verbose=False)
+    htp_export.export(spread(Net(blocks=1)).eval(), (torch.randn(2, 8),), out, dynamic_shapes=shapes, verbose=False)
     assumed = htp_export.place(out, {".": "cpu", "blocks": "gpu"})
     assert any("batch" in note for note in assumed.notes)
     told = htp_export.place(out, {".": "cpu", "blocks": "gpu"}, dims={"batch": 64})
@@ -545,15 +545,10 @@ def test_cuda_takes_exactly_what_is_placed_there(file: Path, tmp_path: Path) -> 
     htp_export.place(file, {".": "cpu", "blocks": "gpu"}, out)
     result = htp_export.placement(out, providers=[CUDA, CPU])
     assert not result.misplaced
-    assert {path: result.modules[path].device for path in ("stem", "blocks", "head")} == {
-        "stem": CPU,
-        "blocks": CUDA,
-        "head": CPU,
-    }
-    assert {(each.source, each.target, each.copied) for each in result.crossings} == {
-        (CPU, CUDA, True),
-        (CUDA, CPU, True),
-    }
+    where = {path: result.modules[path].device for path in ("stem", "blocks", "head")}
+    assert where == {"stem": CPU, "blocks": CUDA, "head": CPU}
+    crossing = {(each.source, each.target, each.copied) for each in result.crossings}
+    assert crossing == {(CPU, CUDA, True), (CUDA, CPU, True)}
 
 
 # --- other steps, the command line, the page ----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from htp_export.runtime.data import Samples
 from htp_export.runtime.generating import Decoder
 from htp_export.runtime.sessions import RunnableModel, Session
 from tests.decoders import TEXT, Programs, decoder, prompt
+from tests.exporting import SharedFiles
 
 pytest.importorskip("optuna")
 
@@ -27,11 +28,8 @@ CHOICES = ["int4", "int4:accuracy_level=0", "fp32"]
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    model = decoder("llama")
-    file = tmp_path_factory.mktemp("llama") / "past.onnx"
-    Programs(model, example_calls(model))["model"].save(file)
-    return model, file
+def llama(shared_files: SharedFiles) -> tuple[Any, Path]:
+    return decoder("llama"), shared_files.decoder("llama")
 
 
 def session_of(file: Path) -> tuple[Decoder, Session]:

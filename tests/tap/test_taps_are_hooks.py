@@ -20,8 +20,8 @@ from torch import nn
 import htp_export
 from htp_export.format.leaves import named_tensors_in
 from htp_export.huggingface import example_calls
-from tests.decoders import Programs, decoder
-from tests.exporting import quick
+from tests.decoders import decoder
+from tests.exporting import SharedFiles, quick
 from tools.sweep_models import subjects
 
 Hooked = dict[str, torch.Tensor]
@@ -222,11 +222,12 @@ def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(
 
 
 @pytest.mark.parametrize("name", quick(["llama", "gpt2", "qwen3", "gemma", "mistral", "phi"], "llama"))
-def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_keeps_them(name: str) -> None:
+def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_keeps_them(
+    name: str, shared_files: SharedFiles
+) -> None:
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     model = decoder(name)
-    files = Programs(model, example_calls(model))
-    call, program = files.calls["model"], files["model"]
+    call, program = example_calls(model)["model"], htp_export.load(shared_files.decoder(name))
     [layer] = [path for path, _ in model.named_modules() if path.endswith((".layers.1", ".h.1"))]
     tapped = htp_export.tap(program, {"hidden_states": [f"{layer}:in", f"{layer}:out"]}, concat=-1)
     assert [value.name for value in program.model.graph.outputs] == list(call.output_names)
@@ -234,7 +235,7 @@ def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_
     sessions = [session_of(file) for file in (tapped.model, *later)]
     with call.adapted():
         for kwargs in call.runs.values():
-            feed = feed_of(htp_export.load(program), copy.deepcopy(kwargs))
+            feed = feed_of(program, copy.deepcopy(kwargs))
             seen, again = seen_in(call.model, kwargs), seen_in(call.model, with_other_values(kwargs))
             entering = next(value for place, value in seen.items() if place.startswith(f"{layer}#0:in[hidden_states"))
             expected = torch.cat([entering, seen[f"{layer}#0:out[0]"]], -1)

@@ -16,22 +16,21 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.huggingface.genai import genai_config
 from htp_export.capabilities.huggingface.transformers_js import write_transformers_js
-from htp_export.huggingface import example_calls
-from tests.decoders import Programs, decoder, nothing_past, prompt
+from tests.decoders import decoder, nothing_past, prompt
 from tests.export.test_transformers_js import node, words
+from tests.exporting import SharedFiles
 from tests.tap.test_taps_are_hooks import hooks
 
 PLACES = ["model.layers.1:in", "model.layers.1:out"]
 
 
 @pytest.fixture(scope="module")
-def tapped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def tapped(tmp_path_factory: pytest.TempPathFactory, shared_files: SharedFiles) -> tuple[Any, Path]:
     """A decoder, and its file with hidden states, and vectors that nobody gives."""
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     model = decoder("llama")
     file = tmp_path_factory.mktemp("tapped") / "model.onnx"
-    program = Programs(model, example_calls(model))["model"]
-    steered = htp_export.steer(program, "model.layers.0:out")
+    steered = htp_export.steer(shared_files.decoder("llama"), "model.layers.0:out")
     htp_export.tap(steered, {"hidden_states": PLACES}, file, concat=-1)
     return model, file
 

@@ -30,12 +30,9 @@ MIXING = frozenset((
     "QLinearConv", "RNN", "Softmax"
 ))  # fmt: skip
 """The results of these are computed features, and no longer the input in another form, or a mask."""
-_MOST_NODES = 400
-"""Nodes that compute a mask at most; beyond that, the value is a feature of the model."""
-_MOST_ELEMENTS = 1 << 22
-"""Elements of a mask that is computed at most."""
-_FAR_BELOW = 1e3
-"""A score that is lower than another one by this much has no weight after a softmax."""
+_MOST_NODES = 400  # that compute a mask; beyond that, the value is a feature of the model
+_MOST_ELEMENTS = 1 << 22  # of a mask that is computed
+_FAR_BELOW = 1e3  # a score that is lower than another one by this much has no weight after a softmax
 
 
 def attention_kinds(facts: GraphFacts, inferred: Symbolic, reaching: Mapping[ir.Value | None, int]) -> Counter[str]:

@@ -1,8 +1,7 @@
 """Blocks that a graph repeats: modules of equal structure, or equal pieces of the chain from input to output.
 
-Pieces are for graphs without tags. A node is a *link* of the chain if every path from the input to the end contains it:
-the additions of residual connections, and all nodes outside of branches. Pieces are between links, and blocks are
-repeated runs of pieces.
+Pieces are for graphs without tags. They are between *links*, the nodes that every path from the input to the end
+contains: additions of residual connections, and all nodes outside of branches. Blocks are repeated runs of pieces.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ _WEIGHED = frozenset((
     "MatMulInteger", "MatMulNBits", "MultiHeadAttention", "QLinearConv", "QLinearMatMul", "RNN"
 ))  # fmt: skip
 """Operators with weights or attention, of which every block has one."""
-_TELLING = (
-    *("MatMul", "Gemm", "Conv", "Softmax", "Attention", "LayerNormalization", "LSTM", "GRU", "BatchNormalization"),
-)
+_TELLING = ("MatMul", "Gemm", "Conv", "Softmax", "Attention", "LayerNormalization", "LSTM", "GRU", "BatchNormalization")
 """Operators that give a block its name where no class does."""
 
 
@@ -54,6 +51,10 @@ class Block:
     modules: tuple[str, ...]
     nodes: int
     starts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = (self.modules or self.starts)[0]
+        return f"{self.count:5} × {self.name}, {self.nodes} nodes each: {where}"  # noqa: RUF001 - "times"
 
 
 def repeated_blocks(facts: GraphFacts) -> tuple[Block, ...]:

@@ -48,11 +48,7 @@ class Fingerprint(Result):
     @property
     def lines(self) -> tuple[str, ...]:
         """The evidence, the blocks, and what is known about tags."""
-        blocks = (
-            f"{block.count:5} × {block.name}, {block.nodes} nodes each: {(block.modules or block.starts)[0]}"  # noqa: RUF001 - "times"
-            for block in self.blocks
-        )
-        return (*(f"  {fact}" for fact in self.evidence), *blocks, *super().lines)
+        return (*(f"  {fact}" for fact in self.evidence), *map(str, self.blocks), *super().lines)
 
 
 def _hears(seen: GraphFeatures) -> bool:
@@ -67,10 +63,7 @@ _RULES: Mapping[str, tuple[str, Callable[[GraphFeatures], bool]]] = {
     "multimodal": ("inputs", lambda seen: seen.takes("tokens") and seen.takes("image", "sound") and not seen.decodes),
     "speech": ("inputs", _hears),
     "recurrent": ("recurrence", lambda seen: seen.recurrent.total() + len(seen.loops) > seen.attentions.total()),
-    "vision transformer": (
-        "inputs",
-        lambda seen: seen.takes("image") and bool(seen.attentions) and not seen.decodes,
-    ),
+    "vision transformer": ("inputs", lambda seen: seen.takes("image") and bool(seen.attentions) and not seen.decodes),
     "encoder-decoder": ("attention", lambda seen: seen.decodes),
     "CNN": ("convolution", lambda seen: seen.convolutions[2] + seen.convolutions[3] > 0 and not seen.attentions),
     "decoder": ("attention", lambda seen: seen.attentions["causal"] > seen.attentions["bidirectional"]),

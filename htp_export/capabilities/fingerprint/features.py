@@ -23,18 +23,12 @@ __all__ = ["GraphFeatures", "ModelInput", "model_inputs"]
 _NEAREST = 80
 """Values that a search looks at from an input on: more than the casts, scalings and reshapes before an embedding, a
 convolution or a sine, and few enough for inputs such as masks that every layer reads."""
-_NEAREST_PICK = 20
-"""The same from selected indices on: casts, reshapes, one-hot encodings, transpositions before what they select."""
-_GATE_NODES = 7
-"""Nodes between a router's linear layer and its selection: softmax, bias, scaling, casts, masks of expert groups."""
-_MOST_EXPERTS = 1024
-"""A wider linear layer before a ``TopK`` is a vocabulary, not a router."""
-_SHORTEST_LOOP = 4
-"""Steps that an unrolled loop has at least: two or three equal slices also occur elsewhere (queries, keys, values)."""
-_STEP_NODES = 3
-"""Results of each step of such a loop at least: a sum of slices has one."""
-_OPEN_SIZE = 64
-"""Where a size is open; of texts and of images."""
+_NEAREST_PICK = 20  # the same from selected indices on
+_GATE_NODES = 7  # between a router's linear layer and its selection
+_MOST_EXPERTS = 1024  # a wider linear layer before a ``TopK`` is a vocabulary, not a router
+_SHORTEST_LOOP = 4  # steps: two or three equal slices also occur elsewhere (queries, keys, values)
+_STEP_NODES = 3  # results of each step of such a loop at least: a sum of slices has one
+_OPEN_SIZE = 64  # where a size is open; of texts and of images
 
 _ANOTHER = MIXING | SIZES_ONLY | {"CumSum"}
 """What they give is no longer the input in another form: a table that positions index is no token embedding."""
@@ -163,10 +157,7 @@ def _open_size(place: int) -> int:
 def _uses(
     starts: Iterable[ir.Value], onward: Callable[[ir.Node], bool], most: int = _NEAREST
 ) -> Iterator[tuple[ir.Node, int]]:
-    """The nodes that read values, or what is computed from them, and at which place; the nearest first.
-
-    It goes on behind the nodes that ``onward`` says, and looks at ``most`` values.
-    """
+    """The nodes that read values, or what ``onward`` nodes compute of them, and at which place; the nearest first."""
     pending = deque(starts)
     seen = set(pending)
     for _ in range(most):

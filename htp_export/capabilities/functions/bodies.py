@@ -18,7 +18,7 @@ from htp_export.model.content_hash import body_hash, constant_hash
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel
-from htp_export.model.tensor_names import UsedNames
+from htp_export.model.tensor_names import UsedNames, make_node_names_unique
 from htp_export.shapes.operator_kinds import is_standard, subgraphs, with_subgraphs
 
 __all__ = ["Bodies", "Occurrence", "copy_value", "differing_constants"]
@@ -122,7 +122,7 @@ class Bodies:
         if key not in self._known:
             name = self._names.unused(info.simple_class or "Module")
             function = ir.Function(DOMAIN, name, graph=body, attributes=[])
-            _make_names_unique(body)
+            make_node_names_unique(body)  # by these, originals are found again
             self.model.functions[function.identifier()] = function
             self._known[key] = function
         return self._known[key]
@@ -253,10 +253,3 @@ def _relative_name(instance: Instance, above: str) -> str:
     if above and path != above and tags.is_under(path, above):
         path = path[len(above) + 1 :]
     return f"{path}#{instance.call}" if instance.call else path
-
-
-def _make_names_unique(graph: ir.Graph) -> None:
-    """Give every node of a body, in subgraphs too, a name of its own: by these its originals are found again."""
-    used = UsedNames()
-    for node in graph.all_nodes():
-        node.name = used.unused(node.name or node.op_type)

@@ -120,10 +120,7 @@ def _is_setting(config: Any, name: str) -> bool:
 
 
 def _check_sign(source: str, config: Any, key: str, value: object) -> None:
-    """Refuse a negative number in place of a count or a size: Python makes an empty loop of it.
-
-    Ids of tokens and labels may be negative, and mean none.
-    """
+    """Refuse a negative number in place of a count or a size, an empty loop; ids of tokens and labels may be one."""
     *levels, name = key.split(".")
     for level in levels:
         config = getattr(config, level, None)

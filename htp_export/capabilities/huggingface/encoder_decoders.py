@@ -173,10 +173,8 @@ class EncoderAndDecoder(Calls):
 
         The model asks for the states of the encoder again, and reads their sizes alone.
         """
-        keys, hidden = (
-            arguments["past_key_values"].cross_attention_cache.layers[0].keys,
-            self._encoded.last_hidden_state,
-        )
+        keys = arguments["past_key_values"].cross_attention_cache.layers[0].keys
+        hidden = self._encoded.last_hidden_state
         unread = hidden.new_zeros(keys.shape[0], keys.shape[2], hidden.shape[-1], device=keys.device)
         returned = forward(**self._own_names({**arguments, "encoder_hidden_states": unread}))
         grown = returned.past_key_values.self_attention_cache

@@ -19,7 +19,7 @@ from htp_export.capabilities.huggingface.right_padding import windows_of_tokens
 from htp_export.capabilities.huggingface.tasks import Axes, input_axes, output_axes, split_task, wanted_outputs
 from htp_export.errors import InputError, described
 from htp_export.format.leaves import named_tensors_in, tensors_in
-from htp_export.process.restoring import Changes, restored
+from htp_export.process.restoring import restored, set_item
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +126,7 @@ def adapted(model: nn.Module, adapt: Adapt | None, kwargs: Mapping[str, Any]) ->
     if adapt is None:
         yield
         return
-    own, original = vars(model).get("forward"), model.forward
+    original = model.forward
 
     def forward(**arguments: Any) -> Any:
         return adapt(original, arguments)
@@ -135,16 +135,7 @@ def adapted(model: nn.Module, adapt: Adapt | None, kwargs: Mapping[str, Any]) ->
     parameters = [inspect.Parameter(name, kind, default=None) for name in kwargs]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it
 
-    def put_back() -> None:
-        vars(model).pop("forward", None)
-        if own is not None:
-            model.forward = own
-
-    def make(changes: Changes) -> None:
-        changes.will_undo(put_back)
-        model.forward = forward  # of this object alone, until the block ends
-
-    with restored(make):
+    with restored(lambda changes: set_item(changes, vars(model), "forward", forward)):  # of this object alone
         yield
 
 

@@ -132,9 +132,6 @@ def example_call(
 ) -> ExampleCall:
     """The call that the one file of a task is exported from; the arguments are those of `example_calls`.
 
-    Raises:
-        InputError: If the task has several files, or the model cannot be called so.
-
     Examples:
         >>> from htp_export.huggingface import load_model
         >>> tiny = {"vocab_size": 32, "n_embd": 8, "n_layer": 1, "n_head": 2}

@@ -46,8 +46,7 @@ def example_inputs(
 
     Args:
         model: The model, or any module with a ``config`` and a ``main_input_name``.
-        task: The task the model was made for; ``"feature-extraction"`` and others change nothing, and ``None`` neither:
-            what is made follows ``forward``.
+        task: Changes nothing: what is made follows ``forward``.
         shapes: Input → shape, as ``[2, 16]`` or as ``{"shape": [2, 16], "dtype": "int64"}``, for inputs that should be
             otherwise; None leaves an input out, and in a shape it stands for the usual size: ``[2, None]``. The others
             follow the batch and length of the main input.
@@ -298,15 +297,10 @@ def _special_tokens(config: Any, kind: str) -> list[int]:
 def dynamic_shapes(inputs: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, dict[int, str]]:
     """Which dimensions of which inputs may vary; the same for ``dynamic_shapes`` and ``dynamic_axes`` of torch.
 
-    ==========================  ====================================================================
-    ``batch``                   the first dimension of every input
-    ``sequence``                the second of texts and their masks; a decoder's is ``decoder_sequence``
-    ``height``, ``width``       the last two of images
-    ==========================  ====================================================================
-
     Args:
         inputs: The example inputs.
-        names: Which of the names above.
+        names: ``batch``, the first dimension of every input; ``sequence``, the second of texts and their masks, of a
+            decoder ``decoder_sequence``; ``height`` and ``width``, the last two of images.
 
     Returns:
         Input → dimension → name; an input of which nothing varies has an empty entry.

@@ -110,6 +110,10 @@ def packed_source(source: Source, config: Any = None) -> Path | None:
     return folder if folder is not None and is_packed(folder) else None
 
 
+def _build(model_class: Any, config: Any, **options: Any) -> Any:
+    return (getattr(model_class, "from_config", None) or model_class._from_config)(config, **options)
+
+
 def _dequantized(source: Source, model_class: Any, config: Any, options: Mapping[str, Any], packed: Any) -> Any:
     """A model with the numbers of a quantized checkpoint in float32, or the dtype that was asked for."""
     import torch
@@ -118,19 +122,16 @@ def _dequantized(source: Source, model_class: Any, config: Any, options: Mapping
         del config.quantization_config
     state = {name: torch.from_numpy(packed[name]) for name in packed}
     settings = {"dtype": torch.float32, **options, "config": config, "output_loading_info": True}
-    build = getattr(model_class, "from_config", None) or model_class._from_config
     try:
         with torch.device("meta"):
-            found = type(build(config))  # classes of AutoModel take no weights that are in memory
+            found = type(_build(model_class, config))  # classes of AutoModel take no weights that are in memory
         model, loading = found.from_pretrained(None, state_dict=state, **settings)
     except Exception as error:  # transformers raises dozens of kinds, some of them bare
         raise ModelSourceError(source.name, f"the weights cannot be loaded: {described(error, lines=2)}") from error
-    for what, names in (("lacks", loading["missing_keys"]), ("has no place for", loading["unexpected_keys"])):
-        layers = sorted(set(names) & (set(packed.layers) if what == "has no place for" else set(names)))
-        if layers:
-            raise ModelSourceError(
-                source.name, f"the {'checkpoint' if what == 'lacks' else 'model'} {what} {layers[0]!r}"
-            )
+    unplaced = set(loading["unexpected_keys"]) & set(packed.layers)
+    for problem, names in (("checkpoint lacks", loading["missing_keys"]), ("model has no place for", unplaced)):
+        if names:
+            raise ModelSourceError(source.name, f"the {problem} {min(names)!r}")
     return model
 
 
@@ -138,8 +139,7 @@ def spread_parameters(model: nn.Module, generator: torch.Generator, scale: float
     """Give every parameter and running statistic values of its own, as training would, in place.
 
     Freshly built models are full of equal tensors (zeros, ones), which exporters merge. The scale is the standard
-    deviation of what is added to parameters. Running variances are drawn from 0.5 to 1.5, running means from -0.5 to
-    0.5.
+    deviation of what is added to parameters.
     """
     import torch
 
@@ -178,11 +178,10 @@ def _model_class(source: Source, config: Any, task: str | None) -> Any:
 def _random(source: Source, model_class: Any, config: Any, options: Mapping[str, Any], seed: int) -> Any:
     import torch
 
-    build = getattr(model_class, "from_config", None) or model_class._from_config
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            model = build(config, **options)
+            model = _build(model_class, config, **options)
     except Exception as error:  # whatever a model's own code raises on numbers that do not fit together
         problem = f"the model cannot be built: {described(error, lines=2)}{tokens_outside(config)}"
         raise ModelSourceError(source.name, problem) from error

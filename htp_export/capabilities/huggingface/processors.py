@@ -26,12 +26,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Processor:
-    """A tokenizer and the size of images; either may be None.
+    """A tokenizer of transformers, and height and width of the images that the image processor makes, or None.
 
-    Attributes:
-        source: Where they come from, for messages.
-        tokenizer: A tokenizer of transformers.
-        image_size: Height and width of the images that the image processor makes.
+    The source is where they come from, for messages.
     """
 
     source: str = ""
@@ -75,14 +72,8 @@ def load_processor(
 ) -> Processor:
     """The tokenizer and the image processor of a model, as far as there are any; both None for a model type.
 
-    A file that cannot be read is reported in the log, and is as if it were not there.
-
-    Args:
-        source: As for ``load_model``.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Run the Python code that comes with the model.
-        overrides: Config key → value, as for ``load_model``: if they change the size of images, the image processor
-            is left out.
+    The arguments are those of `load_model`; if the overrides change the size of images, the image processor is left
+    out. A file that cannot be read is reported in the log, and is as if it were not there.
 
     Examples:
         >>> load_processor("bert")

@@ -44,16 +44,9 @@ def calls_by_task(
     sizes: Mapping[str, int] | None = None,
     for_genai: bool = False,
 ) -> dict[str, SourceCall]:
-    """The files of the task, and the call that each is exported from; see ``ModelOptions.calls_by_task``.
+    """The files of the task, and the call that each is exported from; see `example_calls` and `load_model`.
 
-    Args:
-        options: What was typed.
-        cache_names: ``optimum`` or ``transformers``.
-        stream_weights: Whether the weights stay in their safetensors files.
-        two_files: Whether a decoder has one file for prefill and one for decoding; None for what is usual.
-        sizes: Name of a dimension → its size in the example.
-        for_genai: Whether the files are for ONNX Runtime GenAI: sliding windows count tokens, for batches that are
-            padded on the right, and ``embed_tokens`` puts images in the places of tokens.
+    ``for_genai``: sliding windows count tokens, and ``embed_tokens`` puts images in the places of tokens.
     """
     source = _source(options)
     model, checkpoint = _load(source, options, options.task or AUTO, stream_weights)

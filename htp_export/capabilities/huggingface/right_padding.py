@@ -8,14 +8,13 @@ count tokens.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.huggingface.caches import emptied
 from htp_export.capabilities.huggingface.configs import find
-from htp_export.process.restoring import Changes, restored
+from htp_export.process.restoring import Changes, restored, set_item
 
 if TYPE_CHECKING:
     import torch
@@ -59,9 +58,8 @@ def windows_of_tokens() -> Iterator[list[int]]:
         return made
 
     def make(changes: Changes) -> None:
-        for original, replacement in ((overlay, overlay_of_tokens), (padding, padding_that_is_noted)):
-            changes.will_undo(functools.partial(setattr, masking_utils, original.__name__, original))
-            setattr(masking_utils, original.__name__, replacement)
+        set_item(changes, vars(masking_utils), "sliding_window_overlay", overlay_of_tokens)
+        set_item(changes, vars(masking_utils), "padding_mask_function", padding_that_is_noted)
 
     with restored(make):
         yield windows

@@ -93,9 +93,8 @@ class Source:
         if is_folder and not (folder / "config.json").is_file():
             raise ModelSourceError(self.name, "the folder has no config.json")
         if self._is_path and not is_folder and not is_gguf(self.name):
-            raise ModelSourceError(
-                self.name, "is no folder; give a folder with a config.json, a hub id or a model type"
-            )
+            problem = "is no folder; give a folder with a config.json, a hub id or a model type"
+            raise ModelSourceError(self.name, problem)
         hint = "" if is_folder or "/" in self.name else nearest(self.name, CONFIG_MAPPING.keys(), "model types")
         if not self.has_files:
             if self.name not in CONFIG_MAPPING:

@@ -20,7 +20,7 @@ from htp_export.capabilities.huggingface.sources import Source
 from htp_export.errors import FileError
 from htp_export.files.checkpoint import Checkpoint, read_checkpoint
 from htp_export.process.mapped_memory import MappedFiles, release_pages
-from htp_export.process.restoring import Changes, restored
+from htp_export.process.restoring import Changes, restored, set_item
 
 if TYPE_CHECKING:
     import torch
@@ -212,18 +212,10 @@ def weights_in_files(checkpoint: Checkpoint) -> Iterator[None]:
     """Let ``from_pretrained`` move what it converts or joins into a temporary file, one parameter at a time."""
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
-    def put_back() -> None:
-        if before is None:
-            os.environ.pop(_ONE_AT_A_TIME, None)
-        else:
-            os.environ[_ONE_AT_A_TIME] = before
-
     def make(changes: Changes) -> None:
-        changes.will_undo(put_back)
-        os.environ[_ONE_AT_A_TIME] = "1"
+        set_item(changes, os.environ, _ONE_AT_A_TIME, "1")
         changes.will_undo(register_module_parameter_registration_hook(files.registered).remove)
 
-    before = os.environ.get(_ONE_AT_A_TIME)
     with _Files(checkpoint) as files, restored(make):
         yield
 

@@ -1,7 +1,4 @@
-"""What each part of a chain weighs, and where to cut it, so that its heaviest part is light and little is carried.
-
-Parts weigh bytes of parameters, or numbers that were measured or counted by module.
-"""
+"""What each part of a chain weighs, and where to cut it, so that its heaviest part is light and little is carried."""
 
 from __future__ import annotations
 
@@ -39,13 +36,9 @@ Balance: TypeAlias = str | Mapping[str, float] | _ByModule
 
 
 def weigh(chain: Chain, balance: Balance) -> list[float]:
-    """The weight of every unit of a chain.
+    """The weight of every unit of a chain; see `partition` for what it may be balanced by.
 
-    Args:
-        chain: The chain.
-        balance: ``"parameters"``, bytes of weights, each where it is read first; ``"flops"``; or module path → the
-            number of the module with all below it; or a result with these. Where only some modules are told, the
-            number of the nearest one above is spread over the nodes that it is left for.
+    Where only some modules have a number, that of the nearest one above is spread over the nodes that it is left for.
 
     Raises:
         InputError: If it is something else, names modules that are not there, or has a negative number; or if the
@@ -71,11 +64,7 @@ def weigh(chain: Chain, balance: Balance) -> list[float]:
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Numbers by module from a JSON file: a plain object, or what ``htp-export profile --json`` writes.
-
-    Raises:
-        FileError: If it cannot be read, or is neither.
-    """
+    """Numbers by module from a JSON file, a plain object or that of ``htp-export profile --json``; or a `FileError`."""
     data = read_json(path)
     listed = data.get("modules", data) if isinstance(data, dict) else None
     if not isinstance(listed, dict):
@@ -106,10 +95,8 @@ def _numbers(tagged: TaggedModel, balance: Mapping[str, Any] | _ByModule) -> dic
 
 def _number_of(entry: Any) -> Any:
     """What is said of a module: a number, or one of the fields of a row of a result, also as JSON has it."""
-    fields = (
-        entry if isinstance(entry, dict) else {name: getattr(entry, name) for name in _FIELDS if hasattr(entry, name)}
-    )
-    return next((fields[name] for name in _FIELDS if name in fields), entry)
+    fields = entry if isinstance(entry, dict) else {name: getattr(entry, name, None) for name in _FIELDS}
+    return next((fields[name] for name in _FIELDS if fields.get(name) is not None), entry)
 
 
 def _is_number(value: Any) -> bool:
@@ -138,9 +125,6 @@ def _spread(chain: Chain, numbers: Mapping[str, float]) -> list[float]:
     return weights
 
 
-# --- cuts -------------------------------------------------------------------------------------------------
-
-
 def balanced_cuts(
     weights: Sequence[float], places: Sequence[int], charges: Sequence[float], count: int, slack: float
 ) -> list[int]:
@@ -151,18 +135,12 @@ def balanced_cuts(
     parts, in units of equal parts, and of the charges of its cuts. Both are dynamic programs over the places: linear
     partitioning, as in Skiena, *The Algorithm Design Manual*, section 10.7.
 
-    Args:
-        weights: What each link of the chain weighs, none of it negative.
-        places: The places where it can be cut, increasing: ``k`` lies before link ``k``.
-        charges: For each place, what cutting there costs.
-        count: How many parts; at most one more than there are places.
-        slack: How much heavier the heaviest part may be than it could be, as a fraction.
+    The weights, one for each link of the chain, are not negative. The places where it can be cut increase, with a
+    charge for each: ``k`` lies before link ``k``. There are at most as many parts as places, and one.
 
     Examples:
         >>> balanced_cuts([5, 1, 1, 1, 5], [1, 2, 3, 4], [0.0, 0.0, 0.0, 0.0], 3, 0.0)
         [1, 4]
-        >>> balanced_cuts([9, 1, 10], [1, 2], [0.0, 0.5], 2, 0.0), balanced_cuts([9, 1, 10], [1, 2], [0.0, 0.5], 2, 0.1)
-        ([2], [1])
     """
     if count == 1:
         return []
@@ -175,7 +153,6 @@ def balanced_cuts(
 
 
 def _smallest_heaviest(ends: npt.NDArray[np.float64], count: int) -> float:
-    """The weight of the heaviest part, at best."""
     heaviest = ends.copy()  # of the chain up to each place, in as many parts as there were rounds
     for parts in range(2, count + 1):
         shorter = heaviest

@@ -155,7 +155,7 @@ class Chain:
         return tuple(
             Border(place, outermost[place], crossing[place], cuts[place], outermost[place] in sequential)
             for place in range(1, self.units)
-            if place not in self._blocked
+            if not self._blocked[place]
         )
 
     def _astride(self, spans: Iterable[tuple[int, int]]) -> list[int]:
@@ -167,23 +167,14 @@ class Chain:
         return list(itertools.accumulate(steps))
 
     @cached_property
-    def _blocked(self) -> dict[int, str]:
-        """Places inside a module that is not above the border: it runs again after others, or is read too early."""
-        blocked: dict[int, str] = {}
-        following: dict[int, int] = {}  # a blocked place → one after it, at or before the next that is not blocked
-        for node, place in self.places.items():
-            inside, passed = self._span(node)[1] + 1, []
-            while inside <= place:
-                passed.append(inside)
-                if inside not in blocked:
-                    blocked[inside] = self.owner(node)
-                inside = following.get(inside, inside + 1)
-            following.update(dict.fromkeys(passed, inside))
-        return blocked
+    def _blocked(self) -> list[int]:
+        """For each place, the nodes after it of modules before it, which run again or are read too early."""
+        ends = ((self._span(node)[1], place) for node, place in self.places.items())
+        return self._astride((end, place) for end, place in ends if end < place)
 
     def astride(self, place: int) -> str | None:
         """The module on both sides of a place that is no border; None at a border."""
-        return self._blocked.get(place)
+        return next((self.owner(node) for node, at in self.places.items() if self._span(node)[1] < place <= at), None)
 
     def _crossing(self) -> Iterator[tuple[int, int]]:
         """The tensors between units, without sizes: where each is made, or a weight read first, and where read last."""

@@ -23,10 +23,8 @@ def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
     """What writes the configuration of a pipeline into the folder of its stages.
 
     Token ids, sizes and the way to choose tokens are those of the whole model's ``genai_config.json``. Only numbers and
-    the names of tensors are taken from it, no paths; the tokenizer beside it is copied.
-
-    Raises:
-        FileError: If the file is missing, or is no configuration of a decoder.
+    the names of tensors are taken from it, no paths; the tokenizer beside it is copied. A `FileError` if the file is
+    missing, or is no configuration of a decoder.
     """
     if not file.is_file():
         raise FileError(file, "is missing; export the model with --genai, or give its genai_config.json")

@@ -44,10 +44,8 @@ class StageTensor:
         return cls(None if known.type is None else known.type.name, known.shape)
 
     def __str__(self) -> str:
-        sizes = (
-            "" if self.shape is None else f"[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
-        )
-        return f"{self.type or 'unknown type'}{sizes}"
+        sizes = ["?" if size is None else str(size) for size in self.shape or ()]
+        return f"{self.type or 'unknown type'}" + ("" if self.shape is None else f"[{', '.join(sizes)}]")
 
 
 @dataclass(frozen=True)
@@ -111,6 +109,9 @@ class PassedTensor:
     made_by: int
     read_by: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"  {self.name}: {self.tensor}, from stage {self.made_by} to {', '.join(map(str, self.read_by))}"
+
 
 @dataclass(frozen=True)
 class Partition(Result):
@@ -158,19 +159,9 @@ class Partition(Result):
     ) -> dict[str, Any]:
         """Run all stages in ONNX Runtime, one after another, with one of them loaded at a time.
 
-        For several runs, and to keep all stages loaded, use ``open``.
-
-        Args:
-            inputs: Input name → numpy array, torch tensor, or nested lists of numbers.
-            providers: Execution providers, in order of preference.
-            session_options: An ``onnxruntime.SessionOptions`` for every stage.
-
-        Returns:
-            Output name → array.
-
-        Raises:
-            InputError: If the inputs are not those of the model, or ONNX Runtime cannot load or run a stage; it says
-                which.
+        For several runs, and to keep all stages loaded, use ``open``; both take execution providers in order of
+        preference, and an ``onnxruntime.SessionOptions`` for every stage. For inputs, results and errors see
+        `StageRunner.run`.
         """
         with self.open(providers=providers, session_options=session_options, keep_loaded=False) as runner:
             return runner.run(inputs)
@@ -182,13 +173,7 @@ class Partition(Result):
         session_options: Any = None,
         keep_loaded: bool = True,
     ) -> StageRunner:
-        """What runs the stages: a context manager with a method ``run``.
-
-        Args:
-            providers: As for ``run``.
-            session_options: As for ``run``.
-            keep_loaded: Keep every stage loaded once it ran.
-        """
+        """What runs the stages: a context manager with a method ``run``; it keeps stages loaded once they ran."""
         return StageRunner(self, SessionSettings(tuple(providers), session_options), keep_loaded)
 
     def data(self) -> dict[str, Any]:
@@ -227,10 +212,7 @@ class Partition(Result):
     @property
     def lines(self) -> tuple[str, ...]:
         """The tensors that cross, a line each."""
-        return tuple(
-            f"  {each.name}: {each.tensor}, from stage {each.made_by} to {', '.join(map(str, each.read_by))}"
-            for each in self.crossing
-        )
+        return tuple(map(str, self.crossing))
 
     @property
     def summary(self) -> str:
@@ -252,9 +234,7 @@ class StageRunner:
     """Runs stages; a context manager, which lets go of the loaded stages at its end.
 
     Tensors go from stage to stage as ONNX Runtime's own values, and are let go after the last stage that reads them.
-
-    Raises:
-        InputError: If ONNX Runtime does not have one of the providers.
+    An InputError says that ONNX Runtime does not have one of the providers.
     """
 
     def __init__(self, partition: Partition, settings: SessionSettings, keep_loaded: bool) -> None:
@@ -275,16 +255,11 @@ class StageRunner:
         self._closing.close()
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run all stages.
-
-        Args:
-            inputs: Input name → numpy array, torch tensor, or nested lists of numbers.
-
-        Returns:
-            Output name → array.
+        """Run all stages: input name → numpy array, torch tensor or nested lists of numbers; output name → array.
 
         Raises:
-            InputError: If the inputs are not those of the model, or ONNX Runtime cannot load or run a stage.
+            InputError: If the inputs are not those of the model, or ONNX Runtime cannot load or run a stage; it says
+                which.
         """
         stages, outputs = self._partition.stages, self._partition.outputs
         feed = Inputs(_input(name, tensor) for name, tensor in self._partition.inputs.items()).feed(inputs)

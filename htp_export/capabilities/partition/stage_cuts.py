@@ -29,10 +29,8 @@ __all__ = ["stages_of"]
 def stages_of(chain: Chain, starts: Sequence[int]) -> Partition:
     """A model cut before some units of its chain, in order: every stage but the first begins at one.
 
-    The stages are cut from the last one to the first: what one needs of those before it is what these have to give.
-
-    Raises:
-        InputError: If a stage computes nothing that is needed.
+    The stages are cut from the last one to the first: what one needs of those before it is what these have to give. An
+    `InputError` names a stage that computes nothing that is needed.
     """
     tagged, graph, homes = chain.tagged, chain.tagged.model.graph, _Homes(chain, starts)
     wanted: list[dict[str, ir.Value]] = [{} for _ in range(len(starts) + 1)]

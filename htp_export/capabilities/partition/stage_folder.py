@@ -25,11 +25,7 @@ _MANIFEST = "manifest.json"
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds anything but an earlier partition.
-
-    Raises:
-        FileError: If it does, or is no folder; it names what is in the way.
-    """
+    """Refuse a folder that holds anything but an earlier partition; the `FileError` names what is in the way."""
     try:
         known = {_MANIFEST, *load_partition(folder).files}
     except FileError:  # no earlier partition
@@ -41,10 +37,7 @@ def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition
     """Write stages and their manifest; an earlier partition in the folder is replaced.
 
     ``extras`` writes what else goes there, into the folder that it is given, which has the stages already, and returns
-    them with the files that they have then.
-
-    Raises:
-        FileError: If it cannot be written; what was there before is untouched.
+    them with the files that they have then. What was there before is untouched if that fails.
     """
     check_folder(folder)
     with named_if_unwritable(folder):
@@ -75,9 +68,6 @@ def _write_stage(stage: Stage, number: int, folder: Path) -> Stage:
 
 def _files(folder: Path) -> Iterator[str]:
     return (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-
-
-# --- reading ----------------------------------------------------------------------------------------------
 
 
 @checks_arguments

@@ -18,13 +18,13 @@ _MOST_NAMED = 2  # of consumers, in text
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that is computed on one device and read on another.
+    """A tensor that is computed on one device and read on another; one that is read on two others crosses twice.
 
     Attributes:
         tensor: Its name; that of the graph that ONNX Runtime runs, in a result of ``placement``.
         bytes: Its size; None if its shape is unknown.
         source: The device or execution provider of its producer.
-        target: That of its consumers; a tensor that is read on two others crosses twice.
+        target: That of its consumers.
         producer: Path of the module that computes it; None for an input of the model.
         consumers: Paths of the modules that read it; empty for an output of the model alone.
         copied: Whether ONNX Runtime copies it to other memory; None if it does not say.
@@ -48,11 +48,10 @@ class Crossing:
 
 
 def _edges(model: ir.Model) -> Iterator[tuple[ir.Value, ir.Node | None, ir.Node | None]]:
-    """Each tensor that is computed or given, with a consumer: value, producer, consumer.
+    """Each tensor, its producer, None for an input of the model, and a consumer, None for an output.
 
-    The producer of an input of the model, and the consumer of an output, is None. What a subgraph is given comes from
-    the node that runs it, and what it returns goes there. Initializers, and what ``Constant`` nodes hold, are no such
-    tensors: every device has those that it needs.
+    What a subgraph is given comes from the node that runs it, and what it returns goes there. Every device has the
+    initializers and constants that it needs: they are left out.
     """
     holder = {body: node for node in all_nodes(model) for body in subgraphs(node)}
 

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from htp_export.errors import InputError
+from htp_export.runtime.assignments import HOST
+from htp_export.runtime.sessions import entry_of
 
-__all__ = ["ANNOTATION", "SETTINGS", "assignment_settings", "device_named", "session_options_with"]
+__all__ = ["ANNOTATION", "SETTINGS", "assignment_settings", "device_named", "is_device", "session_options_with"]
 
 ANNOTATION = "layer_ann"
 """The key in the metadata of a node."""
@@ -27,22 +29,17 @@ SETTINGS = "session.layer_assignment_settings"
 _BY_NAME = "session.name_based_layer_assignment"  # ONNX Runtime refuses a session with both
 _HONOURED_SINCE = (1, 25)
 
-_CPU = "cpu"
-_KINDS = (_CPU, "gpu", "cuda", "dml", "npu", "fpga", "accelerator")
+_KINDS = ("cpu", "gpu", "cuda", "dml", "npu", "fpga", "accelerator")
 _ONE_GPU = re.compile(r"gpu:(\d+|[a-z]+)")
 _PROVIDER = "ExecutionProvider"
 _UNWRITABLE = frozenset("(),;=: ")
 
 
 def device_named(word: str) -> str:
-    """The device that a word means.
+    """The device that a word means: one of ``_KINDS``, ``gpu:1``, ``gpu:nvidia``, or an execution provider.
 
-    Args:
-        word: ``cpu``, ``gpu``, ``cuda``, ``dml``, ``npu``, ``fpga``, ``accelerator``, ``gpu:1`` or ``gpu:nvidia``; or
-            an execution provider, ``OpenVINOExecutionProvider`` or ``openvino``, that of a plugin under its own name.
-
-    Raises:
-        InputError: If ONNX Runtime knows no such device; the message lists those that it knows.
+    ``OpenVINOExecutionProvider`` may be ``openvino``; that of a plugin has its own name. If ONNX Runtime knows no such
+    device, the `InputError` lists those that it knows.
 
     Examples:
         >>> device_named("GPU"), device_named("gpu:1"), device_named("tensorrt")
@@ -77,15 +74,19 @@ def assignment_settings(devices: Iterable[str]) -> str:
         >>> assignment_settings(["gpu", "cpu"])
         'gpu(=gpu); CPUExecutionProvider(=cpu)'
     """
-    return "; ".join(f"{'CPUExecutionProvider' if device == _CPU else device}(={device})" for device in devices)
+    return "; ".join(f"{HOST if device == 'cpu' else device}(={device})" for device in devices)
+
+
+def is_device(device: str, provider: str) -> bool:
+    """Whether a provider may be the device; which of several GPUs it is, ONNX Runtime does not say."""
+    kind = device.partition(":")[0]
+    if kind in _KINDS:
+        return (kind == "cpu") == (provider == HOST)
+    return provider == device
 
 
 def session_options_with(entries: Mapping[str, str], options: Any = None) -> Any:
-    """Session options with configuration entries for layer assignment.
-
-    Args:
-        entries: Entry → value.
-        options: An ``onnxruntime.SessionOptions`` to add them to; None for a new one.
+    """Session options, those that are given or new ones, with configuration entries for layer assignment.
 
     Raises:
         InputError: If this ONNX Runtime would ignore them, or the options assign layers by the names of nodes.
@@ -103,11 +104,3 @@ def session_options_with(entries: Mapping[str, str], options: Any = None) -> Any
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
     return options
-
-
-def entry_of(options: Any, name: str) -> str:
-    """A configuration entry of session options; empty if it was not set."""
-    try:
-        return str(options.get_session_config_entry(name))
-    except RuntimeError:
-        return ""

@@ -1,12 +1,9 @@
 """Which parts of a model go to a device with limited memory, so that it does most of the work and few tensors cross.
 
-Choosing the parts is a knapsack problem on top of a graph cut: both are hard in general. Here they are solved exactly
-by a dynamic program over the parts in order of execution. After each part, the only thing that matters of the choices
-before it is, for every tensor and weight that later parts use too, on which side it is: a few, as most tensors live
-shortly. Of all choices with the same sides, those remain that no other one beats in all of memory, work and crossings.
-Equal blocks have equal numbers, so that these are few, too. If they become too many, those with as many crossings are
-compared in steps of 1/64 of the memory, and the result is only nearly the best; a choice that does not fit is never
-taken.
+This is a knapsack problem on top of a graph cut. A dynamic program over the parts in order of execution solves it: of
+the choices before a part, all that matters is on which side the tensors and weights are that later parts use. Of the
+choices with the same sides, those remain that no other one beats in all of memory, work and crossings. If they become
+too many, those with as many crossings are compared in steps of 1/64 of the memory, and the result is nearly the best.
 
 The peak of activations is no sum. Each value that it may have is tried as a limit: parts with a higher peak stay
 outside, and what is left of the memory is for weights.
@@ -61,24 +58,17 @@ class _Choice(NamedTuple):
     on_device: bool
 
 
-_Sides: TypeAlias = tuple[tuple[int, str], ...]
-"""For each tensor and shared weight that is still used: its number, and what of it is known."""
+_Sides: TypeAlias = tuple[tuple[int, bool | None], ...]
+"""Number of each tensor and shared weight that is still used → whether it is on the device; None if it crosses."""
 
 
 def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slack: float = 0.1) -> list[int]:
     """Choose the items that go to the device.
 
-    First the most work is found that fits. Then, of all choices with at least ``1 - slack`` of that work, the one with
-    the fewest crossings is taken; of several, the one with the most work.
-
-    Args:
-        items: The items, in order of execution.
-        tensors: What they give each other and the rest: it crosses if its producer and a consumer are not on one side.
-        memory: Bytes for the weights of the chosen items and the highest of their peaks.
-        slack: Which part of the work may be given up for fewer crossings.
-
-    Returns:
-        The numbers of the chosen items, in order; empty if none fits.
+    First the most work is found whose weights fit into the memory, with the highest of its peaks. Then, of all choices
+    with at least ``1 - slack`` of that work, the one with the fewest crossings is taken; of several, the one with the
+    most work. A tensor crosses if the items that make and read it are not all on one side. The items are in order of
+    execution; the numbers of the chosen ones are returned, none if nothing fits.
 
     Examples:
         >>> items = [Item({k: 10}, peak=5, work=1) for k in range(4)]
@@ -86,16 +76,15 @@ def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slac
         >>> fill(items, chain, 25), fill(items, chain, 14)
         ([0, 1], [])
     """
-    # Tensors between the same items are counted together.
-    nets = Counter((tensor.producer, tensor.consumers - {tensor.producer}) for tensor in tensors)
+    nets = Counter(tensor.consumers | {tensor.producer} for tensor in tensors)
     limits = _limits(items, memory)
-    most = {limit: max(choice.work for choice in _Program(items, {}, limit, memory - limit).run(0)) for limit in limits}
+    most = {limit: max(choice.work for choice in _Program(items, {}, limit, memory).run(0)) for limit in limits}
     if not most:
         return []
     least = max(1, round(max(most.values()) * (1 - slack)))
     best: list[_Choice] = []
     for limit in sorted((limit for limit in limits if most[limit] >= least), key=lambda limit: (-most[limit], limit)):
-        program = _Program(items, nets, limit, memory - limit)
+        program = _Program(items, nets, limit, memory)
         found = program.run(least, most_crossings=best[0].crossings if best else math.inf)
         best = [min(best + found, key=lambda choice: (choice.crossings, -choice.work, choice.used))]
     taken: list[bool] = []
@@ -119,25 +108,21 @@ def _limits(items: Sequence[Item], memory: int) -> set[int]:
 
 
 class _Program:
-    """The dynamic program for one limit on the peak.
+    """The dynamic program for one limit on the peak; ``nets``: items of the same tensors → how many tensors."""
 
-    What is known of a tensor: ``""`` nothing, ``f`` its producer is on the device, ``s`` it is not, ``r`` a consumer on
-    the device was seen before the producer, ``o`` one that is not, ``ro`` both. Of a shared weight: ``""`` or ``f``.
-    """
-
-    def __init__(
-        self, items: Sequence[Item], nets: Mapping[tuple[int, frozenset[int]], int], limit: int, memory: int
-    ) -> None:
-        self._items, self._memory = items, memory
+    def __init__(self, items: Sequence[Item], nets: Mapping[frozenset[int], int], limit: int, memory: int) -> None:
+        self._items, self._memory = items, memory - limit
         self._allowed = [item.peak <= limit for item in items]
         self._touching: defaultdict[int, list[int]] = defaultdict(list)
         self._last: list[int] = []
-        self._nets: list[tuple[int, frozenset[int], int]] = []  # producer, consumers, how many tensors
-        for (producer, consumers), tensors in nets.items():
-            inside = (consumers | {producer}) - {OUTSIDE}
-            if consumers and inside:
-                self._touch(inside)
-                self._nets.append((producer, consumers, tensors))
+        self._tensors: list[int] = []
+        self._outside: set[int] = set()  # nets of which a part is never on the device
+        for parts, tensors in nets.items():
+            if len(parts) > 1:
+                number = self._touch(parts - {OUTSIDE})
+                self._tensors.append(tensors)
+                if OUTSIDE in parts:
+                    self._outside.add(number)
         self._own = [0] * len(items)
         self._shared: dict[int, int] = {}  # number, after those of the nets → bytes
         readers: defaultdict[object, list[int]] = defaultdict(list)
@@ -183,38 +168,20 @@ class _Program:
             states = {key: _unbeaten(choices, self._memory) for key, choices in after.items()}
         return [choice for choices in states.values() for choice in choices]
 
-    def _step(self, number: int, sides: dict[int, str], on_device: bool) -> tuple[_Sides, int, int]:
+    def _step(self, number: int, sides: dict[int, bool | None], on_device: bool) -> tuple[_Sides, int, int]:
         """The sides after an item, and the memory and the crossings that it adds."""
         used, crossings = (self._own[number] if on_device else 0), 0
         for net in self._touching[number]:
-            before = sides.get(net, "")
             if net in self._shared:
-                if on_device and not before:
-                    used, sides[net] = used + self._shared[net], "f"
+                if on_device and net not in sides:
+                    used, sides[net] = used + self._shared[net], True
             else:
-                producer, consumers, tensors = self._nets[net]
-                sides[net], crosses = _seen(producer, consumers, number, before, on_device)
-                crossings += tensors if crosses else 0
+                before = sides.get(net, False if net in self._outside else on_device)
+                sides[net] = on_device if before is on_device else None
+                crossings += self._tensors[net] if sides[net] is None and before is not None else 0
             if self._last[net] <= number:
                 sides.pop(net, None)
-        return tuple(sorted((net, known) for net, known in sides.items() if known)), used, crossings
-
-
-_CROSSED = "x"
-
-
-def _seen(producer: int, consumers: frozenset[int], number: int, before: str, on_device: bool) -> tuple[str, bool]:
-    """What is known of a net after an item, and whether it is known only now that it crosses."""
-    if before == _CROSSED:
-        return before, False
-    if number == producer:
-        inside, outside = "r" in before, "o" in before or OUTSIDE in consumers
-        crosses, known = (outside, "f") if on_device else (inside, "s")
-    else:
-        side = "s" if producer == OUTSIDE else before if before in ("f", "s") else ""
-        known = side or "".join(sorted({*before, "r" if on_device else "o"}, reverse=True))
-        crosses = bool(side) and (side == "f") != on_device
-    return (_CROSSED, True) if crosses else (known, False)
+        return tuple(sorted(sides.items())), used, crossings
 
 
 def _unbeaten(choices: list[_Choice], memory: int) -> list[_Choice]:

@@ -9,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from htp_export.capabilities.place.crossings import crossings
-from htp_export.capabilities.place.devices import ANNOTATION, SETTINGS, entry_of, session_options_with
+from htp_export.capabilities.place.devices import ANNOTATION, SETTINGS, is_device, session_options_with
 from htp_export.capabilities.place.parts import Needs, needs_of
 from htp_export.capabilities.place.placed import Misplaced, Placement, placed_modules
 from htp_export.editing.flattening import read_flat
@@ -21,10 +19,10 @@ from htp_export.files.filesystem import temporary_folder
 from htp_export.format.placement_entries import read_placement
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
-from htp_export.model.tensor_names import UsedNames
+from htp_export.model.tensor_names import make_node_names_unique
 from htp_export.runtime.assignments import HOST, Assignment, assign
 from htp_export.runtime.data import Data, single_run
-from htp_export.runtime.sessions import RunnableModel, SessionSettings
+from htp_export.runtime.sessions import RunnableModel, SessionSettings, entry_of
 
 __all__ = ["placement"]
 
@@ -33,8 +31,6 @@ _BORDER = (
     "in this version, an execution provider that compiles its nodes takes no part of a graph that borders on nodes of "
     "other devices; place the whole model on it, or nothing"
 )
-
-_KINDS = ("gpu", "npu", "fpga", "accelerator", "cuda", "dml")
 
 
 @names_model_faults("model")
@@ -49,9 +45,9 @@ def placement(
 ) -> Placement:
     """Show which execution provider of ONNX Runtime runs each module, and what crosses between them.
 
-    ONNX Runtime loads the model and says what it gave to which provider; nothing is run. It merges some nodes before:
-    what remains is attributed to modules as in `htp_export.profile`. A model that `htp_export.place` wrote is loaded
-    with its session options, unless ``session_options`` has others. It needs ONNX Runtime 1.24 or later.
+    ONNX Runtime (1.24 or later) loads the model and says what it gave to which provider; nothing is run. What it merges
+    before is attributed to modules as in `htp_export.profile`. A model that `htp_export.place` wrote is loaded with its
+    session options, unless ``session_options`` has others.
 
     Thread-safe, but not for calls with the same ``session_options``.
 
@@ -87,17 +83,14 @@ def placement(
     tagged.require_tags()
     entries, remarks = _entries(tagged, session_options)
     named = tagged.clone()
-    renamed = _name_all(named.model)
+    renamed = make_node_names_unique(named.model.graph)
     with temporary_folder() as folder:
-        as_file = isinstance(model, str | os.PathLike) and tagged is original and not renamed
-        name = (
-            os.fspath(model) if isinstance(model, str | os.PathLike) else tagged.hierarchy.root.simple_class or "model"
-        )
-        runnable = (
-            RunnableModel.of_file(Path(name), named.model, folder)
-            if as_file
-            else RunnableModel.of(named.model, name, folder)
-        )
+        path = model if isinstance(model, str | os.PathLike) else None
+        name = tagged.hierarchy.root.simple_class or "model" if path is None else os.fspath(path)
+        if path is not None and tagged is original and not renamed:
+            runnable = RunnableModel.of_file(Path(name), named.model, folder)
+        else:
+            runnable = RunnableModel.of(named.model, name, folder)
         try:
             assignment = assign(runnable, settings, folder, entries)
         except OnnxRuntimeError as error:
@@ -122,15 +115,6 @@ def _entries(tagged: TaggedModel, options: Any) -> tuple[dict[str, str], tuple[s
     except InputError as error:
         return {}, (str(error),)
     return entries, ()
-
-
-def _name_all(model: ir.Model) -> bool:
-    """Give every node a name of its own; returns whether any was changed."""
-    used, changed = UsedNames(), False
-    for node in model.graph.all_nodes():
-        name = used.unused(node.name or node.op_type)
-        changed, node.name = changed or name != node.name, name
-    return changed
 
 
 def _result(
@@ -172,13 +156,5 @@ def _misplaced(tagged: TaggedModel, assignment: Assignment) -> Iterator[Misplace
     for entry in assignment.assigned:
         node = named.get(entry.name) or named.get(entry.name.rpartition("/")[0])
         device = None if node is None else node.metadata_props.get(ANNOTATION)
-        if node is not None and device is not None and not _is_device(device, entry.provider):
+        if node is not None and device is not None and not is_device(device, entry.provider):
             yield Misplaced(entry.name, entry.op_type, tagged.owners_of(node), device, entry.provider)
-
-
-def _is_device(device: str, provider: str) -> bool:
-    """Whether a provider may be the device; which of several GPUs it is, ONNX Runtime does not say."""
-    kind = device.partition(":")[0]
-    if kind == "cpu":
-        return provider == HOST
-    return provider != HOST if kind in _KINDS else provider == device

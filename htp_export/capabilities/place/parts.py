@@ -35,11 +35,7 @@ def needs_of(
     *,
     required: bool = False,
 ) -> Needs | None:
-    """What the nodes of a model without functions need; None if sizes are unknown, not required, and none was given.
-
-    Raises:
-        InputError: If what was given does not fit the model, or if required sizes are unknown.
-    """
+    """What the nodes of a model without functions need; None if sizes are unknown, not required, and none was given."""
     from htp_export.capabilities.cost.shapes import run_by_shapes
 
     try:
@@ -100,10 +96,7 @@ def nodes_that_fit(
     """The nodes that go to a device, so that it does most of the work that fits, and few tensors cross.
 
     Modules are not divided if they fit. What a divided module computes around the modules below it is divided into
-    connected parts. See ``filling`` for how parts are chosen.
-
-    Raises:
-        InputError: If nothing fits, or all candidates are in subgraphs; the message names the part that needs least.
+    connected parts. If nothing fits, the `InputError` names the part that needs least.
     """
     nodes = [node for node in needs.ordered if node in candidates]
     if not nodes:

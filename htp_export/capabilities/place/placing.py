@@ -119,10 +119,7 @@ def place(
 
 
 def bytes_of(size: int | str) -> int:
-    """A size in bytes, from a number or a text.
-
-    Raises:
-        InputError: If it is no size.
+    """A size in bytes, from a number or a text; an `InputError` if it is none.
 
     Examples:
         >>> bytes_of("4GiB"), bytes_of("1.5 MB"), bytes_of(4096)

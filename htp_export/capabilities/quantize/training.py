@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import InputError
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.selectors import select_below
 from htp_export.process.argument_types import checks_arguments
-from htp_export.process.restoring import Changes, restored
+from htp_export.process.restoring import Changes, restored, set_item
 
 if TYPE_CHECKING:
     import torch
@@ -66,18 +65,10 @@ def frozen_fake_quantize(model: nn.Module) -> Iterator[None]:
 
     def make(changes: Changes) -> None:
         for module, forward in frozen.items():
-            changes.will_undo(partial(_give_back, vars(module), vars(module).get("forward")))
-            module.forward = forward
+            set_item(changes, vars(module), "forward", forward)
 
     with restored(make):
         yield
-
-
-def _give_back(own: dict[str, Any], forward: object) -> None:
-    """Let a module have the ``forward`` of its own that it had before, or none."""
-    own.pop("forward", None)
-    if forward is not None:
-        own["forward"] = forward
 
 
 def _frozen(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:

@@ -1,1 +1,1 @@
-"""Checkpoints whose weights are quantized already: GPTQ, AWQ, bitsandbytes, compressed-tensors, GGUF."""
+"""Checkpoints whose weights are quantized already: GPTQ, AWQ, bitsandbytes, GGUF."""

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.capabilities.huggingface.packed.layouts import LAYOUTS
-from htp_export.capabilities.huggingface.packed.packed_checkpoint import PackedCheckpoint, module_of
-from htp_export.capabilities.huggingface.packed.weights import Array, Layer
+from htp_export.capabilities.huggingface.packed.weights import Array, Layer, PackedCheckpoint, module_of
 from htp_export.errors import FileError
 from htp_export.files.checkpoint import read_checkpoint
 from htp_export.files.text_files import read_json

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from htp_export.capabilities.huggingface.packed.packed_checkpoint import PackedCheckpoint
-from htp_export.capabilities.huggingface.packed.weights import Array, Layer, Packed, integers_in
+from htp_export.capabilities.huggingface.packed.weights import Array, Layer, Packed, PackedCheckpoint, integers_in
 from htp_export.errors import FileError, InputError, described
 
 __all__ = ["gguf_config", "read_gguf"]

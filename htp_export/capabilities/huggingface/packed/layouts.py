@@ -81,10 +81,8 @@ def _awq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[s
     """
     if "qweight" not in shapes:
         return None
-    version, bits = (
-        str(config.get("version", config.get("format", "gemm"))).lower(),
-        config.get("bits", config.get("w_bit", 4)),
-    )
+    version = str(config.get("version", config.get("format", "gemm"))).lower()
+    bits = config.get("bits", config.get("w_bit", 4))
     if version != "gemm" or bits != 4:
         raise ValueError(f"AWQ of version {version!r} with {bits} bits is not read; 'gemm' with 4 bits is")
     (inputs, words), (groups, _) = _sizes(shapes, "qweight", "qzeros")

@@ -1,14 +1,20 @@
-"""A weight of few bits, as any checkpoint has it: integers, and a scale and a zero point for each block of a row."""
+"""Weights of few bits, as any checkpoint has them: integers, and a scale and a zero point for each block of a row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Array", "Coded", "Layer", "Packed", "blocks_of_groups", "bytes_of_integers", "integers_in"]
+from htp_export.errors import FileError
+
+__all__ = [
+    *("Array", "Coded", "Layer", "Packed", "PackedCheckpoint"),
+    *("blocks_of_groups", "bytes_of_integers", "integers_in", "module_of"),
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -36,11 +42,6 @@ class Packed:
     block: int
     order: Array | None = None
 
-    @property
-    def has_middle_points(self) -> bool:
-        """Whether all zero points are the middle of the levels."""
-        return self.points is None or bool((self.points == 1 << (self.bits - 1)).all())
-
     def weight(self) -> Array:
         """The matrix as float32, its columns in the order of the inputs.
 
@@ -66,23 +67,17 @@ class Packed:
 
     def tensors(self) -> dict[str, Array]:
         """What the operator reads beside its input; ``order``: in which order it reads this input."""
-        tensors = {"levels": self.written_levels(), "scales": self.scales}
-        if (points := self.written_points()) is not None:
-            tensors["zero_points"] = points
-        return tensors if self.order is None else {**tensors, "order": self.order.astype(np.int64)}
-
-    def written_levels(self) -> Array:
-        """The levels as ``MatMulNBits`` reads them: uint8 of ``(outputs, blocks, bytes)``."""
         rows, columns = self.levels.shape
-        count = -(-columns // self.block)
-        padded = np.pad(self.levels, ((0, 0), (0, count * self.block - columns)))
-        return bytes_of_integers(padded, self.bits).reshape(rows, count, -1)
-
-    def written_points(self) -> Array | None:
-        """The zero points as ``MatMulNBits`` reads them; None where it needs none."""
-        if self.points is None or self.has_middle_points:
-            return None
-        return self.points if self.points.dtype == np.float32 else bytes_of_integers(self.points, self.bits)
+        blocks = self.scales.shape[1]
+        padded = np.pad(self.levels, ((0, 0), (0, blocks * self.block - columns)))
+        levels = bytes_of_integers(padded, self.bits).reshape(rows, blocks, -1)
+        tensors = {"levels": levels, "scales": self.scales}
+        if self.points is not None and (self.points != 1 << (self.bits - 1)).any():
+            is_float = self.points.dtype == np.float32
+            tensors["zero_points"] = self.points if is_float else bytes_of_integers(self.points, self.bits)
+        if self.order is not None:
+            tensors["order"] = self.order.astype(np.int64)
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -131,6 +126,50 @@ class Layer:
 
     shape: tuple[int, int]
     read: Callable[[], Packed | Coded]
+
+
+class PackedCheckpoint(Mapping[str, Array]):
+    """A quantized checkpoint; as a mapping, its ``state_dict``: name → array, dequantized to float32 when it is read.
+
+    Attributes:
+        path: The folder or file.
+        kind: What made it: ``gptq``, ``awq``, ...
+        layers: Name of a parameter → its packed weight.
+    """
+
+    def __init__(self, path: Path, kind: str, layers: Mapping[str, Layer], others: Mapping[str, Any]) -> None:
+        self.path, self.kind, self.layers, self._others = path, kind, layers, others
+
+    def __getitem__(self, name: str) -> Array:
+        """A parameter; a `KeyError` if the checkpoint has none of this name."""
+        if name not in self._others:
+            return self.packed(name).weight()
+        array: Array = self._others[name]()
+        return array if array.dtype.kind in "iub" else array.astype(np.float32)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.layers, **self._others})
+
+    def __len__(self) -> int:
+        return len({*self.layers, *self._others})
+
+    def also(self, names: Mapping[str, str]) -> PackedCheckpoint:
+        """The same with more names: name → the one that the checkpoint has."""
+        layers = {name: self.layers[known] for name, known in names.items() if known in self.layers}
+        others = {name: self._others[known] for name, known in names.items() if known in self._others}
+        return PackedCheckpoint(self.path, self.kind, {**self.layers, **layers}, {**self._others, **others})
+
+    def packed(self, name: str) -> Packed | Coded:
+        """The packed weight of a parameter; a `FileError` if its tensors do not fit together."""
+        try:
+            return self.layers[name].read()
+        except ValueError as error:
+            raise FileError(self.path, f"module {module_of(name)!r}: {error}") from error
+
+
+def module_of(name: str) -> str:
+    """The module of a tensor; bitsandbytes has ``<module>.weight.absmax``."""
+    return name.rpartition(".weight.")[0] or name.rpartition(".")[0]
 
 
 def integers_in(array: Array, bits: int) -> Array:

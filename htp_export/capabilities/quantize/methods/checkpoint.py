@@ -25,8 +25,7 @@ from htp_export.model.recipes import recipe_of, recorded
 from htp_export.weights.products import is_matrix_product
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.huggingface.packed.packed_checkpoint import PackedCheckpoint
-    from htp_export.capabilities.huggingface.packed.weights import Coded, Packed
+    from htp_export.capabilities.huggingface.packed.weights import Coded, Packed, PackedCheckpoint
 
 __all__ = ["METHOD"]
 
