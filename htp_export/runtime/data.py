@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 
 from htp_export.errors import FileError, InputError, ModelSourceError
-from htp_export.files.npz_file import read_npz
+from htp_export.files.npz_file import NpzArrays
 from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.process.factories import call_factory, names_factory
 from htp_export.process.progress import counted
@@ -171,13 +171,13 @@ def _files(path: str | os.PathLike[str]) -> list[Run]:
     if folder.suffix != ".npz" and not folder.exists():
         raise FileError(folder, f"there is no such file or folder; data are {_FORMS}")
     for file in files:
-        read_npz(file)
+        NpzArrays(file)
     return list(files)
 
 
 def arrays_of(run: Any) -> Any:
     """The arrays of a run, unchecked: of a file, those in it."""
-    return read_npz(run) if isinstance(run, str | os.PathLike) else run
+    return NpzArrays(run) if isinstance(run, str | os.PathLike) else run
 
 
 def _one(runs: Iterable[Run], what: str) -> Run:
