@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -102,7 +103,7 @@ def check_output(output: Path, kind: Kind) -> None:
         FileError: If it is one, or if the name of a new ONNX file has no extension. The weights of a model, which are
             checked too, are written to ``<output>.data``.
     """
-    if kind is Kind.MODEL and not output.suffix and not output.exists():
+    if kind is Kind.MODEL and not output.suffix and not os.path.lexists(output):
         raise FileError(output, f"has no extension; name the file {output.name}.onnx")
     _check.get(check_target)(output, kind)
 

@@ -63,12 +63,7 @@ class Samples:
         """The runs that a user's data stand for; random ones for None.
 
         ``passes`` is how often they are read: an iterator, which can be read once, is kept in memory for a second time.
-
-        Raises:
-            InputError: If they are no data.
-            FileError: If a file or folder cannot be read.
-            ModelSourceError: If there is no such factory, or it returns no data.
-            UserCodeError: If the factory raises.
+        An InputError if they are no data; its subclasses name the file or the factory at fault.
         """
         check_whole("seed", seed, 0, MOST_SEED - _RANDOM_RUNS)
         return cls(_runs_of(data, shapes, seed, passes), Inputs.of(model), dims, shapes, seed)
