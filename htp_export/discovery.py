@@ -30,11 +30,7 @@ __all__ = [
 
 
 def names_in(package: str, suffix: str = "") -> list[str]:
-    """The modules of a package by name, in alphabetical order.
-
-    Args:
-        package: The package.
-        suffix: Only those whose names end like this, which is left out.
+    """The modules of a package by name, in alphabetical order; of those that end in a suffix, without it.
 
     Examples:
         >>> "products" in names_in("htp_export.capabilities.cost.formulas")
@@ -48,9 +44,6 @@ def capability_modules(suffix: str) -> dict[str, str]:
     """Files of capabilities whose names end alike: the rest of the name → the module. Nothing is imported.
 
     What lies in a folder ``commands`` of a capability has the name of the capability and a space before its own.
-
-    Args:
-        suffix: How the names end.
 
     Examples:
         >>> capability_modules("_command")["carry"]
@@ -70,9 +63,6 @@ def capability_modules(suffix: str) -> dict[str, str]:
 def provider(name: str) -> ModuleType:
     """The module ``provides_NAME.py`` of whichever capability has it: what the core needs of one.
 
-    Args:
-        name: What is needed: ``named_models``, ``traced_models`` or ``module_functions``.
-
     Raises:
         InputError: If no capability provides it, or it cannot be imported.
     """
@@ -86,20 +76,12 @@ def provider(name: str) -> ModuleType:
 
 
 def plug_ins(capability: str) -> dict[str, EntryPoint]:
-    """What installed packages add to a capability: the entry points of the group ``htp_export.CAPABILITY`` by name.
-
-    Args:
-        capability: The capability, such as ``"profile"``, whose engines they are.
-    """
+    """What installed packages add to a capability: the entry points of the group ``htp_export.CAPABILITY`` by name."""
     return {entry.name: entry for entry in entry_points(group=f"htp_export.{capability}")}
 
 
 def plug_in(capability: str, name: str) -> Any:
-    """What an installed package adds to a capability under a name, imported.
-
-    Args:
-        capability: The capability.
-        name: The name of the entry point.
+    """What an installed package adds to a capability under the name of an entry point, imported.
 
     Raises:
         InputError: If there is none, or if it cannot be imported; the message says what is installed.
@@ -119,9 +101,6 @@ def plug_in(capability: str, name: str) -> Any:
 def exported_in(package: str) -> dict[str, str]:
     """What the modules of a package have in ``__all__``, in alphabetical order, each with the name of its module.
 
-    Args:
-        package: The package.
-
     Examples:
         >>> exported_in("htp_export.capabilities.carry.adapters")["onnxslim"]
         'optimizers'
@@ -138,12 +117,7 @@ def imported_when_used(module: str, file: str, modules: Collection[str] = ()) ->
     """The ``__getattr__`` of a package whose names are imported when they are first used.
 
     Importing torch takes seconds, and reading a file does not need it. The names are those that the package imports for
-    type checkers alone, so that each stands once.
-
-    Args:
-        module: Name of the package.
-        file: Its file.
-        modules: Modules in it that are imported when they are used, too.
+    type checkers alone, so that each stands once. ``modules`` of the package are imported when they are used, too.
 
     Examples:
         >>> imported_when_used("htp_export.results", str(_folder("htp_export.results") / "__init__.py"))("Profile")

@@ -102,12 +102,7 @@ class InputError(HtpExportError):
 
 
 class FileError(InputError):
-    """A file cannot be read or written.
-
-    Args:
-        path: The file.
-        problem: The problem, and what to do.
-    """
+    """A file cannot be read or written; ``problem`` says why, and what to do."""
 
     def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
         name = os.fspath(path)
@@ -146,12 +141,7 @@ class UnknownModuleError(InputError, KeyError):
 
 
 class SelectorError(InputError):
-    """A selector cannot be read, or matches nothing.
-
-    Args:
-        pattern: The pattern.
-        problem: The problem, and what to do.
-    """
+    """A selector cannot be read, or matches nothing; ``problem`` says why, and what to do."""
 
     def __init__(self, pattern: str, problem: str) -> None:
         super().__init__(f"selector {pattern!r}: {problem}")
@@ -159,12 +149,7 @@ class SelectorError(InputError):
 
 
 class RuleError(InputError):
-    """A rule of a plan cannot be used.
-
-    Args:
-        selector: The selector of the rule.
-        problem: The problem, and what to do.
-    """
+    """A rule of a plan, with this selector, cannot be used; ``problem`` says why, and what to do."""
 
     def __init__(self, selector: str, problem: str) -> None:
         super().__init__(f"rule {selector!r}: {problem}")
@@ -177,12 +162,7 @@ class UntaggedModelError(InputError):
 
 
 class ModelSourceError(InputError):
-    """A model cannot be created from a hub id, folder, model type or entry point.
-
-    Args:
-        source: The hub id, folder, model type or entry point.
-        problem: The problem, and what to do.
-    """
+    """A model cannot be created from ``source``: a hub id, folder, model type or entry point."""
 
     def __init__(self, source: str, problem: str) -> None:
         super().__init__(f"{source}: {problem}")
@@ -190,12 +170,7 @@ class ModelSourceError(InputError):
 
 
 class UserCodeError(InputError):
-    """Code of the caller raised, which is the cause; the message has the line of it that ran last.
-
-    Args:
-        what: What was called.
-        problem: What it raised, and where.
-    """
+    """Code of the caller, ``what``, raised, which is the cause; the message has the line of it that ran last."""
 
     def __init__(self, what: str, problem: str) -> None:
         super().__init__(f"{what}: {problem}")
@@ -234,12 +209,7 @@ class OpenDimensionError(InputError):
 
 
 class ToolError(HtpExportError):
-    """A tool failed on a model; nothing was written.
-
-    Args:
-        tool: The name of the adapter in `htp_export.tools`.
-        problem: What it raised, or what is wrong with its result.
-    """
+    """A tool, by its name in `htp_export.tools`, failed on a model; nothing was written."""
 
     def __init__(self, tool: str, problem: str) -> None:
         super().__init__(f"{tool} {problem}")
@@ -247,12 +217,7 @@ class ToolError(HtpExportError):
 
 
 class TorchChangedError(HtpExportError):
-    """A private part of torch that htp_export needs is missing or has changed.
-
-    Args:
-        what: The dotted name of the part.
-        problem: The problem.
-    """
+    """A private part of torch that htp_export needs, by its dotted name, is missing or has changed."""
 
     def __init__(self, what: str, problem: str = "is gone") -> None:
         import torch
@@ -284,13 +249,7 @@ class ResultError(HtpExportError):
 
 
 class PassError(HtpExportError):
-    """A pass failed; the model is unchanged, and nothing was written.
-
-    Args:
-        name: The pass.
-        ran: The passes that ran before it, in order.
-        problem: The error.
-    """
+    """A pass failed, after those that ``ran``; the model is unchanged, and nothing was written."""
 
     def __init__(self, name: str, ran: Iterable[str], problem: Exception) -> None:
         self.ran = tuple(ran)
@@ -319,12 +278,7 @@ class StepError(HtpExportError):
 
 
 class CaptureError(HtpExportError):
-    """htp_export failed to follow an export, so that it does not know which module computes which node.
-
-    Args:
-        seam: The step that failed.
-        problem: The error.
-    """
+    """htp_export failed at a step, ``seam``, of following an export: which module computes a node is not known."""
 
     def __init__(self, seam: str, problem: Exception) -> None:
         super().__init__(

@@ -50,12 +50,7 @@ class DataOptions:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The arguments ``data``, ``dims`` and ``shapes`` of a function.
-
-        Raises:
-            FileError: If the file of shapes cannot be read.
-            InputError: If a size cannot be read.
-        """
+        """The arguments ``data``, ``dims`` and ``shapes`` of a function."""
         return runs_on(self.data, self.dims, self.shapes)
 
     def arrays(self, file: Path, what: str, seed: int = 0) -> Mapping[str, Any] | None:
@@ -84,10 +79,7 @@ def typed_data(words: Sequence[str] | None) -> str | list[str] | None:
 
 
 def parse_dims(settings: list[str]) -> dict[str, int]:
-    """Open sizes as typed.
-
-    Raises:
-        InputError: If one is not ``name=size``.
+    """Open sizes as typed; an InputError if one is not ``name=size``.
 
     Examples:
         >>> parse_dims(["batch=1,sequence=16"])
@@ -105,11 +97,7 @@ def parse_dims(settings: list[str]) -> dict[str, int]:
 
 
 def read_shapes(path: Path | None) -> dict[str, Any]:
-    """The inputs' shapes in a JSON file; empty without one.
-
-    Raises:
-        FileError: If it cannot be read or holds no JSON object.
-    """
+    """The inputs' shapes in a JSON file; empty without one."""
     if path is None:
         return {}
     if path.suffix == ".npz":

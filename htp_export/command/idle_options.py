@@ -35,11 +35,7 @@ _ALWAYS = (
 def check_options(
     parameters: Iterable[Any], typed: Sequence[Any], given: Mapping[str, Any], idle: Sequence[Idle]
 ) -> None:
-    """Refuse options without effect, of those that were typed, one entry each time, with the values that were given.
-
-    Raises:
-        InputError: If there is such an option.
-    """
+    """Refuse options without effect, of those that were typed, one entry each time, with the values that were given."""
     options = {parameter.name: parameter for parameter in parameters if parameter.param_type_name == "option"}
     times = Counter(parameter.name for parameter in typed)
     for name, count in times.items():

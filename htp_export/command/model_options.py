@@ -57,11 +57,7 @@ class ModelOptions:
         return self.random_weights or self.entry is not None
 
     def check(self, stream_weights: bool = False) -> None:
-        """Refuse options that do not go together.
-
-        Raises:
-            InputError: If no model is named, or two are, or if there are options that a factory decides.
-        """
+        """Refuse options that do not go together: two models or none, or options that a factory decides."""
         if (self.source is None) == (self.entry is None):
             raise InputError("give one model: a SOURCE or --entry package.module:factory")
         if self.source is not None and re.fullmatch(r"[\w.]+:\w+", self.source):
@@ -100,9 +96,6 @@ class ModelOptions:
         """The model, and example inputs; ``batch`` is for where nothing else says it.
 
         Shapes are those of inputs of a file. The model takes those that it has; ``--shapes`` go before.
-
-        Raises:
-            InputError: If there is no such model, or it cannot be built as asked.
         """
         self.check(stream_weights)
         if self.entry is not None:
@@ -119,9 +112,6 @@ class ModelOptions:
 
         A task is guessed for folders and hub ids whose config names a class that generates. The settings are those of
         ``provides_named_models.calls_by_task``.
-
-        Raises:
-            InputError: If there is no such model, or it cannot do the task.
         """
         self.check(stream_weights)
         if not self.has_task:
@@ -135,11 +125,7 @@ class ModelOptions:
 
     @cached_property
     def has_task(self) -> bool:
-        """Whether a task is given, or guessed from the config of a folder or hub id.
-
-        Raises:
-            ModelSourceError: If there is no such model.
-        """
+        """Whether a task is given, or guessed from the config of a folder or hub id."""
         if self.task is not None or self.entry is not None:
             return self.entry is None
         return bool(provider("named_models").has_guessed_task(self))
@@ -188,11 +174,7 @@ class LookOptions(ModelOptions):
         return not (os.path.isdir(self.source) or re.fullmatch(_MODEL_NAME, self.source))  # noqa: PTH112 - as above
 
     def look(self, *, quiet: bool = False) -> Looked:
-        """The file, or a graph of the model; for that, stderr has which way it was got, and why no better one.
-
-        Raises:
-            InputError: If nothing is named, or two models are, or the model has no graph.
-        """
+        """The file, or a graph of the model; for that, stderr has which way it was got, and why no better one."""
         if self.is_file:
             self.check_file()
             return Looked(Path(str(self.source)), str(self.source), {})

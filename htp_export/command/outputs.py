@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from htp_export.command.terminal import print_json, show
+from htp_export.errors import FileError
 from htp_export.files.filesystem import is_special
 from htp_export.files.targets import Kind, check_target, files_named_in
 from htp_export.process.factories import factory_file
@@ -98,8 +100,11 @@ def check_output(output: Path, kind: Kind) -> None:
     """Refuse an output that cannot be written, that the command reads, or that is a file of another kind.
 
     Raises:
-        FileError: If it is one. The weights of a model, which are checked too, are written to ``<output>.data``.
+        FileError: If it is one, or if the name of a new ONNX file has no extension. The weights of a model, which are
+            checked too, are written to ``<output>.data``.
     """
+    if kind is Kind.MODEL and not output.suffix and not os.path.lexists(output):
+        raise FileError(output, f"has no extension; name the file {output.name}.onnx")
     _check.get(check_target)(output, kind)
 
 

@@ -50,12 +50,7 @@ MetricOption: TypeAlias = Annotated[
 def read_rules(
     plan: str | Path | None, typed: list[str] | None, value: str = "VALUE", *, named: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The rules of a file, or a value of ``named`` for the whole model, and then those that are typed.
-
-    Raises:
-        FileError: If the file cannot be read.
-        InputError: If there is no rule, or one cannot be read.
-    """
+    """The rules of a file, or a value of ``named`` for the whole model, and then those that are typed."""
     from htp_export.plans.rules import read_plan
 
     rules: dict[str, Any] = {}
@@ -86,12 +81,7 @@ def _plan_file(plan: str, named: Iterable[str]) -> Path:
 def typed_pairs(texts: Iterable[str], option: str, form: str) -> dict[str, str]:
     """Pairs as they are typed, ``NAME=VALUE``; of equal names, the last one holds, at its place.
 
-    Raises:
-        InputError: If one has no name or no value.
-
     Examples:
-        >>> typed_pairs(["encoder.**=int8", "lm_head=fp16"], "--rule", "SELECTOR=VALUE")
-        {'encoder.**': 'int8', 'lm_head': 'fp16'}
         >>> typed_pairs(["lm_head=int4:accuracy_level=0"], "--rule", "SELECTOR=VALUE")
         {'lm_head': 'int4:accuracy_level=0'}
     """
@@ -128,11 +118,7 @@ def rules_as_typed(plan: object, typed: Sequence[str] | None) -> Iterator[None]:
 
 
 def read_metric(entry: str | None) -> Any:
-    """The metric that a factory returns; None without one.
-
-    Raises:
-        InputError: If the factory fails, or returns no function.
-    """
+    """The metric that a factory returns; None without one."""
     if entry is None:
         return None
     metric = call_factory(entry)

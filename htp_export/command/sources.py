@@ -67,11 +67,7 @@ class SourceCall:
 
 
 def call_entry(entry: str, seed: int = 0) -> SourceCall:
-    """What ``package.module:factory`` returns: a model, put in eval mode, and example inputs as a tuple or a dict.
-
-    Raises:
-        ModelSourceError: As `call_factory`, or if it returns anything else.
-    """
+    """What ``package.module:factory`` returns: a model, put in eval mode, and example inputs as a tuple or a dict."""
     import torch
 
     from htp_export.exporter.capture.modules import set_eval_mode
@@ -105,9 +101,6 @@ def _by_keyword(model: nn.Module, args: tuple[Any, ...]) -> SourceCall:
 
 def parse_overrides(settings: Sequence[str]) -> dict[str, object]:
     """``key=value`` as typed; values are JSON where they can be, else text.
-
-    Raises:
-        InputError: If there is no ``=``, or nothing before it.
 
     Examples:
         >>> parse_overrides(["num_hidden_layers=2", "hidden_act=relu", "depths=[1, 2]"])

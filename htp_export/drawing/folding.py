@@ -25,16 +25,12 @@ def likeness(
 def folded(parents: Mapping[str, str | None], alike: Callable[[str], Hashable]) -> dict[str | None, list[list[str]]]:
     """The modules right below each one of a tree (None: at its top), in runs of alike ones; most hold a single one.
 
-    Args:
-        parents: Module path → the one that it is drawn below; None at the top.
-        alike: What makes modules alike, apart from what is below them.
+    ``parents`` are those of `drawn_parents`; ``alike`` is what makes modules alike, apart from what is below them.
 
     Examples:
         >>> tree = {"": None, "layer.0": "", "layer.0.fc": "layer.0", "layer.1": "", "layer.1.fc": "layer.1"}
         >>> folded(tree, alike=lambda path: path.count("."))[""]
         [['layer.0', 'layer.1']]
-        >>> folded({"layer.0": None, "layer.10": None, "head.11": None}, alike=len)[None]
-        [['layer.0'], ['layer.10'], ['head.11']]
     """
     below: dict[str | None, list[str]] = {None: [], **{path: [] for path in parents}}
     for path, parent in parents.items():

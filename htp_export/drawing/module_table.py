@@ -118,10 +118,7 @@ def render_modules(
     """A tree of modules, of all that are listed or of some, then what is known of the whole, in words.
 
     Siblings with the same cells are one line, unless ``fold`` is False. With ``sort``, a column, it is a list, the
-    largest first.
-
-    Raises:
-        InputError: If there is no such column.
+    largest first; an InputError if there is no such column.
     """
     listed = sorted_by(result.listed if rows is None else rows, result.columns, sort)
     table = TreeTable(listed, result.drawn, equal_cells(result.drawn) if fold else None, flat=sort is not None)

@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.filesystem import Identity
-from htp_export.files.slots import Slot
+from htp_export.files.slots import Slot, about
 from htp_export.files.stored import write_values
 from htp_export.process.progress import counted
 
@@ -127,10 +127,8 @@ class DataTensor(ir.ExternalTensor):
             tensor.length,
             tensor.dtype,
             shape=ir.Shape(tensor.shape.numpy()),
-            name=tensor.name or "",
-            doc_string=tensor.doc_string,
-            metadata_props=dict(tensor.metadata_props),
             base_dir=os.fspath(base_dir),
+            **about(tensor),
         )
         self._file = file
         self._numbers: np.ndarray[Any, Any] | None = None
@@ -138,8 +136,7 @@ class DataTensor(ir.ExternalTensor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (self.location, self.offset, self.length, self.dtype)
-        about = {"name": self.name, "doc_string": self.doc_string, "metadata_props": dict(self.metadata_props)}
-        return _tensor_again, (fields, tuple(self.shape.numpy()), about, self._file, self.base_dir)
+        return _tensor_again, (fields, tuple(self.shape.numpy()), about(self), self._file, self.base_dir)
 
     @property
     def file(self) -> DataFile:
@@ -196,10 +193,10 @@ class DataTensor(ir.ExternalTensor):
 
 
 def _tensor_again(
-    fields: tuple[Any, ...], shape: tuple[int, ...], about: dict[str, Any], file: DataFile, base_dir: str
+    fields: tuple[Any, ...], shape: tuple[int, ...], facts: dict[str, Any], file: DataFile, base_dir: str
 ) -> DataTensor:
     """Restore a pickled tensor."""
-    return DataTensor(ir.ExternalTensor(*fields, shape=ir.Shape(shape), **about), file, base_dir, fields[0])
+    return DataTensor(ir.ExternalTensor(*fields, shape=ir.Shape(shape), **facts), file, base_dir, fields[0])
 
 
 def find_data(model: Path, location: str, what: str = "external data") -> tuple[Path, str]:
@@ -263,8 +260,7 @@ def _place(tensor: ir.TensorProtocol) -> object:
 def _external(tensor: ir.TensorProtocol, place: tuple[int, int], file: DataFile) -> DataTensor:
     offset, length = place
     shape = ir.Shape(tensor.shape.numpy())
-    about = {"name": tensor.name or "", "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
-    plain = ir.ExternalTensor(file.path.name, offset, length, tensor.dtype, shape=shape, **about)  # type: ignore[arg-type]
+    plain = ir.ExternalTensor(file.path.name, offset, length, tensor.dtype, shape=shape, **about(tensor))
     return DataTensor(plain, file, file.path.parent.absolute(), file.path.name)
 
 

@@ -27,7 +27,7 @@ from htp_export.files.filesystem import is_special
 from htp_export.files.parsing import is_protobuf, parsed, put_in_order
 from htp_export.files.protobuf_bytes import Marks
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
-from htp_export.files.slots import Slot, slots
+from htp_export.files.slots import Slot, about, slots
 from htp_export.files.stored import write_filled
 from htp_export.files.targets import check_target
 from htp_export.files.written_check import check_written, hollow_proto
@@ -263,9 +263,8 @@ def _named(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
     """Return an external tensor with another name of its file."""
     if not isinstance(tensor, ir.ExternalTensor) or os.fspath(tensor.location) == name:
         return tensor
-    about = {"name": tensor.name or "", "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
     shape = ir.Shape(tensor.shape.numpy())
-    return ir.ExternalTensor(name, tensor.offset, tensor.length, tensor.dtype, shape=shape, **about)  # type: ignore[arg-type]
+    return ir.ExternalTensor(name, tensor.offset, tensor.length, tensor.dtype, shape=shape, **about(tensor))
 
 
 def _without_work_folder(error: Exception) -> str:

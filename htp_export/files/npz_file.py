@@ -16,7 +16,7 @@ from htp_export.errors import FileError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ArrayHeader", "NpzArrays", "read_npz"]
+__all__ = ["ArrayHeader", "NpzArrays"]
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class NpzArrays(Mapping[str, "np.ndarray[Any, Any]"]):
     """The arrays of an ``.npz`` file by name; each is unpacked when it is used: a small file may hold large ones.
 
     ``headers`` has the shape and element type of each; nothing is unpacked for them. A file that cannot be read or has
-    other contents is a `FileError`.
+    other contents is a `FileError`: pickles are not loaded, because they may run code.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = Path(path)
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
-        with _opened(file) as archive:
+        with _opened(self._file) as archive:
             self.headers = {name.removesuffix(".npy"): _header(archive, name) for name in archive.namelist()}
         if not self.headers:
-            raise FileError(file, "holds no arrays")
+            raise FileError(self._file, "holds no arrays")
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         import numpy as np
@@ -62,11 +62,6 @@ class NpzArrays(Mapping[str, "np.ndarray[Any, Any]"]):
 
     def __len__(self) -> int:
         return len(self.headers)
-
-
-def read_npz(path: str | os.PathLike[str]) -> NpzArrays:
-    """Read the arrays of an ``.npz`` file. Pickles in it are not loaded, because they may run code: a `FileError`."""
-    return NpzArrays(Path(path))
 
 
 @contextlib.contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
-__all__ = ["Slot", "slots"]
+__all__ = ["Slot", "about", "slots"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Slot:
     def path(self) -> str:
         """The path of the data file; ``""`` for a tensor in memory or in the ONNX file."""
         return self.tensor.path if isinstance(self.tensor, ir.ExternalTensor) else ""
+
+
+def about(tensor: ir.TensorProtocol) -> dict[str, Any]:
+    """What a tensor says besides its type and values, as arguments for another one."""
+    return {"name": tensor.name or "", "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
 
 
 def slots(model: ir.Model) -> Iterator[Slot]:

@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.protobuf_bytes import LARGE_BYTES, Marks, total_size, with_values, without_values
+from htp_export.files.slots import about
 
 __all__ = ["FileTensor", "HollowModel", "read_hollow", "stand_in", "viewed", "write_filled", "write_values"]
 
@@ -125,8 +126,7 @@ def stand_in(tensor: ir.TensorProtocol, marks: Marks) -> ir.TensorProtocol | Non
     if isinstance(tensor, ir.TensorProtoTensor):
         return _hollow(tensor, marks)
     mark = ir.tensor(np.frombuffer(marks.new(), np.uint8))
-    about = {"name": tensor.name, "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
-    return ir.LazyTensor(lambda: mark, tensor.dtype, ir.Shape(tensor.shape.numpy()), **about)  # type: ignore[arg-type]
+    return ir.LazyTensor(lambda: mark, tensor.dtype, ir.Shape(tensor.shape.numpy()), **about(tensor))
 
 
 def _hollow(tensor: ir.TensorProtoTensor, marks: Marks) -> ir.TensorProtoTensor | None:
@@ -158,10 +158,9 @@ def viewed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
         message = onnx.TensorProto()
         message.CopyFrom(tensor.raw)
         return _tensor_of(message, tensor.metadata_props)
-    about: Any = {"name": tensor.name, "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
     if tensor.dtype == ir.DataType.STRING:
-        return ir.StringTensor(list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), **about)
-    return ir.LazyTensor(lambda: tensor, tensor.dtype, ir.Shape(tensor.shape), **about)
+        return ir.StringTensor(list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), **about(tensor))
+    return ir.LazyTensor(lambda: tensor, tensor.dtype, ir.Shape(tensor.shape), **about(tensor))
 
 
 class HollowModel:

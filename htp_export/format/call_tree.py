@@ -208,10 +208,7 @@ class CallTree:
         if not self._ran(call.path):  # it only holds others
             return tuple(numbers) if tags.is_under(path, call.path) else ()
         around = (call, Instance(call.path, _UNKNOWN))
-        return tuple(number for number in numbers if not self._chains(path, number).isdisjoint(around))
-
-    def _chains(self, path: str, number: int) -> LinkedSet[Instance]:
-        return self._part(Instance(path, number)).running
+        return tuple(number for number in numbers if not self._part(Instance(path, number)).running.isdisjoint(around))
 
     def warn(self, path: str) -> None:
         """Log once for which modules below a module the file does not record the calling call."""
@@ -292,7 +289,7 @@ class CallTree:
         (first, *more) = work.calls
         by_number = str(first.call) if not more and first.path == owners[-1] and self._ran(first.path) > 1 else ""
         for encoded in (by_number, ""):
-            if self._same(self.work(owners, encoded), work):
+            if {*self.work(owners, encoded).calls} == {*work.calls}:
                 return encoded
         listed: defaultdict[str, list[int]] = defaultdict(list)
         for call in work.calls:
@@ -302,9 +299,6 @@ class CallTree:
     def encode_merged_calls(self, owners: tuple[str, ...], nodes: Iterable[tuple[tuple[str, ...], str]]) -> str:
         """Return the encoded calls of a node that does the work of several, by owners and encoded calls of each."""
         return self.encode_calls(owners, [call for node in dict.fromkeys(nodes) for call in self.work(*node).calls])
-
-    def _same(self, first: NodeCalls, second: NodeCalls) -> bool:
-        return {part.call for part in first.parts} == {part.call for part in second.parts}
 
     def _part(self, call: Instance) -> Part:
         """Return a call with what lies around it, which is linked to that of its caller."""

@@ -136,11 +136,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
             >>> list(Hierarchy.from_classes({"layer.0.fc": "torch.nn.modules.linear.Linear"}).classes)
             ['', 'layer', 'layer.0', 'layer.0.fc']
         """
-        known: dict[str, str] = {}
-        for path in classes:
-            for above in reversed(list(tags.ancestors(path))):
-                known.setdefault(above, classes.get(above, ""))
-        return cls(ModuleInfo(path, name) for path, name in {"": "", **known}.items())
+        return cls([ModuleInfo("", classes.get("", ""))]).including(dict.fromkeys(classes, 0), classes)
 
     @classmethod
     def from_json(cls, text: str) -> Hierarchy:

@@ -85,13 +85,7 @@ def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:
 
 
 def parameters_to_json(parameters: Mapping[str, ModuleParameters]) -> str:
-    """Return the value of ``htp.parameters``: module path → name → shape, or the name of the tied parameter.
-
-    Examples:
-        >>> tail = ModuleParameters({"w": (3, 4)}, tied={"w": "head.weight"})
-        >>> parameters_to_json({"head": ModuleParameters({"weight": (3, 4)}), "tail": tail})
-        '{"head":{"weight":[3,4]},"tail":{"w":"head.weight"}}'
-    """
+    """Return the value of ``htp.parameters``: module path → name → shape, or the name of the tied parameter."""
     written: set[str] = set()
     plain: dict[str, dict[str, str | list[int]]] = {}
     for path, module in parameters.items():

@@ -47,12 +47,7 @@ class Signature:
 
 
 def signatures_to_json(signatures: Mapping[str, Sequence[Signature]]) -> str:
-    """Return the value of ``htp.signatures``: module path → its calls in order.
-
-    Examples:
-        >>> signatures_to_json({"fc": [Signature({"input": "x"}, ("linear",))]})
-        '{"fc":[[{"input":"x"},["linear"]]]}'
-    """
+    """Return the value of ``htp.signatures``: module path → its calls in order."""
     plain = {path: [[dict(call.inputs), call.outputs] for call in calls] for path, calls in signatures.items()}
     return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
 

@@ -140,9 +140,7 @@ def common_ancestor(paths: Iterable[str]) -> str:
 def innermost(paths: Iterable[str]) -> tuple[str, ...]:
     """The paths that no other of them lies below, in the order given, each once.
 
-    This is what turns a stack of running modules into owners: a node computed while ``decoder``, then
-    ``decoder.fc``, then the shared module ``embed`` ran belongs to ``decoder.fc`` and to ``embed``, and
-    through them to ``decoder``.
+    This turns a stack of running modules into owners, who belong to the modules above them.
 
     Examples:
         >>> innermost(["", "decoder", "decoder.fc", "embed"])
@@ -169,31 +167,18 @@ def namespace(path: str, called: Collection[str]) -> str:
     Examples:
         >>> namespace("encoder.layer.0.query", {"", "encoder", "encoder.layer.0", "encoder.layer.0.query"})
         'encoder/layer.0/query'
-        >>> namespace("branches.a/b", {""})
-        'branches.a%2Fb'
     """
     return namespaces([path], called)[path]
 
 
 def namespaces(paths: Iterable[str], called: Collection[str]) -> dict[str, str]:
-    """Return each path → its `namespace`. What paths have in common is looked at once.
-
-    Examples:
-        >>> namespaces(["layers.0.act", "layers.0"], {"", "layers.0", "layers.0.act"})
-        {'layers.0.act': 'layers.0/act', 'layers.0': 'layers.0'}
-    """
+    """Return each path → its `namespace`. What paths have in common is looked at once."""
     levels = called.levels if isinstance(called, CalledModules) else {"": ""}
     return {path: _namespace(path, called, levels) for path in paths}
 
 
 class CalledModules(frozenset[str]):
-    """The paths of the modules that ran; their namespaces, ``levels``, are computed once.
-
-    Examples:
-        >>> called = CalledModules(["", "encoder", "encoder.layer.0"])
-        >>> namespace("encoder.layer.0.query", called), called.levels["encoder.layer.0"]
-        ('encoder/layer.0/query', 'encoder/layer.0')
-    """
+    """The paths of the modules that ran; their namespaces, ``levels``, are computed once."""
 
     levels: dict[str, str]
 
@@ -258,12 +243,7 @@ def encoded_calls(metadata: Mapping[str, str]) -> str:
 
 
 def calls_listed(encoded: str) -> dict[str, list[int]]:
-    """Parse a value of ``htp.calls``: module path → numbers of its calls; empty if it is something else.
-
-    Examples:
-        >>> calls_listed('{"fc":[0,2]}'), calls_listed("1")
-        ({'fc': [0, 2]}, {})
-    """
+    """Parse a value of ``htp.calls``: module path → numbers of its calls; empty if it is something else."""
     try:
         listed = json.loads(encoded) if encoded.startswith("{") else {}
     except (ValueError, RecursionError):

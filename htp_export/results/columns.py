@@ -109,10 +109,7 @@ def names_of(columns: Iterable[Column[R]]) -> list[str]:
 
 
 def chosen(columns: Sequence[Column[R]], names: Iterable[str]) -> list[Column[R]]:
-    """The columns of these names or titles, ``own_time`` for "own time", in this order.
-
-    Raises:
-        InputError: If there is no such column.
+    """The columns of these names or titles, ``own_time`` for "own time", in this order; an InputError for others.
 
     Examples:
         >>> columns = [Column("class_name", "class"), Column("nodes", "nodes")]
@@ -127,11 +124,7 @@ def chosen(columns: Sequence[Column[R]], names: Iterable[str]) -> list[Column[R]
 
 
 def sorted_by(rows: Iterable[R], columns: Sequence[Column[R]], name: str | None) -> list[R]:
-    """Rows in the order of a column: numbers from the largest, NaN first, words by alphabet, nothing last.
-
-    Raises:
-        InputError: If there is no such column.
-    """
+    """Rows in the order of a column: numbers from the largest, NaN first, words by alphabet, nothing last."""
     if name is None:
         return list(rows)
     [column] = chosen(columns, [name])

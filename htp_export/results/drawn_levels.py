@@ -40,12 +40,7 @@ def drawn_parents(modules: Mapping[str, Drawn]) -> dict[str, str | None]:
 
 
 def drawn_levels(parents: Mapping[str, str | None]) -> dict[str, int]:
-    """The level of each module that is drawn, from 0 at the top; ``parents`` are those of `drawn_parents`.
-
-    Examples:
-        >>> drawn_levels({"": None, "layer.0": "", "layer.0.fc": "layer.0"})
-        {'': 0, 'layer.0': 1, 'layer.0.fc': 2}
-    """
+    """The level of each module that is drawn, from 0 at the top; ``parents`` are those of `drawn_parents`."""
     levels: dict[str, int] = {}
     for path, parent in parents.items():
         levels[path] = 0 if parent is None else levels[parent] + 1

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 
 from htp_export.errors import FileError, InputError, ModelSourceError
-from htp_export.files.npz_file import read_npz
+from htp_export.files.npz_file import NpzArrays
 from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.process.factories import call_factory, names_factory
 from htp_export.process.progress import counted
@@ -63,12 +63,7 @@ class Samples:
         """The runs that a user's data stand for; random ones for None.
 
         ``passes`` is how often they are read: an iterator, which can be read once, is kept in memory for a second time.
-
-        Raises:
-            InputError: If they are no data.
-            FileError: If a file or folder cannot be read.
-            ModelSourceError: If there is no such factory, or it returns no data.
-            UserCodeError: If the factory raises.
+        An InputError if they are no data; its subclasses name the file or the factory at fault.
         """
         check_whole("seed", seed, 0, MOST_SEED - _RANDOM_RUNS)
         return cls(_runs_of(data, shapes, seed, passes), Inputs.of(model), dims, shapes, seed)
@@ -171,13 +166,13 @@ def _files(path: str | os.PathLike[str]) -> list[Run]:
     if folder.suffix != ".npz" and not folder.exists():
         raise FileError(folder, f"there is no such file or folder; data are {_FORMS}")
     for file in files:
-        read_npz(file)
+        NpzArrays(file)
     return list(files)
 
 
 def arrays_of(run: Any) -> Any:
     """The arrays of a run, unchecked: of a file, those in it."""
-    return read_npz(run) if isinstance(run, str | os.PathLike) else run
+    return NpzArrays(run) if isinstance(run, str | os.PathLike) else run
 
 
 def _one(runs: Iterable[Run], what: str) -> Run:

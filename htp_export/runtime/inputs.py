@@ -186,11 +186,6 @@ class Inputs:
 
         ``open_sizes`` are for further open dimensions, see `assume`; ``true`` is the probability that a boolean is
         true.
-
-        Examples:
-            >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])
-            >>> x.random({"batch": 2}).arrays["x"].shape, x.random().notes
-            ((2, 4), ("size 'batch' is 1",))
         """
         bound, notes = self.assume(self.bind(dims=dims, shapes=shapes), open_sizes)
         if dims:

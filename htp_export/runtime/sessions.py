@@ -21,6 +21,7 @@ from htp_export.files.slots import slots
 from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, to_ort
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
+from htp_export.runtime.inputs import Inputs
 
 __all__ = [
     "LARGE_BYTES",
@@ -168,14 +169,12 @@ class RunnableModel:
 
     def _open_sizes(self, values: Mapping[str, Any]) -> str:
         """A hint with the sizes of a run that the model leaves open."""
-        inputs = self.model.graph.inputs if self.model is not None else ()
-        shapes = {value: getattr(values.get(str(value.name)), "shape", None) for value in inputs}
-        sizes: dict[str, int] = {}
-        for value, shape in shapes.items():
-            shape = shape() if callable(shape) else shape
-            for dim, size in zip(value.shape or (), shape or (), strict=False):
-                if not isinstance(dim, int) and dim.value is not None:
-                    sizes.setdefault(dim.value, size)
+        if self.model is None:
+            return ""
+        inputs = Inputs.of(self.model)
+        shapes = {name: getattr(value, "shape", None) for name, value in values.items() if name in inputs}
+        known = {name: shape() if callable(shape) else shape for name, shape in shapes.items()}
+        sizes = inputs.bind(shapes={name: shape for name, shape in known.items() if shape is not None}).sizes
         names = [name for name in sizes if name.isidentifier()]
         if not names:
             return ""

@@ -18,11 +18,6 @@ def median_times(sessions: Sequence[Session], feeds: Sequence[Mapping[str, Array
     """The median time of a run of each session in ms, after some to warm up.
 
     The sessions run in turn, so that what else the machine does slows down all of them.
-
-    Args:
-        sessions: The sessions.
-        feeds: The inputs of each.
-        runs: How many runs of each are timed.
     """
     values = [session.values(feed) for session, feed in zip(sessions, feeds, strict=True)]
     times: list[list[float]] = [[] for _ in sessions]

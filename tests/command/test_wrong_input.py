@@ -410,6 +410,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("quantize net.onnx folder.onnx -o o.onnx", "folder.onnx: is a folder; name a file in it"),
     ("place net.onnx --rule .=cpu -o o.onnx --provider cpu", "--provider has no effect: it is for --show"),
     ("profile net.onnx --data made", "made: there is no such file or folder; data are arrays by input name, several"),
+    ("rename net.onnx -o net", "net: has no extension; name the file net.onnx\n"),
     ("profile open.onnx --runs 1", "it ran with length = 1; for other sizes, give --dims (length=...) or --data"),
 ]
 

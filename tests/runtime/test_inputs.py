@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from htp_export.errors import FileError, InputError, OpenDimensionError
-from htp_export.files.npz_file import read_npz
+from htp_export.files.npz_file import NpzArrays
 from htp_export.runtime.inputs import Inputs
 
 
@@ -102,13 +102,13 @@ def test_arrays_of_a_file_are_unpacked_after_their_shape_was_compared(tmp_path: 
     tracemalloc.start()
     try:
         with pytest.raises(InputError, match=rf"'x': is float \[{size}\], and the model wants float \[2, 4\]"):
-            inputs(y=["batch", 4], x=[2, 4]).feed(read_npz(tmp_path / "x.npz"))
+            inputs(y=["batch", 4], x=[2, 4]).feed(NpzArrays(tmp_path / "x.npz"))
         with pytest.raises(InputError, match="no input 'x' in this model"):
-            inputs(y=["batch", 4]).feed(read_npz(tmp_path / "x.npz"))
+            inputs(y=["batch", 4]).feed(NpzArrays(tmp_path / "x.npz"))
         assert tracemalloc.get_traced_memory()[1] < 2_000_000
     finally:
         tracemalloc.stop()
-    arrays = read_npz(tmp_path / "x.npz")
+    arrays = NpzArrays(tmp_path / "x.npz")
     np.testing.assert_array_equal(arrays["y"], np.ones((2, 4), np.float32))
     assert (list(arrays), arrays["y"] is arrays["y"], arrays.headers["x"].shape) == (["x", "y"], True, (size,))
     np.testing.assert_array_equal(inputs(y=["batch", 4], x=[size]).feed(arrays).arrays["x"], np.zeros(size))
@@ -120,4 +120,4 @@ def test_a_file_whose_values_are_cut_off_is_refused_when_they_are_used(tmp_path:
     content[500] ^= 255
     (tmp_path / "x.npz").write_bytes(content)
     with pytest.raises(FileError, match=r"x\.npz: is no \.npz file of plain arrays"):
-        read_npz(tmp_path / "x.npz")["x"]
+        NpzArrays(tmp_path / "x.npz")["x"]

@@ -75,6 +75,8 @@ def _check_outputs(output: Path, model: ModelOptions, deploy: DeployOptions) -> 
         check_parent(output / "model.onnx")
     elif deploy.makes_folder and not output.parent.exists():
         check_folder(output.parent, "the files of an export", lambda _: True)
+    elif not output.suffix and not output.exists() and model.has_task:  # a folder is made, if there are several files
+        check_parent(output)
     else:
         check_output(output, Kind.MODEL)
 

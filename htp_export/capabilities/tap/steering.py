@@ -44,12 +44,11 @@ def steer(
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        model: The model, as for `tap`.
         places: Places as for `tap`, for inputs that are called ``<place>.steer``; or name of an input → one place or
             several.
         output: The file to write.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
+        share_weights: As for `tap`.
 
     Returns:
         The model, and its new inputs.

@@ -19,7 +19,7 @@ from htp_export.capabilities.verify.checking import CheckedCall, Pair, PairedCal
 from htp_export.capabilities.verify.file_run import FileRun
 from htp_export.capabilities.verify.locating import Blame
 from htp_export.errors import InputError
-from htp_export.files.npz_file import read_npz
+from htp_export.files.npz_file import NpzArrays
 from htp_export.format import tags
 from htp_export.model.regions import is_inserted
 from htp_export.model.tagged import TaggedModel
@@ -49,7 +49,7 @@ class DumpedRun(FileRun):
             FileError: If the dump is no ``.npz`` file of plain arrays.
             InputError: If it has no tensor of the file, or was made of other inputs.
         """
-        arrays = read_npz(dump) if isinstance(dump, str | os.PathLike) else dump
+        arrays = NpzArrays(dump) if isinstance(dump, str | os.PathLike) else dump
         name = os.fspath(dump) if isinstance(dump, str | os.PathLike) else "the dump"
         dumped = _resolved(run.tagged, arrays)
         if not dumped.keys() - run.feed.keys():

@@ -102,10 +102,10 @@ def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCa
     import torch
 
     from htp_export.capabilities.verify.checking import input_arguments
-    from htp_export.files.npz_file import read_npz
+    from htp_export.files.npz_file import NpzArrays
     from htp_export.format.leaves import named_tensors_in
 
-    arrays = read_npz(dump)
+    arrays = NpzArrays(dump)
     given = {argument: arrays[name] for name, argument in input_arguments(tagged).items() if name in arrays}
     if not given:
         raise InputError(f"{dump}: has none of the file's inputs; write the inputs of the run into the dump, too")
