@@ -38,8 +38,8 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.place.placing import place
     from htp_export.capabilities.profile.latency import profile
     from htp_export.capabilities.prune.pruning import prune
+    from htp_export.capabilities.quantize.method import Precision
     from htp_export.capabilities.quantize.plan_exporting import export_plan
-    from htp_export.capabilities.quantize.precisions import Precision
     from htp_export.capabilities.quantize.quantizing import quantize
     from htp_export.capabilities.quantize.training import frozen_fake_quantize, module_filter
     from htp_export.capabilities.rename.naming import rename

@@ -42,8 +42,6 @@ from htp_export.process.shared_settings import turn_attention_fast_path_off
 if TYPE_CHECKING:
     from htp_export.format.hierarchy import Hierarchy
 
-__all__ = ["attention_as_in", "decomposed_attention"]
-
 _log = logging.getLogger(__name__)
 
 _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()

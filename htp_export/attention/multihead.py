@@ -16,8 +16,6 @@ from torch.nn import functional
 from htp_export.attention.steps import AttentionSteps, PackedProjection, Projection, SdpaCall, Step
 from htp_export.errors import InputError
 
-__all__ = ["forward_in_steps", "projections_of"]
-
 
 def projections_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str, Step]:
     """Make the projections of an ``nn.MultiheadAttention``, by the names that they are registered under."""

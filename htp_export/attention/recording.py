@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from htp_export.exporter.capture.torch_internals import changes_of
 from htp_export.exporter.capture.torchscript_internals import take_over_trace
 
-__all__ = ["AttentionCall", "Recording", "Replay", "is_product", "is_softmax"]
-
 _PRODUCTS = {
     *(torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.einsum),
     *(Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.bmm, Tensor.mm, Tensor.baddbmm, Tensor.addmm),

@@ -13,11 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = [
-    *("AttentionSteps", "KernelPart", "KernelSteps", "ObservedStep", "PackedProjection", "Projection", "SdpaCall"),
-    *("SeparateSteps", "Step"),
-]
-
 
 class Step(nn.Module):
     """A module that stands for a part of another module's ``forward``; the module tree marks it as synthetic."""

@@ -16,8 +16,6 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 
-__all__ = ["encodable_output", "in_ascii", "printable", "unwritten_output"]
-
 _HANDLER = "htp_export.ascii"
 _SIGNS = str.maketrans({"→": "->", "←": "<-", "…": "...", "×": "x", "·": "-", "−": "-", "–": "-", "—": "-", "•": "*"})  # noqa: RUF001 - they look alike
 _LINES, _BLOCKS, _SPINNER = range(0x2500, 0x2580), range(0x2580, 0x25A0), range(0x2800, 0x2900)

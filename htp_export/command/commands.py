@@ -30,8 +30,6 @@ from htp_export.command.plan_options import rules_as_typed
 from htp_export.discovery import capability_modules
 from htp_export.errors import FileError, InputError
 
-__all__ = ["GROUPS", "CommandGroup", "command_groups", "command_names", "flattened"]
-
 GROUPS = ("Export", "Look", "Check and measure", "Cut", "Optimise", "Compress", "Deploy")
 """The headings of the help, in order. Commands without a ``PLACE`` stand below one more."""
 

@@ -12,18 +12,6 @@ from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json
 from htp_export.process.factories import names_factory
 
-__all__ = [
-    "DATA_HAS_VALUES",
-    "DataOption",
-    "DataOptions",
-    "DimsOption",
-    "ShapesOption",
-    "parse_dims",
-    "read_shapes",
-    "runs_on",
-    "typed_data",
-]
-
 DataOption: TypeAlias = Annotated[
     list[str] | None,
     "Inputs: an .npz file, a folder of these, or package.module:factory that returns mappings of input name and array. "

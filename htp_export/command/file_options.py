@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from htp_export.command.outputs import Kind, Writes
+from htp_export.command.outputs import Writes
 from htp_export.command.terminal import print_json, print_text, show, split_names
+from htp_export.files.targets import Kind
 from htp_export.process.bounds import MOST_RUNS, MOST_SEED
 from htp_export.results.columns import MODULE, csv_text, sorted_by
 
@@ -19,22 +20,6 @@ if TYPE_CHECKING:
 
     from htp_export.model.tagged import TaggedModel
     from htp_export.results.tables import ModuleTable
-
-__all__ = [
-    "DepthOption",
-    "FileArgument",
-    "JsonOption",
-    "MapOption",
-    "ModuleArgument",
-    "NewOutputOption",
-    "OutputOption",
-    "ProviderOption",
-    "SelectOption",
-    "ShareOption",
-    "TableOptions",
-    "read_providers",
-    "seed_option",
-]
 
 FileArgument: TypeAlias = Annotated[Path, "The ONNX file."]
 _OUTPUT = typer.Option("--output", "-o", help="The ONNX file to write.")

@@ -12,8 +12,6 @@ from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = ["JSON_HAS_ALL", "Idle", "check_options"]
-
 
 @dataclass(frozen=True)
 class Idle:

@@ -9,8 +9,6 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-__all__ = ["Interrupts", "accept_interrupt", "stems_from_interrupt"]
-
 _PATIENCE = 0.2  # seconds between reminders: what cleans up after the exception is left in peace however long it takes
 
 

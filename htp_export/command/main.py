@@ -24,8 +24,6 @@ from htp_export.command.terminal import CheckFailed, error_line
 from htp_export.errors import HtpExportError, InputError, described
 from htp_export.process.garbage_collection import rare_collections
 
-__all__ = ["app", "main"]
-
 _INTERNAL_ERROR = 3
 _INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
 

@@ -25,8 +25,6 @@ from htp_export.errors import InputError
 if TYPE_CHECKING:
     from htp_export.model.tagged import ModelSource
 
-__all__ = ["FILE_IDLE", "LookOptions", "Looked", "ModelOptions", "names_file"]
-
 
 @dataclass(frozen=True)
 class ModelOptions:

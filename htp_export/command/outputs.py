@@ -25,22 +25,6 @@ if TYPE_CHECKING:
 
     from htp_export.results.result import Result
 
-__all__ = [
-    "FORCE",
-    "IN_PLACE",
-    "Kind",
-    "Writes",
-    "check_output",
-    "reading",
-    "report",
-    "show_model",
-    "show_next",
-    "show_written",
-    "written_files",
-    "written_folder",
-    "written_page",
-]
-
 
 def report(
     result: Result,

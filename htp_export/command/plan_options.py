@@ -14,17 +14,6 @@ import typer
 from htp_export.errors import InputError, RuleError
 from htp_export.process.factories import call_factory
 
-__all__ = [
-    "MetricOption",
-    "PlanArgument",
-    "RuleOption",
-    "read_metric",
-    "read_rules",
-    "rule_option",
-    "rules_as_typed",
-    "typed_pairs",
-]
-
 PlanArgument: TypeAlias = Annotated[
     str | None,
     typer.Argument(help="A plan, .yaml or .json; or a precision for the whole model: auto, u8s8, int4, ..."),

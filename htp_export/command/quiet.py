@@ -14,8 +14,6 @@ from typing import TextIO
 from htp_export.command.characters import printable
 from htp_export.drawing.command_words import in_commands
 
-__all__ = ["quiet_libraries", "quiet_runtime", "terminal_stderr"]
-
 # Severities of ONNX Runtime's log. What was set before cannot be asked: the first is what it starts with.
 _WARNING, _FATAL = 2, 4
 

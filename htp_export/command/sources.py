@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from htp_export.files.checkpoint import Checkpoint
 
-__all__ = ["SourceCall", "call_entry", "parse_overrides"]
-
 
 @dataclass(frozen=True)
 class SourceCall:

@@ -20,18 +20,6 @@ from htp_export.process.progress import listening
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-__all__ = [
-    "CheckFailed",
-    "Steps",
-    "error_line",
-    "notice_line",
-    "print_json",
-    "print_text",
-    "show",
-    "split_names",
-    "warning_line",
-]
-
 SCHEMA_VERSION = 1  # of what --json writes; a new one where a key is renamed, removed, or means something else
 _PATIENCE = 2.0  # seconds before progress is shown
 _PIPE_WIDTH = 1000  # lines for programs, and for files, are not folded

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["in_both", "in_commands"]
-
 _COMMANDS = {
     "htp_export.tagging(strict=False), or --allow-untagged on the command line": "--allow-untagged",
     "htp_export.export(...) in place of torch.onnx.export(...)": "htp-export export",

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["folded", "gathered", "likeness", "repeats"]
-
 T = TypeVar("T")
 
 

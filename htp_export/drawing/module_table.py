@@ -17,8 +17,6 @@ if TYPE_CHECKING:  # rich is imported to draw: the names of columns are needed t
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["ModuleOf", "TreeTable", "equal_cells", "flat_table", "render_modules", "with_lines"]
-
 _GAP = 3
 _SHORTEST_NAME = 24
 _SHORTEST_WORDS = 20

@@ -7,8 +7,6 @@ from rich.text import Text
 from htp_export.drawing.command_words import in_commands
 from htp_export.results.tag_facts import TagFacts, tag_lines
 
-__all__ = ["tag_note"]
-
 
 def tag_note(*facts: TagFacts | None) -> list[Text]:
     """The lines of ``tag_lines``, in yellow where something is to be done about the tags, and said as commands."""

@@ -22,8 +22,6 @@ from htp_export.files.written_check import made_from
 from htp_export.model.path_names import check_style, check_tags, give_path_names
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 
-__all__ = ["AfterExport", "ModulesAsFunctions", "NamesOfModules", "Run", "around"]
-
 _log = logging.getLogger(__name__)
 
 Run: TypeAlias = Callable[..., torch.onnx.ONNXProgram | None]

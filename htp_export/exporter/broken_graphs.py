@@ -18,8 +18,6 @@ from htp_export.exporter.capture.torch_internals import is_compiled
 from htp_export.process.restoring import Changes, restored, set_variable
 from htp_export.process.shared_settings import turn_attention_fast_path_off
 
-__all__ = ["BrokenRun", "GraphBreak", "GraphRun", "dynamo_as_it_was", "module_of_frame", "run_with_breaks"]
-
 _VALUES, _SIZES = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
 _SYMBOLS_FOR_DATA: tuple[dict[str, Any], ...] = (
     {_VALUES: True, _SIZES: True},

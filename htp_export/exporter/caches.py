@@ -9,8 +9,6 @@ from typing import Any
 from htp_export.errors import InputError
 from htp_export.format.leaves import caches_in, is_cache
 
-__all__ = ["advice_on_caches", "prepare_caches", "refuse_caches"]
-
 
 def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Any:
     """Register the caches among the arguments, as ``transformers.exporters`` does.

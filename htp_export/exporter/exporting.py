@@ -27,8 +27,6 @@ from htp_export.exporter.rewriting import Rewriting
 from htp_export.exporter.watched import Dynamo, Program, TorchScript
 from htp_export.process.restoring import Changes, set_variable
 
-__all__ = ["export", "tagging"]
-
 
 def export(
     model: torch.nn.Module | torch.export.ExportedProgram | torch.jit.ScriptModule | torch.jit.ScriptFunction[Any, Any],

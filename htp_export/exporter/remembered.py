@@ -13,8 +13,6 @@ import torch
 
 from htp_export.errors import InputError
 
-__all__ = ["Call", "call_of", "model_and_call", "remember"]
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a model."""
 

@@ -19,8 +19,6 @@ from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.process.argument_types import checks_arguments
 from htp_export.results.result import Result
 
-__all__ = ["Contamination", "contamination"]
-
 Finding = tuple[str, str, str]
 _Border = dict[tuple[str, str, bool], int]  # (module, tensor, whether it leaves) → node on the other side
 

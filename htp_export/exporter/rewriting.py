@@ -18,8 +18,6 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.parameters import ModuleParameters
 
-__all__ = ["Rewriting", "write_tags"]
-
 IR_VERSION = 10  # the first with metadata on nodes
 
 

@@ -20,8 +20,6 @@ from htp_export.process.garbage_collection import hold_collection
 from htp_export.process.restoring import Changes, restored, set_variable
 from htp_export.process.shared_settings import turn_attention_fast_path_off
 
-__all__ = ["LoweredGraph", "exported_graph", "lowered_graph"]
-
 
 @dataclass(frozen=True)
 class LoweredGraph:

@@ -16,8 +16,6 @@ from htp_export.files.data_files import find_data
 from htp_export.files.filesystem import Identity
 from htp_export.files.text_files import read_json
 
-__all__ = ["Checkpoint", "read_checkpoint"]
-
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 

@@ -27,8 +27,6 @@ from htp_export.files.slots import Slot, about
 from htp_export.files.stored import write_values
 from htp_export.process.progress import counted
 
-__all__ = ["DataFile", "DataTensor", "check_data", "find_data", "place_data"]
-
 _FICLONE = 0x40049409  # of Linux: <linux/fs.h>; file systems that share blocks copy a file at once
 _MOSTLY = 0.9  # of a file has to be in use for a copy of all of it
 _CHUNK_BYTES = 1 << 20

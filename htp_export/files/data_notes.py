@@ -17,8 +17,6 @@ from typing import Any
 from htp_export.errors import FileError
 from htp_export.format import tags
 
-__all__ = ["Place", "check_notes", "describe_own", "describe_shared", "put_notes", "sha256_of", "shared_files"]
-
 Place = tuple[int, int]
 """Where a tensor lies in a data file: where it begins, and how many bytes it takes."""
 

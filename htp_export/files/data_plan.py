@@ -16,8 +16,6 @@ from htp_export.errors import FileError
 from htp_export.files.replacing import Move
 from htp_export.files.slots import Slot
 
-__all__ = ["DataPlan", "in_safe_order", "is_named_by_us", "plan_data"]
-
 _SMALL_BYTES = 256
 """Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
 

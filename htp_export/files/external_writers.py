@@ -21,8 +21,6 @@ from htp_export.files.replacing import Move, work_folder
 from htp_export.files.slots import slots
 from htp_export.format import tags
 
-__all__ = ["readable", "written_whole"]
-
 
 @contextlib.contextmanager
 def written_whole(

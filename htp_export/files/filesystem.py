@@ -21,21 +21,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "Identity",
-    "Lock",
-    "is_read_only",
-    "is_special",
-    "keep_owner_and_mode",
-    "one_at_a_time",
-    "place_new",
-    "remove",
-    "sync_file",
-    "sync_folder",
-    "temporary_folder",
-    "why_not_writable",
-]
-
 _FOREIGN_LOCK_SECONDS = 24 * 3600
 """Where files cannot be locked, a lock file of this age was left by a process that was killed."""
 

@@ -9,8 +9,6 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 
-__all__ = ["MOST_FLAT_NODES", "check_flat_size", "flat_size"]
-
 MOST_FLAT_NODES = 1_000_000
 """Ten times as many as commands are measured with (``docs/benchmarks.md``), which takes most of them half a minute."""
 

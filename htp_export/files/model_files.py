@@ -33,17 +33,6 @@ from htp_export.files.targets import check_target
 from htp_export.files.written_check import check_written, hollow_proto
 from htp_export.format import tags
 
-__all__ = [
-    "external_files",
-    "has_external_data",
-    "obsolete_files",
-    "own_files",
-    "places_of",
-    "read_model",
-    "write_for_tool",
-    "write_model",
-]
-
 _LARGE_BYTES = 1_800_000_000
 """Models with more in them get external data; protobuf refuses messages of 2 GiB."""
 

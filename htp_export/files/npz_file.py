@@ -16,8 +16,6 @@ from htp_export.errors import FileError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ArrayHeader", "NpzArrays"]
-
 
 @dataclass(frozen=True)
 class ArrayHeader:

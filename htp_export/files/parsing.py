@@ -15,8 +15,6 @@ from htp_export.files.slots import slots
 from htp_export.files.stored import HollowModel, read_hollow, viewed
 from htp_export.files.structure import at_fault, check_structure
 
-__all__ = ["is_protobuf", "message_of", "model_from_proto", "parsed", "put_in_order"]
-
 _INVALID = "not a valid ONNX model"
 _MOST_SPARSE_BYTES = 1 << 30
 """Larger sparse initializers are refused: a few bytes can stand for any size."""

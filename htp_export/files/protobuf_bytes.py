@@ -18,8 +18,6 @@ from typing import NamedTuple, TypeVar
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-__all__ = ["LARGE_BYTES", "Marks", "SerializedModel", "Weight", "total_size", "with_values", "without_values"]
-
 LARGE_BYTES = 1 << 16
 """Values of at least this size are cut out; a few bytes of each smaller tensor are soon read."""
 

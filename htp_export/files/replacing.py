@@ -24,8 +24,6 @@ from typing import Any
 from htp_export.files import filesystem
 from htp_export.files.filesystem import Identity
 
-__all__ = ["Move", "WorkFolder", "clear_killed", "real_path", "replace_file", "work_folder"]
-
 _NAME = re.compile(r"\.htp-[0-9a-f]{12}")
 _ATTEMPTS = 100
 

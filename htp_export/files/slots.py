@@ -9,8 +9,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-__all__ = ["Slot", "about", "slots"]
-
 
 @dataclass(frozen=True)
 class Slot:

@@ -22,8 +22,6 @@ from htp_export.errors import FileError
 from htp_export.files.protobuf_bytes import LARGE_BYTES, Marks, total_size, with_values, without_values
 from htp_export.files.slots import about
 
-__all__ = ["FileTensor", "HollowModel", "read_hollow", "stand_in", "viewed", "write_filled", "write_values"]
-
 _CHUNK_BYTES = 1 << 20
 _MESSAGE_BYTES = (1 << 31) - 1
 """Protobuf reads no more."""

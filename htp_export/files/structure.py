@@ -18,8 +18,6 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-__all__ = ["at_fault", "check_structure"]
-
 _STANDARD = ("", "ai.onnx")
 _FIELDS = {
     ir.DataType.FLOAT: "float_data",

@@ -20,8 +20,6 @@ from htp_export.files.filesystem import is_read_only, is_special, why_not_writab
 from htp_export.files.replacing import real_path
 from htp_export.process.user_code import is_read_by_user_code
 
-__all__ = ["Kind", "check_folder", "check_parent", "check_target", "files_named_in", "new_folder"]
-
 _NAMES_OF_MODELS = (".onnx", ".data", ".ort")
 _HEAD_BYTES = 1024
 

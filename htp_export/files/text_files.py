@@ -13,8 +13,6 @@ from htp_export.errors import FileError
 from htp_export.files.replacing import replace_file
 from htp_export.files.targets import Kind, check_target
 
-__all__ = ["named_if_unwritable", "read_json", "write_json", "write_text"]
-
 
 @contextlib.contextmanager
 def named_if_unwritable(path: str | os.PathLike[str]) -> Iterator[None]:

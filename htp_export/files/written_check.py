@@ -27,8 +27,6 @@ from htp_export.files.slots import slots
 from htp_export.files.stored import stand_in
 from htp_export.format import tags
 
-__all__ = ["Fault", "check_written", "faults_of", "hollow_proto", "made_from"]
-
 _log = logging.getLogger(__name__)
 
 _Sources = Callable[[], Iterable[ir.Model]]

@@ -11,8 +11,6 @@ import yaml
 
 from htp_export.errors import FileError, in_one_line
 
-__all__ = ["line_in_yaml", "read_yaml"]
-
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
     """Reads keys as text as it is written: ``1.10`` is a module path, and no number."""

@@ -18,8 +18,6 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.linked_sets import LinkedSet
 
-__all__ = ["MOST_CALLS", "Block", "CallTree", "Instance", "NodeCalls", "Part"]
-
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = -1  # in place of a call's number

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Fate"]
-
 
 class Fate(StrEnum):
     """What an export can make of a module; each is defined in ``docs/format.md``.

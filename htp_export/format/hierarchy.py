@@ -18,8 +18,6 @@ from htp_export.format.module_paths import module_paths
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Hierarchy", "ModuleInfo"]
-
 
 @dataclass(frozen=True)
 class ModuleInfo:

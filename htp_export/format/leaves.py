@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["caches_in", "containers_in", "is_cache", "named_leaves", "named_tensors_in", "tensors_in"]
-
 
 def is_cache(value: Any) -> bool:
     """Whether a value is a cache of transformers."""

@@ -7,8 +7,6 @@ from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import Any, TypeVar
 
-__all__ = ["LinkedSet"]
-
 T = TypeVar("T")
 
 

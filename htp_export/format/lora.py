@@ -7,8 +7,6 @@ from collections.abc import Mapping, MutableMapping
 
 from htp_export.format import tags
 
-__all__ = ["FACTORS", "factor_module", "lora_modules", "read_lora", "write_lora"]
-
 FACTORS = ("A", "B")
 
 

@@ -11,8 +11,6 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.parameters import ModuleParameters, parameters_to_json
 from htp_export.format.signatures import Signature, signatures_to_json
 
-__all__ = ["read_contamination", "write_model_metadata"]
-
 
 def write_model_metadata(
     metadata: MutableMapping[str, str],

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ModulePath", "module_paths"]
-
 
 class ModulePath(NamedTuple):
     """A module, its path, unique in the model, and its name in ``named_modules()``."""

@@ -17,8 +17,6 @@ from htp_export.format.module_paths import module_paths
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Declared", "ModuleParameters", "declared", "parameters_from_json", "parameters_of", "parameters_to_json"]
-
 
 @dataclass(frozen=True)
 class ModuleParameters:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, MutableMapping
 
 from htp_export.format import tags
 
-__all__ = ["read_placement", "write_placement"]
-
 
 def read_placement(metadata: Mapping[str, str]) -> dict[str, str]:
     """Name of a session configuration entry → its value; empty if the model says none.

@@ -10,8 +10,6 @@ from typing import Any
 from htp_export.errors import InputError
 from htp_export.format import tags
 
-__all__ = ["ProvenanceNote", "read_provenance", "write_provenance"]
-
 
 @dataclass(frozen=True)
 class ProvenanceNote:

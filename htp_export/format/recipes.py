@@ -12,17 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = [
-    "CONSTANT",
-    "Recipe",
-    "is_exact",
-    "operands_of",
-    "parameters_in",
-    "recipe_from_text",
-    "recipe_to_text",
-    "step",
-]
-
 Recipe: TypeAlias = "str | float | list[Any]"
 
 CONSTANT: list[Any] = ["constant"]

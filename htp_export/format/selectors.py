@@ -12,8 +12,6 @@ from functools import lru_cache
 from htp_export.errors import SelectorError
 from htp_export.format.tags import ancestors
 
-__all__ = ["Place", "chosen_and_excluded", "places_of", "select", "select_below"]
-
 
 def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
     r"""The module paths that a selector names.

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from htp_export.format import tags
 
-__all__ = ["Signature", "signatures_from_json", "signatures_to_json"]
-
 
 @dataclass(frozen=True)
 class Signature:

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 
 from htp_export.format import tags
 
-__all__ = ["Tap", "taps_from_json", "write_taps"]
-
 
 @dataclass(frozen=True)
 class Tap:

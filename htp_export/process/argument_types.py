@@ -17,8 +17,6 @@ from htp_export.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["check_fits", "check_type", "checks_arguments", "is_torch_module", "parameter_type"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

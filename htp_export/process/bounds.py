@@ -6,8 +6,6 @@ import os
 
 from htp_export.errors import InputError
 
-__all__ = ["MOST_RUNS", "MOST_SEED", "check_seed", "check_whole", "most_threads"]
-
 MOST_SEED = 2**32 - 1
 """What all random generators take: torch's, numpy's and those of the samplers of Optuna."""
 

@@ -11,8 +11,6 @@ from typing import Any
 from htp_export.errors import ModelSourceError
 from htp_export.process.user_code import user_code
 
-__all__ = ["call_factory", "factory_file", "names_factory"]
-
 
 def names_factory(text: object) -> bool:
     """Whether a text names a factory, and no file or folder.

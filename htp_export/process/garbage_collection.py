@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from htp_export.process.restoring import Changes, restored
 
-__all__ = ["hold_collection", "no_collection", "rare_collections"]
-
 _OBJECTS = 70_000  # allocations minus deallocations that trigger a collection of the youngest generation
 
 

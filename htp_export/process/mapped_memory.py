@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MappedFiles", "release_pages"]
-
 _PAGEOUT = 21  # MADV_PAGEOUT of Linux 5.4, <asm-generic/mman-common.h>; Python 3.11 does not name it
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TypeAlias, TypeVar
 
-__all__ = ["Listener", "counted", "listening", "report_counts"]
-
 T = TypeVar("T")
 Listener: TypeAlias = Callable[[str, int, int], None]
 """Called with what is counted, in the plural, the number of completed items, and the total."""

@@ -9,8 +9,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 
-__all__ = ["quiet"]
-
 _ONE_AT_A_TIME = threading.RLock()
 
 

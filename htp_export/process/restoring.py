@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-__all__ = ["Changes", "locked", "restored", "set_item", "set_variable"]
-
 _Result = TypeVar("_Result")
 _NOTHING = object()
 

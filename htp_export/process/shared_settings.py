@@ -9,8 +9,6 @@ from typing import Any
 
 from htp_export.process.restoring import Changes, locked
 
-__all__ = ["SharedSetting", "turn_attention_fast_path_off"]
-
 
 class SharedSetting:
     """A setting of torch that all threads share: it has the value that is needed while anyone needs it."""

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from htp_export.errors import HtpExportError, UserCodeError, described
 
-__all__ = ["is_read_by_user_code", "iterated", "noting_files", "user_code"]
-
 _T = TypeVar("_T")
 _OWN = Path(__file__).parents[1]
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -12,22 +12,6 @@ from typing import Any, Generic, TypeVar
 
 from htp_export.errors import InputError
 
-__all__ = [
-    "CLASS_NAME",
-    "MODULE",
-    "Column",
-    "chosen",
-    "csv_text",
-    "many",
-    "names_of",
-    "number_text",
-    "percent",
-    "record",
-    "si",
-    "sorted_by",
-    "text_table",
-]
-
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 R = TypeVar("R")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.results.columns import Column
 
-__all__ = ["BYTES_COLUMNS", "PRECISION", "SPARSITY", "CompressedModule"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedModule(ModuleInfo):

@@ -7,8 +7,6 @@ from typing import Protocol
 
 from htp_export.format import tags
 
-__all__ = ["Drawn", "drawn_levels", "drawn_parents"]
-
 
 class Drawn(Protocol):
     """What is known of a module that may be drawn."""

@@ -8,8 +8,6 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["drawn_html", "html_table", "html_text", "html_tree"]
-
 _MOST_IN_TREE = 4000  # modules of a tree in a notebook: more make it slow to scroll
 _OPEN_LEVELS = 2
 _MOST_LINES = 400  # of a table in a notebook, which shows each as a row

@@ -13,8 +13,6 @@ from htp_export.results.columns import Column, text_table
 from htp_export.results.html import drawn_html, html_table, html_text
 from htp_export.results.tag_facts import TagFacts, tag_lines
 
-__all__ = ["Modules", "PlainData", "Result", "Table", "plain"]
-
 V = TypeVar("V")
 
 _MOST_SHOWN = 400  # characters of what a prompt shows

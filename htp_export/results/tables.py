@@ -9,8 +9,6 @@ from htp_export.errors import InputError
 from htp_export.results.columns import MODULE, Column, names_of, record
 from htp_export.results.result import Result, Table
 
-__all__ = ["ModuleTable", "data_frame"]
-
 
 class ModuleTable(Result):
     """A result with numbers by module.

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Evidence", "TagFacts", "evidence_of", "tag_lines"]
-
 _CARRIED = "recovered by carry"
 _EVIDENCE = {
     "scope": "captured at export",

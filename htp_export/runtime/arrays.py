@@ -19,8 +19,6 @@ from htp_export.files.filesystem import temporary_folder
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PORTION_BYTES", "Array", "ArrayStore", "StoredArray", "from_ort", "from_torch", "nan_in", "to_ort"]
-
 Array = npt.NDArray[Any]
 
 PORTION_BYTES = 1 << 30

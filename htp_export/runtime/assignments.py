@@ -13,8 +13,6 @@ from htp_export.errors import OnnxRuntimeError
 from htp_export.runtime.saved_graphs import session_and_graph
 from htp_export.runtime.sessions import RECORDED, Assigned, OptionChanges, RunnableModel, SessionSettings
 
-__all__ = ["HOST", "Assignment", "assign"]
-
 HOST = "CPUExecutionProvider"
 
 _COPIES = frozenset(("MemcpyFromHost", "MemcpyToHost"))

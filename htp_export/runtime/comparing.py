@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["TOLERANCES", "Difference", "Tolerance", "difference"]
-
 Array = npt.NDArray[Any]
 
 _BLOCK = 1 << 20  # elements that are held in double precision at a time

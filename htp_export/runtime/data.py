@@ -25,8 +25,6 @@ from htp_export.process.user_code import iterated, user_code
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.inputs import Feed, Inputs
 
-__all__ = ["Data", "Run", "Samples", "arrays_of", "check_runs", "single_run"]
-
 Run: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 """One run: input name → array, or an ``.npz`` file, which is read when it is its turn."""
 Data: TypeAlias = Run | Iterable[Run]

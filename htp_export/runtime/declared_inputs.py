@@ -14,8 +14,6 @@ from htp_export.errors import InputError
 from htp_export.files.npz_file import ArrayHeader
 from htp_export.runtime.arrays import Array, from_torch
 
-__all__ = ["Input", "array_for", "check_array", "is_float", "random_array"]
-
 Shape = tuple[int | str | None, ...]
 
 

@@ -18,8 +18,6 @@ from htp_export.runtime.declared_inputs import Input
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import Session
 
-__all__ = ["CACHE", "Decoder", "Generated"]
-
 CACHE = re.compile(r"(?P<before>.*?)(?P<layer>\d+)\.(?P<kind>key|value)(?P<after>s?)", re.DOTALL)
 """``past_key_values.0.key`` as optimum has it, ``input.past_key_values.layers.0.keys`` as transformers has it."""
 

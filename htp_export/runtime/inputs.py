@@ -20,8 +20,6 @@ from htp_export.runtime.declared_inputs import Input, array_for, check_array, in
 from htp_export.shapes.sizes import evaluate, names_in
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["Bound", "Feed", "Inputs", "infer_bound"]
-
 
 @dataclass(frozen=True)
 class Bound:

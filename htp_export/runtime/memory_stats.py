@@ -19,8 +19,6 @@ from htp_export.runtime.inputs import Feed
 from htp_export.runtime.saved_graphs import session_and_graph
 from htp_export.runtime.sessions import OptionChanges, RunnableModel, SessionSettings
 
-__all__ = ["NodeMemory", "measured_memory", "node_key"]
-
 _STATISTICS = "session.collect_node_memory_stats_to_file"
 _MASK = 0xFFFFFFFF
 _FACTORS = (0x239B961B, 0xAB0E9789, 0x38B34AE5, 0xA1E38B93)

@@ -14,8 +14,6 @@ from htp_export.process.user_code import user_code
 from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings
 
-__all__ = ["Metric", "Outputs", "measured_metric", "metric_value", "outputs_of"]
-
 Outputs: TypeAlias = Sequence[Mapping[str, Array]]
 Metric: TypeAlias = Callable[[Outputs], float]
 """Called with the outputs of the model, name → array, for each of the inputs; larger is better."""

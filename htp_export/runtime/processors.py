@@ -5,8 +5,6 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-__all__ = ["is_arm", "saturates"]
-
 _CPUINFO = Path("/proc/cpuinfo")
 
 

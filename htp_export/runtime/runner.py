@@ -20,9 +20,6 @@ from htp_export.files.filesystem import temporary_folder
 from htp_export.runtime.arrays import Array, to_ort
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, as_written
 
-__all__ = ["Runner", "portions"]
-
-
 _SMALL_BYTES = 1024  # what is smaller stays in the model: shape inference reads it, and sharing saves nothing
 _NO_FILE = "weights"
 

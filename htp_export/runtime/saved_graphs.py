@@ -12,8 +12,6 @@ import onnx_ir as ir
 from htp_export.errors import OnnxRuntimeError
 from htp_export.runtime.sessions import LARGE_BYTES, OptionChanges, RunnableModel, Session, SessionSettings
 
-__all__ = ["session_and_graph"]
-
 _EXTERNAL_FILE = "session.optimized_model_external_initializers_file_name"
 _EXTERNAL_SIZE = "session.optimized_model_external_initializers_min_size_in_bytes"
 

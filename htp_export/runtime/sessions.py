@@ -23,19 +23,6 @@ from htp_export.runtime.arrays import Array, from_ort, to_ort
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
 from htp_export.runtime.inputs import Inputs
 
-__all__ = [
-    "LARGE_BYTES",
-    "RECORDED",
-    "Assigned",
-    "OptionChanges",
-    "RunnableModel",
-    "Session",
-    "SessionSettings",
-    "as_written",
-    "check_providers",
-    "entry_of",
-]
-
 LARGE_BYTES = 256 << 20
 """A model with more bytes of weights in memory is written to a file before ONNX Runtime loads it."""
 

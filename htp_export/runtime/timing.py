@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.sessions import Session
 
-__all__ = ["median_times"]
-
 _WARMUP = 2
 
 

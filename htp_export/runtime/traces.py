@@ -20,8 +20,6 @@ from htp_export.runtime.inputs import Feed
 from htp_export.runtime.saved_graphs import session_and_graph
 from htp_export.runtime.sessions import OptionChanges, RunnableModel, SessionSettings
 
-__all__ = ["QUEUED", "KernelKey", "ProfiledSession", "Trace", "read_trace"]
-
 _KERNEL = "_kernel_time"
 _EXECUTE = "Executor::Execute"
 QUEUED = frozenset(

@@ -8,7 +8,8 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from htp_export.capabilities.quantize.precisions import PRECISIONS, Precision, precision_of, precisions_of
+from htp_export.capabilities.quantize.method import Precision
+from htp_export.capabilities.quantize.precisions import PRECISIONS, precision_of, precisions_of
 from htp_export.command.plan_options import typed_pairs
 from htp_export.errors import FileError, InputError, SelectorError, UntaggedModelError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from htp_export.capabilities.cost.memory import FusedCost
 
-__all__ = ["AttentionReport", "AttentionRow", "attention_report"]
-
 _ATTENTION = "attention"
 _MODEL = "model"
 

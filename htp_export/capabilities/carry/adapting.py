@@ -28,8 +28,6 @@ from htp_export.model.content_hash import same_numbers
 from htp_export.model.tagged import ModelSource, model_of, name_of
 from htp_export.process.argument_types import checks_arguments
 
-__all__ = ["adapter", "library", "share_unchanged"]
-
 P = ParamSpec("P")
 
 _NAMED_HERE = "htp_export/"

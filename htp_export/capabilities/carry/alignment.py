@@ -22,8 +22,6 @@ from htp_export.shapes.operator_kinds import base_op, moves, resembles
 if TYPE_CHECKING:
     from htp_export.capabilities.carry.likenesses import Likeness
 
-__all__ = ["Alignment", "AlignmentEvidence"]
-
 _FEW = 4  # consumers of a weight (a constant like 1 has more), and original nodes that one node replaces
 
 _MOST_FOLLOWERS = 4

@@ -9,8 +9,6 @@ from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
 from htp_export.format.reasons import Reason
 from htp_export.shapes.operator_kinds import COMMUTATIVE, IN_PLACE, base_op, moves
 
-__all__ = ["go_backwards"]
-
 
 def go_backwards(counterparts: Counterparts) -> None:
     """Go through the nodes of the result from the last to the first, and add counterparts of their inputs."""

@@ -32,8 +32,6 @@ from htp_export.runtime.data import Data, single_run
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Carried", "CarriedModule", "carry", "carry_in_place", "embed_map", "tagged_model"]
-
 
 @dataclass(frozen=True)
 class CarriedModule:

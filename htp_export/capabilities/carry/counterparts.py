@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, Shape, SummaryNode
 from htp_export.shapes.operator_kinds import COMMUTATIVE, RANDOM, RESHAPING
 
-__all__ = ["FLOATS", "LEVELS", "LOOK_BACK", "Counterparts", "Numbering", "repeats"]
-
 LOOK_BACK = 40
 """Original nodes that are searched behind one tensor: tools seldom merge more than ten, which are close by."""
 

@@ -35,8 +35,6 @@ from htp_export.runtime.runner import Runner, portions
 from htp_export.runtime.sessions import SessionSettings
 from htp_export.shapes.operator_kinds import base_op
 
-__all__ = ["renamed_weights", "rounded_weight", "weights_then_values"]
-
 Model: TypeAlias = tuple[ir.Model, GraphSummary]
 _Use: TypeAlias = tuple[Likeness, Callable[[], Array]]
 

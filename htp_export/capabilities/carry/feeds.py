@@ -15,8 +15,6 @@ from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input
 from htp_export.runtime.inputs import Inputs
 
-__all__ = ["feed_original", "feed_other", "inputs_of_call", "pair_names", "simpler_feeds"]
-
 _SIZES = (2, 5, 3)  # of open dimensions, one after another
 
 

@@ -21,8 +21,6 @@ from htp_export.model.dependence import dependence
 from htp_export.shapes.operator_kinds import SIZES_ONLY, operator_of, values_read
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["NOTHING", "GraphSummary", "Shape", "SummaryNode", "SummaryValue", "summarize"]
-
 Shape = tuple[tuple[int | str, ...] | None, int]
 """Dimensions and element type of a tensor; None and 0 for what is not known."""
 

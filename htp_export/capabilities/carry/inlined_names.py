@@ -15,8 +15,6 @@ import onnx_ir as ir
 
 from htp_export.editing.flattening import InlinedCall
 
-__all__ = ["restore_names"]
-
 _Key = tuple[ir.OperatorIdentifier, str, str]  # function, what stands before the name in the body, and after it
 
 

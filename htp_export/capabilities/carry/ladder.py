@@ -24,8 +24,6 @@ from htp_export.format.reasons import Reason
 from htp_export.format.tags import below
 from htp_export.runtime.inputs import Inputs
 
-__all__ = ["Found", "find_owners", "names_hold"]
-
 _KEPT = 0.5
 """The share of tensors under their names beyond which names prove something: tools keep 0.7, other exporters none."""
 

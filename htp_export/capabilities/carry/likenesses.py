@@ -16,8 +16,6 @@ import numpy as np
 from htp_export.model.content_hash import array_hash
 from htp_export.runtime.arrays import Array
 
-__all__ = ["EXACT", "Likeness", "Originals", "Part", "is_distinctive", "largest_error", "relative_error", "turned"]
-
 EXACT = 2e-4
 """Relative error of float32 kernels that sum in other orders."""
 

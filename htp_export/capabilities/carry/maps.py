@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode, SummaryValue
 from htp_export.format import tags
 
-__all__ = ["map_to_text", "text_to_map"]
-
 _LARGEST = 1 << 28  # bytes of JSON; a text that unfolds to more is no map
 
 T = TypeVar("T", bound=Hashable)

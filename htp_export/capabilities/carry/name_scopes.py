@@ -11,8 +11,6 @@ from collections.abc import Container, Mapping, Sequence
 
 from htp_export.format.tags import common_ancestor, is_under
 
-__all__ = ["NameScopes", "scope_of"]
-
 Scope = tuple[str, ...]
 
 

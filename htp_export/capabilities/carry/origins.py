@@ -25,8 +25,6 @@ from htp_export.model.tagged import TaggedModel, load
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Origin", "exported", "from_map", "from_model", "map_of", "module_functions"]
-
 
 @dataclass(frozen=True)
 class Origin:

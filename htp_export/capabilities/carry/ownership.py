@@ -14,8 +14,6 @@ from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.reasons import Reason
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Owned", "optimized_works", "owned_by", "owners_after"]
-
 
 @dataclass(frozen=True, slots=True)
 class Owned:

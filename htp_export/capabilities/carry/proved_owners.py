@@ -22,8 +22,6 @@ from htp_export.format.reasons import Reason
 from htp_export.format.tags import common_ancestor, is_under
 from htp_export.shapes.operator_kinds import IN_PLACE, LAYOUT, SIZES_ONLY, base_op, moves, resembles
 
-__all__ = ["ProvedOwners"]
-
 
 def _unknown(paths: Iterable[str]) -> Owned:
     """What is known of a node that one of some modules owns: the module around them."""

@@ -16,8 +16,6 @@ from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
 from htp_export.format.reasons import Reason
 from htp_export.shapes.operator_kinds import LAYOUT, base_op, moves
 
-__all__ = ["ReplacedNodes", "replaced_nodes"]
-
 _REPEATED = 40  # original nodes that one node is assumed to compute a second time
 _SHARED: frozenset[int] = frozenset()
 

@@ -12,8 +12,6 @@ import onnx_ir as ir
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = ["WeightNumbers", "holds_numbers", "weight_numbers"]
-
 _SMALLEST = 4  # elements; smaller ones are constants of the graph
 _BLOCKS = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}
 """Operators of ONNX Runtime that read weights in blocks of some bits: the places of levels, scales and zero points."""

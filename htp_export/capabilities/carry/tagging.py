@@ -23,8 +23,6 @@ from htp_export.format.signatures import Signature
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.fates import FateEvidence, Outcome, find_fates
 
-__all__ = ["tag"]
-
 _IR_VERSION = 10  # the first with metadata on nodes
 
 

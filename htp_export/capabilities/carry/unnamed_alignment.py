@@ -12,8 +12,6 @@ from htp_export.capabilities.carry.likenesses import Likeness
 from htp_export.format.reasons import Reason
 from htp_export.shapes.operator_kinds import moves, resembles
 
-__all__ = ["UnnamedAlignment", "input_pairs", "without_names"]
-
 
 class UnnamedAlignment(Alignment):
     """The counterparts of the tensors of a model that was not made of the original; its summary is `without_names`."""

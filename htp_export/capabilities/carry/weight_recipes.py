@@ -16,8 +16,6 @@ from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import known_beginning, merged, recipe_of, recorded
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = ["carry_recipes"]
-
 _BY_A_TOOL = "another tool"
 
 

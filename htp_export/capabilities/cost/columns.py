@@ -6,8 +6,6 @@ from typing import Any
 
 from htp_export.results.columns import CLASS_NAME, Column, names_of
 
-__all__ = ["COST_COLUMNS", "FUSED", "TREE_COLUMNS", "UNCOUNTED"]
-
 
 def _error(value: float) -> str:
     return f"{value:.1e}" if value else "0"

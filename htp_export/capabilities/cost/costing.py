@@ -18,8 +18,6 @@ from htp_export.model.module_facts import Contents, contents_of
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.runtime.data import Data, single_run
 
-__all__ = ["cost"]
-
 _SUMMED = ("macs", "flops", "other_flops", "activation_bytes", "traffic_bytes")
 _Sums: TypeAlias = defaultdict[str, Counter[str]]
 

@@ -17,8 +17,6 @@ from htp_export.drawing.module_table import TreeTable, with_lines
 from htp_export.drawing.tag_note import tag_note
 from htp_export.results.columns import MODULE, Column, chosen, csv_text, names_of, sorted_by
 
-__all__ = ["cost_csv", "drawn", "nodes_csv", "render", "render_cost", "tree_csv"]
-
 _OF_THE_MODEL = ("peak_bytes", "fused_peak_bytes")
 _ASSUMED = (
     "fused, an estimate: what only this module makes and reads stays on chip, where there is room for it; every node "

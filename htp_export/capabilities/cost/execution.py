@@ -14,8 +14,6 @@ from typing import Any, Literal, TypeAlias
 import numpy.typing as npt
 import onnx_ir as ir
 
-__all__ = ["Body", "Run", "RunStep", "Tensor", "UnknownShapeError", "walk"]
-
 Origin: TypeAlias = Literal["input", "weight", "constant", "made"]
 
 

@@ -20,8 +20,6 @@ from htp_export.editing.flattening import read_flat
 from htp_export.model.tagged import ModelSource
 from htp_export.shapes.operator_kinds import CONTROL_FLOW, RESHAPING, SIZES_ONLY
 
-__all__ = ["FusedCost", "Timeline", "cost_of_fusing", "traffic"]
-
 _Bytes: TypeAlias = npt.NDArray[np.int64]
 
 _NO_TRAFFIC = RESHAPING | SIZES_ONLY | CONTROL_FLOW | {"Constant", "Identity"}

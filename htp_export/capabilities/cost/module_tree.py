@@ -16,8 +16,6 @@ from htp_export.results.columns import Column, chosen
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["ModuleRow", "ModuleTree", "tree_rows"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleRow(ModuleFacts):

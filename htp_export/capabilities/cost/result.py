@@ -12,8 +12,6 @@ from htp_export.results.columns import Column, chosen
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["Cost", "ModuleCost", "NodeCost", "Peak"]
-
 _DRAWN = ("class_name", "nodes", "parameters", "weight_bytes", "flops", "other_flops", "peak_bytes")
 
 

@@ -22,8 +22,6 @@ from htp_export.shapes.known import MOST_ELEMENTS, Dims, Fact, Operation
 from htp_export.shapes.operator_kinds import RESHAPING, VIEW, is_standard
 from htp_export.shapes.sizes import Dim
 
-__all__ = ["run_by_shapes"]
-
 # ONNX Runtime gives the output of these the memory of the input.
 _VIEWS = RESHAPING | {"Identity"}
 

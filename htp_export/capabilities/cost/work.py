@@ -17,10 +17,6 @@ from htp_export.discovery import names_in
 from htp_export.errors import InputError
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
 
-__all__ = [
-    "NOTHING", "Formula", "Formulas", "Work", "all_formulas", "names", "nothing", "per_input", "per_output", "work_of",
-]  # fmt: skip
-
 _FOLDER = "htp_export.capabilities.cost.formulas"
 
 

@@ -14,8 +14,6 @@ from htp_export.command.sources import SourceCall
 from htp_export.errors import InputError
 from htp_export.files.filesystem import is_special
 
-__all__ = ["DeployOptions"]
-
 _log = logging.getLogger(__name__)
 
 

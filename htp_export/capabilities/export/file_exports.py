@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from htp_export.capabilities.cost.module_tree import ModuleTree
     from htp_export.model.tagged import TaggedModel
 
-__all__ = ["FileExports"]
-
 
 @dataclass
 class FileExports:

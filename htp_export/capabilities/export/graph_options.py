@@ -16,8 +16,6 @@ from htp_export.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["GraphOptions"]
-
 _ATTENTION_SINCE = 23
 
 

@@ -19,8 +19,6 @@ from htp_export.shapes.symbolic import Symbolic
 if TYPE_CHECKING:
     from htp_export.capabilities.forensics.attention_steps import MaskUse
 
-__all__ = ["MIXING", "attention_kinds"]
-
 _FUSED = frozenset((
     "Attention", "MultiHeadAttention", "GroupQueryAttention", "PackedMultiHeadAttention",
     "DecoderMaskedMultiHeadAttention"

@@ -20,8 +20,6 @@ from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.regions import Region
 from htp_export.model.structural_hash import Hasher
 
-__all__ = ["Block", "repeated_blocks"]
-
 _LEAST_NODES = 3  # of a module
 _LEAST_IN_PIECES = 5
 _LONGEST_CHAIN = 4096  # pieces; what comes after is not looked at

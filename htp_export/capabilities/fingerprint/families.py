@@ -19,8 +19,6 @@ from htp_export.results.columns import many
 from htp_export.results.result import Result
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["FAMILIES", "Fingerprint", "fingerprint"]
-
 
 @dataclass(frozen=True)
 class Fingerprint(Result):

@@ -18,8 +18,6 @@ from htp_export.runtime.inputs import Inputs, infer_bound
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["GraphFeatures", "ModelInput", "model_inputs"]
-
 _NEAREST = 80
 """Values that a search looks at from an input on: more than the casts, scalings and reshapes before an embedding, a
 convolution or a sine, and few enough for inputs such as masks that every layer reads."""

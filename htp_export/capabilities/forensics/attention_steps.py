@@ -11,8 +11,6 @@ import onnx_ir as ir
 
 from htp_export.model.graph_facts import GraphFacts
 
-__all__ = ["AttentionSteps", "MaskUse", "attention_steps"]
-
 _STEPS = 12
 """How many nodes may lie between a product and the softmax, and after it."""
 

@@ -16,8 +16,6 @@ from htp_export.drawing.tag_note import tag_note
 from htp_export.format import tags
 from htp_export.results.columns import Column
 
-__all__ = ["render_findings", "render_forensics"]
-
 
 def _nodes(finding: Finding) -> str:
     more = f", … ({len(finding.nodes)})" if len(finding.nodes) > 3 else ""

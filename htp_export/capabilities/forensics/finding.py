@@ -14,8 +14,6 @@ from htp_export.results.columns import Column
 from htp_export.results.result import Modules, Result, Table
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["KINDS", "KIND_COLUMNS", "Finding", "Forensics", "Kind", "node_name", "title_of"]
-
 
 @dataclass(frozen=True)
 class Kind:

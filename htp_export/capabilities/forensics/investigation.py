@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from htp_export.capabilities.optimize.merging import PassDifference
     from htp_export.capabilities.optimize.registry import Level, PassInfo
 
-__all__ = ["forensics"]
-
 _FIRST = ("eliminate_unused_initializers", "eliminate_dead_nodes")
 """Every pass leaves out what nothing needs; these say so first."""
 

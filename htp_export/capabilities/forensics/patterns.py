@@ -24,8 +24,6 @@ from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 if TYPE_CHECKING:
     from htp_export.capabilities.optimize.declining import Declined
 
-__all__ = ["large_duplicates", "unchanged"]
-
 _COMPARED = 1024
 """Elements; `eliminate_duplicate_constants` compares tensors up to this size."""
 

@@ -16,8 +16,6 @@ from htp_export.shapes.operator_kinds import RESHAPING
 if TYPE_CHECKING:
     from htp_export.capabilities.optimize.merging import PassDifference
 
-__all__ = ["ONE_BY_ONE", "Rewrite", "equal_constants", "kind_of", "rewrites"]
-
 
 @dataclass(frozen=True)
 class Rewrite:

@@ -21,8 +21,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames, make_node_names_unique
 from htp_export.shapes.operator_kinds import is_standard, subgraphs, with_subgraphs
 
-__all__ = ["Bodies", "Occurrence", "copy_value", "differing_constants"]
-
 _LONGEST = 64
 """Characters of a name of several parts: every function around a deep module names its weights anew."""
 

@@ -16,8 +16,6 @@ from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import HoldsModel, ModelSource, load
 from htp_export.results.columns import many
 
-__all__ = ["Inlined", "inline"]
-
 
 @dataclass(frozen=True)
 class Inlined(HoldsModel):

@@ -18,8 +18,6 @@ import onnx_ir as ir
 from htp_export.capabilities.functions.placing import Placement
 from htp_export.format.call_tree import Instance, NodeCalls
 
-__all__ = ["Group", "Item", "Levels"]
-
 
 @dataclass(frozen=True)
 class Group:

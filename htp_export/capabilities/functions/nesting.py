@@ -28,8 +28,6 @@ from htp_export.model.tensor_names import UsedNames
 from htp_export.results.columns import Column
 from htp_export.results.result import Table
 
-__all__ = ["FUNCTION_COLUMNS", "FunctionRow", "Nested", "functions"]
-
 
 @dataclass(frozen=True)
 class FunctionRow:

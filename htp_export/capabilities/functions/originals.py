@@ -16,8 +16,6 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
 from htp_export.shapes.operator_kinds import subgraphs
 
-__all__ = ["flat_order", "share_bodies"]
-
 
 def share_bodies(bodies: Bodies, sources: Mapping[ir.Node, ir.Node], calls: CallTree) -> dict[str, Record]:
     """Make the bodies of functions true for all their calls, and return what each outer call loses by it, by its name.

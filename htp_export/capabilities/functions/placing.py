@@ -14,8 +14,6 @@ from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import is_standard, subgraphs, with_subgraphs
 
-__all__ = ["MOST_NESTED", "Chain", "Placement"]
-
 MOST_NESTED = 100
 """As many functions may call one another: https://github.com/onnx/onnx refuses more when it checks a model."""
 

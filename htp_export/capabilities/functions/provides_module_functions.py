@@ -22,8 +22,6 @@ from htp_export.format import selectors
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.tagged import ModelSource, load
 
-__all__ = ["ModuleFunctions"]
-
 _log = logging.getLogger(__name__)
 
 _MOST_SAID = 5

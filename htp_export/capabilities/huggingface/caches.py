@@ -11,8 +11,6 @@ from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = ["emptied", "empty_cache", "leaf_name", "register_caches", "tracing_as_transformers_does", "translations"]
-
 _LEAF = re.compile(r"\w+\.(?:(self|cross)_attention_cache\.)?layers\.(\d+)\.(\w+)")
 _SINGULAR = {"keys": "key", "values": "value"}
 _SIDES = {None: "", "self": "decoder.", "cross": "encoder."}

@@ -18,14 +18,6 @@ from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import read_model
 from htp_export.files.text_files import named_if_unwritable, write_json
 
-__all__ = [
-    "copy_companions",
-    "is_companion",
-    "source_folder",
-    "write_configs",
-    "write_export_metadata",
-]
-
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Of tokenizers, their vocabularies and templates, and of configs; weights have others."""
 

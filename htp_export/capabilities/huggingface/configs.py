@@ -9,8 +9,6 @@ from typing import Any
 
 from htp_export.errors import ModelSourceError, in_one_line
 
-__all__ = ["apply_overrides", "find", "is_setting", "nearest", "tokens_outside", "use_cache"]
-
 
 def _sub_configs(config: Any) -> Iterator[Any]:
     """The configs inside a config, such as those of its text tower or its backbone."""

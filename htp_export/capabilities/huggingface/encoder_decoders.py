@@ -17,8 +17,6 @@ from htp_export.errors import InputError, described
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EncoderAndDecoder"]
-
 _CROSS = f"{CACHE}cross"
 _ENCODER_TEXT: Axes = {0: "batch_size", 1: "encoder_sequence_length"}
 _ENCODER: dict[str, Axes] = {

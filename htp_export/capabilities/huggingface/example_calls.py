@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["CACHE", "DECODER", "Adapt", "CacheNames", "Calls", "ExampleCall", "adapted", "is_same", "run"]
-
 CacheNames = Literal["optimum", "transformers"]
 Adapt = Callable[[Callable[..., Any], dict[str, Any]], Any]
 

@@ -18,8 +18,6 @@ from htp_export.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["example_call", "example_calls"]
-
 _SIZES = {  # all different, and none is 1: torch.export takes a size of 1 for a constant
     "batch_size": 2,
     "sequence_length": 3,

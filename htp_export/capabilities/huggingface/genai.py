@@ -30,8 +30,6 @@ from htp_export.files.targets import Kind
 from htp_export.files.text_files import named_if_unwritable, read_json, write_json, write_text
 from htp_export.runtime.generating import CACHE
 
-__all__ = ["GENAI_CONFIG", "check_genai", "genai_config", "note_shared_cache", "shares_cache", "write_genai"]
-
 GENAI_CONFIG = "genai_config.json"
 
 _log = logging.getLogger(__name__)

@@ -16,8 +16,6 @@ from htp_export.capabilities.huggingface.configs import is_setting
 from htp_export.capabilities.huggingface.processors import image_settings
 from htp_export.errors import HtpExportError, InputError
 
-__all__ = ["VISION_PROCESSOR", "image_operators", "vision_processor"]
-
 VISION_PROCESSOR = "vision_processor.json"
 
 _log = logging.getLogger(__name__)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["GRID", "attending_by_sequence", "encoder_of_grids", "example_images", "in_place_of_loops"]
-
 GRID = "image_grid_thw"
 """Images → frames, rows and columns of patches, in a tensor of [images, 3]."""
 

@@ -37,8 +37,6 @@ from htp_export.process.restoring import restored
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ImagesAndText"]
-
 _TOKENS: Axes = {0: "batch_size", 1: "sequence_length"}
 _EMBEDDED: dict[str, Axes] = {"inputs_embeds": _TOKENS}
 _IN_TRANSFORMERS_JS = {"qwen2_vl": {GRID: "grid_thw"}}

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["dynamic_shapes", "example_inputs", "named_parameters"]
-
 _LENGTH = 16  # of texts, in tokens
 _PADDING = 3  # of those, at the end: without padding, models make no mask in eager mode, and tracing one does
 _SAMPLES = 16_000  # of sound: a second

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["load", "load_model", "packed_source", "spread_parameters"]
-
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 _log = logging.getLogger(__name__)

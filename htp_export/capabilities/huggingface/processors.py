@@ -12,8 +12,6 @@ from htp_export.capabilities.huggingface.sources import Source
 from htp_export.errors import described
 from htp_export.files.text_files import read_json
 
-__all__ = ["Processor", "image_settings", "load_processor", "processor_of"]
-
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _TEXT = (

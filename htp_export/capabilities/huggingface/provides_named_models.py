@@ -18,8 +18,6 @@ from htp_export.command.model_options import ModelOptions
 from htp_export.command.sources import SourceCall
 from htp_export.files.checkpoint import Checkpoint
 
-__all__ = ["calls_by_task", "has_guessed_task", "one_call"]
-
 
 def one_call(
     options: ModelOptions, *, batch: int, shapes: Mapping[str, Any] | None, stream_weights: bool

@@ -19,8 +19,6 @@ from htp_export.process.restoring import Changes, restored, set_item
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["warn_of_right_padding", "windows_of_tokens"]
-
 _PADDING = 3
 _WINDOWS = ("sliding_window", "window_size")  # None in the configs of models that apply none
 

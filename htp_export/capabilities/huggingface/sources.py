@@ -12,8 +12,6 @@ from htp_export.capabilities.huggingface.configs import apply_overrides, nearest
 from htp_export.capabilities.huggingface.packed.checkpoints import is_gguf
 from htp_export.errors import ModelSourceError, described
 
-__all__ = ["Source"]
-
 _SECONDS = 5.0
 """To wait for the hub: its own client retries for a minute, and then reports that there is no such model."""
 

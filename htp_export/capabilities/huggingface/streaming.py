@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["check_loaded", "find_checkpoint", "map_weights", "released_when_read", "weights_in_files"]
-
 _LARGE_BYTES = 1 << 20
 _RELEASED_BYTES = 1 << 28  # of converted weights, after which the pages that they were read from are released
 _SEVERAL = 5  # names in a message

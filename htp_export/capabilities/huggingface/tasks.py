@@ -12,11 +12,6 @@ from htp_export.errors import ModelSourceError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    *("AUTO", "class_for_task", "generates", "split_task", "task_hint", "task_of"),
-    *("Axes", "input_axes", "output_axes", "wanted_outputs"),
-]
-
 AUTO = "auto"
 _WITH_PAST = "-with-past"
 _GENERATING = {

@@ -25,8 +25,6 @@ from htp_export.files.targets import check_folder
 from htp_export.files.text_files import named_if_unwritable, read_json, write_json
 from htp_export.files.written_check import made_from
 
-__all__ = ["DTYPES", "check_transformers_js", "write_transformers_js"]
-
 
 def _made_by(adapter: str, weight_type: str = "", **options: Any) -> Callable[[Path], ir.Model]:
     """What an adapter of `htp_export.tools` makes of a file."""

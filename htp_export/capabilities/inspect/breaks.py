@@ -31,8 +31,6 @@ from htp_export.format.parameters import parameters_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["graphs_with_breaks"]
-
 _MOST_NODES = 20_000  # further runs of graphs are left out
 
 

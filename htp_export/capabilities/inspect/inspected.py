@@ -11,8 +11,6 @@ import onnx_ir as ir
 from htp_export.model.tagged import HoldsModel
 from htp_export.results.result import PlainData
 
-__all__ = ["Inspected", "Stop", "Way"]
-
 Way: TypeAlias = Literal["onnx", "torch.export", "torch.fx", "dynamo", "parts"]
 
 

@@ -42,8 +42,6 @@ from htp_export.process.argument_types import checks_arguments
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["inspect"]
-
 _log = logging.getLogger(__name__)
 
 

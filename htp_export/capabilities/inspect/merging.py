@@ -13,8 +13,6 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters
 from htp_export.shapes.operator_kinds import subgraphs
 
-__all__ = ["Piece", "merged"]
-
 
 @dataclass(frozen=True)
 class Piece:

@@ -6,8 +6,6 @@ from htp_export.capabilities.inspect.inspected import Inspected
 from htp_export.capabilities.inspect.inspecting import inspect
 from htp_export.command.sources import SourceCall
 
-__all__ = ["traced"]
-
 
 def traced(call: SourceCall) -> Inspected:
     """The graph, by the best way that there is; see `htp_export.inspect`."""

@@ -25,8 +25,6 @@ from htp_export.shapes.operator_kinds import subgraphs
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ModuleRun", "owners_in", "run_once", "tag_by_scope", "tree_of", "unchanged", "without_identities"]
-
 
 @dataclass
 class ModuleRun:

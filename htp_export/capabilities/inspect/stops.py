@@ -14,8 +14,6 @@ from htp_export.capabilities.inspect.inspected import Stop, Way
 from htp_export.errors import described
 from htp_export.exporter.broken_graphs import module_of_frame
 
-__all__ = ["is_of_model", "reason_of", "stop_of"]
-
 _LONGEST = 300  # characters of a reason that are kept
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 _OWN = Path(htp_export.errors.__file__).parent

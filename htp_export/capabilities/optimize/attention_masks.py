@@ -11,8 +11,6 @@ from htp_export.model.neighbours import producer_of
 from htp_export.shapes.sizes import Dim
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["Mask", "hides_rows", "read_mask"]
-
 _HIDING = -1e4
 """A summand that makes a share of a softmax zero; what hides is the lowest number of the type, or close to it."""
 

@@ -21,8 +21,6 @@ from htp_export.model.fates import find_fates
 from htp_export.model.regions import GraphIndex, all_nodes, named_values
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Bookkeeping"]
-
 
 class Bookkeeping:
     """Follows a model through passes, which change it in place; `settle` is called after each."""

@@ -17,8 +17,6 @@ from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.sizes import Dim, evaluate, names_in
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["CacheLengths", "Lengths"]
-
 
 @dataclass(frozen=True)
 class Lengths:

@@ -17,8 +17,6 @@ from htp_export.shapes.known import axes_of, normalized
 from htp_export.shapes.sizes import Dim
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["HEADS_FIRST", "CachedAttention", "Placed", "Rotation", "match_attention", "match_rotation"]
-
 HEADS_FIRST = [0, 2, 1, 3]
 """From batch, length, heads, features to batch, heads, length, features; and back."""
 

@@ -21,8 +21,6 @@ from htp_export.shapes.operator_kinds import RANDOM, subgraphs, with_subgraphs
 from htp_export.shapes.sizes import product
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["GROWTH", "LEAST_ROOM", "SHARE", "ConstantNodes", "computed", "find_constant_nodes", "room_left"]
-
 LEAST_ROOM = 1 << 20
 """Bytes by which the constants of any model may grow."""
 

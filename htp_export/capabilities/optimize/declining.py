@@ -8,8 +8,6 @@ from typing import Literal
 
 import onnx_ir as ir
 
-__all__ = ["Declined", "decline", "declined"]
-
 _KEY = "htp_export.declined"  # in a node's ``meta``, never in files
 
 

@@ -16,8 +16,6 @@ from htp_export.drawing.tag_note import tag_note
 from htp_export.format import tags
 from htp_export.results.columns import Column
 
-__all__ = ["render_optimized"]
-
 _MOST_MODULES = 3
 
 

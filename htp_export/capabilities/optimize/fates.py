@@ -12,8 +12,6 @@ from htp_export.format.signatures import Signature
 from htp_export.model.fates import FateEvidence, Outcome
 from htp_export.model.regions import GraphIndex
 
-__all__ = ["SignatureEvidence"]
-
 
 class SignatureEvidence(FateEvidence[ir.Value]):
     """The boundaries of modules in a changed graph, compared with their signatures.

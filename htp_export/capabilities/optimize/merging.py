@@ -26,8 +26,6 @@ from htp_export.format.reasons import Reason
 from htp_export.model.dependence import dependence, given_values, reads_and_results
 from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs
 
-__all__ = ["PassDifference", "Snapshot", "Tagging"]
-
 _Slots = Sequence[ir.Value | None]
 _Groups = list[list[Mapping[str, str]]]
 """Metadata of the nodes that one node replaces, those of one value together."""

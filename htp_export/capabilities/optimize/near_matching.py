@@ -20,8 +20,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-__all__ = ["MOST", "near", "near_matching"]
-
 MOST = 64
 """Nodes in which the further results are looked for; each takes 0.1 ms. A match has its results within a block."""
 

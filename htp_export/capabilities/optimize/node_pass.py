@@ -15,8 +15,6 @@ from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["NodePass", "absorbed", "integers"]
-
 
 class NodePass(ir.passes.InPlacePass):
     """Looks at the nodes of the main graph in order, and rewrites each where it can.

@@ -16,8 +16,6 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
 from htp_export.runtime.data import Data, Samples
 
-__all__ = ["optimize"]
-
 
 @names_model_faults("model")
 def optimize(

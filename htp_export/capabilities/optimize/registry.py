@@ -12,8 +12,6 @@ import onnx_ir as ir
 from htp_export.discovery import names_in, plug_ins
 from htp_export.errors import InputError
 
-__all__ = ["DEFAULT", "LEVELS", "Level", "PassInfo", "available", "choose", "find", "register"]
-
 Level: TypeAlias = Literal["exact", "tolerant", "fused"]
 LEVELS: tuple[Level, ...] = ("exact", "tolerant", "fused")
 """Effects of a pass on results: none; up to 1e-5; the same, with operators that only ONNX Runtime has."""

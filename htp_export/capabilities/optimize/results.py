@@ -15,8 +15,6 @@ from htp_export.model.tagged import TaggedResult
 from htp_export.results.columns import Column, si, text_table
 from htp_export.results.result import PlainData, Result, Table
 
-__all__ = ["PASS_COLUMNS", "Change", "Optimized", "OptimizedModels", "PassReport"]
-
 
 @dataclass(frozen=True)
 class Change:

@@ -13,8 +13,6 @@ from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import axes_of, normalized
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["Rotated", "rotated", "stated_twice", "without_heads"]
-
 
 @dataclass(frozen=True)
 class Rotated:

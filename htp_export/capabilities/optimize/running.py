@@ -26,8 +26,6 @@ from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.data import Samples
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
 
-__all__ = ["OutputCheck", "Pipeline"]
-
 _log = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 12

@@ -18,8 +18,6 @@ from htp_export.files.text_files import read_json
 from htp_export.model.parts import weight_bytes
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Balance", "balanced_cuts", "read_weights", "weigh"]
-
 _FIELDS = ("total_ms", "flops")
 """What is taken of results by module, whichever they have."""
 

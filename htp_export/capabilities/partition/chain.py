@@ -14,8 +14,6 @@ from htp_export.model.cutting import Cutter
 from htp_export.model.parts import Constants, part_tensors
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Border", "Chain"]
-
 
 @dataclass(frozen=True)
 class Border:

@@ -16,8 +16,6 @@ from htp_export.capabilities.partition.partitions import Partition
 from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json, write_json
 
-__all__ = ["genai_pipeline"]
-
 
 def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
     """What writes the configuration of a pipeline into the folder of its stages.

@@ -19,8 +19,6 @@ from htp_export.runtime.declared_inputs import Input
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 
-__all__ = ["FORMAT", "VERSION", "Partition", "PassedTensor", "Stage", "StageRunner", "StageTensor"]
-
 FORMAT = "htp.partition"
 VERSION = "1"
 

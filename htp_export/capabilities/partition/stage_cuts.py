@@ -23,8 +23,6 @@ from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.crashes import safe_entries
 
-__all__ = ["stages_of"]
-
 
 def stages_of(chain: Chain, starts: Sequence[int]) -> Partition:
     """A model cut before some units of its chain, in order: every stage but the first begins at one.

@@ -19,8 +19,6 @@ from htp_export.files.text_files import named_if_unwritable, read_json, write_js
 from htp_export.process.argument_types import checks_arguments
 from htp_export.process.progress import counted
 
-__all__ = ["check_folder", "load_partition", "write_folder"]
-
 _MANIFEST = "manifest.json"
 
 

@@ -17,8 +17,6 @@ from htp_export.errors import InputError, UnknownModuleError
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, load
 
-__all__ = ["partition"]
-
 _CROSSING = 0.01
 """What a tensor that crosses costs, against the squared weights of stages in units of equal stages."""
 

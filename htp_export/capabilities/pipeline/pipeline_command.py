@@ -11,9 +11,10 @@ import typer
 
 from htp_export.command.file_options import JsonOption
 from htp_export.command.idle_options import Idle
-from htp_export.command.outputs import Kind, Writes, report
+from htp_export.command.outputs import Writes, report
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
+from htp_export.files.targets import Kind
 
 if TYPE_CHECKING:
     from htp_export.capabilities.pipeline.pipeline_steps import PipelineStep

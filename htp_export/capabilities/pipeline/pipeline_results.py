@@ -13,8 +13,6 @@ from htp_export.model.tagged import HoldsModel
 from htp_export.results.columns import Column
 from htp_export.results.result import PlainData, Table
 
-__all__ = ["PipelineRun", "StepReport"]
-
 
 @dataclass(frozen=True)
 class StepReport(PlainData):

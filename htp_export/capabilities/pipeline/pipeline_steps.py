@@ -19,8 +19,6 @@ from htp_export.errors import FileError, InputError
 from htp_export.process.argument_types import parameter_type
 from htp_export.process.factories import names_factory
 
-__all__ = ["STEPS", "PipelineStep", "StepKind", "StepOptionError", "blamed", "steps_of"]
-
 
 class StepOptionError(InputError):
     """An option of a step cannot be used; nothing was run.

@@ -29,8 +29,6 @@ from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of, na
 from htp_export.process.argument_types import checks_arguments
 from htp_export.process.progress import counted
 
-__all__ = ["PipelineFile", "PipelineStep", "pipeline", "read_pipeline"]
-
 
 @checks_arguments
 def pipeline(

@@ -19,8 +19,6 @@ from htp_export.plans.rules import modules_within
 from htp_export.process.argument_types import check_type
 from htp_export.process.quiet import quiet
 
-__all__ = ["check_values"]
-
 _BY_SELECTOR = ("plan", "tolerances")
 """Options that are mappings from selectors."""
 

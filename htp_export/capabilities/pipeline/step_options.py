@@ -14,8 +14,6 @@ import numpy as np
 
 from htp_export.files.data_notes import sha256_of
 
-__all__ = ["described_options", "is_described", "is_plain", "is_repeatable", "option_files", "texts_in"]
-
 
 def described_options(value: Any) -> Any:
     """Return options as JSON can hold them: an array, a tensor or a PyTorch model by its hash, others by their class.

@@ -11,8 +11,6 @@ from htp_export.format.tags import common_ancestor
 from htp_export.model.regions import all_nodes
 from htp_export.shapes.operator_kinds import subgraphs
 
-__all__ = ["Crossing", "crossings"]
-
 _MOST_NAMED = 2  # of consumers, in text
 
 

@@ -18,8 +18,6 @@ from htp_export.errors import InputError
 from htp_export.runtime.assignments import HOST
 from htp_export.runtime.sessions import entry_of
 
-__all__ = ["ANNOTATION", "SETTINGS", "assignment_settings", "device_named", "is_device", "session_options_with"]
-
 ANNOTATION = "layer_ann"
 """The key in the metadata of a node."""
 

@@ -21,8 +21,6 @@ from typing import NamedTuple, TypeAlias
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.parts import PartTensor
 
-__all__ = ["Item", "fill"]
-
 _MOST = 500  # choices that are kept for the same sides of tensors
 _STEPS = 64
 _MOST_LIMITS = 16

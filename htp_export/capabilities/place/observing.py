@@ -24,8 +24,6 @@ from htp_export.runtime.assignments import HOST, Assignment, assign
 from htp_export.runtime.data import Data, single_run
 from htp_export.runtime.sessions import RunnableModel, SessionSettings, entry_of
 
-__all__ = ["placement"]
-
 _BORDER_FAULT = "num_nodes_processed == in_degree.size() was false"
 _BORDER = (
     "in this version, an execution provider that compiles its nodes takes no part of a graph that borders on nodes of "

@@ -20,9 +20,6 @@ from htp_export.results.columns import si
 if TYPE_CHECKING:
     from htp_export.capabilities.cost.execution import Run, RunStep
 
-__all__ = ["Needs", "needs_of", "nodes_that_fit"]
-
-
 _Part: TypeAlias = tuple[str, Sequence[ir.Node]]
 """Nodes that go to one device together, and the module that they are, or are of."""
 

@@ -19,8 +19,6 @@ from htp_export.results.columns import CLASS_NAME, Column, many, si
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["DeviceUse", "Misplaced", "Placed", "PlacedModule", "Placement", "placed_modules"]
-
 _AND = " + "
 _MOST_LINES = 10  # of crossings in text; to_dict has all
 

@@ -24,8 +24,6 @@ from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.plans.rules import assigned
 from htp_export.runtime.data import Data, single_run
 
-__all__ = ["bytes_of", "place"]
-
 _REST = "cpu"
 """Where goes what does not fit."""
 

@@ -15,8 +15,6 @@ from htp_export.drawing.module_table import TreeTable, with_lines
 from htp_export.format import tags
 from htp_export.results.columns import Column, chosen
 
-__all__ = ["SORTS", "drawn", "render_profile"]
-
 SORTS = ("tree", "total", "self")
 """Orders of the lines: the module tree, or one list, the longest first."""
 

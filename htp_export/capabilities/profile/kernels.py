@@ -15,8 +15,6 @@ from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import subgraphs
 
-__all__ = ["Entry", "Kernel", "entry_kernels", "modules_around_owners", "owned"]
-
 
 @dataclass(frozen=True)
 class Kernel:

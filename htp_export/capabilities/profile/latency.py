@@ -21,8 +21,6 @@ from htp_export.process.bounds import MOST_RUNS, check_whole
 from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.sessions import RunnableModel, SessionSettings
 
-__all__ = ["profile"]
-
 _TIMINGS = ("auto", "kernels", "modules")
 
 

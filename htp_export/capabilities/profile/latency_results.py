@@ -21,8 +21,6 @@ from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 from htp_export.runtime.traces import QUEUED
 
-__all__ = ["OWN_ENGINE", "ModuleLatency", "Profile", "budgets_by_module", "latency_by_module"]
-
 _MEMORY_COLUMNS: tuple[Column[ModuleLatency], ...] = (
     Column("allocated_bytes", "allocated", lambda row: row.memory and row.memory.allocated_bytes, "B", keep=3),
     Column("self_allocated_bytes", "self allocated", lambda row: row.memory and row.memory.self_allocated_bytes, "B"),

@@ -15,8 +15,6 @@ from htp_export.runtime.inputs import Feed
 from htp_export.runtime.memory_stats import measured_memory
 from htp_export.runtime.sessions import RunnableModel, SessionSettings
 
-__all__ = ["BLOCK_BYTES", "KernelMemory", "MeasuredMemory", "ModuleMemory", "memory_by_module"]
-
 BLOCK_BYTES = 256
 """ONNX Runtime allocates whole blocks of so many bytes."""
 

@@ -14,8 +14,6 @@ from htp_export.capabilities.profile.kernels import Kernel
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.inputs import Feed
 
-__all__ = ["Measurement", "ProfileEngine", "consistent"]
-
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3

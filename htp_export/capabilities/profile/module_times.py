@@ -18,8 +18,6 @@ from htp_export.runtime.arrays import PORTION_BYTES, Array
 from htp_export.runtime.inputs import Feed, Inputs
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 
-__all__ = ["device_of", "times_of_modules"]
-
 _DEVICES = {
     "CUDAExecutionProvider": "cuda",
     "TensorrtExecutionProvider": "cuda",

@@ -20,8 +20,6 @@ from htp_export.runtime.sessions import RunnableModel, SessionSettings
 from htp_export.runtime.traces import KernelKey, ProfiledSession, Trace
 from htp_export.shapes.operator_kinds import subgraphs
 
-__all__ = ["measure"]
-
 _log = logging.getLogger(__name__)
 
 

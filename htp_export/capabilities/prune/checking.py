@@ -17,8 +17,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import Assigned, assigned
 from htp_export.weights.products import Weight, weights_of
 
-__all__ = ["PlanChecks"]
-
 
 class PlanChecks:
     """Checks of what plans say of modules of one model, which has no functions."""

@@ -20,8 +20,6 @@ from htp_export.shapes.operator_kinds import SIZES_ONLY, operator_of
 from htp_export.shapes.operators.elementwise import ELEMENTWISE
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["Axis", "Group", "changed_axes", "gathered", "groups_of", "slice_start"]
-
 Axis: TypeAlias = tuple[ir.Value, int]
 """A tensor and one of its axes, from 0."""
 

@@ -22,8 +22,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import RESHAPING, subgraphs
 
-__all__ = ["Coupling", "StopError", "couple"]
-
 _MOST_ATTEMPTS = 64
 
 

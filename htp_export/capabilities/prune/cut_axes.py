@@ -21,8 +21,6 @@ from htp_export.shapes.sizes import divide
 from htp_export.shapes.symbolic import Symbolic
 from htp_export.weights.products import changed_when_written
 
-__all__ = ["cut_axes"]
-
 _SIZES = {"Reshape": 1, "Expand": 1, "Resize": 3, "ConstantOfShape": 0}
 """Operator → place of the input that holds the shape of the result."""
 

@@ -20,8 +20,6 @@ from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.products import Product, Weight, readers_of
 
-__all__ = ["Factors", "factorise", "factors_of", "why_not"]
-
 _PRODUCTS = ("MatMul", "Gemm")
 _FLAGS = ("transA", "transB")
 

@@ -17,8 +17,6 @@ import onnx_ir as ir
 from htp_export.runtime.arrays import Array
 from htp_export.weights.products import Weight
 
-__all__ = ["Mask", "Scores", "element_masks", "find_cutoff", "group_mask", "keys_of"]
-
 Mask = Callable[[Array], Array]
 """Takes the numbers of a weight and returns them with zeros."""
 

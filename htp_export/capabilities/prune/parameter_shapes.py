@@ -9,8 +9,6 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Shape", "change_parameters"]
-
 Shape: TypeAlias = tuple[int, ...]
 
 

@@ -17,8 +17,6 @@ from htp_export.results.columns import CLASS_NAME, Column, chosen, percent, si
 from htp_export.results.compressed import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule
 from htp_export.results.tables import ModuleTable
 
-__all__ = ["PRUNED_COLUMNS", "Counts", "Pruned", "PrunedModule", "pruned_modules"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrunedModule(CompressedModule):

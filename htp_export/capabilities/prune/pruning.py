@@ -31,8 +31,6 @@ from htp_export.process.progress import counted
 from htp_export.runtime.arrays import nan_in
 from htp_export.weights.products import Weight, changed_when_written, weights_of
 
-__all__ = ["prune", "value_of"]
-
 V = TypeVar("V")
 _METHODS = ("l1", "random")
 _SCOPES = ("local", "global")

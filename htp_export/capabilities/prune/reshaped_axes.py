@@ -11,8 +11,6 @@ import numpy as np
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.sizes import Dim, Size, product
 
-__all__ = ["blocks", "period_of", "periods_of", "rows_at", "spread_labels"]
-
 
 def spread_labels(labels: Array, place: int, sizes: Sequence[int]) -> Array:
     """Labels of one axis, for each element of a tensor."""

@@ -15,8 +15,6 @@ from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["ends_of", "remove_blocks"]
-
 _PASSED = frozenset(
     (
         *("Add", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization", "BatchNormalization"),

@@ -9,8 +9,6 @@ from typing import Any, Literal, TypeAlias
 
 from htp_export.errors import InputError, RuleError
 
-__all__ = ["Kind", "Sparsity", "sparsities_of", "sparsity_of"]
-
 Kind: TypeAlias = Literal["elements", "n:m", "channels", "heads", "blocks", "rank"]
 
 _FORMS = "a share such as 0.5, a pattern such as '2:4', 'channels:0.25', 'heads:0.5', 'rank:16', 'rank:25%' or 'drop'"

@@ -20,8 +20,6 @@ from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 from htp_export.weights.products import Weight
 
-__all__ = ["Cut", "coupling_of", "cut_channels"]
-
 
 @dataclass(frozen=True)
 class Cut:

@@ -11,8 +11,6 @@ from htp_export.capabilities.prune.coupled_axes import Axis
 from htp_export.shapes.operator_kinds import operator_of
 from htp_export.shapes.symbolic import Symbolic
 
-__all__ = ["RECURRENT", "Tiles", "is_cut_by_groups", "tiles_of"]
-
 Tiles: TypeAlias = Mapping[Axis, tuple[int, int]]
 """Axes of which some indices have one channel: axis → how often the channels repeat, and neighbours with one channel.
 

@@ -18,8 +18,6 @@ from htp_export.runtime.inputs import Feed
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
 
-__all__ = ["CalibrationData", "activations"]
-
 
 @dataclass(frozen=True)
 class CalibrationData(Samples):

@@ -15,8 +15,6 @@ from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 from htp_export.runtime.timing import median_times
 
-__all__ = ["Check", "check_of"]
-
 _MOST_COMPARED = 4  # runs of the data: every module is compared in each, which takes seconds for a large model
 _TIMED = 20
 

@@ -18,8 +18,6 @@ from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import Assigned, assigned
 
-__all__ = ["PrecisionChoice", "choose"]
-
 
 @dataclass(frozen=True)
 class PrecisionChoice:

@@ -18,8 +18,6 @@ from htp_export.format.recipes import Recipe, step
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.weights.rebuilding import unpacked
 
-__all__ = ["FIRST_BLOCKS", "write_dequantized"]
-
 FIRST_BLOCKS = 21
 """The opset from which on ``DequantizeLinear`` has blocks, and ONNX integers of 4 bits."""
 

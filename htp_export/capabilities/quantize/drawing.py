@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from htp_export.capabilities.quantize.plan_exporting import PlanFile
 
-__all__ = ["drawn"]
-
 
 def drawn(result: Quantized | PlanFile) -> RenderableType | None:
     """The result as a notebook shows it; None for a plan, which is text."""

@@ -16,8 +16,6 @@ import onnx_ir as ir
 
 from htp_export.weights.products import weight_axes
 
-__all__ = ["CONVOLUTIONS", "store_in_eight_bits"]
-
 _Array = npt.NDArray[Any]
 
 CONVOLUTIONS = frozenset(("Conv", "ConvTranspose"))

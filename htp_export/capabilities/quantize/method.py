@@ -24,8 +24,6 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.runtime.arrays import nan_in
 
-__all__ = ["ENGINE", "FIELDS", "Method", "Precision"]
-
 ENGINE = "onnxruntime"
 """The engine whose methods are built in."""
 

@@ -24,8 +24,6 @@ from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
 from htp_export.weights.products import changed_when_written, is_matrix_product
 
-__all__ = ["GROUP_BYTES", "Reader", "groups_in_memory", "made_file", "quantizers", "quietly", "write_products"]
-
 GROUP_BYTES = 32 << 20
 """Weights that are in memory at a time; a single one may be larger."""
 

@@ -23,8 +23,6 @@ from htp_export.model.tagged import ModelSource
 from htp_export.plans.rules import assigned
 from htp_export.results.result import Result
 
-__all__ = ["PlanFile", "export_plan", "targets"]
-
 _FOLDER = "htp_export.capabilities.quantize.targets"
 
 

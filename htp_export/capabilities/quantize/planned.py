@@ -10,14 +10,11 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.method import Precision
 from htp_export.capabilities.quantize.methods.weights import Blocks
-from htp_export.capabilities.quantize.precisions import Precision
 from htp_export.errors import InputError, RuleError
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.products import Product, products_of
-
-__all__ = ["IN_BLOCKS", "Expressed", "PlannedModel", "TargetFile", "names", "value_of"]
-
 
 Expressed: TypeAlias = Mapping[str, Mapping[str, tuple[Any, ...]]]
 """What a tool can be told: method → field of a precision → its values. Other fields do not restrict a rule."""

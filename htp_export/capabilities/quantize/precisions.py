@@ -12,17 +12,6 @@ from typing import Any
 from htp_export.capabilities.quantize.method import FIELDS, Precision
 from htp_export.errors import InputError, RuleError
 
-__all__ = [
-    "AUTO",
-    "CHECKPOINT",
-    "PRECISIONS",
-    "Precision",
-    "check_plan",
-    "precision_of",
-    "precisions_of",
-    "weight_precision",
-]
-
 AUTO = Precision("auto")
 """Stands for one that is faster than fp32 on this machine, which `serving` chooses."""
 

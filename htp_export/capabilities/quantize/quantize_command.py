@@ -11,7 +11,6 @@ from htp_export.command.data_options import DATA_HAS_VALUES, DataOptions, typed_
 from htp_export.command.file_options import FileArgument, ShareOption, TableOptions, seed_option
 from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import (
-    Kind,
     Writes,
     check_output,
     report,
@@ -22,6 +21,7 @@ from htp_export.command.outputs import (
 )
 from htp_export.command.plan_options import MetricOption, PlanArgument, RuleOption, read_metric, read_rules
 from htp_export.command.terminal import Steps
+from htp_export.files.targets import Kind
 
 EXAMPLE = "bert.onnx plan.yaml -o mixed.onnx --data inputs.npz"
 PLACE = ("Compress", 1)

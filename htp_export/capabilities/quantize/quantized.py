@@ -17,8 +17,6 @@ from htp_export.results.compressed import BYTES_COLUMNS, PRECISION, SPARSITY, Co
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["QUANTIZED_COLUMNS", "Quantized", "QuantizedModule"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedModule(CompressedModule):

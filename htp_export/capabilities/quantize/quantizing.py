@@ -34,8 +34,6 @@ from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.metrics import Metric
 from htp_export.runtime.processors import saturates
 
-__all__ = ["quantize"]
-
 _log = logging.getLogger(__name__)
 
 _RANDOM = "the ranges of activations are those of random inputs: the accuracy of this model means nothing"

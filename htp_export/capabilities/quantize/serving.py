@@ -19,7 +19,8 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.precisions import AUTO, PRECISIONS, Precision
+from htp_export.capabilities.quantize.method import Precision
+from htp_export.capabilities.quantize.precisions import AUTO, PRECISIONS
 from htp_export.capabilities.quantize.work import Facts
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
@@ -27,8 +28,6 @@ from htp_export.plans.rules import assigned
 from htp_export.results.columns import percent
 from htp_export.runtime.processors import is_arm, saturates
 from htp_export.weights.products import products_of
-
-__all__ = ["Serving"]
 
 _PRODUCTS, _CONVOLUTIONS = "products with stored matrices", "convolutions"
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from htp_export.capabilities.quantize.precisions import CHECKPOINT, Precision
+from htp_export.capabilities.quantize.method import Precision
+from htp_export.capabilities.quantize.precisions import CHECKPOINT
 from htp_export.errors import InputError
 from htp_export.format.recipes import parameters_in
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.rebuilding import rebuilt
-
-__all__ = ["checkpoint_precision", "with_numbers"]
 
 
 def checkpoint_precision(weights: str | os.PathLike[str], tagged: TaggedModel) -> Precision:

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     Forward = Callable[[torch.Tensor], torch.Tensor]
 
-__all__ = ["frozen_fake_quantize", "module_filter"]
-
-
 _OF_TORCH = ("fake_quant_enabled", "scale", "zero_point", "is_per_channel", "activation_post_process")
 """What the classes of ``torch.ao.quantization`` have, which torch is going to move to another package."""
 

@@ -20,8 +20,6 @@ from htp_export.runtime.arrays import Array
 from htp_export.runtime.data import Samples
 from htp_export.runtime.metrics import Metric, measured_metric
 
-__all__ = ["Facts", "Validation", "Work"]
-
 _SLACK = 1e-9  # rounding errors of differences between metrics
 
 

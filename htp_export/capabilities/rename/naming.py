@@ -20,8 +20,6 @@ from htp_export.model.tagged import HoldsModel, ModelSource, load
 from htp_export.results.columns import Column
 from htp_export.results.result import Table
 
-__all__ = ["NAME_COLUMNS", "Named", "rename"]
-
 _MOST_LINES = 40
 
 

@@ -17,8 +17,6 @@ from htp_export.drawing.command_words import in_commands
 from htp_export.drawing.module_table import flat_table
 from htp_export.results.columns import MODULE, Column, csv_text
 
-__all__ = ["render_search", "render_sensitivity", "sensitivity_csv"]
-
 _BLOCK_COLUMNS: tuple[Column[BlockSensitivity], ...] = (
     Column("block", "block", right=False),
     Column("part", "module", text=lambda part: part or "(whole)", right=False),

@@ -13,10 +13,8 @@ from htp_export.runtime.arrays import Array
 from htp_export.weights.products import Product, products_of
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.precisions import Precision
+    from htp_export.capabilities.quantize.method import Precision
     from htp_export.runtime.data import Samples
-
-__all__ = ["estimated_errors", "rounded"]
 
 
 def estimated_errors(

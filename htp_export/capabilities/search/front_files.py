@@ -19,8 +19,6 @@ from htp_export.files.replacing import Move, work_folder
 from htp_export.files.targets import check_folder
 from htp_export.files.text_files import named_if_unwritable
 
-__all__ = ["check_plans", "front_svg", "plan_file", "write_plans"]
-
 _FRONT, _PICTURE, _PLAN, _STEPS = "front.json", "front.svg", "plan", "steps"
 
 _WIDTH, _HEIGHT = 720, 440

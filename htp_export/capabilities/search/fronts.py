@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["AdditiveFront", "Choice", "MeasuredPlan", "additive_front", "pareto", "refined_plans", "spread_over"]
-
 MOST_POINTS = 20_000
 """Points of the front that are kept after each module; beyond that, they are thinned, and the front is not exact."""
 

@@ -33,10 +33,8 @@ from htp_export.weights.products import weights_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
-    from htp_export.capabilities.quantize.precisions import Precision
+    from htp_export.capabilities.quantize.method import Precision
     from htp_export.runtime.data import Data, Samples
-
-__all__ = ["Measurement", "Measurer", "Plan", "Prompts", "Pruning", "check_repeats", "digest_of"]
 
 Plan: TypeAlias = "Mapping[str, Precision]"
 Pruning: TypeAlias = "Mapping[str, Sparsity]"

@@ -11,8 +11,6 @@ import numpy as np
 from htp_export.results.result import PlainData
 from htp_export.runtime.arrays import Array
 
-__all__ = ["Deviation", "OutputErrors"]
-
 _PROBABILITY_SLACK = 1e-3
 
 

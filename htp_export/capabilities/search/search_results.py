@@ -13,18 +13,6 @@ from htp_export.results.columns import Column, si
 from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = [
-    "LARGER_IS_BETTER",
-    "OBJECTIVES",
-    "OF_DECODERS",
-    "ORIGINS",
-    "Search",
-    "SearchInterrupted",
-    "Trial",
-    "search_from",
-    "trial_columns",
-]
-
 OBJECTIVES = ("error", "size", "latency", "metric", "nonzeros", "tokens", "time")
 OF_DECODERS = ("tokens", "time")
 """Objectives of which the loop that generates tokens is run."""

@@ -25,8 +25,6 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.process.progress import counted
 
-__all__ = ["SearchWork"]
-
 _COSTS = ("size", "latency", "time", "nonzeros")
 """Objectives of which sums over modules are computed, with the errors."""
 

@@ -34,8 +34,6 @@ from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 if TYPE_CHECKING:
     from htp_export.runtime.data import Data, Samples
 
-__all__ = ["search"]
-
 _TIMED_RUNS = 20
 _BEFORE_SAMPLER = 0.75  # of the trials: with some dozens, plans near the front are better than those of any sampler
 _RANDOM_PROMPTS = 2

@@ -24,11 +24,9 @@ from htp_export.runtime.metrics import Metric
 from htp_export.runtime.sessions import SessionSettings
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.precisions import Precision
+    from htp_export.capabilities.quantize.method import Precision
     from htp_export.capabilities.quantize.serving import Serving
     from htp_export.runtime.data import Data
-
-__all__ = ["RANDOM_NOTE", "sensitivity"]
 
 _Rows: TypeAlias = Mapping[tuple[str, str], ModuleSensitivity]
 """Module path and precision → what is known."""
@@ -145,7 +143,8 @@ def sensitivity(
 
 
 def _precisions(given: Sequence[Any] | str, serving: Serving) -> dict[str, Precision]:
-    from htp_export.capabilities.quantize.precisions import PRECISIONS, Precision, precision_of
+    from htp_export.capabilities.quantize.method import Precision
+    from htp_export.capabilities.quantize.precisions import PRECISIONS, precision_of
 
     listed = [given] if isinstance(given, str | Precision | Mapping) else list(given)
     chosen: dict[str, Precision] = {}

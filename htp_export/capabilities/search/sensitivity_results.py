@@ -12,8 +12,6 @@ from htp_export.results.columns import CLASS_NAME, MODULE, Column, record
 from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tag_facts import TagFacts
 
-__all__ = ["SENSITIVITY_COLUMNS", "BlockSensitivity", "ModuleSensitivity", "Sensitivity"]
-
 
 @dataclass(frozen=True)
 class ModuleSensitivity(PlainData):

@@ -21,13 +21,8 @@ from htp_export.weights.products import products_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
-    from htp_export.capabilities.quantize.precisions import Precision
+    from htp_export.capabilities.quantize.method import Precision
     from htp_export.capabilities.quantize.serving import Serving
-
-__all__ = [
-    *("Decision", "ModuleChoice", "SearchSpace", "Space", "Treatment"),
-    *("choice_of", "deciding_modules", "kept_precision", "read_space", "two_named"),
-]
 
 Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
 """Selector → what modules may become; or what every module may become."""
@@ -77,7 +72,8 @@ def choice_of(value: Any) -> ModuleChoice:
         ['int8', '0.5', '2:4+int8', 'rank:25%+int4']
     """
     from htp_export.capabilities.prune.sparsities import sparsity_of
-    from htp_export.capabilities.quantize.precisions import Precision, precision_of
+    from htp_export.capabilities.quantize.method import Precision
+    from htp_export.capabilities.quantize.precisions import precision_of
 
     if isinstance(value, ModuleChoice):
         return value
@@ -127,7 +123,8 @@ def kept_precision() -> Precision:
 
 def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: Serving) -> list[str]:
     """The names of several choices, which are added to those that are known."""
-    from htp_export.capabilities.quantize.precisions import PRECISIONS, Precision
+    from htp_export.capabilities.quantize.method import Precision
+    from htp_export.capabilities.quantize.precisions import PRECISIONS
 
     listed: Iterable[Any] = [values] if isinstance(values, str | int | float | Precision | Mapping) else values
     read = [choice_of(value) for value in listed]

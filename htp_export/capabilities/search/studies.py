@@ -23,8 +23,6 @@ from htp_export.errors import FileError, HtpExportError, InputError, first_line
 if TYPE_CHECKING:
     import optuna
 
-__all__ = ["SAMPLERS", "KeptRuns", "SharedStudy", "open_study"]
-
 SAMPLERS = ("tpe", "nsga2", "random", "grid")
 _RUN = "run "
 _TAKEN_UP = "taken up again"

@@ -23,8 +23,6 @@ from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.model.tensor_names import Names
 from htp_export.results.columns import many
 
-__all__ = ["steer"]
-
 
 @names_model_faults("model")
 def steer(

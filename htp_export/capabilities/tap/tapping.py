@@ -25,8 +25,6 @@ from htp_export.model.tensor_names import Names
 from htp_export.results.columns import Column, many
 from htp_export.results.result import Table
 
-__all__ = ["Places", "Tapped", "TappedTensor", "named_places", "tap", "untap", "written"]
-
 Places: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 """A selector of tensors, ``encoder.layer.*:out``; or name → selector."""
 

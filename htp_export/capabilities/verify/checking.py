@@ -22,20 +22,6 @@ from htp_export.runtime.comparing import Difference, Tolerance, difference
 from htp_export.runtime.declared_inputs import is_float
 from htp_export.runtime.inputs import Inputs
 
-__all__ = [
-    "CheckedCall",
-    "Pair",
-    "PairedCall",
-    "Tolerances",
-    "check_calls",
-    "excesses",
-    "input_arguments",
-    "leaving_tensors",
-    "named_results",
-    "pair_call",
-    "unmatched_calls",
-]
-
 Tolerances = Callable[[str], Tolerance | None]
 """Module path → tolerance; None for the entry of ``TOLERANCES`` for the dtype."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from htp_export.capabilities.verify.results import Comparison, Verification
     from htp_export.command.sources import SourceCall
 
-__all__ = ["AllOption", "ToleranceOption", "parse_tolerances", "report_comparison", "report_runs", "verified_runs"]
-
 ToleranceOption = Annotated[
     list[str] | None,
     typer.Option(metavar="SELECTOR=ABS,REL", help="Absolute and relative, for these modules. May be repeated."),

@@ -15,8 +15,6 @@ from htp_export.drawing.folding import gathered
 from htp_export.drawing.module_table import flat_table
 from htp_export.results.columns import MODULE
 
-__all__ = ["drawn", "render"]
-
 _MOST_ROWS = 20
 
 

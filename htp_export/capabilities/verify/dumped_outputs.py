@@ -25,8 +25,6 @@ from htp_export.model.regions import is_inserted
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 
-__all__ = ["NOT_DUMPED", "Dump", "DumpedRun", "narrowed", "with_dumped_tensors"]
-
 NOT_DUMPED = "the dump has none of its tensors"
 
 Dump = str | os.PathLike[str] | Mapping[str, Any]

@@ -30,8 +30,6 @@ from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.inputs import Feed, Inputs, infer_bound
 from htp_export.runtime.sessions import SessionSettings
 
-__all__ = ["compare"]
-
 
 @names_model_faults("a", "b")
 def compare(

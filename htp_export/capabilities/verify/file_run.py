@@ -19,15 +19,6 @@ from htp_export.runtime.runner import Runner, portions
 from htp_export.runtime.sessions import SessionSettings
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = [
-    "FileRun",
-    "check_has_modules",
-    "half_precisions",
-    "numbered_as_in_file",
-    "with_sorted_results",
-    "with_taken_branches",
-]
-
 
 @dataclass(frozen=True)
 class FileRun:

@@ -20,9 +20,6 @@ from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
 from htp_export.runtime.declared_inputs import in_precision_of
 from htp_export.runtime.inputs import Inputs
 
-__all__ = ["check_isolated"]
-
-
 _ONE_RUN = 1 << 62  # bytes
 
 

@@ -20,15 +20,6 @@ from htp_export.model.dependence import input_dependent_values
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import SIZES_ONLY
 
-__all__ = [
-    "Blame",
-    "blame_by_graph",
-    "blame_by_nesting",
-    "contradictions",
-    "with_contradictions",
-    "with_missing_outputs",
-]
-
 _SUDDEN = 4
 """How many times the error at its inputs a correct module may have at its output: sums of rounding errors grow."""
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["ModuleCall", "evaluating", "named_tensors", "parameter_readers", "record_calls", "stable_sorting"]
-
 
 @dataclass(frozen=True)
 class ModuleCall:

@@ -21,8 +21,6 @@ from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.comparing import Tolerance
 
-__all__ = ["check_tolerances", "module_results", "tolerance_of"]
-
 
 def tolerance_of(
     tagged: TaggedModel, tolerances: Mapping[str, tuple[float, float]]

@@ -16,8 +16,6 @@ from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts, tag_lines
 from htp_export.runtime.comparing import Difference
 
-__all__ = ["CallResult", "Comparison", "ModuleResult", "TensorResult", "Verification", "short_number"]
-
 AGREES, NAN, DIFFERS, INHERITS, NOT_COMPARED = "agrees", "nan", "differs", "inherits", "not compared"
 AGREEING = (AGREES, NAN)
 COMPARED = (DIFFERS, INHERITS, NAN, AGREES)

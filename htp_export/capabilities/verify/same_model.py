@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["check_same_model", "check_same_modules_ran", "known_parameters", "misplaced_parameters"]
-
 _SAMPLE = 256  # elements of each parameter that are compared: weights of another model differ from the first one on
 _FEWEST = 3  # parameters with other values: fewer are a fault of this file, which the comparison finds
 

@@ -26,8 +26,6 @@ from htp_export.errors import InputError
 if TYPE_CHECKING:
     from htp_export.model.tagged import TaggedModel
 
-__all__ = ["verify_command"]
-
 EXAMPLE = "bert.onnx bert --random-weights"
 PLACE = ("Check and measure", 1)
 

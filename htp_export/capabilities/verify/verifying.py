@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["verify"]
-
 
 @names_model_faults("onnx")
 def verify(

@@ -19,8 +19,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.results.tag_facts import TagFacts
 from htp_export.shapes.operator_kinds import operator_of
 
-__all__ = ["Inventory", "Link", "ModuleEntry", "NodeEntry", "TensorEntry", "take_inventory"]
-
 _LONGEST = 400  # characters of an attribute or a constant that are kept
 _SMALL = 16  # elements of a tensor whose values are kept
 

@@ -11,8 +11,6 @@ from htp_export.capabilities.view.inventory import Inventory
 from htp_export.errors import InputError
 from htp_export.results.result import plain
 
-__all__ = ["Measure", "measures_of", "spread"]
-
 
 @dataclass(frozen=True)
 class Measure:

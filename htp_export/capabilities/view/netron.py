@@ -16,8 +16,6 @@ from htp_export.capabilities.view.inventory import Inventory
 from htp_export.capabilities.view.measures import Measure, spread
 from htp_export.results.columns import number_text
 
-__all__ = ["netron_attachment"]
-
 
 def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) -> dict[str, Any]:
     """The sidecar of a model; the metrics of a node are the measures, with the numbers of its module beside them."""

@@ -17,11 +17,12 @@ from htp_export.command.file_options import JsonOption
 from htp_export.command.idle_options import Idle
 from htp_export.command.interrupts import accept_interrupt
 from htp_export.command.model_options import FILE_IDLE, LookOptions, names_file
-from htp_export.command.outputs import Kind, Writes, check_output, show_written, written_page
+from htp_export.command.outputs import Writes, check_output, show_written, written_page
 from htp_export.command.quiet import quiet_runtime
 from htp_export.command.terminal import Steps, print_json, show
 from htp_export.drawing.command_words import in_commands
 from htp_export.errors import InputError
+from htp_export.files.targets import Kind
 
 if TYPE_CHECKING:
     from htp_export.capabilities.view.viewing import View

@@ -34,18 +34,6 @@ if TYPE_CHECKING:
     from htp_export.capabilities.inspect.inspected import Inspected, Stop
     from htp_export.capabilities.search.search_results import Search
 
-__all__ = [
-    "ShownGraph",
-    "View",
-    "inventory_of",
-    "measured",
-    "measured_kinds",
-    "page_of",
-    "read_results",
-    "shown_graph",
-    "view",
-]
-
 _COSTS = ("flops", "other_flops", "activation_bytes")  # the measures that every graph of a page has, if it has costs
 _MEASURED = ("time", "cost")
 _MOST_NODES = 20_000  # with Model Explorer; a page of 100,000 would have 40 MB

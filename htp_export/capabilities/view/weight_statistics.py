@@ -10,8 +10,6 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 
-__all__ = ["WeightStatistics", "weight_statistics"]
-
 _AT_ONCE = 1 << 20  # elements that are converted to float64 at a time
 _NOT_NUMBERS = (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128, ir.DataType.UNDEFINED)
 

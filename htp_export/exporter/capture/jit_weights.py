@@ -19,8 +19,6 @@ from htp_export.exporter.capture.jit_graph import (
 from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.recipes import batchnorm_folded, folded, merged
 
-__all__ = ["JitWeights"]
-
 _ONNX = "onnx::"
 
 

@@ -11,8 +11,6 @@ from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.recipes import batchnorm_folded, follow, merged, recorded
 from htp_export.shapes.operator_kinds import is_standard
 
-__all__ = ["MadeWeights"]
-
 _LAYERS = ("Conv", "ConvTranspose", "Gemm")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from htp_export.errors import InputError
 from htp_export.exporter.capture import torch_internals
 
-__all__ = ["check_opset", "other_opset"]
-
 
 def check_opset(opset: int | None, *, dynamo: bool) -> None:
     """Refuse an opset that an exporter of torch cannot write, with an `InputError`; None is torch's own choice.

@@ -25,8 +25,6 @@ from htp_export.exporter.capture.torch_internals import (
 from htp_export.format import tags
 from htp_export.shapes.operator_kinds import VIEW
 
-__all__ = ["drop_identities", "graph_of_program"]
-
 _IR_VERSION = 10
 _CONTROL_FLOW = 23  # ONNX's opset for ``If``, which a graph has for ``torch.cond``
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"  # torch's own key; what draws nodes reads their lines there

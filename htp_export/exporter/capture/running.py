@@ -19,11 +19,6 @@ from typing import Any, Protocol, TypeVar
 from htp_export.errors import CaptureError, HtpExportError, UntaggedExportWarning
 from htp_export.process.restoring import Changes, locked
 
-__all__ = [
-    *("Exporter", "Guarded", "dynamo_capture", "export_untagged", "exporter", "keeps_dynamo", "program_bodies"),
-    *("alone", "script_capture", "seam", "translations_read", "wait_alone", "wanted", "wants_frames_of_layers"),
-]
-
 _log = logging.getLogger(__name__)
 _PAUSE = 0.005  # seconds
 

@@ -26,8 +26,6 @@ from htp_export.files.external_writers import written_whole
 from htp_export.files.filesystem import is_special, why_not_writable
 from htp_export.process.mapped_memory import MappedFiles, release_pages
 
-__all__ = ["LATE_PLACE", "check_writable", "is_late", "save_whole", "saving_after", "written_in_parts"]
-
 _LARGE_BYTES = 1 << 20
 _PART_BYTES = 1 << 24
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

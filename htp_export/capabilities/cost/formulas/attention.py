@@ -12,8 +12,6 @@ import math
 from htp_export.capabilities.cost.execution import RunStep, UnknownShapeError
 from htp_export.capabilities.cost.work import Formula, Formulas, Work
 
-__all__ = ["FORMULAS", "SOFTMAX"]
-
 SOFTMAX = 5
 """Operations on each element: maximum, subtraction, exponential, sum, division."""
 

@@ -13,8 +13,6 @@ from htp_export.capabilities.cost.execution import RunStep
 from htp_export.capabilities.cost.formulas.attention import SOFTMAX
 from htp_export.capabilities.cost.work import NOTHING, Formula, Formulas, Work, names, nothing, per_input, per_output
 
-__all__ = ["FORMULAS", "PER_OUTPUT"]
-
 _CONTRIB = "com.microsoft"
 
 

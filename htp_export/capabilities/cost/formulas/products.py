@@ -10,8 +10,6 @@ import math
 from htp_export.capabilities.cost.execution import RunStep, UnknownShapeError
 from htp_export.capabilities.cost.work import Formula, Formulas, Work
 
-__all__ = ["FORMULAS", "matmul_with_bias"]
-
 
 def _matmul(step: RunStep) -> Work:
     a = step.shape(0)

@@ -12,8 +12,6 @@ from htp_export.capabilities.cost.formulas.attention import SOFTMAX
 from htp_export.capabilities.cost.work import Formula, Formulas, Work, nothing, per_input, per_output
 from htp_export.shapes.operator_kinds import RANDOM
 
-__all__ = ["FORMULAS", "halvings"]
-
 _CONTRIB = "com.microsoft"
 _OVERLAP = 19  # of two boxes: corners 4, sides 4, area, both areas 6, union 2, division, comparison
 

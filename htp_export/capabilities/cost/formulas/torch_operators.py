@@ -15,8 +15,6 @@ from htp_export.capabilities.cost.formulas.selection import halvings
 from htp_export.capabilities.cost.work import NOTHING, Formula, Formulas, Work, names, nothing, per_input, per_output
 from htp_export.format.tags import ATEN
 
-__all__ = ["FORMULAS"]
-
 _ONNX = {**products.FORMULAS, **elementwise.FORMULAS, **selection.FORMULAS}
 
 

@@ -19,8 +19,6 @@ from htp_export.files.checkpoint import read_checkpoint
 from htp_export.files.text_files import read_json
 from htp_export.runtime.arrays import from_torch
 
-__all__ = ["is_gguf", "is_packed", "read_packed"]
-
 _CONFIG, _GPTQ_CONFIG = "config.json", "quantize_config.json"
 
 

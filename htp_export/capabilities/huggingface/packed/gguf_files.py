@@ -15,8 +15,6 @@ import numpy as np
 from htp_export.capabilities.huggingface.packed.weights import Array, Layer, Packed, PackedCheckpoint, integers_in
 from htp_export.errors import FileError, InputError, described
 
-__all__ = ["gguf_config", "read_gguf"]
-
 _Parts = tuple[Array, Array, "Array | None"]
 """The levels of each block, and its scale and zero point in the last axis."""
 

@@ -22,8 +22,6 @@ from htp_export.capabilities.huggingface.packed.weights import (
     integers_in,
 )
 
-__all__ = ["LAYOUTS", "Layout", "Tensors"]
-
 Tensors = Callable[[str], Array]
 """Reads a tensor of a module by its name within the module."""
 

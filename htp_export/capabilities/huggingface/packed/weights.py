@@ -11,11 +11,6 @@ import numpy as np
 
 from htp_export.errors import FileError
 
-__all__ = [
-    *("Array", "Coded", "Layer", "Packed", "PackedCheckpoint"),
-    *("blocks_of_groups", "bytes_of_integers", "integers_in", "module_of"),
-]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _LARGEST_BLOCK = 256

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from htp_export.command.file_options import FileArgument, JsonOption
-from htp_export.command.outputs import Kind, Writes, report, show_written, written_page
+from htp_export.command.outputs import Writes, report, show_written, written_page
 from htp_export.command.terminal import Steps
+from htp_export.files.targets import Kind
 
 EXAMPLE = "lora.onnx tuned/ -o tuned.onnx_adapter"
 PLACE = ("Compress", 6)

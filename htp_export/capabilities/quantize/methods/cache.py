@@ -20,8 +20,6 @@ from htp_export.format.recipes import step
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_of
 
-__all__ = ["METHOD"]
-
 _OPERATOR = "com.microsoft::GroupQueryAttention"
 _CACHES = {"k": (3, 1, 12), "v": (4, 2, 13)}
 """Keys and values → the places of the past among the inputs, of the present among the outputs, and of the scales."""

@@ -28,8 +28,6 @@ from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, subgraphs
 from htp_export.weights.rebuilding import narrowed
 
-__all__ = ["METHOD", "Cast", "cast_nodes"]
-
 _TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
 

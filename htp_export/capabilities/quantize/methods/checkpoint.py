@@ -27,8 +27,6 @@ from htp_export.weights.products import is_matrix_product
 if TYPE_CHECKING:
     from htp_export.capabilities.huggingface.packed.weights import Coded, Packed, PackedCheckpoint
 
-__all__ = ["METHOD"]
-
 _TURNED = [1, 0]
 
 

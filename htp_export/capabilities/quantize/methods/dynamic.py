@@ -20,8 +20,6 @@ from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.files.model_files import read_model
 from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
 
-__all__ = ["METHOD"]
-
 _FIRST_DYNAMIC, _FIRST_PER_CHANNEL = 10, 13  # opsets
 _WITH_WEIGHT = frozenset(("MatMul", "Gemm", "Conv", "Gather", "LSTM"))
 _BY_CHANNEL = frozenset(("MatMul", "Gemm", "LSTM"))

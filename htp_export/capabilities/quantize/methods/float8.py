@@ -22,8 +22,6 @@ from htp_export.model.tensor_names import Names
 from htp_export.runtime.arrays import Array
 from htp_export.weights.products import weight_axes
 
-__all__ = ["METHOD"]
-
 _TYPE = ir.DataType.FLOAT8E4M3FN
 _LARGEST = 448.0
 _FIRST = 19  # opset

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from htp_export.capabilities.quantize.method import Method
 
-__all__ = ["METHOD"]
-
 
 class Keep(Method):
     """Nothing is done."""

@@ -22,8 +22,6 @@ from htp_export.files.parsing import model_from_proto
 from htp_export.shapes.operator_kinds import subgraphs
 from htp_export.weights.products import weight_axes
 
-__all__ = ["CALIBRATIONS", "METHOD", "TYPES", "Static", "is_divisible"]
-
 _LARGEST = 1e30
 """Ranges up to here are divided into steps. Masks are filled with numbers near the largest float, or infinity: in 256
 steps between these and 0, all other values would be 0."""

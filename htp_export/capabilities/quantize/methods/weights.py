@@ -32,8 +32,6 @@ from htp_export.format.recipes import Recipe, step
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
 
-__all__ = ["METHOD", "Blocks", "sizes_in_blocks"]
-
 _PACKING = ("rtn", "k-quant")
 """Algorithms that pack two zero points of a column into a byte, and fail on an odd number of them."""
 _INT8 = 4

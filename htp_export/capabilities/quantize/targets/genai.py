@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile, value_of
 from htp_export.errors import InputError
 
-__all__ = ["EXPRESSED", "plan_file"]
-
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:layers\.(\d+)\.(self_attn|attn|mlp)\.(\w+)|(lm_head))")
 _METHODS = {"default": "default", "rtn": "rtn", "k-quant": "k_quant"}
 EXPRESSED: Expressed = {

@@ -14,8 +14,6 @@ import onnx_ir as ir
 from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile
 from htp_export.errors import InputError
 
-__all__ = ["EXPRESSED", "plan_file"]
-
 EXPRESSED: Expressed = {
     "static": {"activation": ("int8",), "weight": ("int8",)},
     "weights": {"activation": ("float32",), "algorithm": ("default",)},

@@ -12,9 +12,7 @@ import onnx_ir as ir
 from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile, names
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.precisions import Precision
-
-__all__ = ["EXPRESSED", "plan_file"]
+    from htp_export.capabilities.quantize.method import Precision
 
 EXPRESSED: Expressed = {
     "static": {"activation": ("int8", "uint8"), "weight": ("int8", "uint8")},

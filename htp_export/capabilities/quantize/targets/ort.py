@@ -16,9 +16,7 @@ from htp_export.capabilities.quantize.methods.static import CALIBRATIONS, TYPES
 from htp_export.capabilities.quantize.planned import IN_BLOCKS, Expressed, PlannedModel, TargetFile, names, value_of
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.precisions import Precision
-
-__all__ = ["EXPRESSED", "plan_file"]
+    from htp_export.capabilities.quantize.method import Precision
 
 EXPRESSED: Expressed = {
     "cast": {"activation": ("float16",)},

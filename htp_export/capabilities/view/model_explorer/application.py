@@ -17,8 +17,6 @@ from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = ["MissingApplicationError", "application", "packed"]
-
 _PACKAGE = "ai-edge-model-explorer"
 _TESTED = ("0.1.33", "0.1.34")  # the versions that tests/view/test_view_page.py was run with
 _INSTALL = "install it with: pip install 'htp-export[view]'"

@@ -16,8 +16,6 @@ from htp_export.results.columns import number_text
 from htp_export.results.drawn_levels import drawn_parents
 from htp_export.results.tag_facts import evidence_of
 
-__all__ = ["GRAPH_ID", "graph_of", "layers_of", "node_ids"]
-
 GRAPH_ID = "model"
 _KEEPER = "htp.layer"
 """Label of the nodes that are not drawn, which keep Model Explorer from dissolving layers of one node."""

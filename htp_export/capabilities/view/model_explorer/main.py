@@ -14,8 +14,6 @@ from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.model_explorer.graphs import graph_of
 from htp_export.editing.flattening import read_flat
 
-__all__ = ["HtpExportAdapter"]
-
 
 class HtpExportAdapter(model_explorer.Adapter):  # type: ignore[misc]
     """Opens ONNX files with their modules as layers, each with its class, fate, parameters and operators."""

@@ -13,8 +13,6 @@ from htp_export.capabilities.view.model_explorer.graphs import GRAPH_ID, graph_o
 from htp_export.format import tags
 from htp_export.results.drawn_levels import drawn_parents
 
-__all__ = ["drawing", "dtype_overlay", "overlay_of"]
-
 _LAYER = "___group___"  # what Model Explorer puts after a namespace to name the layer
 _COLOURS = ("#ffffff", "#ffe9a8", "#f9a35c", "#d7301f")  # from nothing to the most
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int8", "uint8", "bool")

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-__all__ = ["SCRIPTS", "asset", "document"]
-
 SCRIPTS = (
     *("sizes.js", "reasons.js", "model.js", "colours.js", "search.js", "table.js", "details.js", "map.js"),
     *("layers.js", "follow.js", "graph.js", "front.js", "explorer.js", "main.js"),

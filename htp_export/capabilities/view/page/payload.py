@@ -20,8 +20,6 @@ from htp_export.results.tag_facts import TagFacts, evidence_of
 if TYPE_CHECKING:
     from htp_export.capabilities.search.search_results import Search, Trial
 
-__all__ = ["front_data", "page_data", "tags_data"]
-
 _DIGITS = ("mean", "std", "least", "most")  # statistics that are written with four digits; the others are counts
 
 

@@ -22,8 +22,6 @@ from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = ["PageServer"]
-
 _LOGGER = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 _MOST_CONNECTIONS = 32
