@@ -158,10 +158,10 @@ def _joint(graph: ir.Graph, layers: Sequence[_Layer]) -> ir.Value | None:
 
 def _slice(joint: ir.Value, layers: Sequence[_Layer]) -> None:
     """Replace layers by slices of their joint result, each of which is its own module's."""
-    start = 0
+    last, start = integers(layers[0].end, [-1], "axis"), 0
     for layer in layers:
-        bounds = [integers(layer.end, [at], "bound") for at in (start, start + layer.columns, -1)]
-        replace(layer.end, [ir.node("Slice", [joint, *bounds])])
+        bounds = [integers(layer.end, [at], "bound") for at in (start, start + layer.columns)]
+        replace(layer.end, [ir.node("Slice", [joint, *bounds, last])])
         start += layer.columns
 
 
