@@ -140,14 +140,14 @@ def int4(base: str, **fields: Any) -> Callable[[Path, Path], None]:
 
 
 def searched(_: Path, target: Path) -> None:
-    """Our fused file in int4, with the `accuracy_level` of each module that a search finds."""
+    """Our fused file in int4, with the `accuracy_level` of each layer that a search finds."""
     import numpy as np
 
     prompts = {"input_ids": np.random.default_rng(1).integers(3, KNOWN, (8, 6))}
     fast, exact = (f"int4:symmetric=true:accuracy_level={level}" for level in (4, 0))
 
     def change(file: Path, new: Path) -> None:
-        space = {"**": [fast, exact], "**.embed_tokens": ["fp32"]}
+        space = {"model.layers.*": [fast, exact], "lm_head": [fast, exact], "**.embed_tokens": ["fp32"]}
         found = htp_export.search(file, space, objectives=["tokens", "time"], data=prompts, trials=40)
         same = [trial for trial in found.trials if trial.number is not None and trial.values["tokens"] == 1]
         if not same:
