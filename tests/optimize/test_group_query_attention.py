@@ -41,7 +41,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[int]]] = {  # settings, and which
     "gptj": ({**GPT, "rotary_dim": 16}, [1, 1]),
     "cohere": (HEADS, [1, 1]),
     "mixtral": ({**HEADS, "num_local_experts": 4}, [1, 1]),
-    "qwen3_moe": ({**HEADS, "num_experts": 4, "moe_intermediate_size": 16}, [1, 1]),
+    "qwen3_moe": ({**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, [1, 1]),
 }
 QUICK = ("smollm3",)  # it has layers of both kinds
 AVERAGING = ("gemma2", "gptj")  # softmax as PyTorch has it: rows without a visible key average all values
