@@ -242,3 +242,12 @@ class SerializedModel:
         """Iterate over the bytes of the changed model."""
         for piece in with_values(self.proto, self._marks, self._values):
             yield piece.read() if isinstance(piece, Weight) else piece
+
+
+def subgraph_protos(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The graphs in a node's attributes, as protobuf messages: branches and loop bodies."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            yield from attribute.graphs

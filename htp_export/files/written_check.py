@@ -22,7 +22,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import ResultError
-from htp_export.files.protobuf_bytes import Marks
+from htp_export.files.protobuf_bytes import Marks, subgraph_protos
 from htp_export.files.slots import slots
 from htp_export.files.stored import stand_in
 from htp_export.format import tags
@@ -40,7 +40,6 @@ _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _NODE_NAME = re.compile(r", node name: [^)]*")  # of an inner node, which may have got one
 _OPAQUE = "htp_export.opaque"
 _LONGEST = 500  # characters of onnx's message
-_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
 @dataclass(frozen=True)
@@ -197,10 +196,8 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """A graph and its subgraphs."""
     yield graph
     for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type in _GRAPHS:
-                for inner in (attribute.g, *attribute.graphs):
-                    yield from _graphs(inner)
+        for inner in subgraph_protos(node):
+            yield from _graphs(inner)
 
 
 def _absent(node: onnx.NodeProto, is_absent: Callable[[onnx.TensorProto], bool]) -> onnx.TensorProto | None:

@@ -19,7 +19,7 @@ from htp_export.huggingface import example_calls, load_model
 from htp_export.runtime.data import Samples
 from htp_export.runtime.generating import Decoder
 from htp_export.runtime.sessions import RunnableModel, Session
-from tests.decoders import TEXT, Programs, decoder, prompt
+from tests.decoders import TEXT, Programs, decoder, prompt, teach_with_outliers
 from tests.exporting import SharedFiles
 
 pytest.importorskip("optuna")
@@ -110,52 +110,25 @@ def test_a_file_without_a_cache_is_refused() -> None:
         htp_export.search(program, ["int4"], objectives=["tokens"])
 
 
-def with_outliers(scale: float = 200.0) -> Any:
-    """A Llama that has learned what follows each token, with activations of which some channels are far larger.
-
-    The norm before the first MLP makes every 16th channel larger by ``scale``, and the MLP reads it smaller by as much,
-    so that the model computes the same.
-    """
-    sizes = {**TEXT, "hidden_size": 64, "intermediate_size": 128}
-    model = load_model("llama", task="text-generation-with-past", random_weights=True, overrides=sizes)
-    torch.manual_seed(0)
-    for weight in model.parameters():
-        if weight.ndim == 2:
-            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-    nn.init.normal_(model.model.embed_tokens.weight)
-    following = torch.randperm(64)
-    model.requires_grad_(True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    with torch.enable_grad():
-        for _ in range(60):
-            ids = torch.randint(0, 64, (128, 2))
-            logits = model(input_ids=ids, use_cache=False).logits
-            nn.functional.cross_entropy(logits.flatten(0, 1), following[ids].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    model.requires_grad_(False)
-    layer = model.model.layers[0]
-    layer.post_attention_layernorm.weight[::16] *= scale
-    for product in (layer.mlp.gate_proj, layer.mlp.up_proj):
-        product.weight[:, ::16] /= scale
-    return model.eval()
-
-
-@pytest.mark.slow  # a search of 16 plans
+@pytest.mark.slow  # a search of 24 plans
 def test_a_searched_plan_keeps_the_tokens_that_int8_arithmetic_flips(tmp_path: Path) -> None:
     """64 greedy tokens are those of fp32, with int8 arithmetic wherever it is safe.
 
     The public case is https://github.com/microsoft/onnxruntime/issues/29849.
     """
     file, ids = tmp_path / "past.onnx", np.random.default_rng(0).integers(3, 60, (8, 6))
-    model = with_outliers()
+    sizes = {**TEXT, "hidden_size": 64, "intermediate_size": 128}
+    model = load_model("llama", task="text-generation-with-past", random_weights=True, overrides=sizes)
+    teach_with_outliers(model)
     Programs(model, example_calls(model))["model"].save(file)
     expected = tokens_of(file, ids)
     htp_export.quantize(file, "int4", tmp_path / "fast.onnx")
     assert tokens_of(tmp_path / "fast.onnx", ids) != expected
 
-    settings: dict[str, Any] = {"objectives": ["tokens", "time"], "data": {"input_ids": ids}, "trials": 16}
-    found = htp_export.search(file, CHOICES, **settings)
+    settings: dict[str, Any] = {"objectives": ["tokens", "time"], "data": {"input_ids": ids}, "trials": 24}
+    # Measured times steer the search: few decisions leave a good plan no matter of luck.
+    space = dict.fromkeys(["model.layers.*", "lm_head", "**.embed_tokens"], CHOICES)
+    found = htp_export.search(file, space, **settings)
     same = [trial for trial in found.trials if trial.number is not None and trial.values["tokens"] == 1]
     best = max(same, key=lambda trial: list(trial.choices.values()).count("int4"))
     assert list(best.choices.values()).count("int4") > len(best.choices) / 2

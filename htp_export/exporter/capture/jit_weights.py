@@ -92,17 +92,16 @@ class JitWeights:
             outputs, inputs = numbers_of_outputs(node), numbers_of_inputs(node)
             if node.kind() == f"{_ONNX}Identity" and inputs[0] in names:  # for one that is gone
                 same[outputs[0]] = inputs[0]
-            else:
+            elif outputs:
                 nodes.append((outputs, tuple(same.get(number, number) for number in inputs)))
         joined = {value.unique(): made for value, made in zip(graph.outputs(), self._returned, strict=False) if made}
         for outputs, inputs in nodes:
-            of_node = (
-                (number, self._after.get((outputs[0], at))) for at, number in enumerate(inputs if outputs else ())
-            )
-            joined.update((number, made) for number, made in of_node if made is not None)
+            for place, number in enumerate(inputs):
+                if (made := self._after.get((outputs[0], place))) is not None:
+                    joined[number] = made
         found: dict[str, list[Recipe]] = {}
         for outputs, inputs in nodes:
-            for place, number in enumerate(inputs if outputs else ()):
+            for place, number in enumerate(inputs):
                 if number in names and (recipe := self._recipe(outputs[0], place, names[number], joined)) is not None:
                     found.setdefault(names[number], []).append(recipe)
         merged_recipes = {name: merged(recipes) for name, recipes in found.items()}

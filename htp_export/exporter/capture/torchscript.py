@@ -23,7 +23,7 @@ from htp_export.exporter.capture.running import Guarded
 from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks
 from htp_export.exporter.capture.torchscript_file import KeptWeights
 from htp_export.exporter.capture.torchscript_internals import state_names
-from htp_export.files.protobuf_bytes import SerializedModel
+from htp_export.files.protobuf_bytes import SerializedModel, subgraph_protos
 from htp_export.format.recipes import Recipe
 
 
@@ -203,7 +203,10 @@ class TorchScriptCapture(Guarded):
             protos.extend(_every_proto(function.node))
         record.nodes = [
             Node(
-                (*filter(None, proto.input), *(output.name for body in _bodies_of(proto) for output in body.output)),
+                (
+                    *filter(None, proto.input),
+                    *(output.name for body in subgraph_protos(proto) for output in body.output),
+                ),
                 tuple(proto.output),
                 shape_only=proto.op_type in ("Shape", "Size"),
             )
@@ -271,16 +274,9 @@ class TorchScriptCapture(Guarded):
         return spans
 
 
-def _bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """The branches and loop bodies of a node."""
-    for attribute in node.attribute:
-        if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
-            yield from (attribute.g, *attribute.graphs)
-
-
 def _every_proto(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     """Nodes, those of a node's bodies before the node: producers before consumers."""
     for node in nodes:
-        for body in _bodies_of(node):
+        for body in subgraph_protos(node):
             yield from _every_proto(body.node)
         yield node
