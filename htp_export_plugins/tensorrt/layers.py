@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 
 import onnx_ir as ir
 
-from htp_export.capabilities.profile.kernels import Entry, Kernel, entry_kernels
+from htp_export.capabilities.profile.measurements import Entry, Kernel, entry_kernels
 from htp_export.errors import FileError
 from htp_export.model.tagged import TaggedModel
 from htp_export_plugins.tensorrt.files import Layer, TensorRTEngine

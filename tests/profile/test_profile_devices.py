@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.profile import module_times, onnxruntime_engine
-from htp_export.capabilities.profile.kernels import Kernel
-from htp_export.capabilities.profile.module_times import device_of
+from htp_export.capabilities.profile import onnxruntime_engine
+from htp_export.capabilities.profile.measurements import Kernel
+from htp_export.capabilities.profile.onnxruntime_engine import device_of
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.runtime import traces
@@ -217,7 +217,7 @@ class TestModulesAlone:
 
     def test_own_times_are_differences_and_at_least_0(self, monkeypatch):
         alone = {"layer.0": 5.0, "layer.0.fc": 2.0, "layer.1": 1.0, "layer.1.fc": 2.0, "": 9.0}
-        monkeypatch.setattr(module_times, "_time", lambda tagged, part, *rest: alone[part.path])
+        monkeypatch.setattr(onnxruntime_engine, "_time", lambda tagged, part, *rest: alone[part.path])
         report = htp_export.profile(encoder(), runs=1, timing="modules")
         own = {kernel.name: kernel.ms for kernel in report.kernels}
         assert own == {"(root)": 2, "layer.0": 3, "layer.0.fc": 2, "layer.1": 0, "layer.1.fc": 2}

@@ -15,7 +15,7 @@ import htp_export
 from htp_export.capabilities.search.front_files import front_svg
 from htp_export.capabilities.search.search_results import Search, Trial, search_from
 from htp_export.capabilities.view.measures import measures_of
-from htp_export.capabilities.view.page.payload import front_data
+from htp_export.capabilities.view.page.document import front_data
 from htp_export.capabilities.view.viewing import read_results
 from htp_export.command.main import main
 from tests.chromium import needs_chromium

@@ -6,13 +6,22 @@ Functions are looked into: a node of a function's body runs once for each call. 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+
+from htp_export.format import tags
+from htp_export.model.tagged import TaggedModel
+from htp_export.runtime.inputs import Inputs
+from htp_export.shapes.inference import Inference
+from htp_export.shapes.known import MOST_ELEMENTS, Dims, Fact, Operation
+from htp_export.shapes.operator_kinds import RESHAPING, VIEW, is_standard
+from htp_export.shapes.sizes import Dim
 
 Origin: TypeAlias = Literal["input", "weight", "constant", "made"]
 
@@ -180,3 +189,165 @@ def walk(steps: Sequence[RunStep], times: int = 1) -> Iterator[tuple[RunStep, in
         yield step, times
         for body in step.bodies:
             yield from walk(body.steps, times * body.times)
+
+
+# ONNX Runtime gives the output of these the memory of the input.
+_VIEWS = RESHAPING | {"Identity"}
+
+
+def run_by_shapes(
+    tagged: TaggedModel,
+    inputs: Mapping[str, Any] | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> Run:
+    """What happens in one run of a model; a call of a function of the model is the steps of its body.
+
+    Args:
+        tagged: The model.
+        inputs: Input name → example: anything with a ``shape``, or nested lists. Not all have to be there.
+        dims: Name of an open size → size. What nothing tells is 1, with a note.
+        shapes: Input name → its whole shape.
+
+    Raises:
+        InputError: If there is no such input or size, they contradict each other or the model, or the number of
+            dimensions of an input is not known.
+    """
+    examples = {
+        name: example if hasattr(example, "shape") else np.asarray(example) for name, example in (inputs or {}).items()
+    }
+    example_shapes = {name: tuple(int(size) for size in example.shape) for name, example in examples.items()}
+    wanted = Inputs.of(tagged.model)
+    bound, notes = wanted.assume(wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})}))
+    bound.check()
+    tensors = {}
+    for declared in wanted:
+        known = _small(examples[declared.name]) if declared.name in examples and declared.type is not None else None
+        shape = bound.shapes[declared.name]
+        sizes = None if shape is None else tuple(size for size in shape if size is not None)  # all are: see above
+        tensors[declared.name] = Tensor(declared.name, declared.type, sizes, "input", known)
+    runner = _Runner(tagged, tensors, bound.sizes)
+    runner.walk(tagged.model.graph)
+    outputs = [runner.tensor(value) for value in tagged.model.graph.outputs]
+    return Run(runner.steps, outputs, bound.sizes, notes, runner.first_unknown)
+
+
+def _small(array: Any) -> Any:
+    """The values of an example that may say sizes: whole numbers, and few of them."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        array = array.numpy() if str(array.dtype).startswith(("torch.int", "torch.bool", "torch.uint")) else None
+    if isinstance(array, np.ndarray | np.generic) and array.dtype.kind in "iub" and array.size <= MOST_ELEMENTS:
+        return np.asarray(array)
+    return None
+
+
+class _Runner(Inference):
+    """One run; functions are run once for each call, with the tensors that the call gives."""
+
+    def __init__(self, tagged: TaggedModel, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+        super().__init__(tagged.model.opset_imports, tagged.model.functions, sizes)
+        self._tagged = tagged
+        self._tensors: dict[ir.Value, Tensor] = {}
+        self._around: tuple[str, ...] = ()
+        self._owners: tuple[str, ...] = ()
+        self._called = False
+        self.first_unknown = ""
+        self.steps: list[RunStep] = []
+        self._bodies: list[Body] = []
+        self._trips_known = True
+        for value in tagged.model.graph.inputs:
+            tensor = inputs.get(str(value.name))
+            if tensor is not None:
+                kind = None if tensor.dtype is None else ir.TensorType(tensor.dtype)
+                self.state(value, Fact(kind, tensor.shape, None, tensor.value))
+                self._tensors[value] = tensor
+
+    def visit(self, node: ir.Node) -> None:
+        """Infer what a node makes, and note it as a step; a call of a function is the steps of its body."""
+        inputs = tuple(None if value is None else self.tensor(value) for value in node.inputs)
+        self._owners = owners = self._owners_of(node)
+        outer, self._bodies, self._trips_known = self._bodies, [], True
+        super().visit(node)
+        bodies, self._bodies, trips_known = tuple(self._bodies), outer, self._trips_known
+        if self._called:
+            self._called = False
+            return
+        is_view = node.meta.get(VIEW) or is_standard(node, *_VIEWS)
+        views = inputs[0] if inputs and is_view else None
+        origin: Origin = "constant" if node.op_type == "Constant" and node.domain == "" else "made"
+        outputs = tuple(self._new(value, origin, views) for value in node.outputs)
+        self._tensors.update(zip(node.outputs, outputs, strict=True))
+        attributes, modules = self.operation(node).attributes, self._modules(node, owners)
+        self.steps.append(RunStep(node, owners, inputs, outputs, attributes, bodies, trips_known, modules))
+
+    def call(self, function: ir.Function, operation: Operation) -> None:
+        """Run a function with the tensors that a call gives it."""
+        around, self._around = self._around, self._owners or self._around
+        for place, formal in enumerate(function.inputs):
+            value = operation.inputs[place] if place < len(operation.inputs) else None
+            self._tensors[formal] = Tensor(str(formal.name), None, None) if value is None else self.tensor(value)
+        super().call(function, operation)
+        self._around = around
+        self._tensors.update(zip(operation.outputs, map(self.tensor, function.outputs), strict=False))
+        self._called = True
+
+    def body(self, name: str, graph: ir.Graph, facts: Sequence[Fact], times: int | None) -> list[Fact]:
+        """Run a subgraph, and note its steps."""
+        for value, fact in zip(graph.inputs, facts, strict=False):
+            self.state(value, fact)
+        tensors = [self._new(value, "made") for value in graph.inputs[: len(facts)]]
+        self._tensors.update(zip(graph.inputs, tensors, strict=False))
+        outer, self.steps = self.steps, []
+        results = super().body(name, graph, facts, times)
+        steps, self.steps = self.steps, outer
+        outputs = [self.tensor(value) for value in graph.outputs]
+        self._bodies.append(Body(steps, 1 if times is None else times, tensors, outputs))
+        self._trips_known = times is not None
+        return results
+
+    def either(self, first: Fact, second: Fact) -> Fact:
+        """The larger of what two branches give: the one that costs more."""
+        return max(first, second, key=lambda fact: -1 if fact.shape is None else _elements(fact.shape))
+
+    def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
+        """One run of the body stands for all."""
+        return run(state)
+
+    def trips(self, trips: Dim | None, certain: bool) -> Dim | None:
+        """A loop runs as often as it says it may, and once where that is not known."""
+        return 1 if trips is None else trips
+
+    def tensor(self, value: ir.Value) -> Tensor:
+        """The tensor that a value is in this run."""
+        if value not in self._tensors:
+            # A weight, a constant that is an input, a value from outside of a function, or no valid model.
+            origin: Origin = "weight" if value.const_value is not None and value.producer() is None else "made"
+            self._tensors[value] = self._new(value, origin)
+        return self._tensors[value]
+
+    def _new(self, value: ir.Value, origin: Origin, viewed: Tensor | None = None) -> Tensor:
+        kind, shape = self.type(value), self.shape(value)
+        sizes = None if shape is None else tuple(dim for dim in shape if isinstance(dim, int))
+        dtype = kind.dtype if isinstance(kind, ir.TensorType) else None
+        numbers = sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
+        if numbers is None and value.name and not self.first_unknown:
+            self.first_unknown = self.why(value) or f"tensor {value.name!r}: sizes that the inputs do not tell"
+        return Tensor(value.name or "", dtype, numbers, origin, self.array(value), viewed)
+
+    def _owners_of(self, node: ir.Node) -> tuple[str, ...]:
+        """Owners in the call that runs: a node of a shared body names the modules of all calls."""
+        owners = self._tagged.owners_of(node)
+        if not self._around:
+            return owners
+        inside = tuple(owner for owner in owners if any(tags.is_under(owner, path) for path in self._around))
+        return inside or owners or self._around
+
+    def _modules(self, node: ir.Node, owners: tuple[str, ...]) -> AbstractSet[str]:
+        """The modules in whose regions a node is when it has these owners."""
+        work = self._tagged.work_of(node)
+        return (work if work.owners == owners else self._tagged.calls.work(owners)).modules
+
+
+def _elements(shape: Dims) -> int:
+    return math.prod(dim if isinstance(dim, int) else 1 for dim in shape)

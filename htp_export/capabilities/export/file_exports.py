@@ -162,7 +162,7 @@ class FileExports:
 
     def _verified(self, name: str, call: SourceCall, file: Path) -> bool:
         """Compare a file with PyTorch, and note the result."""
-        from htp_export.capabilities.verify.comparisons import verified_runs
+        from htp_export.capabilities.verify.verify_command import verified_runs
 
         with self.steps.step("verifying"):
             try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 from onnx_ir.tensor_adapters import TorchTensor
 
-from htp_export.capabilities.inspect.inspected import Inspected, Stop
+from htp_export.capabilities.inspect.inspected import Inspected, Stop, is_of_model, reason_of
 from htp_export.capabilities.inspect.merging import Piece, merged
 from htp_export.capabilities.inspect.runs import (
     ModuleRun,
@@ -20,7 +20,6 @@ from htp_export.capabilities.inspect.runs import (
     unchanged,
     without_identities,
 )
-from htp_export.capabilities.inspect.stops import is_of_model, reason_of
 from htp_export.exporter.broken_graphs import BrokenRun, GraphBreak, GraphRun, run_with_breaks
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.torch_internals import scopes_of

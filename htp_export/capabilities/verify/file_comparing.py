@@ -16,9 +16,8 @@ from htp_export.capabilities.verify.file_run import (
     with_sorted_results,
     with_taken_branches,
 )
-from htp_export.capabilities.verify.locating import blame_by_graph
+from htp_export.capabilities.verify.locating import blame_by_graph, module_results, tolerance_of
 from htp_export.capabilities.verify.pytorch_run import ModuleCall
-from htp_export.capabilities.verify.reporting import module_results, tolerance_of
 from htp_export.capabilities.verify.results import NOT_COMPARED, Comparison, ModuleResult
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError

@@ -30,11 +30,12 @@ from htp_export.capabilities.verify.locating import (
     Blame,
     blame_by_graph,
     blame_by_nesting,
+    module_results,
+    tolerance_of,
     with_contradictions,
     with_missing_outputs,
 )
 from htp_export.capabilities.verify.pytorch_run import ModuleCall, evaluating, parameter_readers, record_calls
-from htp_export.capabilities.verify.reporting import module_results, tolerance_of
 from htp_export.capabilities.verify.results import Verification
 from htp_export.capabilities.verify.same_model import (
     check_same_model,

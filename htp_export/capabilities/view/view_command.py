@@ -150,8 +150,7 @@ def _show_counts(shown: View) -> None:
 
 def _write_sidecar(target: Path, file: Path, overlay: _Overlay | None, results: list[Any]) -> None:
     """Write what another viewer shows beside the file: an overlay of Model Explorer, or else Netron's sidecar."""
-    from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, overlay_of
-    from htp_export.capabilities.view.netron import netron_attachment
+    from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, netron_attachment, overlay_of
     from htp_export.capabilities.view.viewing import inventory_of, read_results
     from htp_export.files.text_files import write_text
 

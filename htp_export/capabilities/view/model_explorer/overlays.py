@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from htp_export.capabilities.view.inventory import Inventory
 from htp_export.capabilities.view.measures import Measure, spread
 from htp_export.capabilities.view.model_explorer.graphs import GRAPH_ID, graph_of, layers_of, node_ids
 from htp_export.format import tags
+from htp_export.results.columns import number_text
 from htp_export.results.drawn_levels import drawn_parents
 
 _LAYER = "___group___"  # what Model Explorer puts after a namespace to name the layer
@@ -117,3 +119,43 @@ def _hue(place: int) -> str:
 def _mixed(low: str, high: str, part: float) -> str:
     channels = ((int(low[k : k + 2], 16), int(high[k : k + 2], 16)) for k in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in channels)
+
+
+def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) -> dict[str, Any]:
+    """The sidecar of a model; the metrics of a node are the measures, with the numbers of its module beside them."""
+    times = Counter(node.name for node in inventory.nodes)
+    named = [
+        (position, node)
+        for position, node in enumerate(inventory.nodes)
+        if node.name and times[node.name] == 1 and "\n" not in node.name
+    ]
+    metadata, metrics = [], []
+    for _, node in named:
+        owner = inventory.modules.get(node.owners[0]) if len(node.owners) == 1 else None
+        facts = {
+            "module": (node.module or "(root)") if node.owners else "",
+            "class": owner.simple_class if owner else "",
+            "owners": ", ".join(path or "(root)" for path in node.owners) if len(node.owners) > 1 else "",
+            "call": node.call,
+            "source": f"{node.source.file.rpartition('/')[2]}:{node.source.line}" if node.source else "",
+        }
+        facts |= {measure.title: measure.words.get(node.module, "") for measure in measures if measure.named}
+        metadata += [_entry("node", node.name, name, value) for name, value in facts.items() if value]
+    for measure in measures:
+        values = spread(measure, inventory)
+        for position, node in named:
+            value = values[position]
+            if value is not None:
+                metrics.append(_entry("node", node.name, measure.title, number_text(value, measure.unit)))
+            total = measure.total.get(node.module)
+            if total is not None and measure.additive and math.isfinite(total):
+                text = number_text(total, measure.unit)
+                metrics.append(_entry("node", node.name, f"{measure.title} of the module", text))
+        model_total = measure.total.get("")
+        if model_total is not None:
+            metrics.append(_entry("model", "", measure.title, number_text(model_total, measure.unit)))
+    return {"signature": "netron:attachment", "metadata": metadata, "metrics": metrics}
+
+
+def _entry(kind: str, target: str, name: str, value: str) -> dict[str, str]:
+    return {"kind": kind, "target": target, "name": name, "value": value}
