@@ -17,7 +17,7 @@ from htp_export.capabilities.profile.measurements import Kernel, Measurement, co
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.cut_models import cut_model
-from htp_export.model.cutting import Cut, Cutter
+from htp_export.model.cutting import Cut, Cutter, check_outside
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import PORTION_BYTES, Array
@@ -102,9 +102,7 @@ def _cuts(tagged: TaggedModel) -> tuple[dict[str, list[Cut]], dict[str, str]]:
             continue
         try:
             parts = [cutter.cut(path, call) for call in range(max(tagged[path].calls, 1))]
-            for value in (value for part in parts for value in part.inputs.values()):
-                if value.name not in tagged.values:
-                    raise InputError(f"it needs {value.name!r}, which is inside a branch, a loop or a function")
+            check_outside(tagged, (value.name for part in parts for value in part.inputs.values()))
         except InputError as error:
             reasons[path] = str(error)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -13,10 +13,10 @@ from htp_export.capabilities.verify.pytorch_run import ModuleCall
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.cut_models import cut_model
-from htp_export.model.cutting import Cut, Cutter
+from htp_export.model.cutting import Cut, Cutter, check_outside
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
-from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
+from htp_export.runtime.arrays import ArrayStore, StoredArray
 from htp_export.runtime.declared_inputs import in_precision_of
 from htp_export.runtime.inputs import Inputs
 
@@ -25,12 +25,16 @@ _ONE_RUN = 1 << 62  # bytes
 
 @dataclass(frozen=True)
 class _Task:
-    """A module's call that runs alone: input of its cut → values in PyTorch, and the tensors at its other inputs."""
+    """A module's call that runs alone; ``expected``: input of its cut → values in PyTorch."""
 
     paired: PairedCall
     cut: Cut
     expected: Mapping[str, StoredArray]
-    outside: tuple[str, ...]
+
+    @property
+    def outside(self) -> list[str]:
+        """The tensors at its other inputs."""
+        return [str(value.name) for name, value in self.cut.inputs.items() if name not in self.expected]
 
 
 def check_isolated(
@@ -46,12 +50,7 @@ def check_isolated(
         InputError: If the whole file is needed and cannot be run.
     """
     tasks, constant, reasons = _tasks(run.tagged, [pair_call(run.tagged, call) for call in calls])
-    outside: dict[str, StoredArray] = {}
-
-    def keep(name: str, array: Array) -> None:
-        outside[name] = store.keep(array)
-
-    run.fetch({name: 0 for task in tasks for name in task.outside}, keep)
+    outside = run.stored({name: 0 for task in tasks for name in task.outside}, store)
     checked = check_calls(run, constant, tolerances)
     for task in counted(tasks, "modules"):
         try:
@@ -73,8 +72,7 @@ def _tasks(tagged: TaggedModel, calls: Sequence[PairedCall]) -> tuple[list[_Task
         if paired.outputs and all(_is_constant(tagged, pair) for pair in paired.outputs):
             constant.append(paired)
         elif fate.is_merged:
-            task = _fused_task(tagged, cutter, paired, calls)
-            tasks.extend([task] if task is not None else [])
+            tasks.extend(_fused_task(tagged, cutter, paired, calls))
         elif fate.has_result:
             try:
                 tasks.append(_task(tagged, cutter, paired))
@@ -92,25 +90,22 @@ def _task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall) -> _Task:
     call = paired.call
     cut = cutter.cut(call.path, call.number)
     signature = tagged.signature(call.path, call.number)
-    inputs_of_module = {}
-    for name, value in cut.inputs.items():
-        known = signature is not None and signature.inputs.get(name) == value.name
-        if known and name in call.inputs:
-            inputs_of_module[name] = call.inputs[name]
-    outside = tuple(str(value.name) for name, value in cut.inputs.items() if name not in inputs_of_module)
-    hidden = next((name for name in outside if name not in tagged.values), None)
-    if hidden is not None:
-        raise InputError(f"it needs {hidden!r}, which is inside a branch, a loop or a function")
-    return _Task(paired, cut, inputs_of_module, outside)
+    arguments = {} if signature is None else signature.inputs
+    given = {name for name, value in cut.inputs.items() if arguments.get(name) == value.name}
+    task = _Task(paired, cut, {name: array for name, array in call.inputs.items() if name in given})
+    check_outside(tagged, task.outside)
+    return task
 
 
-def _fused_task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall, calls: Sequence[PairedCall]) -> _Task | None:
-    """The modules with which one was merged, cut out together; None if the file does not have the module's result."""
+def _fused_task(
+    tagged: TaggedModel, cutter: Cutter, paired: PairedCall, calls: Sequence[PairedCall]
+) -> Iterator[_Task]:
+    """The modules with which one was merged, cut out together; none if the file does not have the module's result."""
     path = paired.call.path
     # What PyTorch gave to any of them, and what modules inside them returned, is known: only merged work runs.
     group = [module for module in (path, *tagged.hierarchy[path].fused_with) if module in tagged]
     if not paired.outputs or any(tagged.hierarchy[module].calls > 1 for module in group):
-        return None
+        return
     outputs = {str(value.name): value for pair in paired.outputs for value in pair.candidates}
     arrays: dict[ir.Value, StoredArray] = {}
     for partner in calls:
@@ -122,10 +117,8 @@ def _fused_task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall, calls: 
     graph = tagged.model.graph
     members = {node for module in group for node in tagged.index.below.get(module, ()) if node.graph is graph}
     part = replace(cutter.cut_nodes(members, outputs, stops=arrays), path=path)
-    if any(value in part.inputs.values() for value in outputs.values()):
-        return None
-    expected = {name: arrays[value] for name, value in part.inputs.items() if value in arrays}
-    return _Task(paired, part, expected, tuple(name for name in part.inputs if name not in expected))
+    if not any(value in part.inputs.values() for value in outputs.values()):
+        yield _Task(paired, part, {name: arrays[value] for name, value in part.inputs.items() if value in arrays})
 
 
 def _check(run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolerances: Tolerances) -> CheckedCall:
