@@ -10,8 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from htp_export.capabilities.cost.columns import COST_COLUMNS, FUSED
-from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree
-from htp_export.capabilities.cost.result import Cost, ModuleCost, NodeCost
+from htp_export.capabilities.cost.result import Cost, ModuleCost, ModuleRow, ModuleTree, NodeCost
 from htp_export.drawing.folding import likeness
 from htp_export.drawing.module_table import TreeTable, with_lines
 from htp_export.drawing.tag_note import tag_note
@@ -123,7 +122,7 @@ def render(
 
     Examples:
         >>> from rich.console import Console
-        >>> from htp_export.capabilities.cost.module_tree import ModuleRow
+        >>> from htp_export.capabilities.cost.result import ModuleRow
         >>> net = ModuleRow("", "net.Net", 1, "computed", nodes=2, self_nodes=0, parameters=8)
         >>> fc = ModuleRow("fc", "nn.Linear", 1, "computed", nodes=2, self_nodes=2, parameters=8)
         >>> Console(width=60).print(render(ModuleTree((net, fc))))  # doctest: +NORMALIZE_WHITESPACE

@@ -41,7 +41,7 @@ def tree_command(
     Times and errors, too, where the results of profile, verify or compare are given.
     """
     from htp_export.capabilities.cost.drawing import render, tree_csv
-    from htp_export.capabilities.cost.module_tree import tree_rows
+    from htp_export.capabilities.cost.result import tree_rows
     from htp_export.editing.flattening import read_flat
 
     looked = model.look(quiet=table.as_json or table.as_csv)

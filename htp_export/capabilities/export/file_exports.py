@@ -18,7 +18,7 @@ from htp_export.command.terminal import CheckFailed, Steps, print_json, show, wa
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning, described
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.cost.module_tree import ModuleTree
+    from htp_export.capabilities.cost.result import ModuleTree
     from htp_export.model.tagged import TaggedModel
 
 
@@ -226,7 +226,7 @@ def _export_failed(error: Exception) -> str:
 def _tree(call: SourceCall, tagged: TaggedModel) -> ModuleTree:
     """The module tree of the file, with the FLOPs of one run on the example inputs."""
     from htp_export.capabilities.cost.costing import cost
-    from htp_export.capabilities.cost.module_tree import tree_rows
+    from htp_export.capabilities.cost.result import tree_rows
 
     names = {str(value.name) for value in tagged.model.graph.inputs}
     given = {name: value for name, value in call.named_inputs.items() if name in names}

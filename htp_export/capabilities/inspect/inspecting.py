@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.inspect.breaks import graphs_with_breaks
+from htp_export.capabilities.inspect.breaks import Piece, graphs_with_breaks, merged
 from htp_export.capabilities.inspect.inspected import Inspected, Stop, Way, reason_of, stop_of
-from htp_export.capabilities.inspect.merging import Piece, merged
 from htp_export.capabilities.inspect.runs import (
     owners_in,
     run_once,
