@@ -1,6 +1,6 @@
 """What happens when a model runs: its nodes in order, each with the tensors it reads and makes, by shape.
 
-Functions are looked into: a node of a function's body runs once for each call. See ``shapes`` for how this is found.
+Weights are not read. Shapes that cannot be inferred are those that the file says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.inputs import Inputs
 from htp_export.shapes.inference import Inference
@@ -90,10 +89,10 @@ class RunStep:
 
     Attributes:
         node: The node.
-        owners: The modules it computes; in the body of a shared function, those of this call.
+        owners: The modules it computes.
         inputs: What it reads; None for inputs that are left out.
         outputs: What it makes.
-        attributes: Its attributes; in a function's body, with what this call gives.
+        attributes: Its attributes.
         bodies: Its subgraphs: both branches of an ``If``, the body of a ``Loop`` or ``Scan``.
         trips_known: Whether ``times`` of its bodies is known; where not, it is 1.
         modules: The modules in whose regions it is.
@@ -201,7 +200,7 @@ def run_by_shapes(
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Run:
-    """What happens in one run of a model; a call of a function of the model is the steps of its body.
+    """What happens in one run of a model without functions; a function that cannot be dissolved is a step.
 
     Args:
         tagged: The model.
@@ -243,15 +242,12 @@ def _small(array: Any) -> Any:
 
 
 class _Runner(Inference):
-    """One run; functions are run once for each call, with the tensors that the call gives."""
+    """One run, of which each node of the main graph and of its subgraphs is a step."""
 
     def __init__(self, tagged: TaggedModel, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
         super().__init__(tagged.model.opset_imports, tagged.model.functions, sizes)
         self._tagged = tagged
         self._tensors: dict[ir.Value, Tensor] = {}
-        self._around: tuple[str, ...] = ()
-        self._owners: tuple[str, ...] = ()
-        self._called = False
         self.first_unknown = ""
         self.steps: list[RunStep] = []
         self._bodies: list[Body] = []
@@ -264,33 +260,25 @@ class _Runner(Inference):
                 self._tensors[value] = tensor
 
     def visit(self, node: ir.Node) -> None:
-        """Infer what a node makes, and note it as a step; a call of a function is the steps of its body."""
+        """Infer what a node makes, and note it as a step."""
         inputs = tuple(None if value is None else self.tensor(value) for value in node.inputs)
-        self._owners = owners = self._owners_of(node)
         outer, self._bodies, self._trips_known = self._bodies, [], True
         super().visit(node)
         bodies, self._bodies, trips_known = tuple(self._bodies), outer, self._trips_known
-        if self._called:
-            self._called = False
-            return
         is_view = node.meta.get(VIEW) or is_standard(node, *_VIEWS)
         views = inputs[0] if inputs and is_view else None
         origin: Origin = "constant" if node.op_type == "Constant" and node.domain == "" else "made"
         outputs = tuple(self._new(value, origin, views) for value in node.outputs)
         self._tensors.update(zip(node.outputs, outputs, strict=True))
-        attributes, modules = self.operation(node).attributes, self._modules(node, owners)
-        self.steps.append(RunStep(node, owners, inputs, outputs, attributes, bodies, trips_known, modules))
+        work = self._tagged.work_of(node)
+        attributes = self.operation(node).attributes
+        self.steps.append(RunStep(node, work.owners, inputs, outputs, attributes, bodies, trips_known, work.modules))
 
     def call(self, function: ir.Function, operation: Operation) -> None:
-        """Run a function with the tensors that a call gives it."""
-        around, self._around = self._around, self._owners or self._around
-        for place, formal in enumerate(function.inputs):
-            value = operation.inputs[place] if place < len(operation.inputs) else None
-            self._tensors[formal] = Tensor(str(formal.name), None, None) if value is None else self.tensor(value)
+        """Infer what a function makes; its nodes are no steps."""
+        steps, self.steps = self.steps, []
         super().call(function, operation)
-        self._around = around
-        self._tensors.update(zip(operation.outputs, map(self.tensor, function.outputs), strict=False))
-        self._called = True
+        self.steps = steps
 
     def body(self, name: str, graph: ir.Graph, facts: Sequence[Fact], times: int | None) -> list[Fact]:
         """Run a subgraph, and note its steps."""
@@ -334,19 +322,6 @@ class _Runner(Inference):
         if numbers is None and value.name and not self.first_unknown:
             self.first_unknown = self.why(value) or f"tensor {value.name!r}: sizes that the inputs do not tell"
         return Tensor(value.name or "", dtype, numbers, origin, self.array(value), viewed)
-
-    def _owners_of(self, node: ir.Node) -> tuple[str, ...]:
-        """Owners in the call that runs: a node of a shared body names the modules of all calls."""
-        owners = self._tagged.owners_of(node)
-        if not self._around:
-            return owners
-        inside = tuple(owner for owner in owners if any(tags.is_under(owner, path) for path in self._around))
-        return inside or owners or self._around
-
-    def _modules(self, node: ir.Node, owners: tuple[str, ...]) -> AbstractSet[str]:
-        """The modules in whose regions a node is when it has these owners."""
-        work = self._tagged.work_of(node)
-        return (work if work.owners == owners else self._tagged.calls.work(owners)).modules
 
 
 def _elements(shape: Dims) -> int:

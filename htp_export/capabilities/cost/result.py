@@ -21,7 +21,7 @@ _DRAWN = ("class_name", "nodes", "parameters", "weight_bytes", "flops", "other_f
 
 @dataclass(frozen=True)
 class NodeCost:
-    """One run of one node; a node of a function has one for each call.
+    """One node, and all its runs together.
 
     Attributes:
         name: The node's name.
