@@ -284,13 +284,3 @@ def test_values_that_would_be_large_are_not_computed() -> None:
     given = {"a": np.zeros((4000, 1), np.int64), "b": np.zeros((1, 4000), np.int64)}
     made = run(parsed(text), inputs=given).outputs[0]
     assert (made.shape, made.value) == ((4000, 4000), None)
-
-
-def test_a_function_that_cannot_be_dissolved_is_a_step_that_is_not_counted() -> None:
-    text = """
-    <ir_version: 10, opset_import: ["": 20, "pkg": 1]>
-    g (float[2] x) => (float[2] y) { a = Neg(x) y = pkg.Block(a) }
-    <domain: "pkg", opset_import: ["": 20, "pkg": 1]> Block (p) => (q) { h = Neg(p) q = pkg.Block(h) }
-    """
-    report = htp_export.cost(onnx.parser.parse_model(text))
-    assert ([node.op_type for node in report.nodes], report.uncounted) == (["Neg", "Block"], {"Block": 1})
