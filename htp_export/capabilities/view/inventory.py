@@ -301,7 +301,7 @@ class _Reader:
             holders = self._tagged.index.holders(value.graph) if value.is_graph_input() else ()
             if len(holders) != 1 or value.graph is None:
                 return Link(name)
-            # Loop, Scan and calls of functions have the inputs of their body, in the same order.
+            # Loop and Scan have the inputs of their body, in the same order.
             position = next(k for k, formal in enumerate(value.graph.inputs) if formal is value)
             argument = holders[0].inputs[position] if position < len(holders[0].inputs) else None
             if argument is None or argument in seen:
@@ -340,12 +340,8 @@ def _dtype_name(dtype: ir.DataType) -> str:
 
 
 def _attribute_text(attribute: ir.Attr) -> str:
-    if attribute.is_ref():
-        return f"@{attribute.ref_attr_name}"
     if attribute.type == ir.AttributeType.GRAPH:
         return f"graph of {sum(1 for _ in attribute.as_graph().all_nodes())} nodes"
-    if attribute.type == ir.AttributeType.GRAPHS:
-        return f"{len(attribute.as_graphs())} graphs"
     if attribute.type == ir.AttributeType.TENSOR:
         tensor = attribute.as_tensor()
         text = f"{_dtype_name(tensor.dtype)}[{', '.join(map(str, tensor.shape.numpy()))}]"
