@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.verify.checking import CheckedCall, Pair, PairedCall, excesses
 from htp_export.capabilities.verify.file_run import FileRun
-from htp_export.capabilities.verify.locating import Blame
+from htp_export.capabilities.verify.locating import Blame, computed_from
 from htp_export.errors import InputError
 from htp_export.files.npz_file import NpzArrays
 from htp_export.format import tags
@@ -134,8 +134,8 @@ def narrowed(
         return blame, ()
     excess = excesses(checked)
     [bad, *_] = [value for value, r in checked[blame.calls[0]].outputs if excess[value] > 1 or not r.difference.agrees]
-    fine = _before(run.tagged, [value for value, size in excess.items() if size <= 1], frozenset())
-    doubtful = _before(run.tagged, [bad], fine)
+    fine = computed_from(run.tagged, (value for value, size in excess.items() if size <= 1))
+    doubtful = computed_from(run.tagged, [bad], fine) - fine
     homes: dict[ir.Value, str] = {}
     for call in calls:  # in the order in which they ended: a tensor is that of the innermost module
         for pair in call.outputs:
@@ -144,20 +144,8 @@ def narrowed(
     open_tensors = [value for value in homes if value is not bad and value not in excess]
     if not open_tensors:
         return blame, ()
-    sizes = {value: len(_before(run.tagged, [value], fine) & homes.keys()) for value in open_tensors}
+    sizes = {value: len((computed_from(run.tagged, [value], fine) - fine) & homes.keys()) for value in open_tensors}
     chosen = max(open_tensors, key=lambda value: min(sizes[value], len(homes) - sizes[value]))
     around = tags.common_ancestor(homes.values())
     why = f"{len(homes)} modules that lead to {bad.name!r} are in doubt: it is one of them, or {around or 'the root'!r}"
     return Blame((), {around: why}), (str(chosen.name),)
-
-
-def _before(tagged: TaggedModel, values: Iterable[ir.Value], without: frozenset[ir.Value]) -> frozenset[ir.Value]:
-    """Tensors, and all that they are computed from, up to those that are ``without``."""
-    seen, queue = set[ir.Value](), [*values]
-    while queue:
-        value = queue.pop()
-        if value not in seen and value not in without:
-            seen.add(value)
-            if (node := value.producer()) is not None:
-                queue.extend(tagged.index.reads(node))
-    return frozenset(seen)

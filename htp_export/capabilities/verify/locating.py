@@ -7,7 +7,7 @@ whose call ends with an origin, the innermost, is wrong itself. See ``docs/verif
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -96,17 +96,18 @@ def _origins(tagged: TaggedModel, excess: Mapping[ir.Value, float]) -> set[ir.Va
 
 def _worst_read(tagged: TaggedModel, value: ir.Value, excess: Mapping[ir.Value, float]) -> float:
     """The largest excess of the nearest compared tensors from which a tensor is computed."""
-    worst, seen, queue = 0.0, {value}, list(_sources(tagged, value))
+    return max((excess.get(each, 0.0) for each in computed_from(tagged, _sources(tagged, value), excess)), default=0.0)
+
+
+def computed_from(tagged: TaggedModel, values: Iterable[ir.Value], stops: Container[ir.Value] = ()) -> set[ir.Value]:
+    """Tensors, and all that they are computed from, up to the nearest ``stops``, which are among them."""
+    seen, queue = set[ir.Value](), [*values]
     while queue:
-        current = queue.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if current in excess:
-            worst = max(worst, excess[current])
-        else:
-            queue.extend(_sources(tagged, current))
-    return worst
+        value = queue.pop()
+        if value not in seen:
+            seen.add(value)
+            queue.extend(() if value in stops else _sources(tagged, value))
+    return seen
 
 
 def _sources(tagged: TaggedModel, value: ir.Value) -> Iterator[ir.Value]:
