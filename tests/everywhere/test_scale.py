@@ -25,7 +25,7 @@ from htp_export.capabilities.functions import placing
 from htp_export.capabilities.functions.placing import MOST_NESTED
 from htp_export.capabilities.optimize.near_matching import MOST, near, near_matching
 from htp_export.capabilities.view.inventory import take_inventory
-from htp_export.capabilities.view.model_explorer.overlays import drawing
+from htp_export.capabilities.view.model_explorer.graphs import drawing
 from htp_export.editing.function_records import Expectations
 from htp_export.editing.submodels import remove_unused
 from htp_export.format import tags

@@ -21,9 +21,8 @@ from htp_export.capabilities.view import viewing
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of, spread
 from htp_export.capabilities.view.model_explorer import application
-from htp_export.capabilities.view.model_explorer.graphs import graph_of
+from htp_export.capabilities.view.model_explorer.graphs import dtype_overlay, graph_of, netron_attachment, overlay_of
 from htp_export.capabilities.view.model_explorer.main import HtpExportAdapter
-from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, netron_attachment, overlay_of
 from htp_export.capabilities.view.page.document import asset
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, UntaggedModelError

@@ -17,7 +17,6 @@ from htp_export.capabilities.verify.checking import (
     pair_call,
     unmatched_calls,
 )
-from htp_export.capabilities.verify.dumped_outputs import NOT_DUMPED, Dump, DumpedRun, narrowed, with_dumped_tensors
 from htp_export.capabilities.verify.file_run import (
     FileRun,
     check_has_modules,
@@ -25,7 +24,6 @@ from htp_export.capabilities.verify.file_run import (
     with_sorted_results,
     with_taken_branches,
 )
-from htp_export.capabilities.verify.isolating import check_isolated
 from htp_export.capabilities.verify.locating import (
     Blame,
     blame_by_graph,
@@ -42,6 +40,14 @@ from htp_export.capabilities.verify.same_model import (
     check_same_modules_ran,
     known_parameters,
     misplaced_parameters,
+)
+from htp_export.capabilities.verify.special_runs import (
+    NOT_DUMPED,
+    Dump,
+    DumpedRun,
+    check_isolated,
+    narrowed,
+    with_dumped_tensors,
 )
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError

@@ -157,7 +157,7 @@ def _sidecar(
 ) -> dict[str, Any]:
     """What another viewer shows beside the file: an overlay of Model Explorer, or else Netron's sidecar."""
     from htp_export.capabilities.view.inventory import take_inventory
-    from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, netron_attachment, overlay_of
+    from htp_export.capabilities.view.model_explorer.graphs import dtype_overlay, netron_attachment, overlay_of
     from htp_export.capabilities.view.viewing import measured, read_results
     from htp_export.editing.flattening import read_flat
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from htp_export.capabilities.view.inventory import Inventory, take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of
 from htp_export.capabilities.view.model_explorer.application import MissingApplicationError, application, packed
-from htp_export.capabilities.view.model_explorer.overlays import drawing
+from htp_export.capabilities.view.model_explorer.graphs import drawing
 from htp_export.capabilities.view.page.document import asset, document, front_data, page_data
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import FileError, InputError
