@@ -94,7 +94,6 @@ def test_cost_takes_open_sizes_as_numbers_shapes_or_values_and_else_says_that_th
     ("arguments", "message"),
     [
         (["--dims", "batch"], "write name=size"),
-        (["--dims", "length=3"], "this model has no open dimensions, and so none named 'length'"),
         (["--columns", "colour"], "no column 'colour'"),
         (["--sort", "colour"], "no column 'colour'"),
         (["--data", "nowhere.npz"], "cannot be read"),

@@ -131,15 +131,11 @@ def test_weights_that_several_modules_read_are_shared() -> None:
     assert report.modules["layer.1.fc"].self_weight_bytes == 0
 
 
-def test_a_pruned_weight_counts_with_the_size_it_has() -> None:
+def test_a_pruned_weight_counts_with_its_size_and_parameters_of_modules_that_are_not_there_are_not_believed() -> None:
     made = encoder()
     made.metadata_props["htp.parameters"] = '{"layer.0.fc":{"weight":[4,8]},"layer.1.fc":{"gone":[3]}}'
     modules = htp_export.cost(made).modules
     assert (modules["layer.0.fc"].parameters, modules["layer.1.fc"].parameters) == (16, 3)
-
-
-def test_parameters_of_modules_that_are_not_there_are_not_believed() -> None:
-    made = encoder()
     made.metadata_props["htp.parameters"] = '{"elsewhere":{"weight":[4,8]}}'
     assert not htp_export.cost(made).from_pytorch
     made.metadata_props["htp.parameters"] = '{"layer":'

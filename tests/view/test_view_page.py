@@ -118,6 +118,8 @@ def test_columns_hold_what_the_results_say(page, net):
     assert "torch.nn.modules.linear.Linear" in detail
     assert "float32[2, 8]" in detail
     assert "Gemm" in detail
+    sizes = [0, 1, 999, 1000, 1440, 9_999, 10_000, 99_990, 99_999, 999_949, 999_960, 437_598_208, 2.5e12, 3e21]
+    assert page.run(f"{sizes}.map(bytesText)") == [si(size, "B") for size in sizes]  # as in the terminal
 
 
 def test_search_finds_modules_and_nodes_with_what_is_above_them_or_says_that_there_is_nothing(page, net):
@@ -491,9 +493,3 @@ def test_a_module_inside_of_repeats_is_found_and_shown_on_its_own(page, stack):
     assert selected(page) == "fc"
     inside = ["fc", "act", "drop", ADDED]
     assert shown(page) == [*FOLDED[:2], "layer.0", "layer.1", "layer.2", *inside, "layer.3", "layer.4"]
-
-
-def test_sizes_are_written_as_in_the_terminal(page, net):
-    start(page, net)
-    sizes = [0, 1, 999, 1000, 1440, 9_999, 10_000, 99_990, 99_999, 999_949, 999_960, 437_598_208, 2.5e12, 3e21]
-    assert page.run(f"{sizes}.map(bytesText)") == [si(size, "B") for size in sizes]

@@ -58,12 +58,16 @@ def test_bars_of_modules_that_are_drawn_as_one_are_named_by_their_layer(page, en
     assert page.run(f"htp.labels({two})") == ["a.0.fc.3", "a.1.fc.4"]
 
 
-def test_nodes_have_their_time_and_say_which_is_an_equal_part(page, constants):
+def test_a_node_has_its_time_or_an_equal_part_its_attributes_and_the_values_of_small_constants(page, constants):
     start(page, constants)
     page.run("document.getElementById('unfold').click(), htp.select(htp.nodes[1]), htp.select(htp.nodes[0])")
     cells = "[...document.querySelectorAll('.row.node')].map((row) => row.querySelector('.number').innerText)"
     assert page.run(cells) == ["2.00 67 %", "≈ 1.00 33 %"]
-    assert "2.00 ms" in detail(page)
+    said = detail(page)
+    assert "2.00 ms" in said
+    assert "allowzero" in said
+    assert "int64[2]\n[1, -1]" in said
+    assert "% zeros" not in said
 
 
 def test_nodes_have_flops_and_are_sorted_by_them(page, encoder_page):
@@ -76,23 +80,12 @@ def test_nodes_have_flops_and_are_sorted_by_them(page, encoder_page):
     assert own == ["MatMul node_layers.0.context", "MatMul node_layers.0.scores", "Add node_layers.0.masked"]
 
 
-def test_a_node_shows_its_attributes_and_the_values_of_small_constants(page, constants):
-    start(page, constants)
-    page.run("htp.select(htp.nodes[0])")
-    said = detail(page)
-    assert "allowzero" in said
-    assert "int64[2]\n[1, -1]" in said
-
-
-def test_statistics_of_weights_are_shown_where_they_were_read(page, encoder_page, constants):
+def test_statistics_of_weights_are_shown_where_they_were_read(page, encoder_page):
     start(page, encoder_page)
     page.run("htp.select(htp.byPath.get('embeddings.words'))")
     assert "float32[400, 32]" in detail(page)
     assert "std 0.0199" in detail(page)
     assert "0 % zeros" in detail(page)
-    start(page, constants)
-    page.run("htp.select(htp.nodes[0])")
-    assert "% zeros" not in detail(page)
 
 
 def test_a_tied_weight_is_marked_once_and_says_with_what(page, encoder_page):
