@@ -26,7 +26,7 @@ from htp_export.capabilities.verify.checking import (
     pair_call,
 )
 from htp_export.capabilities.verify.file_run import FileRun
-from htp_export.capabilities.verify.locating import Blame, computed_from
+from htp_export.capabilities.verify.locating import Blame, blame_by_graph, blame_by_nesting, computed_from
 from htp_export.capabilities.verify.pytorch_run import ModuleCall
 from htp_export.errors import InputError
 from htp_export.files.npz_file import NpzArrays
@@ -39,8 +39,6 @@ from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
 from htp_export.runtime.declared_inputs import in_precision_of
 from htp_export.runtime.inputs import Inputs
-
-NOT_DUMPED = "the dump has none of its tensors"
 
 Dump = str | os.PathLike[str] | Mapping[str, Any]
 """An ``.npz`` file of tensors by name, or these as arrays."""
@@ -126,7 +124,7 @@ def _plain(name: str) -> str:
     return re.sub(r"\W", "_", name).strip("_")
 
 
-def with_dumped_tensors(run: DumpedRun, calls: Sequence[PairedCall]) -> list[PairedCall]:
+def _with_dumped_tensors(run: DumpedRun, calls: Sequence[PairedCall]) -> list[PairedCall]:
     """The calls with those of their tensors that the dump has."""
 
     def known(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
@@ -136,7 +134,7 @@ def with_dumped_tensors(run: DumpedRun, calls: Sequence[PairedCall]) -> list[Pai
     return [replace(call, outputs=known(call.outputs), inputs=known(call.inputs), missing=0) for call in calls]
 
 
-def narrowed(
+def _narrowed(
     run: DumpedRun, calls: Sequence[PairedCall], checked: Sequence[CheckedCall], blame: Blame
 ) -> tuple[Blame, tuple[str, ...]]:
     """Say where the first wrong module is, as far as a dump tells, and which tensor to ask for next.
@@ -183,7 +181,7 @@ class _Task:
         return [str(value.name) for name, value in self.cut.inputs.items() if name not in self.expected]
 
 
-def check_isolated(
+def _check_isolated(
     run: FileRun, calls: Sequence[ModuleCall], store: ArrayStore, tolerances: Tolerances
 ) -> tuple[list[CheckedCall], dict[str, str]]:
     """Run every call alone, and compare its results.
@@ -191,9 +189,6 @@ def check_isolated(
     Tensors that a module needs and PyTorch did not give it, since they are computed outside for several modules at
     once, are taken from a run of the whole file. Returned are the calls that ran, in the same order, and why others did
     not: module path → reason.
-
-    Raises:
-        InputError: If the whole file is needed and cannot be run.
     """
     tasks, constant, reasons = _tasks(run.tagged, [pair_call(run.tagged, call) for call in calls])
     outside = run.stored({name: 0 for task in tasks for name in task.outside}, store)
@@ -284,3 +279,29 @@ def _check(run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolera
     paired = replace(task.paired, outputs=outputs, inputs=())
     (checked,) = check_calls(FileRun(part, name, feed, run.settings, _ONE_RUN, use_up=True), [paired], tolerances)
     return checked
+
+
+def check_run(
+    run: FileRun, calls: Sequence[ModuleCall], store: ArrayStore, tolerances: Tolerances, *, isolated: bool
+) -> tuple[list[CheckedCall], Blame, dict[str, str], tuple[str, ...]]:
+    """The compared calls, the modules that are wrong themselves, why others were not compared, and `next_outputs`.
+
+    Raises:
+        InputError: If the file is run, and cannot be.
+    """
+    if isolated:
+        checked, reasons = _check_isolated(run, calls, store, tolerances)
+        return checked, blame_by_nesting(checked), reasons, ()
+    paired = [pair_call(run.tagged, call) for call in calls if call.path in run.tagged]
+    if not isinstance(run, DumpedRun):
+        checked = check_calls(run, paired, tolerances)
+        return checked, blame_by_graph(run.tagged, checked), {}, ()
+    checked = check_calls(run, _with_dumped_tensors(run, paired), tolerances)
+    compared = {call.path for call in checked if call.outputs}
+    reasons = {
+        call.call.path: "the dump has none of its tensors"
+        for call in paired
+        if call.outputs and call.call.path not in compared
+    }
+    blame, following = _narrowed(run, paired, checked, blame_by_graph(run.tagged, checked))
+    return checked, blame, reasons, following

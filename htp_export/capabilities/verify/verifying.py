@@ -10,11 +10,8 @@ import numpy.typing as npt
 
 from htp_export.attention.decomposing import attention_as_in
 from htp_export.capabilities.verify.checking import (
-    CheckedCall,
     Tolerances,
-    check_calls,
     input_arguments,
-    pair_call,
     unmatched_calls,
 )
 from htp_export.capabilities.verify.file_run import (
@@ -25,9 +22,6 @@ from htp_export.capabilities.verify.file_run import (
     with_taken_branches,
 )
 from htp_export.capabilities.verify.locating import (
-    Blame,
-    blame_by_graph,
-    blame_by_nesting,
     module_results,
     tolerance_of,
     with_contradictions,
@@ -41,14 +35,7 @@ from htp_export.capabilities.verify.same_model import (
     known_parameters,
     misplaced_parameters,
 )
-from htp_export.capabilities.verify.special_runs import (
-    NOT_DUMPED,
-    Dump,
-    DumpedRun,
-    check_isolated,
-    narrowed,
-    with_dumped_tensors,
-)
+from htp_export.capabilities.verify.special_runs import Dump, DumpedRun, check_run
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.exporter.caches import prepare_caches
@@ -199,7 +186,7 @@ def _verified(
         unmatched = unmatched_calls(tagged, ran, calls_taken)
         compared = [call for call in calls if call.path in chosen and call.path not in unmatched]
         unmatched |= dict.fromkeys((call.path for call in compared if None in call.outputs), _NO_VALUES)
-        checked, blame, reasons, following = _check(taken, compared, store, allowed, isolated=isolated)
+        checked, blame, reasons, following = check_run(taken, compared, store, allowed, isolated=isolated)
     blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
     known = known_parameters(tagged, model) if exact else {}
     modules = module_results(tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated)
@@ -231,24 +218,6 @@ def _run_pytorch(
     with evaluating(model), parameter_readers(model) as readers:
         calls = record_calls(model, args, kwargs, store, wanted)
     return calls, readers
-
-
-def _check(
-    run: FileRun, calls: Sequence[ModuleCall], store: ArrayStore, tolerances: Tolerances, *, isolated: bool
-) -> tuple[list[CheckedCall], Blame, dict[str, str], tuple[str, ...]]:
-    """The compared calls, the modules that are wrong themselves, why others were not compared, and `next_outputs`."""
-    if isolated:
-        checked, reasons = check_isolated(run, calls, store, tolerances)
-        return checked, blame_by_nesting(checked), reasons, ()
-    paired = [pair_call(run.tagged, call) for call in calls if call.path in run.tagged]
-    if not isinstance(run, DumpedRun):
-        checked = check_calls(run, paired, tolerances)
-        return checked, blame_by_graph(run.tagged, checked), {}, ()
-    checked = check_calls(run, with_dumped_tensors(run, paired), tolerances)
-    compared = {call.path for call in checked if call.outputs}
-    reasons = {call.call.path: NOT_DUMPED for call in paired if call.outputs and call.call.path not in compared}
-    blame, following = narrowed(run, paired, checked, blame_by_graph(run.tagged, checked))
-    return checked, blame, reasons, following
 
 
 _NO_VALUES = "some of its tensors have no values of their own in PyTorch: torch.vmap runs it, or they are sparse"
