@@ -27,7 +27,7 @@ from htp_export.capabilities.verify.locating import (
     with_contradictions,
     with_missing_outputs,
 )
-from htp_export.capabilities.verify.pytorch_run import ModuleCall, evaluating, parameter_readers, record_calls
+from htp_export.capabilities.verify.pytorch_run import evaluating, parameter_readers, record_calls
 from htp_export.capabilities.verify.results import Verification
 from htp_export.capabilities.verify.same_model import (
     check_same_model,
@@ -119,6 +119,8 @@ def verify(
         >>> htp_export.verify(program).ok
         True
     """
+    if isolated and outputs_from is not None:
+        raise InputError("isolated runs parts of the file, and outputs_from has what was computed: give one of them")
     model, onnx, args, kwargs = _what_was_exported(model, onnx, args, kwargs)
     prepare_caches(args, kwargs, None)  # a model adds to its cache: `record_calls` copies what torch takes apart
     tagged, name = read_flat(onnx), name_of(onnx, "the ONNX model")
@@ -128,14 +130,7 @@ def verify(
         check_same_model(tagged, model, name)
         feed = feed_of_call(tagged, model, args, kwargs, name)
         run = FileRun(tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes)
-        if outputs_from is None:
-            run = with_sorted_results(run)
-        elif isolated:
-            raise InputError(
-                "isolated runs parts of the file, and outputs_from has what was computed: give one of them"
-            )
-        else:
-            run = DumpedRun.of(run, outputs_from)
+        run = with_sorted_results(run) if outputs_from is None else DumpedRun.of(run, outputs_from)
         return _verified(run, model, args, kwargs, chosen, tolerance_of(tagged, tolerances or {}), isolated=isolated)
 
 
@@ -176,8 +171,14 @@ def _verified(
     """The result for the chosen modules; the model has the modules of the file."""
     tagged, name = run.tagged, run.name
     exact = tagged.source != "torch"  # torch's own scopes name modules wrongly
+
+    def wanted(path: str, number: int, argument: str) -> bool:
+        signature = tagged.signature(path, number)
+        return path in chosen and signature is not None and signature.inputs.get(argument) is not None
+
     with ArrayStore.opened(run.portion_bytes) as store:
-        calls, readers = _run_pytorch(model, args, kwargs, store, tagged, chosen)
+        with evaluating(model), parameter_readers(model) as readers:
+            calls = record_calls(model, args, kwargs, store, wanted)
         ran = Counter(call.path for call in calls)
         if exact:
             check_same_modules_ran(tagged, model, ran, name)
@@ -199,25 +200,6 @@ def _verified(
         parameters=len(known),
         misplaced=misplaced_parameters(tagged, known, readers, model),
     )
-
-
-def _run_pytorch(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    store: ArrayStore,
-    tagged: TaggedModel,
-    chosen: Collection[str],
-) -> tuple[list[ModuleCall], Mapping[str, frozenset[str]]]:
-    """The calls of a PyTorch model, with the arguments that the file has, and parameter → modules that read it."""
-
-    def wanted(path: str, number: int, argument: str) -> bool:
-        signature = tagged.signature(path, number)
-        return path in chosen and signature is not None and signature.inputs.get(argument) is not None
-
-    with evaluating(model), parameter_readers(model) as readers:
-        calls = record_calls(model, args, kwargs, store, wanted)
-    return calls, readers
 
 
 _NO_VALUES = "some of its tensors have no values of their own in PyTorch: torch.vmap runs it, or they are sparse"
