@@ -186,23 +186,9 @@ def test_the_command_that_measures_is_offered_where_there_are_no_times(page, fil
 
 
 NAMES = (
-    "a b",
-    "$(touch x)",
-    "x'y",
-    '"',
-    "a,b",
-    "[0]",
-    "a*",
-    "!a",
-    "re:x",
-    "-o",
-    "a\nb",
-    "a\x1b[2J",
-    "é",
-    "<b>",
-    "a\\d",
-    "😀",
-)
+    "a b", "$(touch x)", "x'y", '"', "a,b", "[0]", "a*", "!a", "re:x",
+    "-o", "a\nb", "a\x1b[2J", "é", "<b>", "a\\d", "😀",
+)  # fmt: skip
 
 
 def test_selectors_and_commands_of_any_names_are_one_word_of_a_shell(page, tmp_path, monkeypatch):
