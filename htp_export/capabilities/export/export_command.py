@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from htp_export.capabilities.export.deploy_options import DeployOptions
+from htp_export.capabilities.export.export_options import DeployOptions, GraphOptions
 from htp_export.capabilities.export.file_exports import FileExports
-from htp_export.capabilities.export.graph_options import GraphOptions
 from htp_export.command.file_options import JsonOption
 from htp_export.command.idle_options import Idle
 from htp_export.command.model_options import ModelOptions

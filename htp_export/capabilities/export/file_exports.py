@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.export.deploy_options import DeployOptions
-from htp_export.capabilities.export.graph_options import GraphOptions
+from htp_export.capabilities.export.export_options import DeployOptions, GraphOptions
 from htp_export.command.model_options import ModelOptions
 from htp_export.command.outputs import show_next, show_written, written_files
 from htp_export.command.sources import SourceCall

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.huggingface.caches import register_caches
+from htp_export.capabilities.huggingface.caches import register_caches, warn_of_right_padding
 from htp_export.capabilities.huggingface.encoder_decoders import EncoderAndDecoder
 from htp_export.capabilities.huggingface.example_calls import CACHE, DECODER, CacheNames, Calls, ExampleCall
 from htp_export.capabilities.huggingface.images_and_text import ImagesAndText
 from htp_export.capabilities.huggingface.inputs import named_parameters
-from htp_export.capabilities.huggingface.processors import Processor
-from htp_export.capabilities.huggingface.right_padding import warn_of_right_padding
+from htp_export.capabilities.huggingface.sources import Processor
 from htp_export.capabilities.huggingface.tasks import split_task, task_of
 from htp_export.errors import InputError
 

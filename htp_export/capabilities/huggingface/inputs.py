@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from htp_export.capabilities.huggingface.configs import find, nearest
-from htp_export.capabilities.huggingface.processors import Processor
+from htp_export.capabilities.huggingface.sources import Processor
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import Any
 from htp_export.capabilities.huggingface.files_by_task import example_calls
 from htp_export.capabilities.huggingface.inputs import example_inputs, named_parameters
 from htp_export.capabilities.huggingface.models import load, packed_source
-from htp_export.capabilities.huggingface.processors import processor_of
-from htp_export.capabilities.huggingface.sources import Source
+from htp_export.capabilities.huggingface.sources import Source, processor_of
 from htp_export.capabilities.huggingface.streaming import released_when_read
 from htp_export.capabilities.huggingface.tasks import AUTO, generates
 from htp_export.command.data_options import read_shapes

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from htp_export.capabilities.place.crossings import crossings
 from htp_export.capabilities.place.devices import ANNOTATION, SETTINGS, is_device, session_options_with
 from htp_export.capabilities.place.parts import Needs, needs_of
-from htp_export.capabilities.place.placed import Misplaced, Placement, placed_modules
+from htp_export.capabilities.place.placed import Misplaced, Placement, crossings, placed_modules
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError, OnnxRuntimeError
 from htp_export.files.filesystem import temporary_folder

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from htp_export.capabilities.place.crossings import crossings
 from htp_export.capabilities.place.devices import ANNOTATION, SETTINGS, assignment_settings, device_named
 from htp_export.capabilities.place.parts import Needs, needs_of, nodes_that_fit
-from htp_export.capabilities.place.placed import DeviceUse, Placed, placed_modules
+from htp_export.capabilities.place.placed import DeviceUse, Placed, crossings, placed_modules
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError, RuleError
 from htp_export.files.model_files import write_model
