@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
 from torch import nn
@@ -18,20 +17,12 @@ import htp_export
 from htp_export.errors import InputError, UnknownModuleError, UntaggedModelError
 from tests import handmade
 from tests.exporting import SharedFiles, of_type, tiny_bert
-from tests.extract.test_cutting import exported_to, run_file
+from tests.extract.test_cutting import exact, exported_to, run_file
 from tests.extract.test_splicing import feeds_of
 from tests.handmade import tagged_node, value, weight
 from tests.nets import EXPORTERS, NETS, spread, x
 
 Inputs = dict[str, torch.Tensor]
-
-
-def exact() -> ort.SessionOptions:
-    """ONNX Runtime that computes what the graph says."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    return options
 
 
 def agree(file: Path, found: htp_export.results.Partition, inputs: dict[str, Any]) -> bool:

@@ -68,7 +68,7 @@ class Chain:
         first: dict[str, int] = {}
         for number, node in enumerate(self._nodes):
             if not constants.is_common(node):
-                for up in self.lineage(self.owner(node)):
+                for up in tags.ancestors(self.owner(node)):
                     first.setdefault(up, number)
         self.spans = self._number(first)
         self.units = self.spans[""][1] + 1
@@ -80,13 +80,6 @@ class Chain:
 
     def _makers(self, node: ir.Node) -> set[ir.Node]:
         return {producer for value in self.reads(node) if (producer := value.producer()) is not None}
-
-    def lineage(self, path: str) -> Iterator[str]:
-        """A module and those above it, innermost first."""
-        current: str | None = path
-        while current is not None:
-            yield current
-            current = self.tagged.hierarchy.parent(current)
 
     def owner(self, node: ir.Node) -> str:
         """The first module that a node computes: shared work is there when it is needed first."""
@@ -212,7 +205,7 @@ class Chain:
             if self.constants.is_common(node):
                 continue
             makers = self._makers(node)
-            for path in self.lineage(self.owner(node)):
+            for path in tags.ancestors(self.owner(node)):
                 if path in before:
                     near, start = before[path], self.spans[path][0]
                     if any(near <= self.places[maker] < start for maker in makers):
@@ -296,7 +289,7 @@ def _whole_modules(chain: Chain, homes: _Homes) -> Mapping[int, Sequence[str]]:
     stages: defaultdict[str, set[int]] = defaultdict(set)
     first: dict[str, int] = {}
     for node, place in chain.owned_places():
-        for path in chain.lineage(chain.owner(node)):
+        for path in filter(chain.tagged.hierarchy.__contains__, tags.ancestors(chain.owner(node))):
             stages[path].add(homes.of_node[node])
             first[path] = min(first.get(path, place), place)
     whole = {path: next(iter(where)) for path, where in stages.items() if len(where) == 1}
