@@ -337,9 +337,16 @@ def test_a_budget_chooses_what_trying_every_plan_finds() -> None:
     assert len(fewer.crossings) < len(most_work.crossings)
 
 
-def test_without_rules_the_whole_model_may_go_to_the_device(file: Path) -> None:
-    everything = htp_export.place(file, budget={"gpu": "1 MB"})
+@pytest.mark.parametrize(
+    ("text", "size"), [("4GiB", 4 << 30), ("1.5 MB", 1_500_000), ("20000", 20_000), (7000, 7000), ("20kb", 20_000)]
+)
+def test_without_rules_the_whole_model_may_go_to_the_device(text: str | int, size: int, file: Path) -> None:
+    everything = htp_export.place(file, budget={"gpu": text})
     assert set(devices(everything).values()) == {"gpu"}
+    assert everything.devices["gpu"].budget == size
+
+
+def test_what_does_not_fit_stays_outside(file: Path) -> None:
     half = htp_export.place(file, budget={"gpu": 1200})
     assert half.devices["gpu"].weight_bytes == (8 * 8 + 8) * 4 + 2 * (8 * 8 + 8 + 8 + 8) * 4
     assert half.devices["cpu"].nodes > 0

@@ -115,27 +115,15 @@ def place(
     return _result(original, placed.model, devices, needs, limits, options, remarks)
 
 
-def bytes_of(size: int | str) -> int:
-    """A size in bytes, from a number or a text; an `InputError` if it is none.
-
-    Examples:
-        >>> bytes_of("4GiB"), bytes_of("1.5 MB"), bytes_of(4096)
-        (4294967296, 1500000, 4096)
-    """
+def _budget(device: str, size: int | str) -> int:
+    """A size in bytes, from a number or a text."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is None:
-        raise InputError(f"{size!r} is no size; write bytes, or a number with a unit: 4GiB, 500 MB")
+        raise InputError(f"budget of {device}: {size!r} is no size; write bytes, or a number with a unit: 4GiB, 500 MB")
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])
-
-
-def _budget(device: str, size: int | str) -> int:
-    try:
-        return bytes_of(size)
-    except InputError as error:
-        raise InputError(f"budget of {device}: {error}") from error
 
 
 def _rules(plan: Mapping[str, str] | None, limits: Mapping[str, int]) -> Mapping[str, str]:
