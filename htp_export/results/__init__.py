@@ -11,8 +11,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.carry.carrying import Carried, CarriedModule
     from htp_export.capabilities.cost.result import Cost
     from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference
-    from htp_export.capabilities.extract.extraction import Extraction
-    from htp_export.capabilities.extract.splicing import Splice
+    from htp_export.capabilities.extract.extraction import Extraction, Splice
     from htp_export.capabilities.fingerprint.blocks import Block
     from htp_export.capabilities.fingerprint.families import Fingerprint
     from htp_export.capabilities.forensics.finding import Finding, Forensics
