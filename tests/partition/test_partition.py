@@ -190,13 +190,9 @@ def test_stages_begin_at_the_named_modules_in_whatever_order_they_are_named(expo
         ("encoder.layer.3", "pooler"),
     ]
     assert agree(file, found, inputs)
-
-
-def test_the_first_module_may_be_named_too_and_an_input_goes_only_to_the_stage_that_needs_it(exported: Any) -> None:
-    found = htp_export.partition(exported("bert-torchscript")[0], ["embeddings", "encoder"])
-    assert [stage.modules for stage in found.stages] == [("embeddings",), ("encoder", "pooler")]
-    assert dict(found.stages[0].sources) == {"input_ids": None}
-    assert found.stages[1].sources["attention_mask"] is None
+    first, second = htp_export.partition(file, ["embeddings", "encoder"]).stages
+    assert (first.modules, second.modules) == (("embeddings",), ("encoder", "pooler"))
+    assert (dict(first.sources), second.sources["attention_mask"]) == ({"input_ids": None}, None)
 
 
 def chain(*widths: int) -> nn.Module:
@@ -215,7 +211,10 @@ def test_one_stage_is_the_whole_and_layers_stay_whole_where_that_costs_little(ex
     assert [stage.modules[0] for stage in found.stages] == ["embeddings", *(f"encoder.layer.{k}" for k in range(4))]
 
 
-def test_a_heavy_layer_is_cut_between_the_modules_inside_it() -> None:
+def test_what_has_no_parameters_and_what_lies_inside_a_heavy_layer_can_be_cut_too() -> None:
+    light = nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Softplus()).eval()
+    found = htp_export.partition(htp_export.export(light, (x(1, 4),), verbose=False), 3)
+    assert [stage.modules for stage in found.stages] == [("0",), ("1",), ("2",)]
     net = nn.Sequential(nn.Linear(4, 4), chain(4, 64, 64, 64, 64))
     program = htp_export.export(spread(net).eval(), (x(1, 4),), verbose=False)
     found = htp_export.partition(program, 3)
@@ -245,12 +244,6 @@ def test_stages_can_be_balanced_by_flops_if_no_dimension_is_open() -> None:
     cost = htp_export.cost(program, shapes={program.model.graph.inputs[0].name: (4, 1, 34, 34)})
     by_cost = htp_export.partition(program, 2, balance=cost)
     assert [stage.modules for stage in by_cost.stages] == [stage.modules for stage in by_work.stages]
-
-
-def test_what_has_no_parameters_can_be_cut_too() -> None:
-    net = nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Softplus()).eval()
-    found = htp_export.partition(htp_export.export(net, (x(1, 4),), verbose=False), 3)
-    assert [stage.modules for stage in found.stages] == [("0",), ("1",), ("2",)]
 
 
 # --- what crosses -----------------------------------------------------------------------------------------
@@ -368,11 +361,6 @@ def test_a_file_with_torchs_own_scopes_can_be_cut(tmp_path: Path) -> None:
 # --- bad input --------------------------------------------------------------------------------------------
 
 
-def test_too_many_stages_name_the_borders_that_there_are() -> None:
-    with pytest.raises(InputError, match=r"into 4 stages; there are 2 borders: before '1', '2'"):
-        htp_export.partition(exported_chain(4, 4, 4, 4), 4)
-
-
 class Again(nn.Module):
     """Calls of ``fc`` lie around ``act``."""
 
@@ -384,10 +372,12 @@ class Again(nn.Module):
         return self.head(self.fc(self.act(self.fc(x))))
 
 
-def test_no_stage_begins_inside_a_module_that_runs_again_later() -> None:
+def test_no_stage_begins_inside_a_module_that_runs_again_later_and_borders_are_named() -> None:
     program = htp_export.export(spread(Again()).eval(), (x(1, 4),), verbose=False)
     with pytest.raises(InputError, match=r"at module 'act': module 'fc' runs before it and after it; there are 1 bord"):
         htp_export.partition(program, ["act"])
+    with pytest.raises(InputError, match=r"into 3 stages; there are 1 borders: before 'head'"):
+        htp_export.partition(program, 3)
     assert [stage.modules for stage in htp_export.partition(program, 2).stages] == [("fc", "act"), ("head",)]
 
 

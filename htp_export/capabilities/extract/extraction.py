@@ -163,9 +163,6 @@ def splice(
     unchanged, and constants, are not replaced. Types must be equal, and dimensions if both are known. Names in the
     replacement that are already used are changed.
 
-    Nodes of the replacement with tags keep them: under the same paths if these are below the module, otherwise with the
-    module's path as a prefix. Untagged nodes belong to the module, with the reason ``spliced``.
-
     Thread-safe, also for calls on the same model.
 
     Args:

@@ -40,11 +40,6 @@ def example_calls(
 ) -> dict[str, ExampleCall]:
     """The files of a task, and the call that each is exported from, with optimum's names and dynamic axes.
 
-    Models that generate with a cache have one file, ``model``, for prefill and decoding. Encoder-decoders have
-    ``encoder_model``, and a decoder in two files, ``decoder_model`` (no cache among its inputs) and
-    ``decoder_with_past_model``, or in one, ``decoder_model_merged``. For ``image-text-to-text``, models that put images
-    in the places of tokens have ``vision_encoder``, ``embed_tokens`` and ``decoder_model_merged``.
-
     Args:
         model: A model of transformers. Its ``config.use_cache`` must be true for a task with ``-with-past``.
         task: The task; without it, the one that the model's class is for, with ``-with-past`` if its config uses a

@@ -100,11 +100,9 @@ def partition(
 ) -> Partition:
     """Cut a model into stages that run one after another, each with whole modules that follow each other.
 
-    With a number of stages, cuts are placed between modules that run one after another, at any depth. The heaviest
-    stage is as light as possible, or up to ``slack`` heavier if fewer modules are cut, fewer tensors pass between
-    stages, or the other stages are more even. Every node is in exactly one stage, except for cheap constants and sizes,
-    which are computed again if that avoids sending a tensor. Every weight is in exactly one stage: a weight that two
-    stages read, such as a tied embedding, is in the first one and is sent as a tensor. A tensor may skip stages.
+    With a number of stages, the heaviest stage is as light as possible, or up to ``slack`` heavier if fewer modules are
+    cut, fewer tensors pass between stages, or the other stages are more even. Every weight is in exactly one stage, and
+    every node, except for cheap constants and sizes. A tensor may skip stages.
 
     Thread-safe, also for calls on the same model.
 

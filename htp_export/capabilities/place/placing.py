@@ -65,8 +65,7 @@ def place(
     of them, in the order of execution, that has one. Nodes without a device are placed by ONNX Runtime. It uses the
     devices from version 1.25 on, if the session has the options of the result.
 
-    With a budget, the modules that rules give to a device go there as far as they fit: those that together do most of
-    the operations, at borders of modules, where few tensors cross. The others go to the CPU.
+    With a budget, the modules that rules give to a device go there as far as they fit; the others go to the CPU.
 
     Thread-safe, also for calls on the same model.
 
@@ -290,9 +289,7 @@ def placement(
             if entries and _BORDER_FAULT in error.problem:
                 raise OnnxRuntimeError(error.model, error.action, f"{_BORDER}: {error.problem}") from error
             raise
-    return _placement(
-        named, assignment, entries, remarks, needs_of(load(assignment.graph), example, dims, shapes)
-    )
+    return _placement(named, assignment, entries, remarks, needs_of(load(assignment.graph), example, dims, shapes))
 
 
 def _entries(tagged: TaggedModel, options: Any) -> tuple[dict[str, str], tuple[str, ...]]:
