@@ -206,29 +206,30 @@ def processor_of(source: Source) -> Processor:
     if not source.has_files:
         return Processor(source.name)
     resized = any(key.rpartition(".")[2] == "image_size" for key in source.overrides)
-    return Processor(source.name, _tokenizer(source), None if resized else _image_size(source))
+    tokenizer = _read(source, "tokenizer", _tokenizer)
+    return Processor(source.name, tokenizer, None if resized else _read(source, "image processor", _image_size))
+
+
+def _read(source: Source, what: str, read: Callable[[Source], Any]) -> Any:
+    """What a function reads of the files of a model; None, and a warning, where they cannot be read."""
+    try:
+        return read(source)
+    except Exception as error:  # transformers raises dozens of kinds, and so does the code of a model
+        text = "%s: the %s cannot be read (%s); example inputs are from the config"
+        _log.warning(text, source.name, what, described(error))
+        return None
 
 
 def _tokenizer(source: Source) -> Any:
     from transformers import AutoTokenizer
 
-    try:
-        if any(source.file(name) for name in _TOKENIZER_FILES):
-            return AutoTokenizer.from_pretrained(source.name, **source.options)
-    except Exception as error:  # transformers raises dozens of kinds, and so does the code of a model
-        _warn(source, "tokenizer", error)
-    return None
+    has_one = any(source.file(name) for name in _TOKENIZER_FILES)
+    return AutoTokenizer.from_pretrained(source.name, **source.options) if has_one else None
 
 
 def _image_size(source: Source) -> tuple[int, int] | None:
-    try:
-        for settings in image_settings(source.file):
-            size = size_of_images(settings)
-            if size is not None:
-                return size
-    except Exception as error:  # as for the tokenizer
-        _warn(source, "image processor", error)
-    return None
+    sizes = map(size_of_images, image_settings(source.file))
+    return next((size for size in sizes if size is not None), None)
 
 
 def image_settings(find: Callable[[str], str | Path | None]) -> Iterator[Mapping[str, Any]]:
@@ -260,8 +261,3 @@ def size_of_images(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     listed = list(size) if isinstance(size, (list, tuple)) else [size, size]
     sizes = [side for side in listed if type(side) is int and side > 0]
     return (sizes[0], sizes[1]) if len(sizes) == len(listed) == 2 else None
-
-
-def _warn(source: Source, what: str, error: Exception) -> None:
-    text = "%s: the %s cannot be read (%s); example inputs are from the config"
-    _log.warning(text, source.name, what, described(error))
