@@ -536,14 +536,6 @@ def test_what_other_steps_leave_of_the_devices(file: Path, tmp_path: Path) -> No
     assert set(devices(htp_export.carry(out, saved)).values()) == {None}
 
 
-def test_the_page_colours_by_device(file: Path) -> None:
-    placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"})
-    for result in (placed, placed.to_dict()):
-        [device] = [measure for measure in measures_of(result) if measure.key == "device"]
-        assert device.named
-        assert (device.words["stem"], device.words["blocks"]) == ("cpu", "gpu")
-
-
 @reads_devices
 def test_commands(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -636,12 +628,13 @@ def test_a_part_that_a_plugin_cannot_take_is_explained(
 
 
 @lists_nodes
-def test_notebooks_draw_the_tree_of_the_command(file: Path) -> None:
+def test_pages_and_notebooks_show_devices(file: Path) -> None:
     from htp_export.results.html import drawn_html
 
-    placed = drawn_html(htp_export.place(file, {".": "cpu", "blocks": "gpu"}))
-    assert placed is not None
-    assert "blocks" in placed
-    observed = drawn_html(htp_export.placement(file))
-    assert observed is not None
-    assert CPU in observed
+    placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"})
+    for result in (placed, placed.to_dict()):
+        [device] = [measure for measure in measures_of(result) if measure.key == "device"]
+        assert device.named
+        assert (device.words["stem"], device.words["blocks"]) == ("cpu", "gpu")
+    assert "blocks" in (drawn_html(placed) or "")
+    assert CPU in (drawn_html(htp_export.placement(file)) or "")
