@@ -15,9 +15,9 @@ import torch
 import htp_export
 from htp_export import discovery
 from htp_export.capabilities.optimize import registry
+from htp_export.capabilities.optimize.optimizing import OutputCheck
 from htp_export.capabilities.optimize.registry import register
 from htp_export.capabilities.optimize.results import Change, OptimizedModels
-from htp_export.capabilities.optimize.running import OutputCheck
 from htp_export.command.main import main
 from htp_export.editing.outputs import add_zeros_input
 from htp_export.errors import FileError, InputError, PassError

@@ -17,7 +17,7 @@ from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.symbolic import Symbolic
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.forensics.attention_steps import MaskUse
+    from htp_export.capabilities.forensics.patterns import MaskUse
 
 _FUSED = frozenset((
     "Attention", "MultiHeadAttention", "GroupQueryAttention", "PackedMultiHeadAttention",
@@ -38,7 +38,7 @@ def attention_kinds(facts: GraphFacts, inferred: Symbolic, reaching: Mapping[ir.
 
     In ``inferred``, all inputs have sizes. ``reaching``: value → the data inputs that it depends on, one bit each.
     """
-    from htp_export.capabilities.forensics.attention_steps import attention_steps
+    from htp_export.capabilities.forensics.patterns import attention_steps
 
     is_causal = functools.cache(functools.partial(_is_causal, facts, inferred))  # layers share masks
     kinds: Counter[str] = Counter()
@@ -66,7 +66,7 @@ def attention_kinds(facts: GraphFacts, inferred: Symbolic, reaching: Mapping[ir.
 
 def _mask(node: ir.Node) -> MaskUse | None:
     """The mask of an attention operator."""
-    from htp_export.capabilities.forensics.attention_steps import MaskUse
+    from htp_export.capabilities.forensics.patterns import MaskUse
 
     mask = next(iter(node.inputs[3 if is_standard(node) else 5 :]), None)
     floating = mask is not None and (mask.dtype is None or mask.dtype.is_floating_point())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -79,3 +80,45 @@ def integers(node: ir.Node, numbers: Sequence[int], what: str) -> ir.Value:
     if node.graph is None:
         raise ValueError(f"{node.op_type} {node.name!r} is in no graph")
     return add_constant(node.graph, np.array(numbers, np.int64), f"{node.outputs[0].name}_{what}")
+
+
+_KEY = "htp_export.declined"  # in a node's ``meta``, never in files
+
+
+@dataclass(frozen=True)
+class Declined:
+    """Nodes that a pass leaves as they are.
+
+    Attributes:
+        kind: A key of `htp_export.capabilities.forensics.finding.KINDS`, or the name of the pass.
+        nodes: The nodes.
+        why: Why they stay.
+        detail: Details of these nodes.
+    """
+
+    kind: str
+    nodes: tuple[ir.Node, ...]
+    why: str = ""
+    detail: str = ""
+
+
+def decline(kind: str, nodes: Sequence[ir.Node], why: str) -> Literal[False]:
+    """Note on the last of some nodes why a pass leaves them unchanged; `htp_export.forensics` reports it.
+
+    False: so a `NodePass` says that it changed nothing.
+
+    Examples:
+        >>> relu = ir.node("Relu", [ir.val("x")])
+        >>> decline("conv_relu", [relu], "other nodes read the result of the Conv")
+        False
+        >>> [(each.kind, each.why) for each in declined([relu])]
+        [('conv_relu', 'other nodes read the result of the Conv')]
+    """
+    nodes[-1].meta.setdefault(_KEY, {})[kind] = Declined(kind, tuple(nodes), why)
+    return False
+
+
+def declined(nodes: Sequence[ir.Node]) -> Iterator[Declined]:
+    """The notes of passes on nodes."""
+    for node in nodes:
+        yield from node.meta.get(_KEY, {}).values()

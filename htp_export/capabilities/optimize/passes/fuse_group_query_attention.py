@@ -17,8 +17,7 @@ from htp_export.capabilities.optimize.cached_attention import (
     match_attention,
     match_rotation,
 )
-from htp_export.capabilities.optimize.declining import decline
-from htp_export.capabilities.optimize.node_pass import NodePass, integers
+from htp_export.capabilities.optimize.node_pass import NodePass, decline, integers
 from htp_export.capabilities.optimize.passes.eliminate_redundant_transposes import permutation
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import add_constant, remove_unused, replace, stand_in

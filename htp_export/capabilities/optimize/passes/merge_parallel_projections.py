@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.declining import decline
-from htp_export.capabilities.optimize.node_pass import integers
+from htp_export.capabilities.optimize.node_pass import decline, integers
 from htp_export.capabilities.optimize.passes.fuse_matmul_add import product_and_bias
 from htp_export.capabilities.optimize.passes.merge_slices import put_split
 from htp_export.capabilities.optimize.registry import register
