@@ -179,17 +179,20 @@ CHANGED = {
         {"y": "one two (fused)"},
         tolerance=1e-6,
     ),
-    "a convolution takes in padding and normalisation and is all their work": Case(
-        "fuse_pad_into_conv fuse_conv_batchnorm",
-        _CONVOLUTION,
-        "Conv Relu",
-        {"b": "pad conv norm (fused)", "y": "act (scope)"},
-        {"pad": "fused", "conv": "fused", "norm": "fused", "act": "computed"},
-        {"conv": "norm pad"},
-        tolerance=1e-5,
-        signatures={"pad": (["x"], ["p"]), "conv": (["p"], ["c"]), "norm": (["c"], ["b"]), "act": (["b"], ["y"])},
-        weights=_OF_CONVOLUTION,
-    ),
+    **{
+        f"a convolution takes in padding and normalisation by {passes} and is all their work": Case(
+            passes,
+            _CONVOLUTION,
+            "Conv Relu",
+            {"b": "pad conv norm (fused)", "y": "act (scope)"},
+            {"pad": "fused", "conv": "fused", "norm": "fused", "act": "computed"},
+            {"pad": "conv norm", "conv": "norm pad", "norm": "conv pad"},
+            tolerance=1e-5,
+            signatures={"pad": (["x"], ["p"]), "conv": (["p"], ["c"]), "norm": (["c"], ["b"]), "act": (["b"], ["y"])},
+            weights=_OF_CONVOLUTION,
+        )
+        for passes in ("fuse_pad_into_conv fuse_conv_batchnorm", "fuse_conv_batchnorm fuse_pad_into_conv")
+    },
     "a convolution takes in Relu for ONNX Runtime": Case(
         "fuse_conv_batchnorm fuse_conv_relu",
         _CONVOLUTION,

@@ -81,6 +81,13 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         beyond = (partner for partner in self._lost.get(path, ()) if partner in self._hierarchy)
         return [*info.fused_with, *beyond] if is_open else None
 
+    def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
+        """First the modules beyond tensors that members of the group lost: one node does the work of both."""
+        behind = list(super().behind_unknown(group))
+        beyond = (partner for path in group for partner in self._lost.get(path, ()) if behind)
+        shared = [partner for partner in beyond if partner in self._hierarchy and partner not in group]
+        yield from shared or behind
+
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
         """The owners of the producers, or else the consumers, of the boundary tensors of modules."""
         names = set[str | None]().union(*map(self.known, group))
