@@ -9,7 +9,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.attention_matching import Placed
-from htp_export.capabilities.optimize.passes.merge_slices import sliced
+from htp_export.capabilities.optimize.passes.merge_slices import part_of
 from htp_export.editing.editing import constant_array, multiple
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import axes_of, normalized
@@ -168,28 +168,10 @@ def _negated(value: ir.Value) -> ir.Value | None:
 
 def _part(value: ir.Value | None, known: Symbolic) -> tuple[ir.Value, int, int, int] | None:
     """The tensor of whose last dimension a tensor is a part: its start, end and step there."""
-    node = producer_of(value, "Slice", "Split")
-    whole = node.inputs[0] if node is not None else None
-    shape = known.shape(whole)
-    if node is None or whole is None or value is None or shape is None or not isinstance(shape[-1], int):
+    part = part_of(value, known)
+    if part is None or part.step < 1 or known.rank(part.source) != part.axis + 1:
         return None
-    last = len(shape) - 1
-    if node.op_type == "Split":
-        sizes = [known.shape(each) for each in node.outputs]
-        if normalized(node.attributes.get_int("axis", 0), len(shape)) != last:
-            return None
-        place = list(node.outputs).index(value)
-        ends = [each[-1] if each is not None else None for each in sizes[: place + 1]]
-        numbers = [each for each in ends if isinstance(each, int)]
-        return None if len(numbers) <= place else (whole, sum(numbers[:-1]), sum(numbers), 1)
-    found = sliced(node, known)
-    if found is None or found.bounds.keys() != {last}:
-        return None
-    start, end, step = found.bounds[last]
-    if step < 1:
-        return None
-    limits = slice(start, end, step).indices(shape[-1])
-    return whole, *limits
+    return part.source, part.start, part.end, part.step
 
 
 def _without_heads(value: ir.Value, heads: int, known: Symbolic) -> ir.Value | None:

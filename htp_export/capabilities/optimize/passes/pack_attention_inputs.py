@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.passes.merge_parallel_projections import Layer, joint_product, layer_of
-from htp_export.capabilities.optimize.passes.merge_slices import put_split, sliced
+from htp_export.capabilities.optimize.passes.merge_slices import covers, part_of, put_split
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import remove_unused
-from htp_export.model.neighbours import producer_of
 from htp_export.shapes.operator_kinds import LAYOUT, is_standard
 from htp_export.shapes.symbolic import Symbolic
 
@@ -64,24 +63,11 @@ def _layer_behind(value: ir.Value | None) -> Layer | None:
 
 def _whole(values: Sequence[ir.Value | None], known: Symbolic) -> ir.Value | None:
     """The tensor of which some values are all parts of the last dimension, in order."""
-    split = producer_of(values[0], "Split")
-    if split is not None:
-        rank, axis = known.rank(split.inputs[0]), split.attributes.get_int("axis", 0)
-        return split.inputs[0] if tuple(split.outputs) == tuple(values) and axis in (-1, (rank or 0) - 1) else None
-    cuts = [sliced(producer_of(value, "Slice"), known) for value in values]
-    sources = {None if cut is None else cut.source for cut in cuts}
-    source = sources.pop()
-    shape = known.shape(source)
-    if sources or source is None or shape is None:
+    parts = [part for value in values if (part := part_of(value, known)) is not None]
+    if len(parts) < len(values) or not covers(parts, known):
         return None
-    at = 0
-    for cut in cuts:
-        bounds = cut.bounds.get(len(shape) - 1) if cut is not None and len(cut.bounds) == 1 else None
-        if bounds is None or bounds[0] != at or bounds[2] != 1:
-            return None
-        at = bounds[1]
-    size = shape[-1]
-    return source if isinstance(size, int) and at >= size else None
+    source, axis = parts[0][:2]
+    return source if known.rank(source) == axis + 1 else None
 
 
 def _read(node: ir.Node, whole: ir.Value) -> None:
