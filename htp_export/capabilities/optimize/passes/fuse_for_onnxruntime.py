@@ -27,10 +27,17 @@ from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.recipes import replaced_by
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.sizes import product
-from htp_export.shapes.symbolic import Symbolic
+from htp_export.shapes.symbolic import Symbolic, written_shape
 
 _HIDDEN = "htp_export.hidden"
 _LARGE = 1 << 20  # values
+
+MOST = 64
+"""Nodes in which the further results are looked for; each takes 0.1 ms. A match has its results within a block."""
+
+_log = logging.getLogger(__name__)
+
+_ONE_AT_A_TIME = threading.Lock()  # the changed class is shared by the whole process
 
 
 @register("fuse_for_onnxruntime", level="fused")
@@ -211,33 +218,12 @@ def _drop_unread_outputs(model: ir.Model) -> None:
 
 def _fill_in_shapes(model: ir.Model) -> None:
     """Set shapes of the outputs of ONNX Runtime's operators, which onnxscript's rules leave out, for later passes."""
+    known = Symbolic(model.graph)
     for node in model.graph:
-        shape = _output_shape(node)
-        places = (0,) if node.op_type == "MultiHeadAttention" else (0, 3)  # between them mean and variance
-        for value in (node.outputs[place] for place in places if place < len(node.outputs)):
-            if shape is not None and value.shape is None:
-                value.shape, value.type = shape.copy(), node.inputs[0].type  # type: ignore[union-attr]
-
-
-def _output_shape(node: ir.Node) -> ir.Shape | None:
-    """The output shape of such a node: that of its first input; for attention, with the size of the values."""
-    shapes = [None if value is None else value.shape for value in node.inputs[:3]]
-    if node.domain != "com.microsoft" or not shapes or shapes[0] is None:
-        return None
-    if node.op_type == "SkipSimplifiedLayerNormalization":
-        return shapes[0]
-    if node.op_type == "MultiHeadAttention" and len(shapes) == 3 and shapes[2] is not None:
-        queries, values = shapes[0], shapes[2]
-        return ir.Shape((*queries[:2], values[2])) if queries.rank() == values.rank() == 3 else None
-    return None
-
-
-MOST = 64
-"""Nodes in which the further results are looked for; each takes 0.1 ms. A match has its results within a block."""
-
-_log = logging.getLogger(__name__)
-
-_ONE_AT_A_TIME = threading.Lock()  # the changed class is shared by the whole process
+        for value in node.outputs if node.domain == "com.microsoft" else ():
+            shape, dtype = known.shape(value), known.dtype(value)
+            if value.shape is None and shape is not None and dtype is not None:
+                value.shape, value.type = written_shape(shape), ir.TensorType(dtype)
 
 
 @dataclass(frozen=True)
@@ -253,7 +239,16 @@ class _Part:
 
 @contextlib.contextmanager
 def near_matching(name: str) -> Iterator[None]:
-    """Let onnxscript's rules match as described above, while the context is open."""
+    """Let numbers match equal numbers only, and results of one pattern nodes near each other, while the context is open.
+
+    A pattern's 0 matches each number below 1e-8 in onnxscript: ``x + 1e-15`` counts as ``x``, and ``log(x + 1e-15)`` of
+    a zero becomes infinite. Here, numbers match by their relative difference alone.
+
+    onnxscript (0.7) looks for the further results of a pattern among all nodes of the graph, for each of its nodes: the
+    time grows with the square of the graph. The nodes of a match hang together by the tensors that they share, so those
+    are enough that are as near as the pattern is large. If a tensor has very many consumers, they are all near each
+    other: at most `MOST` are searched, and a warning names the node.
+    """
     from onnxscript.rewriter import pattern
 
     matcher: Any = pattern.SimplePatternMatcher
