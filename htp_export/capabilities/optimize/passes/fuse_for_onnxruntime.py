@@ -239,7 +239,7 @@ class _Part:
 
 @contextlib.contextmanager
 def near_matching(name: str) -> Iterator[None]:
-    """Let numbers match equal numbers only, and results of one pattern nodes near each other, while the context is open.
+    """While it is open, numbers match equal numbers only, and several results of a pattern are near each other.
 
     A pattern's 0 matches each number below 1e-8 in onnxscript: ``x + 1e-15`` counts as ``x``, and ``log(x + 1e-15)`` of
     a zero becomes infinite. Here, numbers match by their relative difference alone.
