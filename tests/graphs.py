@@ -92,7 +92,8 @@ def tagged(
 ) -> ir.Model:
     """A tagged model in ONNX's notation: ``(float[n, 3] x) => (float y) { [act] y = Relu (x) }``.
 
-    The name of a node is the module that owns it, with ``__`` for each dot. ``i7`` and ``im1`` are initializers with the one number 7 and -1.
+    The name of a node is the module that owns it, with ``__`` for each dot. ``i7`` and ``im1`` are initializers with
+    the one number 7 and -1.
     """
     proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": {opset}]> Net {text}')
     for name in dict.fromkeys(name for node in proto.graph.node for name in node.input):
