@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import onnx_ir as ir
 
@@ -115,7 +116,7 @@ class Bookkeeping:
         self._note_boundary()
         self._snapshot = Snapshot(tagged.model)
         self.difference = PassDifference.between(self._snapshot, self._snapshot)
-        self._weights = _WeightBook(tagged.model)
+        self._weights = _weights(tagged.model, {})
         self._excused: dict[str, set[str]] = {}
         if self._signatures:
             evidence = SignatureEvidence(tagged.index, self.hierarchy, self._signatures)
@@ -132,8 +133,7 @@ class Bookkeeping:
         twin._lost = defaultdict(dict, {path: dict(others) for path, others in self._lost.items()})
         twin._note_boundary()
         twin._snapshot = Snapshot(twin.model)
-        twin._weights = copy.copy(self._weights)
-        twin._weights.settle(twin.model)
+        twin._weights = dict(zip(_weights(twin.model, {}), self._weights.values(), strict=True))
         return twin
 
     def _crossing(self) -> set[str]:
@@ -170,7 +170,8 @@ class Bookkeeping:
                 raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
             self._follow(difference)
             fused = self._find_fates()
-        return _changes_of(difference, self._weights.settle(self.model)), fused
+        weights, self._weights = self._weights, _weights(self.model, self._weights)
+        return _changes_of(difference, _saved(weights, self._weights)), fused
 
     def tensor(self, name: str) -> ir.Value | None:
         """The tensor that a signature of the original model calls so; None if it is gone."""
@@ -220,10 +221,7 @@ class Bookkeeping:
         for name, value in self._where.items():
             if value is None or value in here:
                 continue
-            now, seen = difference.equal.get(value), set[ir.Value]()
-            while now is not None and now not in here and now not in seen:
-                seen.add(now)
-                now = difference.equal.get(now)
+            now = difference.equal.get(value)
             before = difference.before.names.get(value, value.name)
             counterpart = now if now in here else values.get(before) if before else None
             is_needed = name not in self._unread and value in difference.live_values  # constants may come and go
@@ -278,47 +276,38 @@ class Bookkeeping:
         return TaggedModel(self.model, self.hierarchy, self._source)
 
 
-class _WeightBook:
-    """The bytes of weights of a model, by module.
+_Weights: TypeAlias = Mapping[Hashable, tuple[int, str]]
+"""Weight → its bytes and its module."""
 
-    A weight belongs to the module that reads it; of several modules, to the deepest one above them. A weight without
-    consumers belongs to the module that read it last.
-    """
 
-    def __init__(self, model: ir.Model) -> None:
-        self._last: dict[str, str] = {}
-        self._weights = self._measure(model)
+def _weights(model: ir.Model, before: _Weights) -> _Weights:
+    """The weights of a model: of the module that reads it, of the deepest above several, or of the one before."""
+    weights: dict[Hashable, tuple[int, str]] = {}
+    readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
+    for node in all_nodes(model):
+        module = _module(node)
+        for value in node.inputs:
+            if value is not None and value.const_value is not None:
+                readers[value][module] = None
+        for name, attribute in node.attributes.data.items():
+            if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                weights[node, name] = bytes_of(attribute.as_tensor()), module
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                module = tags.common_ancestor(readers[value]) if value in readers else before.get(value, (0, ""))[1]
+                weights[value] = bytes_of(value.const_value), module
+    return weights
 
-    def settle(self, model: ir.Model) -> Counter[str]:
-        """Compare with the last state; module → bytes by which its weights shrank."""
-        before, self._weights = self._weights, self._measure(model)
-        saved: Counter[str] = Counter()
-        for key in {**before, **self._weights}:
-            (was, module), (now, new_module) = before.get(key, (0, "")), self._weights.get(key, (0, ""))
-            if was != now:
-                saved[module if key in before else new_module] += was - now
-        return saved
 
-    def _measure(self, model: ir.Model) -> dict[Hashable, tuple[int, str]]:
-        """Weight → its bytes and its module."""
-        weights: dict[Hashable, tuple[int, str]] = {}
-        readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
-        for node in all_nodes(model):
-            module = _module(node)
-            for value in node.inputs:
-                if value is not None and value.const_value is not None:
-                    readers[value][module] = None
-            for name, attribute in node.attributes.data.items():
-                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
-                    weights[node, name] = bytes_of(attribute.as_tensor()), module
-        for graph in model.graphs():
-            for value in graph.initializers.values():
-                if value.const_value is not None:
-                    name = str(value.name)
-                    if value in readers:
-                        self._last[name] = tags.common_ancestor(readers[value])
-                    weights[value] = bytes_of(value.const_value), self._last.get(name, "")
-        return weights
+def _saved(before: _Weights, after: _Weights) -> Counter[str]:
+    """Module → bytes by which its weights shrank."""
+    saved: Counter[str] = Counter()
+    for key in {**before, **after}:
+        (was, module), (now, new_module) = before.get(key, (0, "")), after.get(key, (0, ""))
+        if was != now:
+            saved[module if key in before else new_module] += was - now
+    return saved
 
 
 def _changes_of(difference: PassDifference, saved: Counter[str]) -> dict[str, Change]:

@@ -213,7 +213,8 @@ def find_constant_nodes(
     """The nodes of one graph that can be folded, without those that are left out.
 
     The graph is in topological order; values that it captures may be constants, too. ``room`` is how many bytes a
-    result may have in addition to those of the constants from which it is computed.
+    result may have in addition to those of the constants from which it is computed: a few bytes of a file can ask for
+    any number of values, so that a node is left until its size is known, or cannot become known any more.
     """
     known: Symbolic | None = None
     sources: dict[ir.Value, frozenset[ir.Value]] = {}
@@ -265,30 +266,24 @@ def computed(
 ) -> Iterator[tuple[ConstantNodes, Mapping[ir.Value, ir.TensorProtocol], ir.Node | None]]:
     """Each group with its results, and its first node that ONNX Runtime cannot run, if there is one.
 
-    Groups without large weights are computed in one run, and each other one by itself.
+    Groups without large weights are computed in one run, and each other one by itself, so that the large weights of one
+    group only are in memory.
     """
     large = {work for work in works if any(bytes_of(value.const_value) > _LARGE for value in work.constants)}
-    yield from _computed(model, [work for work in works if work not in large])
-    for work in works:
-        if work in large:
-            yield from _computed(model, [work])
-
-
-def _computed(
-    model: ir.Model, works: Sequence[ConstantNodes]
-) -> Iterator[tuple[ConstantNodes, Mapping[ir.Value, ir.TensorProtocol], ir.Node | None]]:
-    nodes, wanted = [node for work in works for node in work.nodes], [value for work in works for value in work.results]
-    try:
-        tensors = _run(model, nodes, wanted) if works else {}
-    except Exception:  # ONNX Runtime's errors share no base but this
-        if len(works) == 1:
-            yield works[0], {}, _first_fault(model, nodes)
-        else:
-            for work in works:
-                yield from _computed(model, [work])
-        return
-    for work in works:
-        yield work, {value: tensors[value] for value in work.results if value in tensors}, None
+    runs = [[work for work in works if work not in large], *([work] for work in works if work in large)]
+    while runs:
+        together = runs.pop(0)
+        nodes = [node for work in together for node in work.nodes]
+        try:
+            tensors = _run(model, nodes, [value for work in together for value in work.results]) if nodes else {}
+        except Exception:  # ONNX Runtime's errors share no base but this
+            if len(together) > 1:
+                runs[:0] = [[work] for work in together]
+            else:
+                yield together[0], {}, _first_fault(model, nodes)
+            continue
+        for work in together:
+            yield work, {value: tensors[value] for value in work.results if value in tensors}, None
 
 
 def _first_fault(model: ir.Model, nodes: Sequence[ir.Node]) -> ir.Node:
