@@ -267,6 +267,23 @@ def test_a_mask_is_causal_by_what_it_hides(mask, family):
     assert htp_export.fingerprint(written(MASKED.format(mask=mask), **constants)).family == family
 
 
+@pytest.mark.parametrize(
+    ("call", "evidence"),
+    [
+        ("Attention <is_causal = 1> (q, k, v)", "1 attentions: 1 causal"),
+        ("Attention (q, k, v, low)", "1 attentions: 1 causal"),
+        ("Attention (q, k, v, bias)", "1 attentions: 1 cross"),
+        ("Attention (learned, k, v)", "1 attentions: 1 learned queries"),
+        ("Attention (q, q, q)", "1 attentions: 1 bidirectional"),
+    ],
+)
+def test_one_operator_is_an_attention_as_its_steps_are(call, evidence):
+    inputs = ", ".join(f"float[1,2,4,3] {name}" for name in "qkv")
+    constants = {"low": LOWER, "bias": weight(4, 4), "learned": weight(1, 2, 4, 3)}
+    model = written(f"g ({inputs}) => (float[1,2,4,3] y) {{ y = {call} }}", 23, **constants)
+    assert evidence in htp_export.fingerprint(model).evidence
+
+
 def test_rotary_positions_are_no_time_steps():
     text = """g (float[1] t, float[1,4] x) => (float[1,4] y) {
         w = Mul(t, f)  s = Sin(w)  c = Cos(w)  a = Mul(x, s)  b = Mul(x, c)  h = Add(a, b)  y = MatMul(h, m) }"""

@@ -119,8 +119,9 @@ CHANGED = {
     ),
     "identity ops go and leave nothing to their neighbours": Case(
         "eliminate_identity_ops",
-        """(float[n, 3] x) => (float y) <int64[2] shape = {0, 3}, float one = {1}> { [drop] a = Identity (x)
-        [drop] b = Cast <to = 1> (a) [drop] c = Reshape (b, shape) [drop] d = Mul (c, one) [act] y = Relu (d) }""",
+        """(float[n, 3] x) => (float y) <int64[2] shape = {0, 3}, float one = {1}, int64[4] pads = {0, 0, 0, 0}> {
+        [drop] a = Identity (x) [drop] b = Cast <to = 1> (a) [drop] c = Reshape (b, shape) [drop] e = Pad (c, pads)
+        [drop] f = Slice (e, i0, i8, i1) [drop] d = Mul (f, one) [act] y = Relu (d) }""",
         "Relu",
         {"y": "act (scope)"},
         {"drop": "identity"},
@@ -377,6 +378,10 @@ STAYS: dict[str, tuple[str, str] | tuple[str, str, Signatures | None, dict[str, 
         f"(float[n, 4] x) => (float y) {{ {_LINEAR} }}",
         None,
         {**_OF_LINEAR, "b": array(1, 2, 3)},
+    ),
+    "a slice that turns a dimension round": (
+        "eliminate_identity_ops",
+        "(float[n, 3] x) => (float y) { [flip] h = Slice (x, i2, im5, i1, im1) [act] y = Relu (h) }",
     ),
     "two projections, which would save nothing": (
         "merge_parallel_projections",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ _GATE_NODES = 7  # between a router's linear layer and its selection
 _MOST_EXPERTS = 1024  # a wider linear layer before a ``TopK`` is a vocabulary, not a router
 _SHORTEST_LOOP = 4  # steps: two or three equal slices also occur elsewhere (queries, keys, values)
 _STEP_NODES = 3  # results of each step of such a loop at least: a sum of slices has one
-_OPEN_SIZE = 64  # where a size is open; of texts and of images
+_OPEN_SIZES = (1, 64)  # where a size is open: the first one, and the others, of texts and of images
 
 _ANOTHER = MIXING | SIZES_ONLY | {"CumSum"}
 """What they give is no longer the input in another form: a table that positions index is no token embedding."""
@@ -87,10 +87,29 @@ class GraphFeatures:
 
     @cached_property
     def attentions(self) -> Counter[str]:
-        """Kind → number of attentions."""
+        """``"causal"``, ``"bidirectional"``, ``"cross"``, ``"learned queries"`` → number of attentions."""
+        from htp_export.capabilities.forensics.patterns import attention_steps
+
+        is_causal = functools.cache(functools.partial(_is_causal, self.facts, self._inferred))  # layers share masks
+        found: list[tuple[bool, ir.Value | None, ir.Value | None]] = []
+        for steps in attention_steps(self.facts):
+            queries, keys = steps.scores.inputs[:2]
+            found.append((any(map(is_causal, steps.masks)), queries, keys))
+        for node in self.facts.nodes:
+            if node.op_type in _FUSED:
+                written = any(node.attributes.get_int(name, 0) for name in ("is_causal", "unidirectional"))
+                mask = _mask(node)
+                causal = written or node.op_type == "GroupQueryAttention" or (mask is not None and is_causal(mask))
+                packed = node.op_type == "Attention" and not is_standard(node)  # its second input is a weight
+                keys = node.inputs[1] if len(node.inputs) > 1 and not packed else None
+                found.append((causal, node.inputs[0], keys or node.inputs[0]))
         data = [given.value for given in self.inputs if given.kind != "control"]
         starts: dict[ir.Value | None, int] = {value: 1 << place for place, value in enumerate(data)}
-        return attention_kinds(self.facts, self._inferred, dependence(reads_and_results(self.facts.nodes), starts))
+        reaching = dependence(reads_and_results(self.facts.nodes), starts)
+        return Counter(
+            "causal" if causal else _kind_of(reaching.get(queries, 0), reaching.get(keys, 0))
+            for causal, queries, keys in found
+        )
 
     @cached_property
     def convolutions(self) -> Counter[int]:
@@ -157,18 +176,14 @@ def _inferred_with_sizes(tagged: TaggedModel) -> Symbolic:
     shapes = [given.shape for given in inputs if given.shape is not None]
     if all(isinstance(size, int) for shape in shapes for size in shape):
         return tagged.inferred
-    named = {dim: place for shape in shapes for place, dim in enumerate(shape) if isinstance(dim, str)}
-    bound = inputs.bind(dims={dim: _open_size(place) for dim, place in named.items() if dim.isidentifier()})
+    named = {dim: _OPEN_SIZES[place > 0] for shape in shapes for place, dim in enumerate(shape) if isinstance(dim, str)}
+    bound = inputs.bind(dims={dim: size for dim, size in named.items() if dim.isidentifier()})
     sizes = {
-        name: [_open_size(place) if size is None else size for place, size in enumerate(shape)]
+        name: [_OPEN_SIZES[place > 0] if size is None else size for place, size in enumerate(shape)]
         for name, shape in bound.shapes.items()
         if shape is not None
     }
     return infer_bound(tagged.model, sizes)
-
-
-def _open_size(place: int) -> int:
-    return _OPEN_SIZE if place else 1
 
 
 def _uses(
@@ -267,35 +282,11 @@ def _pieces(facts: GraphFacts) -> dict[tuple[ir.Value | None, int | None], dict[
     return pieces
 
 
-def attention_kinds(facts: GraphFacts, inferred: Symbolic, reaching: Mapping[ir.Value | None, int]) -> Counter[str]:
-    """``"causal"``, ``"bidirectional"``, ``"cross"``, ``"learned queries"`` → how many attentions are of the kind.
-
-    In ``inferred``, all inputs have sizes. ``reaching``: value → the data inputs that it depends on, one bit each.
-    """
-    from htp_export.capabilities.forensics.patterns import attention_steps
-
-    is_causal = functools.cache(functools.partial(_is_causal, facts, inferred))  # layers share masks
-    kinds: Counter[str] = Counter()
-
-    def add(causal: bool, queries: ir.Value | None, keys: ir.Value | None) -> None:
-        asked, answered = reaching.get(queries, 0), reaching.get(keys, 0)
-        if asked:  # keys of earlier calls, which a cache holds, are of more inputs than the queries
-            other = "cross" if asked & ~answered else "bidirectional"
-        else:
-            other = "learned queries" if answered else "bidirectional"
-        kinds["causal" if causal else other] += 1
-
-    for steps in attention_steps(facts):
-        add(any(map(is_causal, steps.masks)), *steps.scores.inputs[:2])
-    for node in facts.nodes:
-        if node.op_type in _FUSED:
-            written = any(node.attributes.get_int(name, 0) for name in ("is_causal", "unidirectional"))
-            mask = _mask(node)
-            causal = written or node.op_type == "GroupQueryAttention" or (mask is not None and is_causal(mask))
-            packed = node.op_type == "Attention" and not is_standard(node)  # its second input is a weight
-            keys = node.inputs[1] if len(node.inputs) > 1 and not packed else None
-            add(causal, node.inputs[0], keys or node.inputs[0])
-    return kinds
+def _kind_of(asked: int, answered: int) -> str:
+    """The kind of an attention that is not causal, by the data inputs of queries and keys, one bit each."""
+    if asked:  # keys of earlier calls, which a cache holds, are of more inputs than the queries
+        return "cross" if asked & ~answered else "bidirectional"
+    return "learned queries" if answered else "bidirectional"
 
 
 def _mask(node: ir.Node) -> MaskUse | None:
