@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ from htp_export.model.groups import Groups
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel
-from htp_export.shapes.operator_kinds import RESHAPING
 
 if TYPE_CHECKING:
     from htp_export.capabilities.optimize.merging import PassDifference
@@ -325,30 +324,15 @@ ONE_BY_ONE = "eliminate_identity_ops"
 
 def kind_of(name: str, rewrite: Rewrite) -> str:
     """The kind of what a pass changed: a key of `KINDS`, or the name of the pass."""
-    if name in _SEVERAL:
-        return _SEVERAL[name](rewrite) or name
-    return next((kind for kind, known in KINDS.items() if known.fixed_by == name), name)
+    from htp_export.capabilities.optimize.node_pass import kind_of_change
+
+    if name in ("fuse_for_onnxruntime", "fuse_attention"):
+        return _fused_kind(rewrite) or name
+    noted = kind_of_change(rewrite.removed)
+    return noted or next((kind for kind, known in KINDS.items() if known.fixed_by == name), name)
 
 
-def _identity(rewrite: Rewrite) -> str | None:
-    node = rewrite.removed[0]
-    if node.op_type == "Identity":
-        value = rewrite.inputs[0]
-        return "identity" if value is None or value.const_value is None else "identity_weight"
-    if node.op_type in RESHAPING:
-        return "identity_reshape"
-    return {"Cast": "identity_cast", "Transpose": "identity_transpose"}.get(node.op_type)
-
-
-def _transposes(rewrite: Rewrite) -> str:
-    if rewrite.added:
-        return "chained_transposes"
-    perm = rewrite.removed[0].attributes.get_ints("perm")
-    alone = len(rewrite.removed) == 1 and perm is not None and list(perm) == sorted(perm)
-    return "identity_transpose" if alone else "cancelling_transposes"
-
-
-def _for_onnxruntime(rewrite: Rewrite) -> str | None:
+def _fused_kind(rewrite: Rewrite) -> str | None:
     made = {node.op_type for node in rewrite.added}
     if any(op.endswith("Attention") for op in made):
         return "attention"
@@ -358,11 +342,3 @@ def _for_onnxruntime(rewrite: Rewrite) -> str | None:
 
 
 _GELUS = {"Erf": "gelu_erf", "Tanh": "gelu_tanh"}
-
-_SEVERAL: Mapping[str, Callable[[Rewrite], str | None]] = {
-    "eliminate_identity_ops": _identity,
-    "eliminate_redundant_transposes": _transposes,
-    "fuse_for_onnxruntime": _for_onnxruntime,
-    "fuse_attention": lambda _: "attention",
-}
-"""Passes that change more than one kind of nodes."""

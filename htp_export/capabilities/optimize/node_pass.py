@@ -82,7 +82,7 @@ def integers(node: ir.Node, numbers: Sequence[int], what: str) -> ir.Value:
     return add_constant(node.graph, np.array(numbers, np.int64), f"{node.outputs[0].name}_{what}")
 
 
-_KEY = "htp_export.declined"  # in a node's ``meta``, never in files
+_KEY, _CHANGED = "htp_export.declined", "htp_export.changed"  # in a node's ``meta``, never in files
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,17 @@ def decline(kind: str, nodes: Sequence[ir.Node], why: str) -> Literal[False]:
     """
     nodes[-1].meta.setdefault(_KEY, {})[kind] = Declined(kind, tuple(nodes), why)
     return False
+
+
+def changed(kind: str, node: ir.Node) -> Literal[True]:
+    """Note on a node, which a pass eliminates, its kind of finding; for passes that change several kinds of nodes."""
+    node.meta[_CHANGED] = kind
+    return True
+
+
+def kind_of_change(nodes: Sequence[ir.Node]) -> str | None:
+    """What a pass noted on the last of some nodes that it eliminated; None if it noted nothing."""
+    return next((node.meta[_CHANGED] for node in reversed(nodes) if _CHANGED in node.meta), None)
 
 
 def declined(nodes: Sequence[ir.Node]) -> Iterator[Declined]:
