@@ -15,7 +15,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.forensics.finding import KINDS, Forensics
 from htp_export.capabilities.optimize import registry
-from htp_export.capabilities.optimize.node_pass import decline
+from htp_export.capabilities.optimize.registry import decline
 from htp_export.command.main import main
 from htp_export.editing.editing import remove_unused, replace
 from htp_export.errors import SelectorError, UntaggedModelError

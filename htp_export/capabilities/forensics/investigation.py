@@ -24,8 +24,7 @@ from htp_export.model.tagged import ModelSource, TaggedModel
 
 if TYPE_CHECKING:
     from htp_export.capabilities.optimize.merging import PassDifference
-    from htp_export.capabilities.optimize.node_pass import Declined
-    from htp_export.capabilities.optimize.registry import Level, PassInfo
+    from htp_export.capabilities.optimize.registry import Declined, Level, PassInfo
 
 
 _FIRST = ("eliminate_unused_initializers", "eliminate_dead_nodes")
@@ -123,8 +122,7 @@ class _Investigation:
 
     def run(self, level: Level) -> None:
         """Run the passes up to a level: ``exact`` first, then those that `optimize` runs, and others apart."""
-        from htp_export.capabilities.optimize.node_pass import declined
-        from htp_export.capabilities.optimize.registry import DEFAULT, LEVELS, available, choose, find
+        from htp_export.capabilities.optimize.registry import DEFAULT, LEVELS, available, choose, declined, find
 
         chosen = choose("default", level)
         exact = [find(name) for name in dict.fromkeys((*_FIRST, *(e.name for e in chosen if e.level == "exact")))]
@@ -220,7 +218,7 @@ class _Investigation:
 
 def _applies(info: PassInfo, model: ir.Model) -> bool:
     """Whether a model has what a pass requires, as far as the pass states it."""
-    from htp_export.capabilities.optimize.node_pass import NodePass
+    from htp_export.capabilities.optimize.registry import NodePass
 
     made = info.make
     return not (isinstance(made, type) and issubclass(made, NodePass)) or made.applies(model)
@@ -324,7 +322,7 @@ ONE_BY_ONE = "eliminate_identity_ops"
 
 def kind_of(name: str, rewrite: Rewrite) -> str:
     """The kind of what a pass changed: a key of `KINDS`, or the name of the pass."""
-    from htp_export.capabilities.optimize.node_pass import kind_of_change
+    from htp_export.capabilities.optimize.registry import kind_of_change
 
     if name in ("fuse_for_onnxruntime", "fuse_attention"):
         return _fused_kind(rewrite) or name

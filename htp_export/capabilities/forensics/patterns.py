@@ -22,7 +22,7 @@ from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.optimize.node_pass import Declined
+    from htp_export.capabilities.optimize.registry import Declined
 
 
 _COMPARED = 1024
@@ -40,7 +40,7 @@ _Pattern: TypeAlias = Callable[[_Op, _Value], _Value]
 
 def unchanged(facts: GraphFacts) -> Iterator[Declined]:
     """What looks like one operator in single steps, casts in a row, and sizes, after the passes of level ``exact``."""
-    from htp_export.capabilities.optimize.node_pass import Declined
+    from htp_export.capabilities.optimize.registry import Declined
 
     found = (_single_steps(facts), _casts(facts), _sizes(facts), _attentions(facts))
     return itertools.starmap(Declined, itertools.chain(*found))

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import changed, decline
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import changed, decline, register
 from htp_export.editing.editing import constant_array, stand_in
 from htp_export.shapes.operator_kinds import COMMUTATIVE, RESHAPING, is_standard
 from htp_export.shapes.symbolic import Symbolic

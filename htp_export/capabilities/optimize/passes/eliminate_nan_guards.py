@@ -6,8 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.attention_matching import guarded
-from htp_export.capabilities.optimize.node_pass import NodePass
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, register
 from htp_export.editing.editing import constant_array, is_boundary, stand_in
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import normalized

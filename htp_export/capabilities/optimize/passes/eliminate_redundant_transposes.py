@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass, changed, decline
 from htp_export.capabilities.optimize.passes.eliminate_identity_ops import NEEDS_A_NAME
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, changed, decline, register
 from htp_export.editing.editing import is_boundary, replace, stand_in
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.symbolic import Symbolic

@@ -8,8 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import decline
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import decline, register
 from htp_export.editing.editing import Array, add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
 from htp_export.format.recipes import Recipe
 from htp_export.model.groups import connected

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.attention_matching import HEADS_FIRST, Placed, match_scores, turned_back
-from htp_export.capabilities.optimize.node_pass import NodePass, absorbed
 from htp_export.capabilities.optimize.passes.eliminate_redundant_transposes import permutation
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, absorbed, register
 from htp_export.editing.editing import is_boundary, replace
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.symbolic import Symbolic

@@ -11,10 +11,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import integers
 from htp_export.capabilities.optimize.passes.fuse_conv_batchnorm import has_large_factors
 from htp_export.capabilities.optimize.passes.simplify_shape_chains import reshape_target
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import integers, register
 from htp_export.editing.editing import (
     constant_array,
     is_constant,

@@ -21,9 +21,8 @@ from htp_export.capabilities.optimize.attention_matching import (
     turned_back,
 )
 from htp_export.capabilities.optimize.cache_lengths import CacheLengths, Lengths
-from htp_export.capabilities.optimize.node_pass import NodePass, decline, integers
 from htp_export.capabilities.optimize.passes.eliminate_redundant_transposes import permutation
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, decline, integers, register
 from htp_export.capabilities.optimize.rotary import Rotation, match_rotation
 from htp_export.editing.editing import add_constant, constant_array, remove_unused, replace, stand_in
 from htp_export.model.neighbours import only_consumer, producer_of

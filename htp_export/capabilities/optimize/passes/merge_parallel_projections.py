@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import decline, integers
 from htp_export.capabilities.optimize.passes.fuse_matmul_add import product_and_bias
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import decline, integers, register
 from htp_export.editing.editing import add_initializer, is_constant, remove_unused, replace
 from htp_export.format.recipes import step
 from htp_export.model.recipes import recipe_of

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import absorbed, integers
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import absorbed, integers, register
 from htp_export.editing.editing import is_boundary, remove_unused, replace, stand_in
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import normalized
