@@ -1,4 +1,4 @@
-"""What a pass is: its name and level, node by node what it rewrites, and what it notes on nodes; and which there are."""
+"""What a pass is: its name and level, what it rewrites node by node, what it notes on nodes; and which there are."""
 
 from __future__ import annotations
 
