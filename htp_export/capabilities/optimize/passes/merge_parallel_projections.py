@@ -63,14 +63,11 @@ class Layer:
             return int(self.product.inputs[1].const_value.shape.numpy()[1])  # type: ignore[union-attr]
         return self.product.attributes["N"].as_int()
 
-    def fits(self, first: Layer) -> bool:
-        """Whether the weights of two layers can be one: all settings but the number of columns are equal."""
-        here, there = ({**layer.product.attributes, "N": None} for layer in (self, first))
-        places = [[value is None for value in (*layer.product.inputs, layer.bias)] for layer in (self, first)]
-        types = [[value.dtype for value in layer.product.inputs[1:] if value is not None] for layer in (self, first)]
-        same_input = self.product.inputs[0] is first.product.inputs[0]
-        same_operator = self.product.op_type == first.product.op_type
-        return same_input and same_operator and here == there and places[0] == places[1] and types[0] == types[1]
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What layers have in common whose weights can be one: all but the number of columns."""
+        types = [None if value is None else value.dtype for value in (*self.product.inputs[1:], self.bias)]
+        return self.product.inputs[0], self.product.op_type, {**self.product.attributes, "N": None}, types
 
 
 def layer_of(value: ir.Value | None) -> Layer | None:
@@ -102,7 +99,7 @@ def joint_product(graph: ir.Graph, layers: Sequence[Layer]) -> ir.Value | None:
     if len(layers) < _FEWEST or len({layer.end for layer in layers}) < len(layers):
         return None
     first = layers[0]
-    if not all(layer.fits(first) for layer in layers):
+    if any(layer.settings != first.settings for layer in layers):
         return None
     products = {layer.product for layer in layers}
     earliest = next(node for node in graph if node in products)
