@@ -160,7 +160,7 @@ def bare(proto: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "clip" else []) for n in CASES])
 def test_the_family_with_tags_and_without(name, files):
     expected = CASES[name][0]
     found = [htp_export.fingerprint(model).family for model in (files(name), bare(files(name)))]

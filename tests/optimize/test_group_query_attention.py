@@ -20,6 +20,7 @@ from htp_export.capabilities.optimize.registry import declined
 from htp_export.huggingface import example_calls, load_model
 from tests.decoders import TEXT, Programs, generated, greedy, nothing_past, past_of, prompt
 from tests.export.test_genai import generated_by_genai
+from tests.graphs import tagged
 
 PASS = "fuse_group_query_attention"
 HEADS = {**TEXT, "hidden_size": 64}  # of 16 features: the operator can rotate them
@@ -247,11 +248,31 @@ def test_what_the_operator_does_not_compute_is_refused(decoder: ir.Model, change
     assert reasons(model) == {why}
 
 
-def test_heads_of_a_size_that_the_operator_does_not_take_are_refused() -> None:
-    settings = {**TEXT, "head_dim": 4, "num_hidden_layers": 1}
-    model = load_model("llama", task="text-generation-with-past", random_weights=True, overrides=settings)
-    program = Programs(model, example_calls(model))["model"]
-    assert reasons(program.model) == {"heads have 4 features; the operator takes multiples of 8"}
+def cached(
+    size: int = 8, type_: str = "float", heads: int = 2, values: int = 8, scores: str = "Add (s, mask)"
+) -> ir.Model:
+    """An attention with a cache, of two heads for keys and values."""
+    sizes = {"q": f"{heads}, n, {size}", "k": f"2, n, {size}", "v": f"2, n, {values}"}
+    sizes |= {"past_k": f"2, p, {size}", "past_v": f"2, p, {values}", "mask": "1, n, t"}
+    inputs = ", ".join(f"{type_}[b, {shape}] {name}" for name, shape in sizes.items())
+    return tagged(f"""({inputs}) => ({type_} y) {{ keys = Concat <axis = 2> (past_k, k)
+        values = Concat <axis = 2> (past_v, v) kt = Transpose <perm = [0, 1, 3, 2]> (keys) s = MatMul (q, kt)
+        m = {scores} w = Softmax <axis = -1> (m) c = MatMul (w, values) y = Transpose <perm = [0, 2, 1, 3]> (c) }}""")
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ({}, LATER),
+        ({"size": 4, "values": 4}, "heads have 4 features; the operator takes multiples of 8"),
+        ({"values": 16}, "queries, keys and values have heads of different sizes"),
+        ({"heads": 3}, "keys and values have other heads or lengths"),
+        ({"type_": "double"}, "it computes in DOUBLE, and the operator in float32 and float16"),
+        ({"scores": "Mul (s, i1)"}, "its scores are not a product that is scaled, capped and added to a mask"),
+    ],
+)
+def test_a_form_that_the_operator_does_not_take_is_refused(form: dict[str, Any], why: str) -> None:
+    assert reasons(cached(**form)) == {why}
 
 
 def test_a_cache_whose_length_no_input_says_is_not_shared(decoder: ir.Model) -> None:
