@@ -175,7 +175,7 @@ CHANGED = {
         tolerance=1e-6,
     ),
     **{
-        f"a convolution takes in padding and normalisation by {passes} and is all their work": Case(
+        f"a convolution is all the work of padding and normalisation, {first} first": Case(
             passes,
             _CONVOLUTION,
             "Conv Relu",
@@ -186,7 +186,10 @@ CHANGED = {
             signatures={"pad": (["x"], ["p"]), "conv": (["p"], ["c"]), "norm": (["c"], ["b"]), "act": (["b"], ["y"])},
             weights=_OF_CONVOLUTION,
         )
-        for passes in ("fuse_pad_into_conv fuse_conv_batchnorm", "fuse_conv_batchnorm fuse_pad_into_conv")
+        for first, passes in (
+            ("padding", "fuse_pad_into_conv fuse_conv_batchnorm"),
+            ("normalisation", "fuse_conv_batchnorm fuse_pad_into_conv"),
+        )
     },
     "a convolution takes in Relu for ONNX Runtime": Case(
         "fuse_conv_batchnorm fuse_conv_relu",
