@@ -10,9 +10,8 @@ import onnx_ir as ir
 
 from htp_export.capabilities.prune.coupled_axes import Axis
 from htp_export.capabilities.prune.coupling import Coupling, StopError, couple
-from htp_export.capabilities.prune.cut_axes import cut_axes
+from htp_export.capabilities.prune.cut_axes import ParameterShape, change_parameters, cut_axes
 from htp_export.capabilities.prune.masks import Scores
-from htp_export.capabilities.prune.parameter_shapes import Shape, change_parameters
 from htp_export.capabilities.prune.sparsities import Sparsity
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
@@ -31,7 +30,7 @@ class Cut:
         whole: Weight → why none of its channels can be cut.
     """
 
-    shapes: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[ParameterShape, ParameterShape]] = field(default_factory=dict)
     short: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[Weight, str] = field(default_factory=dict)
 
@@ -79,7 +78,7 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
     return Cut(shapes, _short(chosen, together=together), whole)
 
 
-def _shape(value: ir.Value) -> Shape:
+def _shape(value: ir.Value) -> ParameterShape:
     assert value.const_value is not None
     return tuple(value.const_value.shape.numpy())
 

@@ -1,7 +1,4 @@
-"""ONNX Runtime's quantizers: imported when they are needed, kept from printing and from configuring logging.
-
-Those of weights know ``MatMul`` alone, so each ``Gemm`` is written as a product and a sum for them.
-"""
+"""ONNX Runtime's quantizers: imported when they are needed, kept from printing and from configuring logging."""
 
 from __future__ import annotations
 
@@ -11,18 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from htp_export.editing.editing import add_initializer
 from htp_export.editing.submodels import constant_of
 from htp_export.files.filesystem import temporary_folder
-from htp_export.format.recipes import step
-from htp_export.model.recipes import recipe_of
 from htp_export.process.progress import counted
 from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
-from htp_export.weights.products import changed_when_written, is_matrix_product
 
 GROUP_BYTES = 32 << 20
 """Weights that are in memory at a time; a single one may be larger."""
@@ -119,34 +111,3 @@ def made_file() -> Iterator[Path]:
     """
     with temporary_folder() as folder:
         yield folder / "made.onnx"
-
-
-def write_products(graph: ir.Graph) -> None:
-    """Write each ``Gemm`` with a constant weight as a ``MatMul``, which has its name, and an ``Add``."""
-    for node in list(graph):
-        if node.op_type == "Gemm" and is_matrix_product(node):
-            _as_product(graph, node)
-
-
-def _as_product(graph: ir.Graph, node: ir.Node) -> None:
-    left, right = node.inputs[0], node.inputs[1]
-    bias = node.inputs[2] if len(node.inputs) > 2 else None
-    if right is None or right.const_value is None:
-        return
-    if node.attributes.get_int("transB", 0):
-        name, tensor = f"{right.name}_transposed", right.const_value
-        if name not in graph.initializers:
-            recipe, shape = step("transpose", recipe_of(right), [1, 0]), tensor.shape.numpy()[::-1]
-            add_initializer(graph, changed_when_written(tensor, np.transpose, recipe, shape), name, recipe)
-        turned = graph.initializers[name]
-    else:
-        turned = right
-    product = ir.Node("", "MatMul", [left, turned], name=node.name)
-    result, new = product.outputs[0], [product]
-    result.name, result.type = f"{node.outputs[0].name}_product", node.outputs[0].type
-    if bias is not None:
-        new.append(ir.Node("", "Add", [result, bias], name=f"{node.name}_bias"))
-        result = new[-1].outputs[0]
-    ir.convenience.replace_nodes_and_values(graph, node, [node], new, [node.outputs[0]], [result])
-    if not right.uses():
-        graph.initializers.pop(str(right.name), None)

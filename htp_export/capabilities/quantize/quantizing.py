@@ -11,15 +11,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.calibration_data import CalibrationData
-from htp_export.capabilities.quantize.checking import Check, check_of
-from htp_export.capabilities.quantize.choosing import PrecisionChoice, choose
+from htp_export.capabilities.quantize.choosing import PrecisionChoice, Serving, choose
 from htp_export.capabilities.quantize.method import ENGINE, Precision
+from htp_export.capabilities.quantize.methods.checkpoint import checkpoint_precision, with_numbers
 from htp_export.capabilities.quantize.precisions import PRECISIONS, precisions_of
-from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
-from htp_export.capabilities.quantize.serving import Serving
-from htp_export.capabilities.quantize.stored_weights import checkpoint_precision, with_numbers
-from htp_export.capabilities.quantize.work import Validation, Work
+from htp_export.capabilities.quantize.quantized import Check, Quantized, QuantizedModule, check_of
+from htp_export.capabilities.quantize.work import CalibrationData, Validation, Work
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.opsets import raised
 from htp_export.errors import HtpExportError, InputError, ToolError, described

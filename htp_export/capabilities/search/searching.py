@@ -134,8 +134,8 @@ def search(
         >>> found.pareto[0].plan  # doctest: +SKIP
         {'0': 'int4', '2': 'int4'}
     """
-    from htp_export.capabilities.quantize.calibration_data import CalibrationData
-    from htp_export.capabilities.quantize.serving import Serving
+    from htp_export.capabilities.quantize.choosing import Serving
+    from htp_export.capabilities.quantize.work import CalibrationData
 
     wanted = _check_objectives(objectives, metric)
     if sampler not in SAMPLERS:

@@ -21,8 +21,8 @@ from htp_export.weights.products import products_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
+    from htp_export.capabilities.quantize.choosing import Serving
     from htp_export.capabilities.quantize.method import Precision
-    from htp_export.capabilities.quantize.serving import Serving
 
 Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
 """Selector → what modules may become; or what every module may become."""
@@ -252,7 +252,7 @@ def read_space(
 
 def _possible(tagged: TaggedModel, space: SearchSpace, deciding: Mapping[str, str]) -> SearchSpace:
     """The space without what the graph does not allow to prune; ``deciding``: module path → selector of its choices."""
-    from htp_export.capabilities.prune.checking import PlanChecks
+    from htp_export.capabilities.prune.pruning import PlanChecks
 
     checks = PlanChecks(tagged)
     for selector, name in dict.fromkeys((deciding[path], name) for path in deciding for name in space.variables[path]):
