@@ -8,8 +8,14 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, gathered, slice_start
-from htp_export.capabilities.prune.tiled_axes import RECURRENT, is_cut_by_groups
+from htp_export.capabilities.prune.coupled_axes import (
+    RECURRENT,
+    Axis,
+    changed_axes,
+    gathered,
+    is_cut_by_groups,
+    slice_start,
+)
 from htp_export.editing.editing import add_constant, remove_unused
 from htp_export.errors import InputError
 from htp_export.format.model_metadata import write_model_metadata

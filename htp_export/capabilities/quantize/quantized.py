@@ -1,4 +1,4 @@
-"""The result of ``quantize``: precision and bytes by module, and with ``check`` what both models are on the same data."""
+"""The result of ``quantize``: precision and bytes by module, and errors and times with ``check``."""
 
 from __future__ import annotations
 
