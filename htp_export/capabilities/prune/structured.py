@@ -82,7 +82,7 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
 
 
 def _choose(pool: Sequence[_Cuttable]) -> str:
-    """Choose the groups with the smallest scores, so that one of each axis stays; and say what stays beyond the plan."""
+    """Choose the groups with the smallest scores, one of each axis stays; and say what stays beyond the plan."""
     value, total = pool[0].value, sum(len(each.coupling.roots_of_all) for each in pool)
     wanted = left = round(value.amount * total)
     ordered = sorted((each.scores[group], at, group) for at, each in enumerate(pool) for group in each.coupling.groups)
