@@ -1,4 +1,8 @@
-"""Noisy numbers: times beside those of the original, plans of the front measured again, and what is ahead of what."""
+"""Noisy numbers, and plans next to measured ones.
+
+Times beside those of the original, plans of the front measured again, and what is ahead of what; which neighbours are
+predicted to be better, and what a search does with them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import htp_export
+from htp_export.capabilities.search import search_work
 from htp_export.capabilities.search.fronts import Choice, MeasuredPlan, refined_plans
+from htp_export.capabilities.search.measuring import Measurer
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.results import Search
@@ -28,9 +33,9 @@ SPACE = ["int8-dynamic", "fp32"]
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    net = spread(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))).eval()
+    net = spread(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval())
     found = tmp_path_factory.mktemp("noisy") / "net.onnx"
-    htp_export.export(net, (torch.randn(2, 64),), found, verbose=False)
+    htp_export.export(net, (x(4, 64),), found, verbose=False)
     return found
 
 
@@ -123,16 +128,7 @@ def test_there_are_no_more_than_asked_for_and_none_if_nothing_is_better() -> Non
     assert refined_plans([], MODULES, 5) == []
 
 
-@pytest.fixture(scope="module")
-def program() -> Any:
-    net = spread(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval())
-    return htp_export.export(net, (x(4, 64),), verbose=False)
-
-
-def test_a_search_measures_them_before_optuna_chooses(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("optuna")
-    from htp_export.capabilities.search import search_work
-
+def test_a_search_measures_them_before_optuna_chooses(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, str]] = []
 
     def noted(*given: Any) -> list[dict[str, str]]:
@@ -142,17 +138,16 @@ def test_a_search_measures_them_before_optuna_chooses(program: Any, monkeypatch:
 
     monkeypatch.setattr(search_work, "refined_plans", noted)
     data = {"input": x(4, 64).numpy()}
-    found = htp_export.search(program, ["int8-weights", "int4", "fp16", "fp32"], data=data, trials=16, first=2)
+    found = htp_export.search(file, ["int8-weights", "int4", "fp16", "fp32"], data=data, trials=16, first=2)
     assert 12 <= len([trial for trial in found.trials if trial.number is not None]) <= 16
     measured = [dict(trial.plan) for trial in found.trials]
     assert 0 < len(asked) <= 12
     assert all(each in measured for each in asked)
 
 
-def test_plans_that_fail_do_not_keep_a_search_from_ending(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("optuna")
-    from htp_export.capabilities.search.measuring import Measurer
-
+def test_plans_that_fail_are_noted_and_do_not_keep_a_search_from_ending(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measure = Measurer.measure
 
     def failing(self: Any, plan: Any, *given: Any, **named: Any) -> Any:
@@ -162,5 +157,6 @@ def test_plans_that_fail_do_not_keep_a_search_from_ending(program: Any, monkeypa
 
     monkeypatch.setattr(Measurer, "measure", failing)
     data = {"input": x(4, 64).numpy()}
-    found = htp_export.search(program, ["int4", "fp32"], data=data, trials=8, first=2)
+    found = htp_export.search(file, ["int4", "fp32"], data=data, trials=8, first=2)
     assert found.failed > 0
+    assert "no two modules" in found.notes
