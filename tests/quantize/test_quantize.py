@@ -568,6 +568,13 @@ def test_a_dry_run_has_no_model_and_prints_what_is_predicted(net: Path) -> None:
         _ = result.model
 
 
+def test_a_rule_that_later_ones_override_is_noted(net: Path) -> None:
+    result = htp_export.quantize(net, {"first": "int8", "act": "fp32", ".": "int4"}, dry_run=True)
+    assert [note for note in result.notes if note.startswith("rule ")] == [
+        f"rule {selector!r} decides nothing: later rules hold for all of its nodes" for selector in ("first", "act")
+    ]
+
+
 def test_threads_quantize_one_model_at_once(net: Path) -> None:
     tagged = htp_export.load(net)
     plans = [{".": "int8-dynamic"}, {"class:Linear": "int4"}, {".": "int8"}, {".": "fp16"}] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from htp_export.huggingface import example_calls, load_model
 from htp_export.runtime.data import Samples
 from htp_export.runtime.generating import Decoder
 from htp_export.runtime.sessions import RunnableModel, Session
+from tests import documents
 from tests.decoders import TEXT, Programs, decoder, prompt, teach_with_outliers
 from tests.exporting import SharedFiles
 
 pytest.importorskip("optuna")
 
+PAGE = Path(__file__).parents[2] / "docs" / "search.md"
 CHOICES = ["int4", "int4:accuracy_level=0", "fp32"]
 
 
@@ -108,6 +111,18 @@ def test_a_file_without_a_cache_is_refused() -> None:
     program = htp_export.export(nn.Linear(4, 4).eval(), (torch.randn(1, 4),), verbose=False)
     with pytest.raises(InputError, match="needs a key-value cache, which the model does not take; export it for the"):
         htp_export.search(program, ["int4"], objectives=["tokens"])
+
+
+@pytest.mark.slow  # an export of its own
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts").mkdir()
+    np.savez("prompts/0.npz", input_ids=prompt())
+    export, search = (each.text for each in documents.commands(PAGE) if "past.onnx" in each.text)
+    small = [word for key, value in TEXT.items() for word in ("--set", f"{key}={value}")]
+    assert main([*shlex.split(export)[1:], *small]) == 0
+    assert main([*shlex.split(search)[1:], "--select", "lm_head", "--new-tokens", "4", "--trials", "3"]) == 0
+    assert Path("found/front.json").exists()
 
 
 @pytest.mark.slow  # a search of 24 plans

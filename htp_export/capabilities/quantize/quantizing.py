@@ -227,6 +227,9 @@ def _notes(choice: PrecisionChoice) -> list[str]:
     if choice.found.disputed:
         count = len(choice.found.disputed)
         notes.append(f"nodes that stay as they are because their modules have different precisions: {count}")
+    reached, deciding = choice.found.reached, choice.found.deciding
+    overridden = [selector for selector, nodes in reached.items() if nodes and not deciding[selector]]
+    notes += [f"rule {selector!r} decides nothing: later rules hold for all of its nodes" for selector in overridden]
     return notes
 
 
