@@ -407,14 +407,14 @@ def test_convolutions_with_a_merged_batchnorm_are_those_of_both(
     assert_predicted(result, file, {"0": precision})
 
 
-def test_nodes_in_branches_change_too(tmp_path: Path) -> None:
+def test_nodes_in_branches_change_too_and_a_weight_of_two_is_counted_in_each(tmp_path: Path) -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.a, self.b, self.both = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x), (x,))
+            return torch.cond(x.sum() > 0, lambda x: self.a(self.both(x)), lambda x: self.b(self.both(x)), (x,))
 
     torch.manual_seed(0)
     x = torch.randn(3, 4, 32)
@@ -432,6 +432,7 @@ def test_nodes_in_branches_change_too(tmp_path: Path) -> None:
             error = np.abs(outputs(file, feed)[0] - outputs(target, feed)[0]).max()
             assert (error > 0) == (sign > 0)
             assert error < 0.5
+        assert_predicted(htp_export.quantize(file, {"both": precision}), file, {"both": precision})
 
 
 def test_functions_are_inlined_first(net: Path, tmp_path: Path) -> None:
@@ -586,23 +587,6 @@ def test_threads_quantize_one_model_at_once(net: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(made, plans))
     assert together == [made(plan) for plan in plans]
-
-
-def test_a_weight_of_two_branches_is_counted_in_each(tmp_path: Path) -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(32, 32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: torch.relu(self.fc(x)), (x,))
-
-    file = written(Shared(), (torch.randn(3, 4, 32),), tmp_path / "shared.onnx", "dynamo", ["x"])
-    for precision in ("int4", "fp16"):
-        sizes = [
-            htp_export.quantize(file, {"fc": precision}, dry_run=dry).modules["fc"].bytes_after for dry in (True, False)
-        ]
-        assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)

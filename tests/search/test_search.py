@@ -221,18 +221,15 @@ class TestSensitivity:
         assert found.original.metric != found.modules["head"]["int8-dynamic"].alone.metric
         assert list(htp_export.sensitivity(file, ["fp16"], data=data, select="blocks.0").modules) == ["blocks.0"]
 
-    def test_errors_by_module_begin_where_it_is_quantized(self, file: Path, data: list[dict[str, Array]]) -> None:
-        found = htp_export.sensitivity(file, ["int4"], data=data, select="blocks.1.0", by_module=True, all_but=False)
+    def test_errors_by_module_begin_where_it_is_quantized_and_each_model_is_quantized_once(
+        self, file: Path, data: list[dict[str, Array]], made: list[Any]
+    ) -> None:
+        given: dict[str, Any] = {"data": data, "select": "blocks.1.0", "by_module": True, "all_but": False}
+        found = htp_export.sensitivity(file, ["int4", "fp16"], **given)
+        assert len(made) == 2
         cosines = found.modules["blocks.1.0"]["int4"].by_module
         assert cosines["blocks.0"] == pytest.approx(1, abs=1e-9)
         assert cosines["blocks.1.0"] < 1 - 1e-4
-
-    def test_each_model_is_quantized_once_to_be_measured_and_compared(
-        self, file: Path, data: list[dict[str, Array]], made: list[Any]
-    ) -> None:
-        found = htp_export.sensitivity(file, ["int4", "fp16"], data=data, select="head", by_module=True, all_but=False)
-        assert len(made) == 2
-        assert found.modules["head"]["int4"].by_module["head"] < 1
 
     def test_times_are_measured_if_asked_for(self, file: Path, data: list[dict[str, Array]]) -> None:
         found = htp_export.sensitivity(file, ["fp16"], data=data, select="head", runs=3, all_but=False)
@@ -328,14 +325,6 @@ class TestSearch:
         made = htp_export.quantize(file, found.pareto[0].plan).tagged
         measurer = measurer_of(file, data)
         assert measurer._measured(made).error == pytest.approx(found.pareto[0].values["error"], rel=1e-6)
-
-    @pytest.mark.parametrize(
-        "sampler", ["grid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nsga2", "random"))]
-    )
-    def test_samplers(self, file: Path, data: list[dict[str, Array]], sampler: str) -> None:
-        found = brief(file, data, sampler=sampler, depth=1)
-        assert len(found.trials) >= 10
-        assert list(found.modules) == ["blocks.0", "blocks.1", "head"]
 
     def test_all_combinations_end_the_search(self, file: Path, data: list[dict[str, Array]]) -> None:
         found = htp_export.search(file, {"head": ["int4", "fp32"]}, objectives=["size"], data=data, trials=50)
