@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,22 +50,15 @@ class _Feed(dict[str, Any]):
         return True
 
 
-class Reader:
-    """Runs as ONNX Runtime's quantizers read them; they copy it to read them more than once."""
+class OneRun:
+    """A run as ONNX Runtime's calibrators read their data."""
 
-    def __init__(self, runs: Sequence[Mapping[str, Array]]) -> None:
-        self._runs = [_Feed(run) for run in runs]
-        self._left = iter(self._runs)
-
-    def __iter__(self) -> Iterator[Mapping[str, Array]]:
-        return iter(self._runs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
-        return Reader(self._runs)
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._left = [_Feed(arrays)]
 
     def get_next(self) -> Mapping[str, Array] | None:
-        """The next run; None after the last one."""
-        return next(self._left, None)
+        """The run; None after it."""
+        return self._left.pop() if self._left else None
 
 
 def groups_in_memory(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
@@ -78,23 +72,22 @@ def groups_in_memory(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
     yield from counted([group for alike in apart.values() for group in _groups(alike)], "groups of weights")
 
 
-def _groups(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
-    by_weight: dict[ir.Value | None, list[ir.Node]] = {}
+def _groups(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
+    by_weight: defaultdict[ir.Value | None, list[ir.Node]] = defaultdict(list)
     for node in nodes:
-        by_weight.setdefault(next(iter(_weights_of(node)), None), []).append(node)
+        by_weight[next(iter(_weights_of(node)), None)].append(node)
+    sizes = {weight: sum(_weights_of(readers[0]).values()) for weight, readers in by_weight.items()}
+    most = max(GROUP_BYTES, sum(sizes.values()) // _MOST_GROUPS)
+    groups: list[list[ir.Node]] = []
+    size = 0
+    for weight, readers in by_weight.items():
+        if not groups or size + sizes[weight] > most:
+            groups.append([])
+            size = 0
+        groups[-1] += readers
+        size += sizes[weight]
     order = {node: place for place, node in enumerate(nodes)}
-    whole = sum(sum(_weights_of(readers[0]).values()) for readers in by_weight.values())
-    most = max(GROUP_BYTES, whole // _MOST_GROUPS)
-    group, size = list[ir.Node](), 0
-    for readers in by_weight.values():
-        more = sum(_weights_of(readers[0]).values())
-        if group and size + more > most:
-            yield sorted(group, key=order.__getitem__)
-            group, size = [], 0
-        group += readers
-        size += more
-    if group:
-        yield sorted(group, key=order.__getitem__)
+    return [sorted(group, key=order.__getitem__) for group in groups]
 
 
 def _weights_of(node: ir.Node) -> dict[ir.Value, int]:
