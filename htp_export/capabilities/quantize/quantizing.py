@@ -60,10 +60,8 @@ def quantize(
 ) -> Quantized:
     """Give modules other precisions, and keep the module tags.
 
-    A rule holds for the regions of the modules that its selector names: for all modules below them, and for those that
-    they call, unless a rule names these by their own path. The last rule holds. A Conv and the BatchNorm that is merged
-    into it are one decision, that of the Conv; other nodes of several modules change only if all of these agree.
-    Exactly the nodes of these regions change. All others, and the weights and tensors that they read, stay as they are.
+    A rule holds for the regions of the modules that its selector names; the last one wins (``docs/quantize.md``,
+    "Plans"). Exactly the nodes of these regions change; all others, and what they read, stay as they are.
 
     Thread-safe, also for calls on the same model.
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.search.measuring import Measurer, check_repeats
 from htp_export.capabilities.search.sensitivity_results import BlockSensitivity, ModuleSensitivity, Sensitivity
-from htp_export.capabilities.search.spaces import deciding_modules, two_named
+from htp_export.capabilities.search.spaces import deciding_modules, named_apart
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -265,10 +265,7 @@ def _precisions(given: Sequence[Any] | str, serving: Serving) -> dict[str, Preci
 
     listed = [given] if isinstance(given, str | Precision | Mapping) else list(given)
     chosen: dict[str, Precision] = {}
-    for each in listed:
-        precision = serving.precision(precision_of(each))
-        if chosen.setdefault(precision.name, precision) != precision:
-            raise InputError(two_named(precision.name))
+    named_apart((serving.precision(precision_of(each)) for each in listed), chosen)
     if not chosen:
         raise InputError(f"give precisions, of {', '.join(PRECISIONS)}")
     kept = [name for name, precision in chosen.items() if precision.is_kept]

@@ -6,7 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import onnx_ir as ir
 
@@ -29,6 +29,9 @@ Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
 
 Decision: TypeAlias = Mapping[str, str]
 """Module path → name of what it becomes."""
+
+
+N = TypeVar("N", "ModuleChoice", "Precision")
 
 
 @dataclass(frozen=True)
@@ -128,18 +131,21 @@ def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: Serving) -
 
     listed: Iterable[Any] = [values] if isinstance(values, str | int | float | Precision | Mapping) else values
     read = [choice_of(value) for value in listed]
-    found = [replace(choice, precision=serving.precision(choice.precision)) for choice in read]
-    for choice in found:
-        if known.setdefault(choice.name, choice) != choice:
-            raise InputError(two_named(choice.name))
-    if not found:
+    names = named_apart((replace(each, precision=serving.precision(each.precision)) for each in read), known)
+    if not names:
         raise InputError(f"give precisions to choose from, of {', '.join(PRECISIONS)}, or values of prune")
-    return list(dict.fromkeys(choice.name for choice in found))
+    return names
 
 
-def two_named(name: str) -> str:
-    """What is wrong with two choices that have one name."""
-    return f"two precisions are named {name!r}; write one as 'int4:block_size=16', or give it a name of its own"
+def named_apart(choices: Iterable[N], known: dict[str, N]) -> list[str]:
+    """The names of choices or precisions, which are added to those that are known; no two others have one name."""
+    names: dict[str, None] = {}
+    for each in choices:
+        if known.setdefault(each.name, each) != each:
+            problem = f"two precisions are named {each.name!r}; write one as 'int4:block_size=16'"
+            raise InputError(f"{problem}, or give it a name of its own")
+        names[each.name] = None
+    return list(names)
 
 
 def _written(precision: Precision) -> Any:
