@@ -109,19 +109,6 @@ class TestBlocks:
         assert main(["quantize", str(net), str(plan), "-o", str(made)]) == 0
         assert "DequantizeLinear" in {node.op_type for node in checked(made).graph.node}
 
-    @pytest.mark.parametrize(
-        ("plan", "fault"),
-        [
-            ({"precision": "int4", "format": "qdq", "algorithm": "hqq"}, "zero points of hqq are no integers"),
-            ({"precision": "int8-dynamic", "format": "qdq"}, "format is 'qdq', and can be default"),
-            ({"precision": "int4", "narrow_io": True}, "narrow_io is for activations in float16 or bfloat16"),
-            ({"precision": "fp16", "narrow_io": 2}, "narrow_io is 2, and can be False, True"),
-        ],
-    )
-    def test_fields_that_do_not_go_together_are_refused(self, net: Path, plan: dict[str, Any], fault: str) -> None:
-        with pytest.raises(InputError, match=fault):
-            htp_export.quantize(net, {".": plan})
-
     def test_an_opset_that_cannot_be_raised_is_refused(self, net: Path, tmp_path: Path) -> None:
         plan = {".": {"precision": "int4", "format": "qdq"}}
         model = htp_export.load(net).model
