@@ -80,20 +80,19 @@ def test_tokens_and_time_are_objectives(llama: tuple[Any, Path], tmp_path: Path)
 
 
 def test_a_pipeline_calibrates_on_the_prompts_of_the_search(llama: tuple[Any, Path], tmp_path: Path) -> None:
-    """It makes what was measured: with other ranges, the logits of the tokens would differ."""
-    np.savez(tmp_path / "prompts.npz", input_ids=prompt())
+    """It makes what was measured: with other ranges, the logits of the tokens would differ. Random ones are written."""
     (tmp_path / "space.yaml").write_text('"**.down_proj": [0.5+int8, fp32]\n')
     out, words = tmp_path / "found", ["--objectives", "tokens,nonzeros", "--new-tokens", "4", "--trials", "4"]
-    data = ["--data", str(tmp_path / "prompts.npz"), "-o", str(out)]
-    assert main(["search", str(llama[1]), str(tmp_path / "space.yaml"), *words, *data]) == 0
+    assert main(["search", str(llama[1]), str(tmp_path / "space.yaml"), *words, "-o", str(out)]) == 0
     best = json.loads((out / "front.json").read_text())["pareto"][0]
     assert best["prune"]
     made = tmp_path / "made.onnx"
     assert main(["pipeline", str(out / "steps0.json"), "-m", str(llama[1]), "-o", str(made)]) == 0
     tagged = htp_export.load(llama[1])
     loop = Decoder.of(tagged.model)
-    samples = Samples.of(loop.first_feed(prompt()), tagged.model)
-    measurer = Measurer(tagged, samples, prompts=Prompts(loop, [prompt()], 4))
+    prompts = [np.load(file)["input_ids"] for file in sorted(out.glob("prompts*.npz"))]
+    samples = Samples.of(list(map(loop.first_feed, prompts)), tagged.model)
+    measurer = Measurer(tagged, samples, prompts=Prompts(loop, prompts, 4))
     found = measurer._measured(htp_export.load(made))
     assert (found.bytes, found.tokens) == (best["measured"]["bytes"], best["values"]["tokens"])
     assert found.error == pytest.approx(best["measured"]["error"], rel=1e-4) != 0

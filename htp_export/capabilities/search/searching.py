@@ -192,6 +192,7 @@ def search(
                 *(() if stopped else shared.why_fewer(trials)),
             ),
             tagged.tag_facts,
+            tuple(prompts.feeds) if prompts and samples.random else (),
         )
 
     try:
