@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.capabilities.functions import levels
+from htp_export.capabilities.functions import placing
 from htp_export.command.main import main
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
@@ -315,8 +315,8 @@ def test_modules_in_each_others_way_are_cut_until_the_graph_has_an_order():
 
 def test_each_set_of_modules_in_each_others_way_is_cut_alone(monkeypatch):
     looked_at = []
-    level = levels._Level
-    monkeypatch.setattr(levels, "_Level", lambda nodes, *given: looked_at.append(len(nodes)) or level(nodes, *given))
+    level = placing._Level
+    monkeypatch.setattr(placing, "_Level", lambda nodes, *given: looked_at.append(len(nodes)) or level(nodes, *given))
     pairs = 30
     owners = [f"{name}{pair}" for pair in range(pairs) for name in "abaabbb"]
     nested = htp_export.functions(chain(*owners), "**")

@@ -1,4 +1,4 @@
-"""The owners of each node after a tool, and the evidence for them."""
+"""The owners of each node after a tool, the evidence for them, and what they say of modules: fates and boundaries."""
 
 from __future__ import annotations
 

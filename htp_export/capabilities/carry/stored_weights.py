@@ -1,4 +1,4 @@
-"""The numbers that the weights of a file stand for, whatever the format in which they are stored."""
+"""The numbers that stored weights stand for, whatever their format, and how those of another tool's file were made."""
 
 from __future__ import annotations
 
