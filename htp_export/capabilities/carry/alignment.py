@@ -142,7 +142,7 @@ class Alignment(Counterparts):
                 candidate = outputs[0] if outputs else NOTHING
             maker = self.before.maker[candidate] if candidate != NOTHING else NOTHING
             if maker != NOTHING and self.before.nodes[maker].scope == node.scope:
-                return self._followed(node, candidate, reads) if self._may_make(node, maker, reads) else NOTHING
+                return self._followed(node, candidate) if self._may_make(node, maker, reads) else NOTHING
             name = name[: max(name.rfind("_"), name.rfind("/"), 0)]
         return NOTHING
 
@@ -167,12 +167,10 @@ class Alignment(Counterparts):
     def _by_weights(self, node: SummaryNode, value: int) -> None:
         """Match the output of a node by its weights; where names hold, these say no more."""
 
-    def _followed(self, node: SummaryNode, value: int, reads: set[int]) -> int:
-        """A later tensor, if the node reads more than this one depends on, or names an operator that it absorbed."""
+    def _followed(self, node: SummaryNode, value: int) -> int:
+        """A later tensor, if the node has more operands than the original one, or names operators that it absorbed."""
         before, number = self.before, self.numbers.number
         missing = self._operands_besides(node, value)
-        if not missing:
-            missing = {read for read in reads if before.live[read]} - self._made_of(value)
         at = value
         for _ in range(_MOST_FOLLOWERS):
             readers = [reader for reader in before.readers[at] if not self.numbers.idle[reader]]
@@ -194,17 +192,6 @@ class Alignment(Counterparts):
         mine = Counter(self.counterpart[v] for v in node.inputs if v != NOTHING and self.after.live[v])
         theirs = Counter(self.numbers.number[v] for v in old.inputs if v != NOTHING and self.before.live[v])
         return set(mine - theirs) - {NOTHING} if mine.total() > theirs.total() else set()
-
-    def _made_of(self, value: int) -> set[int]:
-        """The numbers of the tensors on which one depends, a few nodes back."""
-        queue, behind = [value], set[int]()
-        while queue and len(behind) < LOOK_BACK:
-            maker = self.before.maker[queue.pop(0)]
-            if maker != NOTHING:
-                sources = [v for v in self.before.nodes[maker].inputs if v != NOTHING and self.before.live[v]]
-                queue.extend(v for v in sources if self.numbers.number[v] not in behind)
-                behind.update(self.numbers.number[v] for v in sources)
-        return behind
 
     # --- backwards ---
 
@@ -268,18 +255,13 @@ class Alignment(Counterparts):
         if between is None:
             return
         moved = all(moves(self.before.nodes[node].op, views=True) for node in between)
-        if moved and exact and self._same_shape(mine, old):
+        if moved and exact:
             self.numbers.unite(mine, number)
             for node in between:
                 self.numbers.idle[node] = True
         elif (exact or not moved) and number not in self.known:
             self.match(value, number, exact)
             self.known.add(number)
-
-    def _same_shape(self, number: int, value: int) -> bool:
-        """Whether two original tensors can be the same, by shape and element type."""
-        first = self.numbers.members[number][0]
-        return self.fit(self.before.shape(first), self.before.shape(value))
 
     def _same_weights(self, reader: int) -> bool:
         """Whether the weights of a node have counterparts; a node with other weights may have absorbed operators."""
