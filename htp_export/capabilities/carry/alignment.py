@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from htp_export.capabilities.carry.counterparts import LOOK_BACK, Counterparts, repeats
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
+from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, Shape, SummaryNode
+from htp_export.capabilities.carry.numbering import FLOATS, LOOK_BACK, Numbering, repeats
 from htp_export.format.reasons import Reason
 from htp_export.shapes.operator_kinds import COMMUTATIVE, IN_PLACE, base_op, moves, resembles
 
@@ -39,15 +39,25 @@ class AlignmentEvidence:
     idle: Mapping[int, int] = field(default_factory=dict)  # original node → the input that it gives back here
 
 
-class Alignment(Counterparts):
-    """The counterparts of the tensors after a tool, as far as they are known."""
+class Alignment:
+    """The counterparts of the tensors after a tool, as far as they are known; lists are by value after."""
+
+    by_consumers = False
+    """Whether a tensor that equals several original ones is those of them that its consumers read."""
 
     def __init__(self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence | None = None) -> None:
         self.evidence = AlignmentEvidence() if evidence is None else evidence
         layouts = {
             node: value for node, value in self.evidence.idle.items() if moves(before.nodes[node].op, views=True)
         }
-        super().__init__(before, after, layouts)
+        self.before, self.after = before, after
+        self.numbers = Numbering(before, layouts)
+        self.counterpart = [NOTHING] * len(after.values)  # number of the original
+        self.exact = [False] * len(after.values)  # the same tensor; otherwise of another shape, layout or element type
+        self.named = [""] * len(after.values)  # evidence: ``tensor``, ``node``, ``initializer``, ``values`` or none
+        self.also: dict[int, tuple[int, ...]] = {}  # further original values that are equal to a value
+        self.parts: dict[int, tuple[int, ...]] = {}  # the original values that a value joins, its counterpart first
+        self.known = set[int]()  # the numbers of all counterparts
         self._settled = set[int]()
         self._node_names = {node.name: index for index, node in enumerate(before.nodes) if node.name}
         self._sources()
@@ -63,6 +73,49 @@ class Alignment(Counterparts):
             self._backward(index)
         self.counterpart = [self.numbers.current(number) for number in self.counterpart]
         self.known = {number for number in self.counterpart if number != NOTHING}
+
+    def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
+        """Match a value with a number; not with `NOTHING`."""
+        if number != NOTHING:
+            self.counterpart[value], self.exact[value] = number, exact
+            self.named[value] = named or self.named[value]
+
+    def numbers_of(self, value: int) -> set[int]:
+        """The numbers of the original tensors that a value stands for: one, or those that it joins."""
+        parts = self.parts.get(value)
+        numbers = {self.counterpart[value]} if parts is None else {self.numbers.number[part] for part in parts}
+        return numbers - {NOTHING}
+
+    def alike(self, after: int, before: int) -> bool:
+        """Whether two tensors can be the same, by shape and element type, as far as they are known."""
+        return self.fit(self.after.shape(after), self.before.shape(before))
+
+    @staticmethod
+    def fit(after: Shape, before: Shape) -> bool:
+        """Whether two shapes and element types can be those of one tensor."""
+        (sizes_after, kind), (sizes_before, before_kind) = after, before
+        if kind and before_kind and kind != before_kind and not {kind, before_kind} <= FLOATS:
+            return False
+        if sizes_after is None or sizes_before is None:
+            return True
+        sizes = zip(sizes_after, sizes_before, strict=False)
+        fits = all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in sizes)
+        return fits and len(sizes_after) == len(sizes_before)
+
+    def origin(self, value: int) -> int:
+        """The original value of a value: of those with its number, the one with its name, or the first."""
+        members = self.numbers.members.get(self.numbers.current(self.counterpart[value]), ())
+        name = self.after.values[value].name
+        for member in members:
+            if self.before.values[member].name == name:
+                return member
+        busy = [m for m in members if self.before.maker[m] == NOTHING or not self.numbers.idle[self.before.maker[m]]]
+        return (busy or [*members, NOTHING])[0]
+
+    def makers(self, number: int) -> list[int]:
+        """The original nodes that compute a tensor or give it back."""
+        makers = (self.before.maker[value] for value in self.numbers.members.get(number, ()))
+        return [maker for maker in makers if maker != NOTHING]
 
     # --- inputs, outputs and constants ---
 

@@ -11,9 +11,9 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from htp_export.capabilities.carry.counterparts import FLOATS, LEVELS
 from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
 from htp_export.capabilities.carry.name_scopes import NameScopes, Scope
+from htp_export.capabilities.carry.numbering import FLOATS, LEVELS
 from htp_export.capabilities.carry.ownership import Owned, owned_by, owners_after
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
 from htp_export.capabilities.carry.unnamed_alignment import UnnamedAlignment
