@@ -210,7 +210,7 @@ class Alignment:
             if resembles(node.op, self.before.nodes[at].op):
                 return True
             seen.add(at)
-            behind = (v for v in self.before.nodes[at].inputs if v != NOTHING and self.before.live[v])
+            behind = (v for v in self.before.live_inputs(self.before.nodes[at]))
             makers = (self.before.maker[v] for v in behind if self.numbers.number[v] not in reads)
             queue += [
                 producer for producer in makers if producer != NOTHING and producer not in seen and "::" in node.op
@@ -242,8 +242,8 @@ class Alignment:
     def _operands_besides(self, node: SummaryNode, value: int) -> set[int]:
         """The inputs of a node beyond those of an original one, if it has more: the other operand of a sum."""
         old = self.before.nodes[self.before.maker[value]]
-        mine = Counter(self.counterpart[v] for v in node.inputs if v != NOTHING and self.after.live[v])
-        theirs = Counter(self.numbers.number[v] for v in old.inputs if v != NOTHING and self.before.live[v])
+        mine = Counter(self.counterpart[v] for v in self.after.live_inputs(node))
+        theirs = Counter(self.numbers.number[v] for v in self.before.live_inputs(old))
         return set(mine - theirs) - {NOTHING} if mine.total() > theirs.total() else set()
 
     # --- backwards ---
@@ -274,8 +274,8 @@ class Alignment:
 
     def _pairs(self, node: SummaryNode, old: SummaryNode) -> Iterator[tuple[int, int]]:
         """The inputs of a node with those of the original, without constants; nothing if their number differs."""
-        mine = [v for v in node.inputs if v != NOTHING and self.after.live[v]]
-        theirs = [v for v in old.inputs if v != NOTHING and self.before.live[v]]
+        mine = self.after.live_inputs(node)
+        theirs = self.before.live_inputs(old)
         if len(mine) != len(theirs):
             return
         if node.op in COMMUTATIVE and len(mine) > 1:
