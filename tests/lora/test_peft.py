@@ -135,7 +135,10 @@ CASES: list[Any] = [
         *("convolutions", "torchscript", {"target_modules": ["wide", "line"], "modules_to_save": ["head"]}),
         ["head.bias", "head.weight"],
     ),
-    ("llama", "dynamo", {"task_type": "CAUSAL_LM", "use_dora": True, "target_modules": "all-linear"}, []),
+    pytest.param(
+        *("llama", "dynamo", {"task_type": "CAUSAL_LM", "use_dora": True, "target_modules": "all-linear"}, []),
+        marks=pytest.mark.slow,
+    ),
     (
         *("llama", "dynamo"),
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterable
@@ -26,7 +27,7 @@ from htp_export.model.tensor_names import rename
 from htp_export.shapes.operator_kinds import subgraphs
 from tests import nets
 from tests.exporter.test_exactness import bert, gpt2, resnet
-from tests.exporting import SharedFiles, exported
+from tests.exporting import SharedFiles, exported, quick
 from tests.functions.test_functions import arrays, equal, run
 from tests.nets import spread
 
@@ -176,8 +177,9 @@ def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(
     assert equal(run(before, feeds), run(named, feeds))
 
 
-@BOTH
-@pytest.mark.parametrize("name", ["bert", *slow(["gpt2", "resnet", "vit"])])
+@pytest.mark.parametrize(
+    ("name", "exporter"), quick(itertools.product(MODELS, ("dynamo", "torchscript")), ("bert", "dynamo"))
+)
 def test_models_of_transformers_have_these_names_too_and_every_command_takes_them(
     name: str, exporter: str, model_file: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
@@ -238,9 +240,9 @@ def test_an_export_names_what_it_writes(exporter: str, tmp_path: Path) -> None:
     not hasattr(torch._dynamo.config, "canonicalize_output_graph_node_order"),
     reason="torch knows one way to name FX nodes",
 )
-@pytest.mark.parametrize("name", ["resnet", *slow(["bert"])])
+@pytest.mark.parametrize("name", ["siblings", *slow(MODELS)])
 def test_names_stay_when_torch_calls_its_fx_nodes_otherwise(name: str) -> None:
-    model, kwargs = made(name)
+    model, kwargs = made(name) if name in MODELS else nets.NETS[name].build()
     outputs = {"output_names": ["first", "second"], "kwargs": kwargs, "verbose": False}
     models = []
     for canonical in (False, True):

@@ -98,6 +98,7 @@ def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_oth
     assert again["both#0:out"].shape == (2, 4)
 
 
+@pytest.mark.slow  # the scan below is a body that runs often, too
 @converts_loops
 def test_a_tap_in_a_loop_has_what_each_iteration_gave_one_after_the_other(tmp_path: Path) -> None:
     model = ready(Loops())
