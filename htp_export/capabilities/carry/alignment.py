@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, Shape, SummaryNode
-from htp_export.capabilities.carry.numbering import FLOATS, LOOK_BACK, Numbering, repeats
+from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
+from htp_export.capabilities.carry.numbering import FLOATS, Numbering, repeats
 from htp_export.format.reasons import Reason
 from htp_export.shapes.operator_kinds import COMMUTATIVE, IN_PLACE, base_op, moves, resembles
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from htp_export.capabilities.carry.likenesses import Likeness
 
 _FEW = 4  # consumers of a weight (a constant like 1 has more), and original nodes that one node replaces
+
+_LOOK_BACK = 40
+"""Original nodes that are searched behind one tensor: tools seldom merge more than ten, which are close by."""
 
 _MOST_FOLLOWERS = 4
 """Nodes after a product that one fused node may have taken in: bias, residual, scale and activation."""
@@ -88,12 +91,7 @@ class Alignment:
 
     def alike(self, after: int, before: int) -> bool:
         """Whether two tensors can be the same, by shape and element type, as far as they are known."""
-        return self.fit(self.after.shape(after), self.before.shape(before))
-
-    @staticmethod
-    def fit(after: Shape, before: Shape) -> bool:
-        """Whether two shapes and element types can be those of one tensor."""
-        (sizes_after, kind), (sizes_before, before_kind) = after, before
+        (sizes_after, kind), (sizes_before, before_kind) = self.after.shape(after), self.before.shape(before)
         if kind and before_kind and kind != before_kind and not {kind, before_kind} <= FLOATS:
             return False
         if sizes_after is None or sizes_before is None:
@@ -328,7 +326,7 @@ class Alignment:
         """The original nodes between a tensor and a later one; None if there is no path, or there are too many."""
         queue, between, reached = [value], list[int](), False
         seen: set[int] = set()
-        while queue and len(between) < LOOK_BACK:
+        while queue and len(between) < _LOOK_BACK:
             at = queue.pop()
             if self.numbers.number[at] == number:
                 reached = True

@@ -13,9 +13,6 @@ from collections.abc import Mapping
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
 from htp_export.shapes.operator_kinds import COMMUTATIVE, RANDOM, RESHAPING
 
-LOOK_BACK = 40
-"""Original nodes that are searched behind one tensor: tools seldom merge more than ten, which are close by."""
-
 FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
 
 LEVELS = frozenset((2, 3, 17, 18, 19, 20, 21, 22))  # types of quantized numbers: integers and floats of at most 8 bits
