@@ -1,4 +1,4 @@
-"""What `lora.fuse` does to stored tensors: products, PEFT's where it computes them, are added; parameters are replaced."""
+"""What `lora.fuse` does to stored tensors: products, computed by PEFT where needed, are added; parameters replaced."""
 
 from __future__ import annotations
 
