@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -14,7 +15,6 @@ from htp_export.errors import CaptureError, described
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes, refused_modules
-from htp_export.exporter.capture.programs import Captured, ProgramBodies, captured_with
 from htp_export.exporter.capture.root_call import RootCalls
 from htp_export.exporter.capture.running import seam
 from htp_export.exporter.capture.saving import save_whole
@@ -24,10 +24,13 @@ from htp_export.exporter.rewriting import IR_VERSION, Rewriting, write_tags
 from htp_export.files.protobuf_bytes import SerializedModel
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import recipe_to_text
 from htp_export.process.garbage_collection import hold_collection
 from htp_export.process.restoring import Changes, set_variable
 from htp_export.process.shared_settings import turn_attention_fast_path_off
+
+_CAPTURED = "htp.captured"  # key in the ``meta`` of FX nodes, which come along when a graph is copied or changed
 
 
 class Dynamo:
@@ -70,21 +73,47 @@ class Program:
 
     def run(self, export: Callable[[], Any]) -> Any:
         """Make the program."""
-        capture, bodies = self.capture, ProgramBodies()
-        capture.step("reading the names of the modules in bodies", bodies.begin, self._model)
-        variables = (running.dynamo_capture, capture), (running.program_bodies, bodies)
-        program = _captured(export, self._model, self._changes, *variables)
-        capture.fault = capture.fault or bodies.fault
-        capture.step("keeping what was captured with the exported program", self._keep, program)
-        capture.step("writing the modules of bodies into an exported program", bodies.write, program)
+        capture = self.capture
+        program = _captured(export, self._model, self._changes, (running.dynamo_capture, capture))
+        # An exported graph calls no module: the stacks that its nodes have from the earlier export say more.
+        if not torch_internals.has_module_stacks(self._model):
+            capture.step("keeping what was captured with the exported program", self._keep, program)
+            write = capture.calls.write_stacks
+            capture.step("writing the modules of bodies into an exported program", write, program, self.names.hierarchy)
         capture.give_up()
         return program
 
     def _keep(self, program: Any) -> None:
-        if torch_internals.has_module_stacks(self._model):
-            return  # an exported graph calls no module: the stacks that its nodes have from the earlier export say more
         self.capture.calls.mark_bodies(program)
-        Captured(self.capture.resumed(), self.names.hierarchy, self.names.parameters).keep_with(program)
+        captured = Captured(self.capture.resumed(), self.names.hierarchy, self.names.parameters)
+        for node in _nodes(program):
+            node.meta[_CAPTURED] = captured
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What was captured of one model while ``torch.export`` made a program of it; it does not hold the model."""
+
+    capture: DynamoCapture  # the capture, as it was when the program was complete
+    hierarchy: Hierarchy | None  # the model's module tree
+    parameters: Mapping[str, ModuleParameters] | None  # module path → the parameters that it holds
+
+    def __deepcopy__(self, _: Any) -> Captured:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a program that is pickled, and read elsewhere, is one that was made elsewhere
+
+
+def captured_with(program: Any) -> Captured | None:
+    """What was captured while a program was made; None if nothing was, or if its nodes come from several models."""
+    noted = (node.meta.get(_CAPTURED) for node in _nodes(program))
+    found: dict[int, Captured] = {id(captured): captured for captured in noted if captured is not None}
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _nodes(program: Any) -> Iterator[Any]:
+    return (node for module in torch_internals.graph_modules_in(program.graph_module) for node in module.graph.nodes)
 
 
 class TorchScript:

@@ -12,7 +12,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import CaptureError, UntaggedExportWarning
-from htp_export.exporter.capture.programs import ProgramBodies
+from htp_export.exporter.capture.fx_calls import FxCalls
 from tests.exporting import converts_loops, exported, exported_once, metadata, quick
 from tests.nets import NETS, Apply, ready, x
 from tests.truth import fates_of, nodes_of, owners_by_type, owners_of, tree_of
@@ -181,7 +181,7 @@ def test_a_fault_while_the_modules_of_bodies_are_written_is_no_error_of_the_prog
     def fails(*_: Any) -> None:
         raise ValueError("not so")
 
-    monkeypatch.setattr(ProgramBodies, "write", fails)
+    monkeypatch.setattr(FxCalls, "write_stacks", fails)
     with htp_export.tagging(), pytest.raises(CaptureError, match="writing the modules of bodies"):
         torch.export.export(ready(Branches()), (x(2, 4),))
     with htp_export.tagging(strict=False), pytest.warns(UntaggedExportWarning, match="not so"):

@@ -52,7 +52,6 @@ PATCHED = [patch for group in patches.EVERY for patch in group.patches]
 VARIABLES = (
     running.exporter,
     running.dynamo_capture,
-    running.program_bodies,
     running.script_capture,
     running.translations_read,
 )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.exporter.capture.programs import captured_with
+from htp_export.exporter.watched import captured_with
 from tests.exporting import SharedFiles, metadata
 from tests.nets import NETS
 from tests.truth import Judge, nodes_of, tree_of

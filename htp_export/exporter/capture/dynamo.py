@@ -65,7 +65,6 @@ class DynamoCapture(Guarded):
     def __init__(self, calls: FxCalls) -> None:
         super().__init__()
         self.calls = calls  # the calls of its modules, and of the nodes of FX graphs
-        self.enter_operator, self.leave_operator = calls.enter_operator, calls.leave_operator
         self.decomposition = Decomposition(calls)  # what becomes of the exported FX graph
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
         self._first: _FirstGraph | None = None
