@@ -23,8 +23,7 @@ from htp_export.exporter.capture.patching import Patches
 from htp_export.exporter.capture.running import Exporter, export_untagged, seam
 from htp_export.exporter.capture.saving import check_writable
 from htp_export.exporter.remembered import remember
-from htp_export.exporter.rewriting import Rewriting
-from htp_export.exporter.watched import Dynamo, Program, TorchScript
+from htp_export.exporter.watched import Dynamo, Program, Rewriting, TorchScript
 from htp_export.process.restoring import Changes, set_variable
 
 

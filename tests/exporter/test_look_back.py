@@ -6,7 +6,7 @@ import pytest
 
 from htp_export.exporter.capture.calls import CallLog, Operation, Record
 from htp_export.exporter.owners import assign
-from htp_export.exporter.owners.flow import Flow
+from htp_export.exporter.owners.assign import Flow
 
 
 @pytest.mark.parametrize(("between", "is_reversed"), [(assign._LOOK_BACK, True), (assign._LOOK_BACK + 1, False)])

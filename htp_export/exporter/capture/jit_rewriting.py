@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import Key, Operation
-from htp_export.exporter.capture.jit_graph import JitStep, Reading, nodes_of, numbers_of_outputs
-from htp_export.exporter.capture.torchscript_internals import viewed
+from htp_export.exporter.capture.torchscript_internals import JitStep, Reading, nodes_of, numbers_of_outputs, viewed
 
 _CONSTANT = "constant"
 # Attributes of operators with several inputs that say how one input is read: those of the first input, the second, ...

@@ -14,15 +14,14 @@ import onnx
 
 from htp_export.exporter.capture.calls import CallTensors, Given, Key, Node, Operation, Record
 from htp_export.exporter.capture.jit_calls import Matching, ScriptCalls, Trace
-from htp_export.exporter.capture.jit_graph import SHAPE_KINDS, Reading, nodes_of, read
 from htp_export.exporter.capture.jit_rewriting import Stages, Translation, Versions
-from htp_export.exporter.capture.jit_weights import JitWeights
+from htp_export.exporter.capture.made_weights import JitWeights
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.root_call import RootCalls
 from htp_export.exporter.capture.running import Guarded
+from htp_export.exporter.capture.saving import KeptWeights
 from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks
-from htp_export.exporter.capture.torchscript_file import KeptWeights
-from htp_export.exporter.capture.torchscript_internals import state_names
+from htp_export.exporter.capture.torchscript_internals import SHAPE_KINDS, Reading, nodes_of, read, state_names
 from htp_export.files.protobuf_bytes import SerializedModel, subgraph_protos
 from htp_export.format.recipes import Recipe
 

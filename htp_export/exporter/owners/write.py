@@ -1,22 +1,171 @@
-"""Owners and fates into the model: node metadata, and the module tree in the model's metadata."""
+"""What is written into an exported model: the owners of its nodes, and the module tree with fates.
+
+What an export knows of the fates of modules are the captured tensors that passed in and out of their calls. These pass
+from one call of a module to another call of it, too; at the boundary of its *nodes* (`htp_export.model.boundaries`),
+that is inside.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Record
-from htp_export.exporter.owners.assign import Ownership, assign
-from htp_export.exporter.owners.fates import ExportEvidence
-from htp_export.exporter.owners.flow import Flow
+from htp_export.exporter.owners.assign import Flow, Ownership, assign, needed, varying
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls
+from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.signatures import Signature
-from htp_export.model.fates import find_fates
+from htp_export.model.boundaries import Boundaries
+from htp_export.model.fates import FateEvidence, Outcome, find_fates
+
+
+@dataclass
+class CallBoundary:
+    """The captured tensors that passed in and out of the calls of one module, in order of use and of production."""
+
+    # Tensors that were computed outside of a call and read inside → calls that computed them
+    inputs: dict[Key, set[int]] = field(default_factory=dict)
+    # Tensors that were computed inside of a call and read outside → calls that read them
+    outputs: dict[Key, set[int]] = field(default_factory=dict)
+
+
+def boundaries_of_calls(record: Record, flow: Flow) -> dict[str, CallBoundary]:
+    """Return the boundary of the calls of each module that ran.
+
+    Only tensors whose values depend on the model's inputs count, and only operations on which the result depends.
+    """
+    log, boundaries = record.log, {call.path: CallBoundary() for call in record.log.calls}
+    producer = dict.fromkeys(record.inputs, NO_CALL)
+
+    def passes(key: Key, reader: int) -> None:
+        source = producer.get(key)
+        if source is None or source == reader or key not in flow.live:
+            return
+        reading, producing = log.chain(reader), log.chain(source)
+        for call in reading:
+            if call not in producing:
+                boundaries[log.calls[call].path].inputs.setdefault(key, set()).add(source)
+        for call in producing:
+            if call not in reading:
+                boundaries[log.calls[call].path].outputs.setdefault(key, set()).add(reader)
+
+    for operation, is_wanted in zip(record.operations, flow.wanted, strict=True):
+        if is_wanted:
+            for key in operation.inputs:
+                passes(key, operation.call)
+            producer.update(dict.fromkeys(operation.outputs, operation.call))
+    for key in record.outputs:
+        passes(key, NO_CALL)
+    return boundaries
+
+
+class ExportEvidence(FateEvidence[Key]):
+    """What the capture says of the boundaries of modules; ``works`` says whose work each node does."""
+
+    def __init__(self, record: Record, works: Sequence[NodeCalls], flow: Flow) -> None:
+        live = varying(record.nodes, record.graph_inputs)
+        nodes = [(node.inputs, node.outputs) for node in record.nodes]
+        super().__init__(Boundaries(nodes, works, live.__contains__, record.graph_outputs))
+        self._record = record
+        self._passed = boundaries_of_calls(record, flow)
+        self._useful = self._modules_that_count(flow.wanted)
+        self._lost = cache(self._beyond_lost)
+
+    @cached_property
+    def _measured(self) -> frozenset[str]:
+        """Modules whose work is read for its sizes alone."""
+        wanted = needed(self._record.operations, self._record.outputs, values_only=True)
+        return frozenset(path for path, is_read in self._modules_that_count(wanted).items() if not is_read)
+
+    def _modules_that_count(self, wanted: list[bool]) -> dict[str, bool]:
+        """Path → whether the result depends on something that the module computed; absent if it computed nothing."""
+        log = self._record.log
+        useful: dict[str, bool] = {}
+        marks: dict[int, bool] = {}
+        for operation, is_wanted in zip(self._record.operations, wanted, strict=True):
+            marks[operation.call] = marks.get(operation.call, False) or is_wanted
+        for call, is_wanted in (*dict.fromkeys(self._record.dead, False).items(), *marks.items()):
+            for up in log.chain(call):
+                path = log.calls[up].path
+                useful[path] = useful.get(path, False) or is_wanted
+        return useful
+
+    def read_by(self, path: str) -> Collection[Key]:
+        """The captured tensors that calls of a module read, and that were computed outside of them."""
+        return self._passed.get(path, CallBoundary()).inputs
+
+    # The methods of `FateEvidence` say there what they are.
+
+    def settled(self, path: str) -> Outcome | None:
+        has_nodes = self.has_nodes(path)
+        if not self._record.log.count(path):
+            return Outcome(Fate.UNCALLED)
+        if self._moved(path):
+            return None
+        if path not in self._useful and has_nodes:
+            return Outcome(Fate.COMPUTED)  # in a branch or loop body, where captured operations do not reach
+        if path not in self._useful:
+            return Outcome(Fate.IDENTITY if self._record.log.returned_inputs.get(path, True) else Fate.CONSTANT)
+        if not self._useful[path] or ((self._lost(path) or not has_nodes) and path in self._measured):
+            return Outcome(Fate.DEAD)
+        if not self._lost(path) and not self._passed[path].outputs and self._returns_what_is_gone(path):
+            return Outcome(Fate.CONSTANT)
+        return None
+
+    def without_work(self, path: str) -> Fate | None:
+        if self._moved(path) or self._lost(path):
+            return None
+        boundary, final = self._passed[path], self._record.final
+        if not boundary.outputs:
+            return Fate.CONSTANT
+        inputs = {final[key] for key in boundary.inputs}
+        return Fate.IDENTITY if all(final[key] in inputs for key in boundary.outputs) else None
+
+    def partners(self, path: str) -> Collection[str] | None:
+        return self._moved(path) or self._lost(path) or None
+
+    def ran(self, path: str) -> bool:
+        return self._record.log.count(path) > 0
+
+    def known(self, path: str) -> Collection[Key]:
+        final, passed = self._record.final, self._passed.get(path, CallBoundary())
+        known = {final[key] for key in (*passed.inputs, *passed.outputs) if key in final}
+        return known if path else known | self._record.graph_outputs
+
+    def around(self, group: Sequence[str]) -> Iterator[list[str]]:
+        boundaries = [self._passed[path] for path in group if path in self._passed]
+        yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.inputs)]
+        yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.outputs)]
+
+    def _moved(self, path: str) -> dict[str, None]:
+        """Owners of the work of a module that is no longer its own, in order of execution."""
+        log = self._record.log
+        moved = self._record.moved.items()
+        calls = {owner for call, owners in moved if log.calls[call].path == path for owner in owners}
+        return dict.fromkeys(owner for call in sorted(calls) for owner in log.owners(call) if owner != path)
+
+    def _returns_what_is_gone(self, path: str) -> bool:
+        """Whether a module returned tensors, and the file has none of them."""
+        log, final = self._record.log, self._record.final
+        passed = (self._record.call_tensors.get(index) for index, call in enumerate(log.calls) if call.path == path)
+        returned = [key for tensors in passed if tensors is not None for key in tensors.outputs]
+        return bool(returned) and not any(key in final for key in returned)
+
+    def _beyond_lost(self, path: str) -> dict[str, None]:
+        boundary = self._passed[path]
+        lost = [key for key in (*boundary.inputs, *boundary.outputs) if key not in self._record.final]
+        return self._beyond(boundary, lost)
+
+    def _beyond(self, boundary: CallBoundary, keys: Collection[Key]) -> dict[str, None]:
+        """Owners of the operations on the other side of tensors at a module's boundary, in order of execution."""
+        calls = {call for key in keys for call in (*boundary.inputs.get(key, ()), *boundary.outputs.get(key, ()))}
+        paths = (path for call in sorted(calls) for path in (self._record.log.owners(call) or ("",)))
+        return dict.fromkeys(paths)
 
 
 @dataclass(frozen=True)
