@@ -1,4 +1,8 @@
-"""Key-value caches of transformers as arguments of ``torch.export``, registered by ``transformers.exporters``."""
+"""What an export is asked for that torch takes in one form alone, or not: key-value caches as arguments, and opsets.
+
+Caches of transformers are registered with torch by ``transformers.exporters``. Of another opset, torch only logs that it
+wrote it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from htp_export.errors import InputError
+from htp_export.exporter.capture import torch_internals
 from htp_export.format.leaves import caches_in, is_cache
 
 
@@ -105,3 +110,31 @@ def _of_layers(spec: Any, count: int) -> list[Sequence[Any]] | None:
     if len(spec) == 2 * count and not any(isinstance(part, (list, tuple)) for part in spec):
         return [spec[place : place + 2] for place in range(0, len(spec), 2)]
     return None
+
+
+def check_opset(opset: int | None, *, dynamo: bool) -> None:
+    """Refuse an opset that an exporter of torch cannot write, with an `InputError`; None is torch's own choice.
+
+    Examples:
+        >>> check_opset(18, dynamo=True)
+    """
+    if opset is None:
+        return
+    lowest, highest = torch_internals.opset_range(dynamo=dynamo)
+    if not lowest <= opset <= highest:
+        exporter = "dynamo" if dynamo else "TorchScript"
+        raise InputError(f"opset {opset}: torch's {exporter} exporter writes opsets {lowest} to {highest}")
+
+
+def other_opset(asked: int | None, written: int | None) -> str | None:
+    """Say that the file has another opset than the one that was asked for; None if there is nothing to say.
+
+    Either is None where there is none: torch chose, or the file imports no ONNX operators.
+
+    Examples:
+        >>> other_opset(7, 18)
+        'opset 7 was asked for, and torch wrote opset 18, as it could not convert the model'
+    """
+    if asked is None or written is None or asked == written:
+        return None
+    return f"opset {asked} was asked for, and torch wrote opset {written}, as it could not convert the model"

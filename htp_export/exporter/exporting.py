@@ -16,9 +16,8 @@ from torch.onnx import OperatorExportTypes, TrainingMode
 from htp_export.discovery import provider
 from htp_export.errors import CaptureError, InputError, TorchChangedError
 from htp_export.exporter.after_export import AfterExport, ModulesAsFunctions, NamesOfModules, Run, around
-from htp_export.exporter.caches import advice_on_caches, prepare_caches, refuse_caches
+from htp_export.exporter.caches import advice_on_caches, check_opset, other_opset, prepare_caches, refuse_caches
 from htp_export.exporter.capture import patches, running, torch_internals
-from htp_export.exporter.capture.opsets import check_opset, other_opset
 from htp_export.exporter.capture.patching import Patches
 from htp_export.exporter.capture.running import Exporter, export_untagged, seam
 from htp_export.exporter.capture.saving import check_writable

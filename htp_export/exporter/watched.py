@@ -20,7 +20,7 @@ from htp_export.exporter.capture.root_call import RootCalls
 from htp_export.exporter.capture.running import export_untagged, seam
 from htp_export.exporter.capture.saving import save_whole
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
-from htp_export.exporter.owners.write import make_tags
+from htp_export.exporter.made_tags import make_tags
 from htp_export.files.protobuf_bytes import SerializedModel
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo

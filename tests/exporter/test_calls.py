@@ -19,7 +19,9 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.cost.module_tree import tree_rows
 from htp_export.errors import InputError
-from htp_export.exporter.capture.calls import NO_CALL, CallLog
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, Operation, Record
+from htp_export.exporter import owners
+from htp_export.exporter.owners import Flow
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tagged import TaggedModel
@@ -424,3 +426,18 @@ def test_a_call_that_was_not_seen_is_taken_to_have_run_in_the_nearest_module_tha
     log = CallLog()
     root, layer = log.enter(""), log.enter("layers.0")
     assert [log.near(path) for path in ("layers.0.fc", "layers.1.fc", "layers.0", "")] == [layer, root, root, NO_CALL]
+
+
+@pytest.mark.parametrize(("between", "is_reversed"), [(owners._LOOK_BACK, True), (owners._LOOK_BACK + 1, False)])
+def test_an_operation_that_is_reversed_is_found_up_to_a_number_of_operations_before(between, is_reversed):
+    log = CallLog()
+    root = log.enter("")
+    first, last = log.add("first", root), log.add("last", root)
+    names = ["begin", *(f"step_{k}" for k in range(between)), "back"]
+    record = Record(log)
+    record.inputs, record.outputs = {"x"}, ["back"]
+    record.operations = [Operation(first, ("x",), ("begin",))]
+    record.operations += [Operation(last, (before,), (after,)) for before, after in itertools.pairwise(names)]
+    record.final = {name: name for name in names} | {"begin": "tensor", "back": "tensor"}
+    origins = owners.Origins(record, Flow.of(record))
+    assert origins.made["tensor"] == ({first} if is_reversed else {first, last})

@@ -398,13 +398,6 @@ def test_an_error_inside_tagging_ends_it(tmp_path: Path) -> None:
     assert changed_since(before) == []
 
 
-def test_tagging_in_one_thread_does_not_tag_the_exports_of_another(tmp_path: Path) -> None:
-    with htp_export.tagging(), ThreadPoolExecutor() as other:
-        theirs = other.submit(tagged_nodes, torch.onnx.export, "torchscript", tmp_path / "theirs.onnx")
-        assert theirs.result(60) == 0
-        assert tagged_nodes(torch.onnx.export, "torchscript", tmp_path / "ours.onnx") == 2
-
-
 def test_threads_that_enter_and_leave_in_any_order_leave_torch_as_it_was(tmp_path: Path) -> None:
     before = state()
     entered, may_leave = threading.Event(), threading.Event()

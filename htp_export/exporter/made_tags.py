@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Record
-from htp_export.exporter.owners.assign import Flow, Ownership, assign, needed, varying
+from htp_export.exporter.owners import Flow, Ownership, assign, needed, varying
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.fates import Fate
