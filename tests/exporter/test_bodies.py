@@ -125,8 +125,7 @@ def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_m
     make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
 ) -> None:
     program = torch.export.export(ready(make()), (x(2, 4),), strict=True)
-    htp_export.export(program, (), tmp_path / "m.onnx", verbose=False)
-    file = onnx.load(tmp_path / "m.onnx")
+    file = exported(program, {}, "dynamo", tmp_path)
     assert owners_by_type(file, *owners) == owners
     assert "_export_root" not in tree_of(file)
 
@@ -136,8 +135,7 @@ def test_in_bodies_of_any_other_exported_program_parameters_tell_their_module_an
     make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
 ) -> None:
     program = torch.export.export(ready(make()), (x(2, 4),))
-    htp_export.export(program, (), tmp_path / "m.onnx", verbose=False)
-    file = onnx.load(tmp_path / "m.onnx")
+    file = exported(program, {}, "dynamo", tmp_path)
     without_parameters = {kind: [("",)] * len(owners[kind]) for kind in ("Tanh", "Sigmoid") if kind in owners}
     assert owners_by_type(file, *owners) == {**owners, **without_parameters}  # torch keeps no record of what runs there
     read = [metadata(node)["htp.reason"] for node in nodes_of(file) if node.op_type in ("Gemm", "MatMul")]
@@ -170,8 +168,7 @@ def test_the_bodies_of_a_program_exported_while_tags_are_wanted_have_the_modules
     whole = exported(model, kwargs, "dynamo", tmp_path)
     ran = {path: entry["calls"] for path, entry in tree_of(whole).items() if entry["calls"]}
     for given in (program, torch.export.load(tmp_path / "program.pt2")):
-        htp_export.export(given, (), tmp_path / "m.onnx", verbose=False)
-        file = onnx.load(tmp_path / "m.onnx")
+        file = exported(given, {}, "dynamo", tmp_path)
         assert nodes_with_owners(file) == nodes_with_owners(whole)
         assert {path: entry["calls"] for path, entry in tree_of(file).items() if entry["calls"]} == ran
         assert htp_export.verify(model, file, (), kwargs).ok
@@ -235,13 +232,8 @@ class Waves(torch.autograd.Function):
 class AppliesFunctions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.function, self.b, self.again, self.c = (
-            nn.Linear(4, 4),
-            Apply(Doubled.apply),
-            nn.Linear(4, 4),
-            Apply(Doubled.apply),
-            nn.Linear(4, 4),
-        )
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.function, self.again = Apply(Doubled.apply), Apply(Doubled.apply)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, other = Waves.apply(self.again(self.b(self.function(self.a(x)))))  # type: ignore[no-untyped-call]

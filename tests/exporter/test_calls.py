@@ -19,8 +19,8 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.cost.module_tree import tree_rows
 from htp_export.errors import InputError
-from htp_export.exporter.capture.calls import NO_CALL, CallLog, Operation, Record
 from htp_export.exporter import owners
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, Operation, Record
 from htp_export.exporter.owners import Flow
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo

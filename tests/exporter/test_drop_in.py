@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch.onnx import export as imported_before
 
 import htp_export
 from htp_export.exporter.capture import saving
-from tests.exporter.test_exactness import bert, gpt2
+from tests.exporter.test_exactness import small
 from tests.exporter.test_interrupts import changed_since, state
 from tests.exporting import BOTH, SharedFiles, exported_net, metadata, quick
 from tests.nets import EXPORTERS, NETS, x
@@ -264,19 +265,18 @@ def test_a_script_module_exports_the_same_graph_as_under_torch_with_tags(kind: s
 # --- what plain TorchScript refuses ---------------------------------------------------
 
 
-def gpt2_with_cache() -> tuple[nn.Module, dict[str, Any]]:
-    model, kwargs = gpt2()
-    model.config.use_cache = True
-    return model, kwargs
-
-
 ENCODER = NETS["transformer_encoder"].build
 
 
 @pytest.mark.parametrize(
     ("make", "outputs"),
     quick(
-        [(bert, 2), (gpt2_with_cache, 5), (NETS["multihead_attention"].build, 1), (ENCODER, 1)],
+        [
+            (functools.partial(small, "bert"), 2),
+            (functools.partial(small, "gpt2", use_cache=True), 5),
+            (NETS["multihead_attention"].build, 1),
+            (ENCODER, 1),
+        ],
         (ENCODER, 1),
     ),
 )
