@@ -1,7 +1,7 @@
 """What an export is asked for that torch takes in one form alone, or not: key-value caches as arguments, and opsets.
 
-Caches of transformers are registered with torch by ``transformers.exporters``. Of another opset, torch only logs that it
-wrote it.
+Caches of transformers are registered with torch by ``transformers.exporters``. That it writes another opset, torch only
+logs.
 """
 
 from __future__ import annotations

@@ -125,17 +125,25 @@ class TestRefused:
         change(content["weight_map"])
         index.write_text(json.dumps(content))
 
+    @staticmethod
+    def change_tensors(source: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+        """Change the tensors of the file that has one of this name, and return the file."""
+        [file] = [file for file in source.glob("*.safetensors") if name in load_file(file)]
+        tensors = load_file(file)
+        change(tensors)
+        file.write_bytes(save(tensors, {"format": "pt"}))
+        return file
+
     def test_a_missing_weight(self, source: Path) -> None:
         missing = "model.layers.0.mlp.up_proj.weight"
+        self.change_tensors(source, missing, lambda tensors: tensors.pop(missing))
         self.change_index(source, lambda files: files.pop(missing))
         assert self.refused(source) == f"{source}/model.safetensors.index.json: has no weights for '{missing}'"
 
     def test_a_weight_of_another_shape(self, source: Path) -> None:
-        [file] = [file for file in source.glob("*.safetensors") if "model.norm.weight" in load_file(file)]
-        weights = {**load_file(file), "model.norm.weight": torch.ones(63)}
-        file.write_bytes(save(weights, {"format": "pt"}))
-        said = self.refused(source)
-        assert said == f"{file}: tensor 'model.norm.weight' has shape [63], and the model needs [64]"
+        norm = "model.norm.weight"
+        file = self.change_tensors(source, norm, lambda tensors: tensors.update({norm: torch.ones(63)}))
+        assert self.refused(source) == f"{file}: tensor '{norm}' has shape [63], and the model needs [64]"
 
     def test_an_index_that_names_a_tensor_that_is_not_there(self, source: Path) -> None:
         first = sorted(source.glob("*.safetensors"))[0]
