@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules whose calls run in steps already, in a context around this one."""
+_WATCHED: weakref.WeakKeyDictionary[nn.Module, _StepsOfCalls] = weakref.WeakKeyDictionary()
+"""Modules whose calls run in steps already, and what runs them, in a context around this one."""
 
 
 @checks_arguments
@@ -197,19 +197,20 @@ class _StepsOfCalls(TorchFunctionMode):
         for module in list(model.modules()):
             if module in _WATCHED or isinstance(module, torch.jit.ScriptModule):
                 continue  # in steps already, or not to be watched
-            changes.will_undo(functools.partial(_WATCHED.discard, module))
-            _WATCHED.add(module)
+            changes.will_undo(functools.partial(_WATCHED.pop, module, None))
+            _WATCHED[module] = self
             handles: list[Any] = []
             changes.will_undo(functools.partial(_remove_all, handles))
             handles.append(module.register_forward_pre_hook(self._enter))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         changes.will_undo(self._remove_steps)
         for module, classes in (steps or {}).items():
+            watching = _WATCHED.get(module, self)
             observed = [name for name, class_name in classes.items() if class_name == ObservedStep.__name__]
             for name in observed:
-                self._observe(module, name.rpartition("_")[2], name)
+                watching._observe(module, name.rpartition("_")[2], name)
             if len(observed) < len(classes):
-                self._steps_in(module)
+                watching._steps_in(module)
         entered: list[bool] = []
         changes.will_undo(lambda: self.__exit__(None, None, None) if entered and entered.pop() else None)  # type: ignore[no-untyped-call]
         self.__enter__()  # type: ignore[no-untyped-call]
