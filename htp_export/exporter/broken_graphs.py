@@ -159,12 +159,8 @@ def dynamo_frames(
 
     If Dynamo gives up a frame, it makes no graph of the frame at all. Symbols for values that depend on data can be the
     cause: ``x[index, :2]`` with a tensor as index (``PendingUnbackedSymbolNotFound``), ``range(n)`` in a loop. Such a
-    frame is traced again with fewer symbols: the graph then breaks where a value is needed.
-
-    Args:
-        model: The module.
-        backend: Given each graph module and its example inputs; returns what runs in its place.
-        lost: Given a frame that runs and is in no graph, and why.
+    frame is traced again with fewer symbols: the graph then breaks where a value is needed. ``lost`` is given a frame
+    that runs and is in no graph, and why.
     """
     import torch._dynamo
 

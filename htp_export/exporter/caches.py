@@ -16,17 +16,11 @@ from htp_export.format.leaves import caches_in, is_cache
 
 
 def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Any:
-    """Register the caches among the arguments, as ``transformers.exporters`` does.
+    """Register the caches among the arguments, and return the dynamic shapes in the structure that torch takes.
 
-    Args:
-        args: The positional arguments of a model.
-        kwargs: Its keyword arguments.
-        dynamic_shapes: As of ``torch.export``. For a keyword argument that is a cache, also one entry for all of its
-            keys and values, a pair for each layer, a list of entries ``[key, value, key, ...]``, or the keys and the
-            values, as ``{"key_cache": [...], "value_cache": [...]}`` or as two lists.
-
-    Returns:
-        The dynamic shapes in the structure that torch takes.
+    For a keyword argument that is a cache, they may have one entry for all of its keys and values, a pair for each
+    layer, a list of entries ``[key, value, key, ...]``, or the keys and the values, as
+    ``{"key_cache": [...], "value_cache": [...]}`` or as two lists.
     """
     from torch.utils import _pytree
 
@@ -113,11 +107,7 @@ def _of_layers(spec: Any, count: int) -> list[Sequence[Any]] | None:
 
 
 def check_opset(opset: int | None, *, dynamo: bool) -> None:
-    """Refuse an opset that an exporter of torch cannot write, with an `InputError`; None is torch's own choice.
-
-    Examples:
-        >>> check_opset(18, dynamo=True)
-    """
+    """Refuse an opset that an exporter of torch cannot write, with an `InputError`; None is torch's own choice."""
     if opset is None:
         return
     lowest, highest = torch_internals.opset_range(dynamo=dynamo)
@@ -127,14 +117,7 @@ def check_opset(opset: int | None, *, dynamo: bool) -> None:
 
 
 def other_opset(asked: int | None, written: int | None) -> str | None:
-    """Say that the file has another opset than the one that was asked for; None if there is nothing to say.
-
-    Either is None where there is none: torch chose, or the file imports no ONNX operators.
-
-    Examples:
-        >>> other_opset(7, 18)
-        'opset 7 was asked for, and torch wrote opset 18, as it could not convert the model'
-    """
+    """Say that the file has another opset than was asked for; None if it has not, or if either is unknown."""
     if asked is None or written is None or asked == written:
         return None
     return f"opset {asked} was asked for, and torch wrote opset {written}, as it could not convert the model"

@@ -63,9 +63,8 @@ def export(
     the same; with ``export_modules_as_functions``, which torch ignores under ``dynamo=True``, modules are functions.
     ``names`` is a parameter that torch does not have. ``docs/format.md`` describes the tags.
 
-    With ``dynamo=False``, the model is called as torch calls it: all parameters of ``forward`` by position, numbers and
-    flags as inputs of the graph. If torch's call fails or changes the result, the model is called with the arguments as
-    you passed them, and a log message says so: tensors are inputs, everything else is constant. See ``docs/export.md``.
+    With ``dynamo=False``, the model is called as torch calls it, or, if that fails or changes the result, with the
+    arguments as you passed them: ``docs/export.md``.
 
     Thread-safe: exports of several threads run one after the other. No other thread may use the model meanwhile.
 

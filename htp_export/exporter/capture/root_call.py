@@ -95,12 +95,10 @@ RootCall: TypeAlias = GivenCall | FormattedCall
 
 
 class RootCalls:
-    """How the model is called in one export.
+    """How the model is called in one export; ``args`` are as of `GivenCall`.
 
-    Args:
-        args: The arguments, as ``torch.onnx.export`` passes them on.
-        names_inputs: Whether the user names the graph's inputs, counting on torch's order of them.
-        refusal: Why an export failed in which the model was called as torch calls it; empty if there was none.
+    With ``names_inputs``, the user names the graph's inputs, and counts on torch's order of them. ``refusal`` says why
+    an export failed in which the model was called as torch calls it; it is empty if there was none.
     """
 
     def __init__(self, args: Any, *, names_inputs: bool, refusal: str = "") -> None:

@@ -192,12 +192,7 @@ class KeptWeights:
 
 
 def stand_ins(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Name → an empty tensor, for weights whose bytes can be had without torch's exporter.
-
-    Examples:
-        >>> stand_ins({"weight": torch.ones(16, 64), "bias": torch.ones(16)})
-        {'weight': tensor([])}
-    """
+    """Name → an empty tensor, for weights whose bytes can be had without torch's exporter."""
     plain = {name: weight for name, weight in weights.items() if _is_plain(weight)}
     if sys.byteorder != "little" or sum(weight.nbytes for weight in plain.values()) > _MOST:
         return {}
@@ -205,12 +200,7 @@ def stand_ins(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def stored(weight: torch.Tensor) -> Weight:
-    r"""A weight's shape and bytes; the bytes are copied only where they do not lie in order, as of a transposed one.
-
-    Examples:
-        >>> bytes(stored(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T).read())
-        b'\x01\x03\x02\x04'
-    """
+    """A weight's shape and bytes; the bytes are copied only where they do not lie in order, as of a transposed one."""
 
     def read() -> memoryview:
         bytewise = weight.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -38,21 +38,14 @@ class _FirstGraph:
 
 
 class TorchScriptCapture(Guarded):
-    """One export through ``torch.jit.trace``, as it happens.
-
-    Attributes:
-        trace: The calls of its modules.
-        root: How the model is called.
-        tag: Makes, of a file as torch made it, the pieces of the file with tags.
-        kept: The weights that torch was not given to serialize.
-        recipes: How the initializers of the file were made, where they are not the parameters of their names.
-    """
+    """One export through ``torch.jit.trace``, as it happens."""
 
     def __init__(self, names: ModuleNames, model: Any, root: RootCalls) -> None:
         super().__init__()
-        self.trace, self.root = Trace(names), root
+        self.trace, self.root = Trace(names), root  # the calls of its modules, and how the model is called
+        # Makes, of a file as torch made it, the pieces of the file with tags
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
-        self.kept: KeptWeights | None = None
+        self.kept: KeptWeights | None = None  # the weights that torch was not given to serialize
         self._paths = list(dict.fromkeys(names.paths.values()))
         self._state = state_names(model)
         self._user_inputs = 0
@@ -62,7 +55,7 @@ class TorchScriptCapture(Guarded):
         self._translation = Translation()
         self._graph: Any = None
         self._weights: JitWeights | None = None
-        self.recipes: dict[str, Recipe] = {}
+        self.recipes: dict[str, Recipe] = {}  # of initializers that are not the parameters of their names
 
     @property
     def running(self) -> tuple[str, ...]:
