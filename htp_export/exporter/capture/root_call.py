@@ -18,6 +18,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+import torch
+
 from htp_export.errors import described
 from htp_export.exporter.capture.modules import Before
 from htp_export.exporter.capture.torchscript_internals import flattened, numbers_as_tensors
@@ -160,7 +162,6 @@ def _changed_meaning(model: Any, call: FormattedCall, as_passed: GivenCall, befo
 
 def _equal(theirs: list[Any], ours: list[Any]) -> bool:
     """Whether two results are the same, but for types and rounding."""
-    import torch
 
     def wide(tensor: Any) -> Any:
         return tensor.dequantize() if tensor.is_quantized else tensor.to(torch.complex128)
@@ -182,8 +183,6 @@ def _refused(result: Any) -> bool:
 
 def _traceable(value: Any) -> bool:
     """Whether the tracer takes a value among inputs and outputs, and gives it on as it is."""
-    import torch
-
     if isinstance(value, Mapping):
         return isinstance(value, dict) and all(map(_traceable, value.values()))
     if isinstance(value, (tuple, list)):
@@ -193,8 +192,6 @@ def _traceable(value: Any) -> bool:
 
 def _tensors(value: Any) -> Iterator[Any]:
     """Every tensor in a structure, attributes of objects (transformers' caches) included, in order."""
-    import torch
-
     for _, leaf in named_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf

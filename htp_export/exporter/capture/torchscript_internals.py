@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
+
 CONSTANTS = frozenset({"prim::Constant", "onnx::Constant"})
 CONTROL_FLOW = frozenset({"onnx::If", "onnx::Loop", "onnx::Scan"})
 # Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large as another.
@@ -34,8 +36,6 @@ def usual_name(kind: str) -> str:
 
     It does so at the end of every trace, and whenever it compiles a function; so one is compiled.
     """
-    import torch
-
     name = kind.removeprefix("aten::")
     if name == kind or not name.isidentifier():
         return kind
@@ -53,23 +53,17 @@ def usual_name(kind: str) -> str:
 
 def tracing_state() -> Any:
     """The state of the TorchScript trace that runs in this thread; None where none does."""
-    import torch
-
     return torch._C._get_tracing_state()
 
 
 def flattened(value: Any) -> list[Any]:
     """The tensors of arguments or results as the tracer takes them, numbers and flags too; or a `RuntimeError`."""
-    import torch
-
     tensors, _ = torch._C._jit_flatten(value)
     return list(tensors)
 
 
 def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments as the TorchScript tracer passes them on, or refuses them: numbers and flags are tensors."""
-    import torch
-
     tensors, structure = torch._C._jit_flatten(arguments)
     changed: tuple[Any, ...] = torch._C._jit_unflatten(tensors, structure)
     return changed
@@ -77,8 +71,6 @@ def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def state_names(model: Any) -> frozenset[str]:
     """Names of the parameters and buffers that a traced graph of this model takes as inputs, shared ones once."""
-    import torch
-
     if not isinstance(model, torch.nn.Module):
         return frozenset()
     # With its tensors as they are: a quantized model holds more than tensors, which cannot be detached.
@@ -117,8 +109,6 @@ def out_of_place(kind: str) -> str:
 
 
 def _schemas(kind: str) -> list[Any]:
-    import torch
-
     schemas: list[Any] = torch._C._jit_get_schemas_for_operator(kind) if kind.startswith("aten::") else []
     return schemas
 
@@ -142,8 +132,6 @@ def scope_names(paths: dict[int, str]) -> dict[str, str]:
 
     ``paths`` has the paths by ``id(module.__dict__)``.
     """
-    import torch
-
     modules = torch.jit._trace._trace_module_map or {}
     scopes = ((module, name) for module, name in modules.items() if module != _TRACED_ROOT)
     return {paths.get(id(module.__dict__), ""): name for module, name in scopes}
@@ -151,8 +139,6 @@ def scope_names(paths: dict[int, str]) -> dict[str, str]:
 
 def is_listed(module: Any) -> bool:
     """Whether the tracer of the running export listed a module when it began: only then it opens a scope for it."""
-    import torch
-
     return module in (torch.jit._trace._trace_module_map or {})
 
 
@@ -182,8 +168,6 @@ def next_number() -> int:
 
 def is_script_method(forward: Any) -> bool:
     """Whether a module's ``forward`` is scripted: then the tracer opens no scope for it."""
-    import torch
-
     return isinstance(forward, torch._C.ScriptMethod)
 
 
@@ -193,8 +177,6 @@ def traced_number(*tensor: Any) -> int | None:
     The tracer names a value that has no name yet by the variable that holds it in the frame that asks, or in the next
     one. Here that variable holds a tuple, and in the next frame there is none: values keep the names that torch gives.
     """
-    import torch
-
     try:
         return int(torch._C._get_value_trace(*tensor).unique())  # type: ignore[attr-defined]
     except RuntimeError:  # a parameter that is none of the model's: the tracer takes it for no constant
@@ -207,8 +189,6 @@ def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
     What computed the first ones is removed, unless something else reads it: exporters would merge it with what computes
     the second ones, and keep the scopes of the first. Pairs are in the order of computation.
     """
-    import torch
-
     if tracing_state() is None:
         return
     removed: set[int] = set()
