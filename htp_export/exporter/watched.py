@@ -35,7 +35,7 @@ IR_VERSION = 10  # the first with metadata on nodes
 
 @dataclass(frozen=True)
 class Captured:
-    """What was captured of one model; it does not hold the model."""
+    """What is known of one model for its tags; as of a capture that goes on later, it does not hold the model."""
 
     capture: DynamoCapture
     hierarchy: Hierarchy | None  # the model's module tree; None if only the modules that ran are known

@@ -141,6 +141,15 @@ def test_parts_are_the_bytes_that_torch_writes(
     assert parts.getvalue() == plain.getvalue()
 
 
+def test_a_conjugated_weight_is_left_to_torch() -> None:
+    weight = torch.ones(400, 400, dtype=torch.complex64).conj()  # torch gives no other view of its bytes
+    value = ir.Value(name="w", const_value=ir.tensor_adapters.TorchTensor(weight, name="w"))
+    before = value.const_value
+    model = ir.Model(ir.Graph([], [], nodes=[], initializers=[value], name="g"), ir_version=10)
+    with saving.written_in_parts(model):
+        assert value.const_value is before
+
+
 @LINUX
 def test_ranges_of_memory_are_known_by_their_file(tmp_path: Path) -> None:
     file = saved_state(tmp_path)
