@@ -28,9 +28,8 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.place.placed import Crossing, DeviceUse, Misplaced, Placed, PlacedModule, Placement
     from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
     from htp_export.capabilities.prune.pruned import Pruned, PrunedModule
-    from htp_export.capabilities.quantize.checking import Check
     from htp_export.capabilities.quantize.plan_exporting import PlanFile
-    from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
+    from htp_export.capabilities.quantize.quantized import Check, Quantized, QuantizedModule
     from htp_export.capabilities.rename.naming import Named
     from htp_export.capabilities.search.search_results import Search, Trial
     from htp_export.capabilities.search.sensitivity_results import ModuleSensitivity, Sensitivity
