@@ -12,8 +12,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.cost.result import Cost
     from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference
     from htp_export.capabilities.extract.extraction import Extraction, Splice
-    from htp_export.capabilities.fingerprint.blocks import Block
-    from htp_export.capabilities.fingerprint.families import Fingerprint
+    from htp_export.capabilities.fingerprint.families import Block, Fingerprint
     from htp_export.capabilities.forensics.finding import Finding, Forensics
     from htp_export.capabilities.functions.inlining import Inlined
     from htp_export.capabilities.functions.nesting import Nested
