@@ -19,7 +19,7 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.model.tensor_names import rename
 from htp_export.shapes.operator_kinds import subgraphs
 

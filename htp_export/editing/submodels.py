@@ -15,7 +15,7 @@ import onnx_ir as ir
 from htp_export.editing.editing import take_place
 from htp_export.format import tags
 from htp_export.format.recipes import step
-from htp_export.model.content_hash import same_numbers
+from htp_export.model.hashes import same_numbers
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.recipes import known_beginning, recipe_of, recorded
 from htp_export.model.regions import all_values, twins_of

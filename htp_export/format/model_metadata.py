@@ -1,10 +1,13 @@
-"""What the model's metadata says of its modules, written and read in one place; see ``docs/format.md``."""
+"""What the model's metadata says of its modules, taps, adapters and steps, in one place; see ``docs/format.md``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
@@ -58,3 +61,157 @@ def read_contamination(metadata: Mapping[str, str]) -> set[tuple[str, str, bool]
         return {(str(path), str(name), bool(leaves)) for path, name, leaves in listed}
     except (ValueError, TypeError, RecursionError):
         return set()
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One output that was added to a file.
+
+    Attributes:
+        places: The sides of modules that it gives: ``encoder.layer.0:out``.
+        made: Names of the tensors that only it needs, its own among them.
+    """
+
+    places: tuple[str, ...]
+    made: tuple[str, ...]
+
+
+def taps_from_json(text: str) -> dict[str, Tap]:
+    """Parse the value of ``htp.taps``: output → what it is; a ValueError if it is not as described.
+
+    Examples:
+        >>> taps_from_json('{"h":{"places":["fc:out"],"made":["h"]}}')
+        {'h': Tap(places=('fc:out',), made=('h',))}
+    """
+    listed = tags.json_object(tags.TAPS, text, "outputs with places")
+    try:
+        return {
+            name: Tap(tuple(map(str, entry["places"])), tuple(map(str, entry["made"])))
+            for name, entry in listed.items()
+        }
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{tags.TAPS} is not a JSON object of outputs with places: {error}") from error
+
+
+def write_taps(metadata: MutableMapping[str, str], taps: Mapping[str, Tap]) -> None:
+    """Write which outputs are taps; no entry if there are none."""
+    metadata.pop(tags.TAPS, None)
+    if taps:
+        entries = {name: asdict(tap) for name, tap in taps.items()}
+        metadata[tags.TAPS] = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)
+
+
+FACTORS = ("A", "B")
+
+
+def factor_module(path: str, factor: str) -> str:
+    """The path of the module that computes the product with a factor.
+
+    Examples:
+        >>> factor_module("encoder.fc", "A"), factor_module("", "B")
+        ('encoder.fc.lora_A', 'lora_B')
+    """
+    return tags.below(path, f"lora_{factor}")
+
+
+def read_lora(metadata: Mapping[str, str]) -> dict[str, float]:
+    """Module path → the factor by which its low-rank product is multiplied; empty if there are no such modules.
+
+    Examples:
+        >>> read_lora({"htp.lora": '{"fc":{"scaling":2.0}}'})
+        {'fc': 2.0}
+    """
+    try:
+        listed = json.loads(metadata.get(tags.LORA, "{}"))
+        return {str(path): float(entry["scaling"]) for path, entry in listed.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{tags.LORA} is not a JSON object of modules and their scaling: {error}") from error
+
+
+def write_lora(metadata: MutableMapping[str, str], layers: Mapping[str, float]) -> None:
+    """Write what `read_lora` reads; no entry if there are no such modules."""
+    metadata.pop(tags.LORA, None)
+    if layers:
+        entries = {path: {"scaling": scaling} for path, scaling in layers.items()}
+        metadata[tags.LORA] = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)
+
+
+def lora_modules(metadata: Mapping[str, str]) -> set[str]:
+    """The paths of the modules that were inserted for adapters; empty if the metadata cannot be read."""
+    try:
+        return {factor_module(path, factor) for path in read_lora(metadata) for factor in FACTORS}
+    except ValueError:
+        return set()
+
+
+def read_placement(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Name of a session configuration entry → its value; empty if the model says none.
+
+    Examples:
+        >>> metadata: dict[str, str] = {}
+        >>> write_placement(metadata, {"session.layer_assignment_settings": "gpu(=gpu)"})
+        >>> read_placement(metadata)
+        {'session.layer_assignment_settings': 'gpu(=gpu)'}
+    """
+    try:
+        listed = json.loads(metadata.get(tags.PLACEMENT, "{}"))
+        return {str(name): str(value) for name, value in listed.items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{tags.PLACEMENT} is not a JSON object of session configuration entries: {error}") from error
+
+
+def write_placement(metadata: MutableMapping[str, str], entries: Mapping[str, str]) -> None:
+    """Write the entries, in place of those that were there."""
+    metadata[tags.PLACEMENT] = json.dumps(dict(entries))
+
+
+@dataclass(frozen=True)
+class ProvenanceNote:
+    """One step that ran.
+
+    Attributes:
+        step: Its name.
+        options: Its options, as far as JSON can hold them; see `described_options`.
+        input: The hash of the model that it was given, see `content_hash`.
+        output: The hash of the model that it made; of a check, that of the model that it was given.
+        files: Each option that names a file → the SHA-256 of the file.
+        versions: The packages that took part → their versions.
+    """
+
+    step: str
+    options: Mapping[str, Any]
+    input: str
+    output: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The note as plain data, for JSON."""
+        return asdict(self)
+
+
+def read_provenance(metadata: Mapping[str, str]) -> tuple[ProvenanceNote, ...]:
+    """The steps that a model's metadata names, in order; empty if it names none.
+
+    Examples:
+        >>> metadata: dict[str, str] = {}
+        >>> write_provenance(metadata, [ProvenanceNote("optimize", {"level": "exact"}, "sha256:0", "sha256:1")])
+        >>> read_provenance(metadata)[0].options
+        {'level': 'exact'}
+    """
+    if tags.PROVENANCE not in metadata:
+        return ()
+    try:
+        listed = json.loads(metadata[tags.PROVENANCE])
+        notes = tuple(ProvenanceNote(**entry) for entry in listed)
+        if not all(isinstance(note.step, str) and isinstance(note.options, dict) for note in notes):
+            raise ValueError("a step has a name and options")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"its metadata {tags.PROVENANCE!r} cannot be read: {error}") from error
+    return notes
+
+
+def write_provenance(metadata: MutableMapping[str, str], notes: Sequence[ProvenanceNote]) -> None:
+    """Write the steps that made a model, in place of those that it had."""
+    listed = [note.to_dict() for note in notes]
+    metadata[tags.PROVENANCE] = json.dumps(listed, separators=(",", ":"), ensure_ascii=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from htp_export.format import tags
-from htp_export.format.module_paths import module_paths
+from htp_export.format.hierarchy import module_paths
 
 if TYPE_CHECKING:
     from torch import nn

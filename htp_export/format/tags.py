@@ -9,8 +9,32 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from enum import StrEnum
 from functools import lru_cache
 from typing import Any
+
+
+class Reason(StrEnum):
+    """How the owners of a node are known."""
+
+    # from the capture of an export
+    SCOPE = "scope"
+    SHARED = "shared"
+    FUSED = "fused"
+    FLOW = "flow"
+    PARAMETERS = "parameters"
+    # from what was done to the model
+    FUNCTION = "function"
+    SPLICED = "spliced"
+    # from `carry`
+    TENSOR = "tensor"
+    NODE = "node"
+    INITIALIZER = "initializer"
+    VALUES = "values"
+    REGION = "region"
+    INSERTED = "inserted"
+    UNKNOWN = "unknown"
+
 
 VERSION = "1"
 

@@ -16,10 +16,9 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.reasons import Reason
-from htp_export.format.taps import Tap
-from htp_export.model.boundaries import OUTSIDE, Boundaries, runs_below
-from htp_export.model.dependence import input_dependent_values
+from htp_export.format.model_metadata import Tap
+from htp_export.format.tags import Reason
+from htp_export.model.boundaries import OUTSIDE, Boundaries, input_dependent_values, runs_below
 from htp_export.shapes.operator_kinds import RANDOM, subgraphs
 
 

@@ -23,10 +23,10 @@ from htp_export.files.written_check import made_from
 from htp_export.format import selectors, tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.model_metadata import Tap, taps_from_json
 from htp_export.format.parameters import Declared, ModuleParameters, declared, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
-from htp_export.format.taps import Tap, taps_from_json
-from htp_export.format.torch_scopes import scopes_of
+from htp_export.format.torch_metadata import scopes_of
 from htp_export.model.module_tensors import ModuleTensor, chosen_tensors, tensors_of
 from htp_export.model.regions import GraphIndex, Region, all_nodes, named_values
 from htp_export.process.argument_types import checks_arguments

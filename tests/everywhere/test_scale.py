@@ -32,9 +32,9 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.hashes import Hasher
 from htp_export.model.module_facts import contents_of
 from htp_export.model.neighbours import replace_inputs
-from htp_export.model.structural_hash import Hasher
 from htp_export.model.tensor_names import UsedNames
 from htp_export.process.garbage_collection import rare_collections
 from tools import scale

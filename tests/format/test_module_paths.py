@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.module_paths import module_paths
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo, module_paths
 from htp_export.format.parameters import parameters_of
 from tests.exporting import BOTH, exported
 from tests.nets import spread, x

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from htp_export.capabilities.carry.backwards import go_backwards
 from htp_export.capabilities.carry.counterparts import LOOK_BACK, Counterparts, repeats
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import base_op, moves, resembles
 
 if TYPE_CHECKING:

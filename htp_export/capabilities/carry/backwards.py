@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from htp_export.capabilities.carry.counterparts import LOOK_BACK, Counterparts
 from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import COMMUTATIVE, IN_PLACE, base_op, moves
 
 

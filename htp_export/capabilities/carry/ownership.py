@@ -11,7 +11,7 @@ from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode, summarize
 from htp_export.capabilities.carry.replaced_nodes import ReplacedNodes, replaced_nodes
 from htp_export.format.call_tree import CallTree, NodeCalls
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.model.tagged import TaggedModel
 
 

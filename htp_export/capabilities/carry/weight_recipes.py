@@ -11,7 +11,7 @@ from htp_export.capabilities.carry.stored_weights import holds_numbers
 from htp_export.errors import FileError
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_to_text, step
-from htp_export.model.content_hash import array_hash, is_filled, same_numbers
+from htp_export.model.hashes import array_hash, is_filled, same_numbers
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import known_beginning, merged, recipe_of, recorded
 from htp_export.shapes.operator_kinds import is_standard

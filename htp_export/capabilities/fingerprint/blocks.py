@@ -15,10 +15,10 @@ import onnx_ir as ir
 
 from htp_export.capabilities.fingerprint.features import model_inputs
 from htp_export.format import tags
-from htp_export.model.dependence import dependence, reads_and_results
+from htp_export.model.boundaries import dependence, reads_and_results
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.hashes import Hasher
 from htp_export.model.regions import Region
-from htp_export.model.structural_hash import Hasher
 
 _LEAST_NODES = 3  # of a module
 _LEAST_IN_PIECES = 5

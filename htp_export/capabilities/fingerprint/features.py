@@ -10,7 +10,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from htp_export.capabilities.fingerprint.attention import MIXING, attention_kinds
-from htp_export.model.dependence import dependence, reads_and_results
+from htp_export.model.boundaries import dependence, reads_and_results
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.neighbours import producer_of
 from htp_export.model.tagged import TaggedModel

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from htp_export.capabilities.forensics.finding import KINDS
-from htp_export.model.groups import Groups
+from htp_export.model.neighbours import Groups
 from htp_export.shapes.operator_kinds import RESHAPING
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from htp_export.editing.editing import stand_in, take_place
 from htp_export.editing.submodels import remove_unused
-from htp_export.model.dependence import dependence, reads_and_results
+from htp_export.model.boundaries import dependence, reads_and_results
 from htp_export.shapes.operator_kinds import is_standard
 
 __all__ = ["release_ranges"]

@@ -23,10 +23,9 @@ from htp_export.model.tensor_names import Names
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of
-from htp_export.weights.parameter_places import places_in
+from htp_export.weights.parameter_places import WeightSources, places_in
 from htp_export.weights.products import Product, changed_when_written, products_of, readers_of, weight_place
 from htp_export.weights.rebuilding import remade
-from htp_export.weights.weight_sources import WeightSources
 
 __all__ = ["add_to_weights", "check_sizes", "replace_parameters"]
 

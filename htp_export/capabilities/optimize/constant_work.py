@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.declining import decline
 from htp_export.editing.editing import Array, bytes_of, is_constant
-from htp_export.model.groups import connected
+from htp_export.model.neighbours import connected
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
 from htp_export.shapes.operator_kinds import RANDOM, subgraphs, with_subgraphs
 from htp_export.shapes.sizes import product

@@ -8,7 +8,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from htp_export.format.provenance_notes import ProvenanceNote
+from htp_export.format.model_metadata import ProvenanceNote
 from htp_export.model.tagged import HoldsModel
 from htp_export.results.columns import Column
 from htp_export.results.result import PlainData, Table

@@ -16,7 +16,7 @@ from htp_export.capabilities.place.placed import Misplaced, Placement, placed_mo
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError, OnnxRuntimeError
 from htp_export.files.filesystem import temporary_folder
-from htp_export.format.placement_entries import read_placement
+from htp_export.format.model_metadata import read_placement
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import make_node_names_unique

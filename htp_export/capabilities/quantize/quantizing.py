@@ -20,8 +20,8 @@ from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModul
 from htp_export.capabilities.quantize.serving import Serving
 from htp_export.capabilities.quantize.stored_weights import checkpoint_precision, with_numbers
 from htp_export.capabilities.quantize.work import Validation, Work
+from htp_export.editing.editing import raised
 from htp_export.editing.flattening import read_flat
-from htp_export.editing.opsets import raised
 from htp_export.errors import HtpExportError, InputError, ToolError, described
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target, files_named_in

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Node, Operation, Record
 from htp_export.exporter.owners.flow import Flow, calls_sharing, relocate_operations
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 
 Calls = frozenset[int]
 _NOBODY: Calls = frozenset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from htp_export.exporter.capture.calls import NO_CALL, Key, Node, Operation, Record
-from htp_export.model.dependence import dependence
+from htp_export.model.boundaries import dependence
 
 
 def varying(steps: list[Operation] | list[Node], inputs: set[Key]) -> set[Key]:
