@@ -46,7 +46,7 @@ class Records:
     def to_json(self) -> str:
         """What is written: the order only where it is another one."""
         written = {"calls": self.calls, **({"order": self.order} if self.order else {})}
-        return json.dumps(written, separators=(",", ":"), ensure_ascii=False)
+        return tags.json_text(written)
 
     @classmethod
     def from_json(cls, text: str) -> Records:

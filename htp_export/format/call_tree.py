@@ -6,7 +6,6 @@ know in which call something ran asks here.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,14 +24,13 @@ class LinkedSet(AbstractSet[T]):
     """A set that holds only what another one, its rest, has not, and a reference to that one.
 
     The sets of all modules around a module, for all modules of a tree, take memory for each module once. As frozensets
-    they take it for each pair of modules: 260 MB in a tree of 2,000 levels. What set
-    operations give is a frozenset, except for an intersection of sets with a common rest.
+    they take it for each pair of modules: 260 MB in a tree of 2,000 levels. What set operations give is a frozenset.
 
     Examples:
         >>> outer = LinkedSet(["encoder", ""])
         >>> inner = LinkedSet(["encoder.fc", ""], outer)
-        >>> list(inner), "encoder" in inner, inner == {"", "encoder", "encoder.fc"}, (inner & outer) is outer
-        (['encoder.fc', 'encoder', ''], True, True, True)
+        >>> list(inner), "encoder" in inner, inner == {"", "encoder", "encoder.fc"}
+        (['encoder.fc', 'encoder', ''], True, True)
     """
 
     __slots__ = ("__weakref__", "_hash_value", "_own", "_rest", "_size")
@@ -43,12 +41,6 @@ class LinkedSet(AbstractSet[T]):
         self._rest = rest
         self._size = len(self._own) + len(known)
         self._hash_value = hash(frozenset(self._own)) ^ (0 if rest is None else hash(rest))
-
-    def _links(self) -> Iterator[LinkedSet[T]]:
-        link: LinkedSet[T] | None = self
-        while link is not None:
-            yield link
-            link = link._rest
 
     def __iter__(self) -> Iterator[T]:
         elements: list[T] = []
@@ -69,16 +61,6 @@ class LinkedSet(AbstractSet[T]):
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, AbstractSet) and frozenset(self) == frozenset(other))
-
-    def __and__(self, other: AbstractSet[Any]) -> AbstractSet[T]:
-        if not isinstance(other, LinkedSet):
-            return frozenset(self).intersection(other)
-        links = {id(link) for link in other._links()}
-        rest = next((link for link in self._links() if id(link) in links), None)
-        if rest is self or rest is other:
-            return rest
-        own, others = (frozenset(each) for each in (self, other))
-        return LinkedSet(own & others, rest)
 
     def isdisjoint(self, other: Iterable[Any]) -> bool:
         """Whether no element is in both."""
@@ -241,7 +223,7 @@ class CallTree:
                     None if caller is None else caller.call if caller.path == near else [caller.path, caller.call]
                     for caller in callers
                 ]
-        return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
+        return tags.json_text(plain)
 
     def among(self, hierarchy: Hierarchy) -> CallTree:
         """Return the calls of the modules that another tree has, too."""
@@ -371,7 +353,7 @@ class CallTree:
         listed: defaultdict[str, list[int]] = defaultdict(list)
         for call in work.calls:
             listed[call.path].append(call.call)
-        return json.dumps(listed, separators=(",", ":"), ensure_ascii=False)
+        return tags.json_text(listed)
 
     def encode_merged_calls(self, owners: tuple[str, ...], nodes: Iterable[tuple[tuple[str, ...], str]]) -> str:
         """Return the encoded calls of a node that does the work of several, by owners and encoded calls of each."""

@@ -6,7 +6,6 @@ It is read from an ``nn.Module`` and written into ONNX files as ``htp.modules``;
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -159,7 +158,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
                 entries[module.path]["name"] = module.torch_name
             if module.synthetic:
                 entries[module.path]["synthetic"] = True
-        return json.dumps(entries, separators=(",", ":"))
+        return tags.json_text(entries)
 
     def with_results(
         self,

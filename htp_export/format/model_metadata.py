@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -13,6 +13,8 @@ from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.parameters import ModuleParameters, parameters_to_json
 from htp_export.format.signatures import Signature, signatures_to_json
+
+_T = TypeVar("_T")
 
 
 def write_model_metadata(
@@ -44,9 +46,24 @@ def write_model_metadata(
     if signatures:
         metadata[tags.SIGNATURES] = signatures_to_json(signatures)
     if contamination := list(contamination):
-        metadata[tags.CONTAMINATION] = json.dumps(contamination, separators=(",", ":"))
+        metadata[tags.CONTAMINATION] = tags.json_text(contamination)
     if parameters is not None:
         metadata[tags.PARAMETERS] = parameters_to_json(parameters)
+
+
+def _parsed(key: str, text: str | None, of: str, parse: Callable[[Any], _T]) -> _T:
+    """What is written under a key, an empty object where nothing is; a ValueError if it is not as described."""
+    try:
+        return parse(json.loads(text or "{}"))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{key} is not a JSON object of {of}: {error}") from error
+
+
+def _write(metadata: MutableMapping[str, str], key: str, entries: Mapping[str, Any]) -> None:
+    """Write entries in place of those that were there; no key if there are none."""
+    metadata.pop(key, None)
+    if entries:
+        metadata[key] = tags.json_text(entries)
 
 
 def read_contamination(metadata: Mapping[str, str]) -> set[tuple[str, str, bool]]:
@@ -83,22 +100,18 @@ def taps_from_json(text: str) -> dict[str, Tap]:
         >>> taps_from_json('{"h":{"places":["fc:out"],"made":["h"]}}')
         {'h': Tap(places=('fc:out',), made=('h',))}
     """
-    listed = tags.json_object(tags.TAPS, text, "outputs with places")
-    try:
-        return {
-            name: Tap(tuple(map(str, entry["places"])), tuple(map(str, entry["made"])))
-            for name, entry in listed.items()
-        }
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{tags.TAPS} is not a JSON object of outputs with places: {error}") from error
+
+    def tap(entry: Any) -> Tap:
+        return Tap(tuple(map(str, entry["places"])), tuple(map(str, entry["made"])))
+
+    return _parsed(
+        tags.TAPS, text, "outputs with places", lambda listed: {name: tap(entry) for name, entry in listed.items()}
+    )
 
 
 def write_taps(metadata: MutableMapping[str, str], taps: Mapping[str, Tap]) -> None:
     """Write which outputs are taps; no entry if there are none."""
-    metadata.pop(tags.TAPS, None)
-    if taps:
-        entries = {name: asdict(tap) for name, tap in taps.items()}
-        metadata[tags.TAPS] = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)
+    _write(metadata, tags.TAPS, {name: asdict(tap) for name, tap in taps.items()})
 
 
 FACTORS = ("A", "B")
@@ -121,19 +134,16 @@ def read_lora(metadata: Mapping[str, str]) -> dict[str, float]:
         >>> read_lora({"htp.lora": '{"fc":{"scaling":2.0}}'})
         {'fc': 2.0}
     """
-    try:
-        listed = json.loads(metadata.get(tags.LORA, "{}"))
+
+    def factors(listed: Any) -> dict[str, float]:
         return {str(path): float(entry["scaling"]) for path, entry in listed.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{tags.LORA} is not a JSON object of modules and their scaling: {error}") from error
+
+    return _parsed(tags.LORA, metadata.get(tags.LORA), "modules and their scaling", factors)
 
 
 def write_lora(metadata: MutableMapping[str, str], layers: Mapping[str, float]) -> None:
     """Write what `read_lora` reads; no entry if there are no such modules."""
-    metadata.pop(tags.LORA, None)
-    if layers:
-        entries = {path: {"scaling": scaling} for path, scaling in layers.items()}
-        metadata[tags.LORA] = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)
+    _write(metadata, tags.LORA, {path: {"scaling": scaling} for path, scaling in layers.items()})
 
 
 def lora_modules(metadata: Mapping[str, str]) -> set[str]:
@@ -153,16 +163,16 @@ def read_placement(metadata: Mapping[str, str]) -> dict[str, str]:
         >>> read_placement(metadata)
         {'session.layer_assignment_settings': 'gpu(=gpu)'}
     """
-    try:
-        listed = json.loads(metadata.get(tags.PLACEMENT, "{}"))
+
+    def entries(listed: Any) -> dict[str, str]:
         return {str(name): str(value) for name, value in listed.items()}
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{tags.PLACEMENT} is not a JSON object of session configuration entries: {error}") from error
+
+    return _parsed(tags.PLACEMENT, metadata.get(tags.PLACEMENT), "session configuration entries", entries)
 
 
 def write_placement(metadata: MutableMapping[str, str], entries: Mapping[str, str]) -> None:
     """Write the entries, in place of those that were there."""
-    metadata[tags.PLACEMENT] = json.dumps(dict(entries))
+    _write(metadata, tags.PLACEMENT, entries)
 
 
 @dataclass(frozen=True)
@@ -213,5 +223,4 @@ def read_provenance(metadata: Mapping[str, str]) -> tuple[ProvenanceNote, ...]:
 
 def write_provenance(metadata: MutableMapping[str, str], notes: Sequence[ProvenanceNote]) -> None:
     """Write the steps that made a model, in place of those that it had."""
-    listed = [note.to_dict() for note in notes]
-    metadata[tags.PROVENANCE] = json.dumps(listed, separators=(",", ":"), ensure_ascii=False)
+    metadata[tags.PROVENANCE] = tags.json_text([note.to_dict() for note in notes])

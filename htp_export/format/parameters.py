@@ -6,7 +6,6 @@ is folded into its convolution, and equal tensors are merged. See ``docs/format.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -92,7 +91,7 @@ def parameters_to_json(parameters: Mapping[str, ModuleParameters]) -> str:
             first = module.tied.get(name)
             plain[path][name] = first if first in written and first is not None else list(shape)
             written.add(tags.below(path, name))
-    return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
+    return tags.json_text(plain)
 
 
 def parameters_from_json(text: str) -> dict[str, ModuleParameters]:

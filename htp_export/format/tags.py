@@ -228,6 +228,11 @@ def _namespace(path: str, called: Collection[str], levels: dict[str, str]) -> st
     return space
 
 
+def json_text(content: Any) -> str:
+    """The value of a key of metadata that is JSON: without spaces."""
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+
+
 def json_object(key: str, text: str, of: str) -> dict[str, Any]:
     """Parse the value of a key of a model's metadata that is a JSON object; a `ValueError` for anything else."""
     try:
@@ -296,7 +301,7 @@ def node_tags(owners: Sequence[str], reason: str, called: Collection[str], calls
     if not reason:
         del entry[REASON]
     if len(owners) > 1:
-        entry[OWNERS] = json.dumps(owners, separators=(",", ":"), ensure_ascii=False)
+        entry[OWNERS] = json_text(owners)
     write_calls(entry, calls)
     return entry
 
