@@ -34,8 +34,8 @@ def add_constant(graph: ir.Graph, array: Array, name: str, recipe: Recipe = CONS
 
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str, recipe: Recipe) -> ir.Value:
-    """The same of a tensor."""
-    if tensor.dtype.is_floating_point():
+    """The same of a tensor; integers without a recipe are constants."""
+    if tensor.dtype.is_floating_point() or recipe != CONSTANT:
         tensor = recorded(tensor, recipe)
     shape = ir.Shape(tensor.shape.numpy())
     value = ir.Value(name=_unique(graph, name), shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)

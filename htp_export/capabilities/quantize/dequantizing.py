@@ -15,7 +15,7 @@ import onnx_ir as ir
 from htp_export.editing.editing import add_initializer
 from htp_export.editing.submodels import remove_unused
 from htp_export.format.recipes import Recipe, step
-from htp_export.model.recipes import recipe_of, recorded
+from htp_export.model.recipes import recipe_of
 from htp_export.weights.rebuilding import unpacked
 
 FIRST_BLOCKS = 21
@@ -84,4 +84,4 @@ def _register(graph: ir.Graph, of: ir.Value, tensor: ir.Tensor[Any], recipe: Rec
     name = f"{of.name}_rows"
     if name in graph.initializers:
         return graph.initializers[name]
-    return add_initializer(graph, recorded(tensor, recipe), name, recipe)
+    return add_initializer(graph, tensor, name, recipe)

@@ -16,7 +16,7 @@ from htp_export.capabilities.optimize.constant_work import (
 from htp_export.capabilities.optimize.declining import decline
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
-from htp_export.format.recipes import Recipe
+from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.recipes import follow, lift_constants
 from htp_export.shapes.operator_kinds import RESHAPING, is_standard, subgraphs
 from htp_export.shapes.symbolic import Symbolic
@@ -131,7 +131,8 @@ def _keep(
 def _store(
     graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol, growth: int, recipes: Mapping[ir.Value, Recipe]
 ) -> bool:
-    stored = add_initializer(graph, tensor, str(value.name), recipes.get(value) or ["computed", "constant folding"])
+    recipe = recipes.get(value) or ["computed", "constant folding"]
+    stored = add_initializer(graph, tensor, str(value.name), recipe if tensor.dtype.is_floating_point() else CONSTANT)
     if growth:
         stored.meta[GROWTH] = growth
     return stand_in(value, stored)
