@@ -20,7 +20,7 @@ from htp_export.model.neighbours import replace_inputs
 from htp_export.model.recipes import known_beginning, recipe_of, recorded
 from htp_export.model.regions import all_values, twins_of
 from htp_export.model.tensor_names import Names, UsedNames, rename
-from htp_export.shapes.operator_kinds import subgraphs
+from htp_export.shapes.operator_kinds import with_subgraphs
 from htp_export.shapes.symbolic import Symbolic
 
 _MOST_BITS = 8  # of the elements of a quantized tensor
@@ -209,7 +209,7 @@ def remove_unused(values: Iterable[ir.Value], among: Container[ir.Node] | None =
             if any(other.uses() or other.is_graph_output() for other in node.outputs):
                 continue
             node.graph.remove(node)
-            for each in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
+            for each in with_subgraphs(node):
                 waiting += [read for read in each.inputs if read is not None]
                 each.resize_inputs(0)
         elif value.is_initializer() and not value.is_graph_input() and value.graph is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -262,19 +262,15 @@ class Hasher:
     def __init__(self, facts: GraphFacts) -> None:
         self._facts = facts
         self._own: dict[ir.Node, str] = {}
-        self._inputs: dict[ir.Node, tuple[tuple[ir.Value | None, str], ...]] = {}
-        self._leaves: dict[ir.Value, str] = {}
+        self._leaves: dict[ir.Value | None, str] = {None: "-"}
 
     def part(self, nodes: Sequence[ir.Node]) -> str:
         """The hash of a part of a graph, whose nodes come after those that they read."""
         below: dict[ir.Value | None, str] = {}
         members = frozenset(nodes)
         for node in nodes:
-            read = [
-                below.get(value) or (_LATER if value is not None and value.producer() in members else leaf)
-                for value, leaf in self.inputs(node)
-            ]
-            digest = _digest((self.node(node), *read))
+            read = [below.get(value) or self._entering(value, members) for value in node.inputs]
+            digest = _digest((self._node(node), *read))
             for place, value in enumerate(node.outputs):
                 below[value] = f"{digest}.{place}"
         return _digest(sorted(below.values()))
@@ -284,7 +280,7 @@ class Hasher:
         index = self._facts.tagged.index
         return self.part(index.below.get(path, ()) if path else index.nodes)
 
-    def node(self, node: ir.Node) -> str:
+    def _node(self, node: ir.Node) -> str:
         """The hash of what a node does to whatever it reads."""
         if node not in self._own:
             written = sorted(item for item in node.attributes.items() if item[0] != "doc_string")
@@ -292,18 +288,13 @@ class Hasher:
             self._own[node] = _digest((node.domain, node.op_type, *settings))
         return self._own[node]
 
-    def inputs(self, node: ir.Node) -> Sequence[tuple[ir.Value | None, str]]:
-        """Each input of a node: the value, if a node computes it, and its text in a part without that node."""
-        if node not in self._inputs:
-            self._inputs[node] = tuple(self._input(value) for value in node.inputs)
-        return self._inputs[node]
-
-    def _input(self, value: ir.Value | None) -> tuple[ir.Value | None, str]:
-        if value is None:
-            return None, "-"
+    def _entering(self, value: ir.Value | None, members: Container[ir.Node | None]) -> str:
+        """The text of an input that no node before it in the part computes."""
+        if value is not None and value.producer() in members:
+            return _LATER
         if value not in self._leaves:
-            self._leaves[value] = self._leaf(value)
-        return value if value.producer() is not None else None, self._leaves[value]
+            self._leaves[value] = self._leaf(value)  # type: ignore[arg-type] # None is there
+        return self._leaves[value]
 
     def _leaf(self, value: ir.Value) -> str:
         """What enters: a weight by type and shape, a setting by its value, anything else as such."""

@@ -19,7 +19,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import Tap
 from htp_export.format.tags import Reason
 from htp_export.model.boundaries import OUTSIDE, Boundaries, input_dependent_values, runs_below
-from htp_export.shapes.operator_kinds import RANDOM, subgraphs
+from htp_export.shapes.operator_kinds import RANDOM, reads_of, subgraphs, with_subgraphs
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -155,13 +155,7 @@ class GraphIndex:
 
     def reads(self, node: ir.Node) -> Iterator[ir.Value]:
         """What a node reads of the graph that it is in, in its subgraphs too."""
-        yield from (value for value in node.inputs if value is not None)
-        for body in self.bodies.get(node, ()):
-            for inner in body.all_nodes():
-                yield from (value for value in inner.inputs if value is not None and value.graph is node.graph)
-                for deeper in self.bodies.get(inner, ()):
-                    yield from (value for value in deeper.outputs if value.graph is node.graph)
-            yield from (value for value in body.outputs if value.graph is node.graph)
+        return (value for value in reads_of(node) if value.graph is node.graph)
 
     def scopes(self, node: ir.Node) -> Iterator[ir.Node]:
         """The node, then the nodes whose subgraphs it lies in, innermost first."""
@@ -312,10 +306,7 @@ class Region:
     def _closure(self) -> list[int]:
         """The places of the nodes and of all that their subgraphs hold, whoever owns that, in order."""
         index = self._index
-        inner_nodes = (
-            inner for node in self.nodes for body in index.bodies.get(node, ()) for inner in body.all_nodes()
-        )
-        return sorted({index.place[node] for node in (*self.nodes, *inner_nodes)})
+        return sorted({index.place[inner] for node in self.nodes for inner in with_subgraphs(node)})
 
     @cached_property
     def _crossing(self) -> list[tuple[ir.Value, bool]]:
