@@ -44,12 +44,6 @@ def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
             yield from all_values(body)
 
 
-def named_values(graph: ir.Graph) -> dict[str, ir.Value]:
-    """The tensors of a graph by name, without those of its subgraphs: inputs, initializers, and what its nodes make."""
-    results = (value for node in graph for value in node.outputs)
-    return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *results) if value.name}
-
-
 class GraphIndex:
     """What one pass over a model tells about every region of it.
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from htp_export.errors import described
 from htp_export.shapes.known import Dims, Fact, Known, Operation, constant_tensor, objects, small_array, small_contents
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
-from htp_export.shapes.registry import rules_of
+from htp_export.shapes.operators import rules_of
 from htp_export.shapes.schemas import evaluated, inferred, type_source
 from htp_export.shapes.sizes import Dim, is_unnamed
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from htp_export.shapes.known import Contents, Dims, Known, Operation, Shape, objects, shape_of, unknown_dims
-from htp_export.shapes.registry import content_rule, shape_rule, type_rule
+from htp_export.shapes.operators import content_rule, shape_rule, type_rule
 from htp_export.shapes.sizes import is_natural, product
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.shapes.known import WHOLE, Contents, Dims, Known, Operation, Shape, objects, shape_of
-from htp_export.shapes.registry import ContentRule, content_rule, shape_rule, type_rule
+from htp_export.shapes.operators import ContentRule, content_rule, shape_rule, type_rule
 from htp_export.shapes.sizes import Dim, Size, divide, equal, is_natural, is_smaller_of
 
 _LIKE_FIRST = """

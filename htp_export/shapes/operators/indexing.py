@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized, shape_of
-from htp_export.shapes.registry import content_rule, shape_rule
+from htp_export.shapes.operators import content_rule, shape_rule
 from htp_export.shapes.sizes import Dim, Size, divide, is_natural, not_negative, smaller_of
 
 

@@ -18,8 +18,8 @@ from htp_export.shapes.known import (
     shape_of,
     unknown_dims,
 )
+from htp_export.shapes.operators import content_rule, shape_rule
 from htp_export.shapes.operators.elementwise import broadcast
-from htp_export.shapes.registry import content_rule, shape_rule
 from htp_export.shapes.sizes import Dim, divide, product
 
 

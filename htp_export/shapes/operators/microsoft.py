@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from htp_export.shapes.known import Dims, Known, Operation, shape_of
+from htp_export.shapes.operators import Rule, TypeRule, shape_rule, type_rule
 from htp_export.shapes.operators.elementwise import broadcast, like_first
-from htp_export.shapes.registry import Rule, TypeRule, shape_rule, type_rule
 from htp_export.shapes.sizes import divide
 
 _DOMAIN = "com.microsoft"

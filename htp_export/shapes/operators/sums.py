@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized, objects, shape_of
+from htp_export.shapes.operators import content_rule, shape_rule
 from htp_export.shapes.operators.elementwise import broadcast
-from htp_export.shapes.registry import content_rule, shape_rule
 from htp_export.shapes.sizes import Dim, divide, product
 
 _LARGEST_DENOMINATOR = 64
