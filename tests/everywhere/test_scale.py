@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -50,9 +51,13 @@ def test_a_tree_of_a_thousand_levels_is_drawn() -> None:
     assert lines[-1].startswith("… 999 levels └── m ")
 
 
+@functools.cache
+def nested_too_deep() -> htp_export.results.Nested:
+    return htp_export.functions(scale.deep(MOST_NESTED + 20), "**")
+
+
 def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat() -> None:
-    model = scale.deep(MOST_NESTED + 20)
-    nested = htp_export.functions(model, "**")
+    nested = nested_too_deep()
     assert len(nested.modules) == 2 * MOST_NESTED  # of both towers
     last = "a" + ".m" * MOST_NESTED
     assert last not in nested.modules
@@ -61,7 +66,10 @@ def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat() -> N
     assert set(too_deep.values()) == {"ONNX allows 100 functions inside one another"}
     onnx.checker.check_model(ir.to_proto(nested.model))  # it refuses deeper ones
     flat = htp_export.inline(nested.model).model
-    before = {node.name: (node.op_type, dict(node.metadata_props)) for node in ir.from_proto(model).graph}
+    before = {
+        node.name: (node.op_type, dict(node.metadata_props))
+        for node in ir.from_proto(scale.deep(MOST_NESTED + 20)).graph
+    }
     assert {node.name: (node.op_type, dict(node.metadata_props)) for node in flat.graph} == before
 
 
@@ -90,8 +98,7 @@ def test_functions_and_inline_do_not_walk_up_from_every_node(monkeypatch: pytest
 
 
 def test_weights_of_deep_modules_have_short_names_in_functions() -> None:
-    nested = htp_export.functions(scale.deep(MOST_NESTED + 20), "**")
-    for function in nested.model.functions.values():
+    for function in nested_too_deep().model.functions.values():
         names = [str(value.name) for value in function.inputs]
         assert len(set(names)) == len(names)
         assert max(map(len, names)) <= 128 + len("_100")
