@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -51,13 +50,11 @@ class Records:
     @classmethod
     def from_json(cls, text: str) -> Records:
         """What ``to_json`` wrote; a ValueError for something else."""
-        try:
-            written = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{tags.FUNCTIONS} is not JSON: {error}") from error
-        order = written.get("order", ()) if isinstance(written, dict) else None
-        if not isinstance(order, (list, tuple)) or not all(isinstance(place, int) for place in order):
-            raise ValueError(f"{tags.FUNCTIONS} is not a JSON object of calls and their order")
+        content = "calls and their order"
+        written = tags.json_object(tags.FUNCTIONS, text, content)
+        order = written.get("order", [])
+        if not isinstance(order, list) or not all(isinstance(place, int) for place in order):
+            raise ValueError(f"{tags.FUNCTIONS} is not a JSON object of {content}")
         return cls(entry_of(written, "calls"), order)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache
@@ -192,10 +192,7 @@ class CallTree:
         """
         if text is None:
             return cls(hierarchy)
-        content = "modules and the callers of their calls"
-        listed = tags.json_object(tags.CALLERS, text, content)
-        if not all(isinstance(calls, list) for calls in listed.values()):
-            raise ValueError(f"{tags.CALLERS} is not a JSON object of {content}")
+        listed = tags.json_object(tags.CALLERS, text, "modules and the callers of their calls", list)
         tree = cls(hierarchy, {})
         for path, calls in listed.items():
             callers = [tree._read(path, caller) for caller in calls]
@@ -363,27 +360,26 @@ class CallTree:
         """Return a call with what lies around it, which is linked to that of its caller."""
         if call in self._parts:
             return self._parts[call]
-        visited: dict[Instance, None] = {}
-        current: Instance | None = call
-        while current is not None and current not in visited and current not in self._parts:
-            visited[current] = None
-            current = self.caller(current)
-        around = None if current is None else self._parts.get(current)
-        if current in visited or (around is not None and not visited.keys().isdisjoint(around.running)):
-            self._parts[call] = self._extended(self._circle(call), None)
+        visited, end = self._callers_of(call, self._parts)
+        around = None if end is None else self._parts.get(end)
+        if end in visited or (around is not None and not visited.keys().isdisjoint(around.running)):
+            in_a_circle, _ = self._callers_of(call)  # files come from anywhere
+            self._parts[call] = self._extended([*in_a_circle], None)
             return self._parts[call]
         for inner in reversed(visited):
             around = self._parts[inner] = self._extended([inner], around)
         return self._parts[call]
 
-    def _circle(self, call: Instance) -> list[Instance]:
-        """Return a call and its callers, which go in a circle: files come from anywhere."""
+    def _callers_of(
+        self, call: Instance, known: Container[Instance] = ()
+    ) -> tuple[dict[Instance, None], Instance | None]:
+        """Return a call and its callers before a known one, or one of themselves; and that one."""
         visited: dict[Instance, None] = {}
         current: Instance | None = call
-        while current is not None and current not in visited:
+        while current is not None and current not in visited and current not in known:
             visited[current] = None
             current = self.caller(current)
-        return [*visited]
+        return visited, current
 
     def _extended(self, calls: Sequence[Instance], around: Part | None) -> Part:
         """Return calls, innermost first, and their modules, with those of their caller."""

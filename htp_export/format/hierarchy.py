@@ -245,13 +245,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
     def parent(self, path: str) -> str | None:
         """Return the nearest module above a path, which need not be a module itself; None above the root."""
-        if path in self._modules:
-            return self._parents[path]
         return tags.nearest_above(path, self._modules)
-
-    @cached_property
-    def _parents(self) -> dict[str, str | None]:
-        return {path: tags.nearest_above(path, self._modules) for path in self}
 
     def children(self, path: str) -> tuple[str, ...]:
         """Return the modules right below one, in order."""

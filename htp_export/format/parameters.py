@@ -101,9 +101,7 @@ def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
         >>> parameters_from_json('{"head":{"weight":[3,4]},"tail":{"w":"head.weight"}}')["tail"]
         ModuleParameters(shapes={'w': (3, 4)}, tied={'w': 'head.weight'})
     """
-    listed = tags.json_object(tags.PARAMETERS, text, "modules and their parameters")
-    if not all(isinstance(entry, dict) for entry in listed.values()):
-        raise ValueError(f"{tags.PARAMETERS} is not a JSON object of modules and their parameters")
+    listed = tags.json_object(tags.PARAMETERS, text, "modules and their parameters", dict)
     shapes: dict[str, tuple[int, ...]] = {}
     parameters = {}
     for path, entry in listed.items():

@@ -233,14 +233,17 @@ def json_text(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
 
 
-def json_object(key: str, text: str, of: str) -> dict[str, Any]:
-    """Parse the value of a key of a model's metadata that is a JSON object; a `ValueError` for anything else."""
+def json_object(key: str, text: str, of: str, values: type = object) -> dict[str, Any]:
+    """Parse the value of a key of a model's metadata that is a JSON object; a `ValueError` for anything else.
+
+    ``values``: the class of its values.
+    """
     try:
         listed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{key} is not JSON: {error}") from error
-    if not isinstance(listed, dict):
-        raise ValueError(f"{key} is not a JSON object of {of}")  # noqa: TRY004 - it is a bad value
+    if not isinstance(listed, dict) or not all(isinstance(value, values) for value in listed.values()):
+        raise ValueError(f"{key} is not a JSON object of {of}")
     return listed
 
 

@@ -6,7 +6,7 @@ holds which subgraph, where functions are called, and which values are the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import onnx_ir as ir
@@ -134,7 +134,8 @@ class GraphIndex:
         results.update(value for graph, calls in self.calls.items() if not calls for value in graph.outputs)
         works = [self.works[node] for node in self.nodes]
         made = {name for tap in self._taps.values() for name in tap.made}
-        taps = {node for node in self.nodes if made and is_inserted(node) and made.issuperset(_names(node.outputs))}
+        inserted = [node for node in self.nodes if is_inserted(node)] if made else []
+        taps = {node for node in inserted if all(value.name in made for value in node.outputs)}
         passed = [self.passed(node) if node not in taps else ([], []) for node in self.nodes]
         tapped = {value for node in taps for value in node.outputs}
         return Boundaries(passed, works, lambda value: value not in tapped and counts(value), results, holders)
@@ -188,10 +189,6 @@ class GraphIndex:
 def is_inserted(node: ir.Node) -> bool:
     """Whether a tool of this package inserted a node beside those of the model."""
     return node.metadata_props.get(tags.REASON) == Reason.INSERTED
-
-
-def _names(values: Iterable[ir.Value]) -> set[str]:
-    return {str(value.name) for value in values}
 
 
 class Region:

@@ -52,7 +52,7 @@ class Inference(Known):
         self._visits += self._depth > 0
         function = self._functions.get(node.op_identifier()) if self._functions else None
         if self._visits > _MOST_VISITS and (function is not None or operation.op_type in CONTROL_FLOW):
-            self._unknown(operation, "more than a walk over the graph can look at")
+            self._conclude(operation, (), "more than a walk over the graph can look at")
         elif function is not None and function not in self._calling:
             self.call(function, operation)
         elif operation.op_type in CONTROL_FLOW and operation.domain == "":
@@ -203,7 +203,7 @@ class Inference(Known):
         try:
             results = run(operation)
         except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            self._unknown(operation, described(error))
+            self._conclude(operation, (), described(error))
         else:
             self._conclude(operation, results, "its subgraphs do not tell")
 
@@ -213,9 +213,6 @@ class Inference(Known):
             fact = results[place] if place < len(results) else Fact()
             self.state(value, Fact(fact.type, self._settled(value, fact.shape), fact.contents, fact.array))
             self._note(operation, value, reason)
-
-    def _unknown(self, operation: Operation, reason: str) -> None:
-        self._conclude(operation, (), reason)
 
     def _constant(self, operation: Operation) -> None:
         value = operation.outputs[0]
@@ -238,7 +235,7 @@ class Inference(Known):
             if self._depth:  # it may be visited again
                 self._types.pop(value, None)
         if operation.attributes and any(attribute.is_ref() for attribute in operation.attributes.values()):
-            self._unknown(operation, "an attribute is known only where its function is called")
+            self._conclude(operation, (), "an attribute is known only where its function is called")
             return
         typed = True
         shapes, reason = _safely(rules.shape, operation, self)
