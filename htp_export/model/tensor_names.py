@@ -183,8 +183,7 @@ class _Namer:
         return self._nodes, self._tensors
 
     def _name_graph(self, graph: ir.Graph) -> None:
-        kept = _Kept(self.tagged)
-        fixed = {*graph.inputs, *graph.outputs, *filter(kept, all_values(graph))}
+        fixed = {*graph.inputs, *graph.outputs, *filter(self._is_kept, all_values(graph))}
         self._tensors |= {value: value.name for value in fixed if value.name}
         used, used_by_nodes = UsedNames(filter(None, (value.name for value in fixed)), first=1), UsedNames(first=1)
         ordered = list(self._ordered(graph))
@@ -203,6 +202,18 @@ class _Namer:
                     self._name_tensor(read, f"{self._nodes[node]}_input_{place}", used)
         for value in all_values(graph):
             self._name_tensor(value, "/Initializer", used)  # those that nothing reads
+
+    def _is_kept(self, value: ir.Value) -> bool:
+        """Whether a tensor has the name of a parameter or buffer of the PyTorch model, or one that begins with it."""
+        name = value.name or ""
+        if name in (self.tagged.declared or ()):  # of an initializer, or of an Identity in place of one that was equal
+            return True
+        return value.is_initializer() and any(map(self._is_weight, _beginnings(name)))
+
+    def _is_weight(self, name: str) -> bool:
+        path, _, own = name.rpartition(".")
+        is_of_module = path != "" and path in self.tagged.hierarchy and own.isidentifier()
+        return is_of_module or name in (self.tagged.declared or ())
 
     def _name_tensor(self, value: ir.Value, wanted: str, used: UsedNames) -> None:
         if value.name and value not in self._tensors:  # an output without a name is one that is left out
@@ -234,23 +245,6 @@ class _Namer:
         return tags.path_order(path), call, node.domain, node.op_type, len(node.inputs), sorted(node.attributes)
 
 
-class _Kept:
-    """Tells which tensors have the name of a parameter or buffer of the PyTorch model, or one that begins with it."""
-
-    def __init__(self, tagged: TaggedModel) -> None:
-        self._parameters, self._modules = tagged.declared or {}, tagged.hierarchy
-
-    def __call__(self, value: ir.Value) -> bool:
-        name = value.name or ""
-        if name in self._parameters:  # of an initializer, or of an Identity in place of one that was equal
-            return True
-        return value.is_initializer() and any(map(self._is_weight, _beginnings(name)))
-
-    def _is_weight(self, name: str) -> bool:
-        path, _, own = name.rpartition(".")
-        return name in self._parameters or (path != "" and path in self._modules and own.isidentifier())
-
-
 def _beginnings(name: str) -> Iterator[str]:
     """A name, and what comes before each part that a tool may have added: ``fc.weight_quantized``."""
     yield name
@@ -263,17 +257,17 @@ def _percent(match: re.Match[str]) -> str:
 
 def _rename_tensors(model: ir.Model, names: Mapping[ir.Value, str]) -> None:
     """Rename tensors; initializers all at once, because one may get the name that another one has."""
-    for whole in (model.graph, *(function.graph for function in model.functions.values())):
-        for graph in (whole, *whole.subgraphs()):
-            initializers = list(graph.initializers.values())
-            for name in list(graph.initializers):  # clear() takes time by the square of their number
-                del graph.initializers[name]
-            for value in initializers:
-                rename(value, names[value])
-            for value in initializers:
-                graph.initializers.add(value)
+    wholes = (model.graph, *(function.graph for function in model.functions.values()))
+    graphs = [graph for whole in wholes for graph in (whole, *whole.subgraphs())]
+    stored = {graph: list(graph.initializers.values()) for graph in graphs}
+    for graph in stored:
+        for name in list(graph.initializers):  # clear() takes time by the square of their number
+            del graph.initializers[name]
     for value, name in names.items():
         rename(value, name)
+    for graph, initializers in stored.items():
+        for value in initializers:
+            graph.initializers.add(value)
 
 
 def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None:

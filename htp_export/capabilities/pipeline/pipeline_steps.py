@@ -153,7 +153,7 @@ _KINDS = [
     StepKind("lora.fuse", "lora.lora_files", checks=("lora.adapters:read_adapter",), keeps_modules=False),
     StepKind("functions", "functions.nesting"),
     StepKind("inline", "functions.inlining"),
-    StepKind("rename", "rename.naming", checks=(".model.path_names:check_style",)),
+    StepKind("rename", "rename.naming", checks=(".model.tensor_names:check_style",)),
     StepKind("splice", "extract.splicing", keeps_modules=False),
     StepKind("tap", "tap.tapping"),
     StepKind("untap", "tap.tapping"),
