@@ -12,8 +12,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.cost.result import Cost
     from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference
     from htp_export.capabilities.extract.extraction import Extraction, Splice
-    from htp_export.capabilities.fingerprint.blocks import Block
-    from htp_export.capabilities.fingerprint.families import Fingerprint
+    from htp_export.capabilities.fingerprint.families import Block, Fingerprint
     from htp_export.capabilities.forensics.finding import Finding, Forensics
     from htp_export.capabilities.functions.inlining import Inlined
     from htp_export.capabilities.functions.nesting import Nested
@@ -28,9 +27,8 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.place.placed import Crossing, DeviceUse, Misplaced, Placed, PlacedModule, Placement
     from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
     from htp_export.capabilities.prune.pruned import Pruned, PrunedModule
-    from htp_export.capabilities.quantize.checking import Check
     from htp_export.capabilities.quantize.plan_exporting import PlanFile
-    from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
+    from htp_export.capabilities.quantize.quantized import Check, Quantized, QuantizedModule
     from htp_export.capabilities.rename.naming import Named
     from htp_export.capabilities.search.search_results import Search, Trial
     from htp_export.capabilities.search.sensitivity_results import ModuleSensitivity, Sensitivity

@@ -218,4 +218,4 @@ def _named(chain: Chain, modules: Sequence[str]) -> list[int]:
 def _possible(borders: Sequence[Border]) -> str:
     if not borders:
         return "there is no border at which it could be cut"
-    return f"there are {len(borders)} borders: before {', '.join(repr(border.module) for border in borders)}"
+    return f"stages can begin before {', '.join(repr(border.module) for border in borders)}"

@@ -6,6 +6,7 @@ are taken. On BERT, Llama, ResNet and ViT, this finds as much work as the best o
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from htp_export.results.columns import si
 
 if TYPE_CHECKING:
     from htp_export.capabilities.cost.execution import Run, RunStep
+
+_MOST_STARTS = 256  # a model of thousands of parts takes seconds
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slac
         ([0, 1], [])
     """
     nets = [tensor.consumers | {tensor.producer} for tensor in tensors]
-    choices = [choice for start in range(len(items)) for choice in _choices_from(start, items, nets, memory)]
+    starts = range(0, len(items), math.ceil(len(items) / _MOST_STARTS) or 1)
+    choices = [choice for start in starts for choice in _choices_from(start, items, nets, memory)]
     least = (1 - slack) * max((choice.work for choice in choices), default=0)
     good = [choice for choice in choices if choice.work >= least]
     best = min(good, key=lambda choice: (choice.crossings, -choice.work), default=_Choice(0, 0, [], 0))
