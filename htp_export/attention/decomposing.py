@@ -34,7 +34,7 @@ from htp_export.attention.steps import (
     Step,
 )
 from htp_export.errors import InputError
-from htp_export.format.module_paths import module_paths
+from htp_export.format.hierarchy import module_paths
 from htp_export.process.argument_types import checks_arguments
 from htp_export.process.restoring import Changes, restored
 from htp_export.process.shared_settings import turn_attention_fast_path_off

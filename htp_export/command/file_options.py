@@ -82,7 +82,7 @@ class TableOptions:
     def report_modules(self, result: ModuleTable, tagged: TaggedModel, **facts: Any) -> None:
         """Write a result of some modules of a model; JSON has all of them, and ``facts`` in front."""
         from htp_export.drawing.module_table import render_modules
-        from htp_export.model.visible_modules import visible
+        from htp_export.model.module_facts import visible
 
         rows, listed = result.by_module, {row.path for row in result.listed}
         shown = [rows[path] for path in visible(tagged, self.depth, self.select or None) if path in rows]

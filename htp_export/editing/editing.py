@@ -10,9 +10,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from htp_export.errors import InputError
 from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.neighbours import only_consumer
 from htp_export.model.recipes import recorded
+from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import is_standard, subgraphs
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -32,8 +34,8 @@ def add_constant(graph: ir.Graph, array: Array, name: str, recipe: Recipe = CONS
 
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str, recipe: Recipe) -> ir.Value:
-    """The same of a tensor."""
-    if tensor.dtype.is_floating_point():
+    """The same of a tensor; integers without a recipe are constants."""
+    if tensor.dtype.is_floating_point() or recipe != CONSTANT:
         tensor = recorded(tensor, recipe)
     shape = ir.Shape(tensor.shape.numpy())
     value = ir.Value(name=_unique(graph, name), shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
@@ -196,3 +198,37 @@ def release(node: ir.Node) -> None:
 def remove_unused(model: ir.Model) -> None:
     """Remove nodes whose results have no consumer."""
     RemoveUnusedNodesPass()(model)
+
+
+_FIRST = 18
+"""Before it, axes are attributes in some versions and inputs in others; torch exports no earlier ones with dynamo."""
+
+_IR_VERSION = 10
+"""The first one with the integers of 4 bits."""
+
+_OTHER_MEANING = {"DFT": 20, "GridSample": 20, "GroupNormalization": 21}
+"""Operators → the opset from which on their inputs or attributes mean something else. All others of these versions take
+more types or have more attributes (https://github.com/onnx/onnx/blob/main/docs/Changelog.md)."""
+
+
+def raised(tagged: TaggedModel, opset: int) -> TaggedModel:
+    """A model whose operators are those of an opset or of a later one; the same if they are, or cannot be converted.
+
+    Raises:
+        InputError: If an operator of the model means something else in that opset.
+    """
+    before = tagged.model.graph.opset_imports.get("", 1)
+    if not _FIRST <= before < opset:
+        return tagged
+    copy = tagged.clone()
+    for node in copy.model.graph.all_nodes():
+        if not node.domain and before < _OTHER_MEANING.get(node.op_type, 0) <= opset:
+            raise InputError(
+                f"{node.op_type} {node.name!r} means something else from opset {opset} on, and the model has {before}: "
+                f"export it with opset_version={opset}"
+            )
+        if not node.domain and node.version is not None:
+            node.version = opset
+    copy.model.graph.opset_imports[""] = opset
+    copy.model.ir_version = max(copy.model.ir_version, _IR_VERSION)
+    return copy

@@ -23,7 +23,7 @@ from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames, rename
-from htp_export.shapes.operator_kinds import subgraphs
+from htp_export.shapes.operator_kinds import reads_of
 
 _log = logging.getLogger(__name__)
 
@@ -193,11 +193,9 @@ def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
     ordered = [node for _, node in sorted(zip(order, nodes, strict=True), key=lambda pair: pair[0])]
     placed: set[ir.Node] = set()
     for node in ordered:
-        for inner in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
-            producers = (value.producer() for value in inner.inputs if value is not None)
-            before = (producer for producer in producers if producer is not None and producer.graph is graph)
-            if any(producer not in placed for producer in before):
-                return
+        before = (producer for value in reads_of(node) if (producer := value.producer()) is not None)
+        if any(producer.graph is graph and producer not in placed for producer in before):
+            return
         placed.add(node)
     graph.remove(nodes)
     graph.extend(ordered)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,7 +18,7 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.model.tensor_names import rename
 from htp_export.shapes.operator_kinds import subgraphs
 
@@ -46,18 +45,16 @@ class Records:
     def to_json(self) -> str:
         """What is written: the order only where it is another one."""
         written = {"calls": self.calls, **({"order": self.order} if self.order else {})}
-        return json.dumps(written, separators=(",", ":"), ensure_ascii=False)
+        return tags.json_text(written)
 
     @classmethod
     def from_json(cls, text: str) -> Records:
         """What ``to_json`` wrote; a ValueError for something else."""
-        try:
-            written = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{tags.FUNCTIONS} is not JSON: {error}") from error
-        order = written.get("order", ()) if isinstance(written, dict) else None
-        if not isinstance(order, (list, tuple)) or not all(isinstance(place, int) for place in order):
-            raise ValueError(f"{tags.FUNCTIONS} is not a JSON object of calls and their order")
+        content = "calls and their order"
+        written = tags.json_object(tags.FUNCTIONS, text, content)
+        order = written.get("order", [])
+        if not isinstance(order, list) or not all(isinstance(place, int) for place in order):
+            raise ValueError(f"{tags.FUNCTIONS} is not a JSON object of {content}")
         return cls(entry_of(written, "calls"), order)
 
 

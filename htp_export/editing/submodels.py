@@ -15,12 +15,13 @@ import onnx_ir as ir
 from htp_export.editing.editing import take_place
 from htp_export.format import tags
 from htp_export.format.recipes import step
-from htp_export.model.content_hash import same_numbers
+from htp_export.model.hashes import same_numbers
+from htp_export.model.module_facts import stored_tensor
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.recipes import known_beginning, recipe_of, recorded
 from htp_export.model.regions import all_values, twins_of
 from htp_export.model.tensor_names import Names, UsedNames, rename
-from htp_export.shapes.operator_kinds import subgraphs
+from htp_export.shapes.operator_kinds import is_standard, with_subgraphs
 from htp_export.shapes.symbolic import Symbolic
 
 _MOST_BITS = 8  # of the elements of a quantized tensor
@@ -67,14 +68,9 @@ def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
 
     TorchScript exports have an ``Identity`` between a weight and each further module that has an equal one.
     """
-    while value is not None and not value.is_initializer():
-        node = value.producer()
-        if node is None or node.domain:
-            return None
-        if node.op_type == "Constant" and "value" in node.attributes:
-            return node.attributes["value"].as_tensor()
-        value = node.inputs[0] if node.op_type == "Identity" else None
-    return None if value is None or value.is_graph_input() else value.const_value
+    while value is not None and is_standard(producer := value.producer(), "Identity"):
+        value = producer.inputs[0]  # type: ignore[union-attr]
+    return None if value is None or value.is_graph_input() else stored_tensor(value)
 
 
 def cut_out(model: ir.Model, nodes: Sequence[ir.Node], types: Symbolic) -> Submodel:
@@ -209,7 +205,7 @@ def remove_unused(values: Iterable[ir.Value], among: Container[ir.Node] | None =
             if any(other.uses() or other.is_graph_output() for other in node.outputs):
                 continue
             node.graph.remove(node)
-            for each in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
+            for each in with_subgraphs(node):
                 waiting += [read for read in each.inputs if read is not None]
                 each.resize_inputs(0)
         elif value.is_initializer() and not value.is_graph_input() and value.graph is not None:

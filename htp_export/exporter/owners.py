@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Node, Operation, Record
-from htp_export.format.reasons import Reason
-from htp_export.model.dependence import dependence
+from htp_export.format.tags import Reason
+from htp_export.model.boundaries import dependence
 
 
 def varying(steps: list[Operation] | list[Node], inputs: set[Key]) -> set[Key]:

@@ -12,7 +12,7 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import read_contamination
-from htp_export.format.torch_scopes import scopes_of
+from htp_export.format.torch_metadata import scopes_of
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import ModelSource, TaggedModel, load

@@ -6,17 +6,78 @@ know in which call something ran asks here.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.linked_sets import LinkedSet
+
+T = TypeVar("T")
+
+
+class LinkedSet(AbstractSet[T]):
+    """A set that holds only what another one, its rest, has not, and a reference to that one.
+
+    The sets of all modules around a module, for all modules of a tree, take memory for each module once. As frozensets
+    they take it for each pair of modules: 260 MB in a tree of 2,000 levels. What set operations give is a frozenset.
+
+    Examples:
+        >>> outer = LinkedSet(["encoder", ""])
+        >>> inner = LinkedSet(["encoder.fc", ""], outer)
+        >>> list(inner), "encoder" in inner, inner == {"", "encoder", "encoder.fc"}
+        (['encoder.fc', 'encoder', ''], True, True)
+    """
+
+    __slots__ = ("__weakref__", "_hash_value", "_own", "_rest", "_size")
+
+    def __init__(self, elements: Iterable[T] = (), rest: LinkedSet[T] | None = None) -> None:
+        known: AbstractSet[T] = frozenset() if rest is None else frozenset(rest)
+        self._own = tuple(element for element in dict.fromkeys(elements) if element not in known)
+        self._rest = rest
+        self._size = len(self._own) + len(known)
+        self._hash_value = hash(frozenset(self._own)) ^ (0 if rest is None else hash(rest))
+
+    def __iter__(self) -> Iterator[T]:
+        elements: list[T] = []
+        link: LinkedSet[T] | None = self
+        while link is not None:  # without a call for each link: trees are thousands of levels deep
+            elements += link._own
+            link = link._rest
+        return iter(elements)
+
+    def __contains__(self, element: object) -> bool:
+        return element in _unlinked(self)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __hash__(self) -> int:
+        return self._hash_value
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, AbstractSet) and frozenset(self) == frozenset(other))
+
+    def isdisjoint(self, other: Iterable[Any]) -> bool:
+        """Whether no element is in both."""
+        return _unlinked(self).isdisjoint(other)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({[*self]!r})"
+
+    @classmethod
+    def _from_iterable(cls, elements: Iterable[Any]) -> AbstractSet[Any]:
+        return frozenset(elements)
+
+
+@lru_cache(maxsize=32)  # few: each is as long as its tree is deep, and who asks for one element asks for more
+def _unlinked(linked: LinkedSet[T]) -> frozenset[T]:
+    return frozenset(linked)
+
 
 _log = logging.getLogger(__name__)
 
@@ -131,10 +192,7 @@ class CallTree:
         """
         if text is None:
             return cls(hierarchy)
-        content = "modules and the callers of their calls"
-        listed = tags.json_object(tags.CALLERS, text, content)
-        if not all(isinstance(calls, list) for calls in listed.values()):
-            raise ValueError(f"{tags.CALLERS} is not a JSON object of {content}")
+        listed = tags.json_object(tags.CALLERS, text, "modules and the callers of their calls", list)
         tree = cls(hierarchy, {})
         for path, calls in listed.items():
             callers = [tree._read(path, caller) for caller in calls]
@@ -162,7 +220,7 @@ class CallTree:
                     None if caller is None else caller.call if caller.path == near else [caller.path, caller.call]
                     for caller in callers
                 ]
-        return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
+        return tags.json_text(plain)
 
     def among(self, hierarchy: Hierarchy) -> CallTree:
         """Return the calls of the modules that another tree has, too."""
@@ -292,7 +350,7 @@ class CallTree:
         listed: defaultdict[str, list[int]] = defaultdict(list)
         for call in work.calls:
             listed[call.path].append(call.call)
-        return json.dumps(listed, separators=(",", ":"), ensure_ascii=False)
+        return tags.json_text(listed)
 
     def encode_merged_calls(self, owners: tuple[str, ...], nodes: Iterable[tuple[tuple[str, ...], str]]) -> str:
         """Return the encoded calls of a node that does the work of several, by owners and encoded calls of each."""
@@ -302,27 +360,26 @@ class CallTree:
         """Return a call with what lies around it, which is linked to that of its caller."""
         if call in self._parts:
             return self._parts[call]
-        visited: dict[Instance, None] = {}
-        current: Instance | None = call
-        while current is not None and current not in visited and current not in self._parts:
-            visited[current] = None
-            current = self.caller(current)
-        around = None if current is None else self._parts.get(current)
-        if current in visited or (around is not None and not visited.keys().isdisjoint(around.running)):
-            self._parts[call] = self._extended(self._circle(call), None)
+        visited, end = self._callers_of(call, self._parts)
+        around = None if end is None else self._parts.get(end)
+        if end in visited or (around is not None and not visited.keys().isdisjoint(around.running)):
+            in_a_circle, _ = self._callers_of(call)  # files come from anywhere
+            self._parts[call] = self._extended([*in_a_circle], None)
             return self._parts[call]
         for inner in reversed(visited):
             around = self._parts[inner] = self._extended([inner], around)
         return self._parts[call]
 
-    def _circle(self, call: Instance) -> list[Instance]:
-        """Return a call and its callers, which go in a circle: files come from anywhere."""
+    def _callers_of(
+        self, call: Instance, known: Container[Instance] = ()
+    ) -> tuple[dict[Instance, None], Instance | None]:
+        """Return a call and its callers before a known one, or one of themselves; and that one."""
         visited: dict[Instance, None] = {}
         current: Instance | None = call
-        while current is not None and current not in visited:
+        while current is not None and current not in visited and current not in known:
             visited[current] = None
             current = self.caller(current)
-        return [*visited]
+        return visited, current
 
     def _extended(self, calls: Sequence[Instance], around: Part | None) -> Part:
         """Return calls, innermost first, and their modules, with those of their caller."""

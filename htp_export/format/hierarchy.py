@@ -5,18 +5,18 @@ It is read from an ``nn.Module`` and written into ONNX files as ``htp.modules``;
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from htp_export.format import tags
 from htp_export.format.fates import Fate
-from htp_export.format.module_paths import module_paths
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
                 entries[module.path]["name"] = module.torch_name
             if module.synthetic:
                 entries[module.path]["synthetic"] = True
-        return json.dumps(entries, separators=(",", ":"))
+        return tags.json_text(entries)
 
     def with_results(
         self,
@@ -245,13 +245,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
     def parent(self, path: str) -> str | None:
         """Return the nearest module above a path, which need not be a module itself; None above the root."""
-        if path in self._modules:
-            return self._parents[path]
         return tags.nearest_above(path, self._modules)
-
-    @cached_property
-    def _parents(self) -> dict[str, str | None]:
-        return {path: tags.nearest_above(path, self._modules) for path in self}
 
     def children(self, path: str) -> tuple[str, ...]:
         """Return the modules right below one, in order."""
@@ -303,3 +297,46 @@ def _class_name(module: torch.nn.Module) -> str:
         return str(scripted)
     renamed = kind.__qualname__.rpartition(".")[2] != kind.__name__
     return f"{kind.__module__}.{kind.__name__ if renamed else kind.__qualname__}"
+
+
+class ModulePath(NamedTuple):
+    """A module, its path, unique in the model, and its name in ``named_modules()``."""
+
+    path: str
+    name: str
+    module: nn.Module
+
+
+def module_paths(model: nn.Module) -> list[ModulePath]:
+    """Return every module of a model, once, in the order of ``named_modules()``.
+
+    The first module with a name has the name as its path. The paths of further ones are the name and ``#2``, ``#3``,
+    ...; the paths of the modules inside begin with that.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Module()
+        >>> model._modules[""] = torch.nn.Sequential(torch.nn.ReLU())
+        >>> [(path, name) for path, name, _ in module_paths(model)]
+        [('', ''), ('#2', ''), ('#2.0', '0')]
+    """
+    named = list(model.named_modules())
+    if len({name for name, _ in named}) == len(named):
+        return [ModulePath(name, name, module) for name, module in named]
+    return list(_unique(model, "", "", set(), set()))
+
+
+def _unique(module: nn.Module, path: str, name: str, taken: set[str], seen: set[int]) -> Iterator[ModulePath]:
+    """Iterate over a module and the modules inside it, in the order of ``named_modules()``."""
+    free = itertools.chain([path], (f"{path}#{number}" for number in itertools.count(2)))
+    path = next(candidate for candidate in free if candidate not in taken)
+    taken.add(path)
+    seen.add(id(module))
+    yield ModulePath(path, name, module)
+    for key, child in module._modules.items():
+        if child is not None and id(child) not in seen:
+            yield from _unique(child, _joined(path, key), _joined(name, key), taken, seen)
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -6,13 +6,12 @@ is folded into its convolution, and equal tensors are merged. See ``docs/format.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from htp_export.format import tags
-from htp_export.format.module_paths import module_paths
+from htp_export.format.hierarchy import module_paths
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,7 +91,7 @@ def parameters_to_json(parameters: Mapping[str, ModuleParameters]) -> str:
             first = module.tied.get(name)
             plain[path][name] = first if first in written and first is not None else list(shape)
             written.add(tags.below(path, name))
-    return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
+    return tags.json_text(plain)
 
 
 def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
@@ -102,9 +101,7 @@ def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
         >>> parameters_from_json('{"head":{"weight":[3,4]},"tail":{"w":"head.weight"}}')["tail"]
         ModuleParameters(shapes={'w': (3, 4)}, tied={'w': 'head.weight'})
     """
-    listed = tags.json_object(tags.PARAMETERS, text, "modules and their parameters")
-    if not all(isinstance(entry, dict) for entry in listed.values()):
-        raise ValueError(f"{tags.PARAMETERS} is not a JSON object of modules and their parameters")
+    listed = tags.json_object(tags.PARAMETERS, text, "modules and their parameters", dict)
     shapes: dict[str, tuple[int, ...]] = {}
     parameters = {}
     for path, entry in listed.items():

@@ -68,10 +68,9 @@ def chosen_and_excluded(pattern: str | Sequence[str], classes: Mapping[str, str]
         >>> chosen_and_excluded("layer,!head", {"": "net.Net", "layer": "net.Block", "head": "torch.nn.Linear"})
         ({'layer'}, {'head'})
     """
-    terms = _terms(pattern)
-    chosen, excluded = _matched(terms, classes)
+    chosen, excluded = _matched(_terms(pattern), classes)
     if excluded:
-        _remaining(terms, _with_below(chosen, classes) - _with_below(excluded, classes), classes)
+        select_below(pattern, classes)  # which says so if nothing is left
     return chosen - excluded, excluded
 
 
@@ -110,10 +109,7 @@ def places_of(pattern: str | Sequence[str]) -> list[Place]:
         ...
         htp_export.errors.SelectorError: selector 'layer.0': says no side; write 'layer.0:in' or 'layer.0:out'
     """
-    texts = [text for item in ([pattern] if isinstance(pattern, str) else pattern) for text in _split(item)]
-    if not texts:
-        raise SelectorError("", "an empty list names no tensor; write 'PATH:out'")
-    return [_place(text) for text in texts]
+    return [_place(text) for text in _texts(pattern, "an empty list names no tensor; write 'PATH:out'")]
 
 
 def _place(text: str) -> Place:
@@ -131,10 +127,15 @@ _PLACE = re.compile(
 
 
 def _terms(pattern: str | Sequence[str]) -> list[_Term]:
-    terms = [_term(text) for item in ([pattern] if isinstance(pattern, str) else pattern) for text in _split(item)]
-    if not terms:
-        raise SelectorError("", "an empty list selects nothing; write '**' for every module")
-    return terms
+    return [_term(text) for text in _texts(pattern, "an empty list selects nothing; write '**' for every module")]
+
+
+def _texts(pattern: str | Sequence[str], if_empty: str) -> list[str]:
+    """The parts of a selector."""
+    texts = [text for item in ([pattern] if isinstance(pattern, str) else pattern) for text in _split(item)]
+    if not texts:
+        raise SelectorError("", if_empty)
+    return texts
 
 
 def _matched(terms: Sequence[_Term], classes: Mapping[str, str]) -> tuple[set[str], set[str]]:

@@ -5,7 +5,6 @@ The export writes them as ``htp.signatures``; see ``docs/format.md``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +46,7 @@ class Signature:
 def signatures_to_json(signatures: Mapping[str, Sequence[Signature]]) -> str:
     """Return the value of ``htp.signatures``: module path → its calls in order."""
     plain = {path: [[dict(call.inputs), call.outputs] for call in calls] for path, calls in signatures.items()}
-    return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
+    return tags.json_text(plain)
 
 
 def signatures_from_json(text: str) -> dict[str, tuple[Signature, ...]]:

@@ -9,8 +9,32 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from enum import StrEnum
 from functools import lru_cache
 from typing import Any
+
+
+class Reason(StrEnum):
+    """How the owners of a node are known."""
+
+    # from the capture of an export
+    SCOPE = "scope"
+    SHARED = "shared"
+    FUSED = "fused"
+    FLOW = "flow"
+    PARAMETERS = "parameters"
+    # from what was done to the model
+    FUNCTION = "function"
+    SPLICED = "spliced"
+    # from `carry`
+    TENSOR = "tensor"
+    NODE = "node"
+    INITIALIZER = "initializer"
+    VALUES = "values"
+    REGION = "region"
+    INSERTED = "inserted"
+    UNKNOWN = "unknown"
+
 
 VERSION = "1"
 
@@ -204,14 +228,22 @@ def _namespace(path: str, called: Collection[str], levels: dict[str, str]) -> st
     return space
 
 
-def json_object(key: str, text: str, of: str) -> dict[str, Any]:
-    """Parse the value of a key of a model's metadata that is a JSON object; a `ValueError` for anything else."""
+def json_text(content: Any) -> str:
+    """The value of a key of metadata that is JSON: without spaces."""
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+
+
+def json_object(key: str, text: str, of: str, values: type = object) -> dict[str, Any]:
+    """Parse the value of a key of a model's metadata that is a JSON object; a `ValueError` for anything else.
+
+    ``values``: the class of its values.
+    """
     try:
         listed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{key} is not JSON: {error}") from error
-    if not isinstance(listed, dict):
-        raise ValueError(f"{key} is not a JSON object of {of}")  # noqa: TRY004 - it is a bad value
+    if not isinstance(listed, dict) or not all(isinstance(value, values) for value in listed.values()):
+        raise ValueError(f"{key} is not a JSON object of {of}")
     return listed
 
 
@@ -272,7 +304,7 @@ def node_tags(owners: Sequence[str], reason: str, called: Collection[str], calls
     if not reason:
         del entry[REASON]
     if len(owners) > 1:
-        entry[OWNERS] = json.dumps(owners, separators=(",", ":"), ensure_ascii=False)
+        entry[OWNERS] = json_text(owners)
     write_calls(entry, calls)
     return entry
 

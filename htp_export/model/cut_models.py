@@ -12,8 +12,8 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, renumbered
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
+from htp_export.format.tags import Reason
 from htp_export.model.cutting import Cut, same_dimensions
 from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tagged import TaggedModel

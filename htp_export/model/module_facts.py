@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import onnx_ir as ir
 
+from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
+from htp_export.format.selectors import select_below
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import is_standard
@@ -90,15 +92,13 @@ class Contents:
     from_pytorch: bool
 
 
-class _TensorHolders(NamedTuple):
-    """A parameter or weight, and the modules that hold or read it, the first one first."""
+class _Held(NamedTuple):
+    """A parameter or weight, how large it is, and the modules that hold or read it, the first one first."""
 
-    elements: int
-    holders: Sequence[str]
-
-    @property
-    def is_shared(self) -> bool:
-        return len(self.holders) > 1
+    name: str
+    amount: int
+    holders: tuple[str, ...]
+    kind: str = ""
 
 
 def contents_of(tagged: TaggedModel) -> Contents:
@@ -117,11 +117,19 @@ def contents_of(tagged: TaggedModel) -> Contents:
     for node, owners in index.owners.items():
         for owner in owners or ("",):
             own_nodes[owner].append(node)
-    stored = {value: _TensorHolders(elements_of(value), tuple(paths)) for value, paths in _readers(tagged).items()}
-    weights = _weight_sizes(stored)
+    read: defaultdict[str, list[ir.Value]] = defaultdict(list)
+    stored: list[_Held] = []
+    sizes: list[_Held] = []
+    for value, paths in _readers(tagged).items():
+        tensor = stored_tensor(value)
+        assert tensor is not None  # it is a weight
+        stored.append(_Held(str(value.name), elements_of(value), tuple(paths)))
+        sizes.append(_Held(str(value.name), tensor.nbytes, tuple(paths), dtype_name(tensor.dtype)))
+        for path in paths:
+            read[path].append(value)
     declared = _declared(tagged)
-    listed = list(stored.items()) if declared is None else list(declared.items())
-    parameters, own_parameters = _summed([tensor for _, tensor in listed])
+    held = stored if declared is None else declared
+    parameters, weights = _summed(held), _summed(sizes)
     modules = {}
     for path, info in tagged.hierarchy.items():
         nodes = index.below.get(path, ()) if path else index.nodes
@@ -129,47 +137,16 @@ def contents_of(tagged: TaggedModel) -> Contents:
             **vars(info),
             nodes=len(nodes),
             self_nodes=len(own_nodes[path]),
-            parameters=parameters[path],
-            self_parameters=own_parameters[path],
-            weight_bytes=sum(weights.by_dtype[path].values()),
-            self_weight_bytes=weights.first_read[path],
-            weight_bytes_by_dtype=weights.by_dtype[path],
+            parameters=parameters.total[path][""],
+            self_parameters=parameters.first[path],
+            weight_bytes=sum(weights.total[path].values()),
+            self_weight_bytes=weights.first[path],
+            weight_bytes_by_dtype=dict(weights.total[path]),
             shared_bytes_by_dtype=dict(weights.shared[path]),
         )
-        modules[path] = ModuleContents(facts, nodes, own_nodes[path], weights.read[path])
-    shared = {str(getattr(key, "name", key)): tuple(tensor.holders) for key, tensor in listed if tensor.is_shared}
+        modules[path] = ModuleContents(facts, nodes, own_nodes[path], read[path])
+    shared = {each.name: each.holders for each in held if len(each.holders) > 1}
     return Contents(modules, shared, declared is not None)
-
-
-@dataclass(frozen=True)
-class _WeightSizes:
-    """Module path → sizes in bytes of the weights that it reads, as `ModuleFacts` has them, and what its nodes read."""
-
-    by_dtype: defaultdict[str, dict[str, int]]
-    shared: defaultdict[str, Counter[str]]
-    first_read: Counter[str]
-    read: defaultdict[str, list[ir.Value]]
-
-
-def _weight_sizes(stored: Mapping[ir.Value, _TensorHolders]) -> _WeightSizes:
-    sizes = _WeightSizes(defaultdict(dict), defaultdict(Counter), Counter(), defaultdict(list))
-    alike: defaultdict[str, list[_TensorHolders]] = defaultdict(list)
-    for value, tensor in stored.items():
-        held = stored_tensor(value)
-        assert held is not None  # it is a weight
-        size, dtype = held.nbytes, dtype_name(held.dtype)
-        sizes.first_read[tensor.holders[0]] += size
-        for path in tensor.holders:
-            sizes.read[path].append(value)
-        alike[dtype].append(_TensorHolders(size, tensor.holders))
-        inside = Counter(up for path in tensor.holders for up in tags.ancestors(path)) if tensor.is_shared else {}
-        for path, readers_inside in inside.items():
-            if readers_inside < len(tensor.holders):
-                sizes.shared[path][dtype] += size
-    for dtype, weights in alike.items():
-        for path, size in _summed(weights)[0].items():
-            sizes.by_dtype[path][dtype] = size
-    return sizes
 
 
 def dtype_name(dtype: ir.DataType) -> str:
@@ -177,28 +154,37 @@ def dtype_name(dtype: ir.DataType) -> str:
     return "string" if dtype == ir.DataType.STRING else str(dtype.numpy().name)
 
 
-def _summed(listed: Sequence[_TensorHolders]) -> tuple[Counter[str], Counter[str]]:
-    """Module path → elements at or below it; and those that it is the first to hold."""
-    total: Counter[str] = Counter()
-    first: Counter[str] = Counter()
-    shared: Counter[str] = Counter()
-    for tensor in listed:
-        first[tensor.holders[0]] += tensor.elements
-        if not tensor.is_shared:
-            total[tensor.holders[0]] += tensor.elements
+class _Sums(NamedTuple):
+    """Module path → what it is first to hold; kind → what is at or below it; and what of that others hold, too."""
+
+    first: Counter[str]
+    total: defaultdict[str, Counter[str]]
+    shared: defaultdict[str, Counter[str]]
+
+
+def _summed(listed: Iterable[_Held]) -> _Sums:
+    """Each tensor counts once in a module, and once in every module above it."""
+    sums = _Sums(Counter(), defaultdict(Counter), defaultdict(Counter))
+    several: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for each in listed:
+        sums.first[each.holders[0]] += each.amount
+        if len(each.holders) == 1:
+            sums.total[each.holders[0]][each.kind] += each.amount
             continue
-        for path in dict.fromkeys(up for holder in tensor.holders for up in tags.ancestors(holder)):
-            shared[path] += tensor.elements
-    for path in sorted({*total, *tags.all_above(total)}, key=len, reverse=True):  # the path of a parent is shorter
+        for path, inside in Counter(up for holder in each.holders for up in tags.ancestors(holder)).items():
+            several[path][each.kind] += each.amount
+            if inside < len(each.holders):
+                sums.shared[path][each.kind] += each.amount
+    for path in sorted({*sums.total, *tags.all_above(sums.total)}, key=len, reverse=True):  # a parent's is shorter
         if path:
-            total[tags.parent_path(path) or ""] += total[path]
-    for path, elements in shared.items():
-        total[path] += elements
-    return total, first
+            sums.total[tags.parent_path(path) or ""].update(sums.total[path])
+    for path, amounts in several.items():
+        sums.total[path].update(amounts)
+    return sums
 
 
-def _declared(tagged: TaggedModel) -> dict[str, _TensorHolders] | None:
-    """Full name of each parameter of the PyTorch model → the modules that hold it; None where it is not known."""
+def _declared(tagged: TaggedModel) -> list[_Held] | None:
+    """The parameters of the PyTorch model, and the modules that hold them; None where that is not known."""
     if tagged.declared is None:
         return None
     shapes = {parameter.first: parameter.shape for parameter in tagged.declared.values()}
@@ -209,7 +195,7 @@ def _declared(tagged: TaggedModel) -> dict[str, _TensorHolders] | None:
         tensor = None if value is None else value.const_value
         if tensor is not None and tensor.dtype.is_floating_point():
             shapes[parameter.first] = tuple(tensor.shape.numpy())
-    return {name: _TensorHolders(math.prod(shape), tuple(holders[name])) for name, shape in shapes.items()}
+    return [_Held(name, math.prod(shape), tuple(holders[name])) for name, shape in shapes.items()]
 
 
 def _readers(tagged: TaggedModel) -> dict[ir.Value, dict[str, None]]:
@@ -276,3 +262,42 @@ def tied_parameters(tagged: TaggedModel) -> dict[str, dict[str, str]]:
         if parameter.tied:
             tied[parameter.module][parameter.name] = parameter.tied
     return tied
+
+
+def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None) -> list[str]:
+    """The modules that a table shows.
+
+    Args:
+        tagged: The model.
+        depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None.
+            Containers that never run (``nn.ModuleList``) are no level: they are as deep as what they hold.
+        select: Only the modules that this selector names, and those above them, which say where they are. With a depth,
+            those so many levels below the outermost modules that it names.
+
+    Raises:
+        SelectorError: If the selector cannot be read or matches nothing.
+        UntaggedModelError: If the model has no tags, and some modules are selected.
+        InputError: If ``depth`` is negative.
+    """
+    if depth is not None and depth < 0:
+        raise InputError(f"depth counts levels from 0, not {depth}")
+    if select is None:
+        return [path for path, level in _levels(tagged, {""}).items() if depth is None or level <= depth]
+    shown = set(tagged.select(select))
+    if depth is not None:
+        levels = _levels(tagged, shown)
+        shown = {path for path in select_below(select, tagged.hierarchy.classes) if levels.get(path, 0) <= depth}
+    shown |= tags.all_above(shown)
+    return [path for path in tagged.paths if path in shown]
+
+
+def _levels(tagged: TaggedModel, tops: set[str]) -> Mapping[str, int]:
+    """Module path → levels below the outermost of some modules; modules that are below none are left out."""
+    levels: dict[str, int] = {}
+    for path in tagged.paths:  # a module stands after those above it
+        parent = tagged.hierarchy.parent(path)
+        if parent in levels:
+            levels[path] = levels[parent] + (parent in tagged.hierarchy.called or not parent)
+        elif path in tops:
+            levels[path] = 0
+    return levels

@@ -1,8 +1,9 @@
-"""The nodes beside a tensor: its producer, and its only consumer; and what a node reads, replaced."""
+"""The nodes beside a tensor, what a node reads, replaced, and nodes in sets of those that read each other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
 
 import onnx_ir as ir
 
@@ -62,3 +63,73 @@ def replace_inputs(node: ir.Node, replaced: Mapping[ir.Value, ir.Value | None]) 
         if after is not None:
             after._add_usage(node, place)
     node._inputs = tuple(inputs)
+
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+
+class Groups(Generic[_Item]):
+    """Disjoint sets (union-find); iterated over, they come in the order in which their first members were added.
+
+    Examples:
+        >>> groups = Groups()
+        >>> for item in "abcd":
+        ...     groups.add(item)
+        >>> groups.join("a", "c")
+        >>> list(groups)
+        [('a', 'c'), ('b',), ('d',)]
+    """
+
+    def __init__(self) -> None:
+        self._parent: dict[_Item, _Item] = {}
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._parent
+
+    def add(self, item: _Item) -> None:
+        """Put in an item, in a set of its own if it is new."""
+        self._parent.setdefault(item, item)
+
+    def join(self, first: _Item, second: _Item) -> None:
+        """Make one set of those of two items."""
+        self._parent[self._root(second)] = self._root(first)
+
+    def __iter__(self) -> Iterator[tuple[_Item, ...]]:
+        sets: dict[_Item, list[_Item]] = {}
+        for item in self._parent:
+            sets.setdefault(self._root(item), []).append(item)
+        yield from map(tuple, sets.values())
+
+    def _root(self, item: _Item) -> _Item:
+        while self._parent[item] != item:
+            self._parent[item] = self._parent[self._parent[item]]  # halve the way for the next who asks
+            item = self._parent[item]
+        return item
+
+
+def connected(
+    nodes: Iterable[ir.Node],
+    belong: Callable[[ir.Node, ir.Node], bool] = lambda producer, node: True,
+    reads: Callable[[ir.Node], Iterable[ir.Value | None]] = lambda node: node.inputs,
+) -> Groups[ir.Node]:
+    """Nodes, each after those that it reads, in sets of those that read each other.
+
+    Args:
+        nodes: The nodes.
+        belong: Whether two of them, of which the second reads the first, are of one set.
+        reads: What a node reads: its inputs, unless its subgraphs count as well.
+
+    Examples:
+        >>> first = ir.node("Neg", [ir.val("x")])
+        >>> second, other = ir.node("Abs", first.outputs), ir.node("Exp", [ir.val("y")])
+        >>> [[node.op_type for node in nodes] for nodes in connected([first, other, second])]
+        [['Neg', 'Abs'], ['Exp']]
+    """
+    groups: Groups[ir.Node] = Groups()
+    for node in nodes:
+        groups.add(node)
+        for value in reads(node):
+            producer = None if value is None else value.producer()
+            if producer is not None and producer in groups and belong(producer, node):
+                groups.join(producer, node)
+    return groups

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.cutting import Cutter
 from htp_export.model.tagged import TaggedModel
+from htp_export.shapes.known import constant_tensor
 
 _FEW_BYTES = 256
 """Vectors of whole numbers up to this size are shapes, axes and permutations."""
@@ -73,8 +74,7 @@ def _is_few(tensor: ir.TensorProtocol | None) -> bool:
 
 def _holds_weight(node: ir.Node) -> bool:
     """Whether a ``Constant`` node holds more than a few numbers."""
-    value = node.attributes.get("value") if node.op_type == "Constant" else None
-    return value is not None and value.type == ir.AttributeType.TENSOR and not _is_few(value.as_tensor())
+    return node.op_type == "Constant" and not _is_few(constant_tensor(node.outputs[0]))
 
 
 class PartTensor(NamedTuple):

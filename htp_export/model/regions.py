@@ -6,7 +6,7 @@ holds which subgraph, where functions are called, and which values are the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import onnx_ir as ir
@@ -16,11 +16,10 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.reasons import Reason
-from htp_export.format.taps import Tap
-from htp_export.model.boundaries import OUTSIDE, Boundaries, runs_below
-from htp_export.model.dependence import input_dependent_values
-from htp_export.shapes.operator_kinds import RANDOM, subgraphs
+from htp_export.format.model_metadata import Tap
+from htp_export.format.tags import Reason
+from htp_export.model.boundaries import OUTSIDE, Boundaries, input_dependent_values, runs_below
+from htp_export.shapes.operator_kinds import RANDOM, reads_of, subgraphs, with_subgraphs
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -43,12 +42,6 @@ def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
         yield from node.outputs
         for body in subgraphs(node):
             yield from all_values(body)
-
-
-def named_values(graph: ir.Graph) -> dict[str, ir.Value]:
-    """The tensors of a graph by name, without those of its subgraphs: inputs, initializers, and what its nodes make."""
-    results = (value for node in graph for value in node.outputs)
-    return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *results) if value.name}
 
 
 class GraphIndex:
@@ -141,7 +134,8 @@ class GraphIndex:
         results.update(value for graph, calls in self.calls.items() if not calls for value in graph.outputs)
         works = [self.works[node] for node in self.nodes]
         made = {name for tap in self._taps.values() for name in tap.made}
-        taps = {node for node in self.nodes if made and is_inserted(node) and made.issuperset(_names(node.outputs))}
+        inserted = [node for node in self.nodes if is_inserted(node)] if made else []
+        taps = {node for node in inserted if all(value.name in made for value in node.outputs)}
         passed = [self.passed(node) if node not in taps else ([], []) for node in self.nodes]
         tapped = {value for node in taps for value in node.outputs}
         return Boundaries(passed, works, lambda value: value not in tapped and counts(value), results, holders)
@@ -156,13 +150,7 @@ class GraphIndex:
 
     def reads(self, node: ir.Node) -> Iterator[ir.Value]:
         """What a node reads of the graph that it is in, in its subgraphs too."""
-        yield from (value for value in node.inputs if value is not None)
-        for body in self.bodies.get(node, ()):
-            for inner in body.all_nodes():
-                yield from (value for value in inner.inputs if value is not None and value.graph is node.graph)
-                for deeper in self.bodies.get(inner, ()):
-                    yield from (value for value in deeper.outputs if value.graph is node.graph)
-            yield from (value for value in body.outputs if value.graph is node.graph)
+        return (value for value in reads_of(node) if value.graph is node.graph)
 
     def scopes(self, node: ir.Node) -> Iterator[ir.Node]:
         """The node, then the nodes whose subgraphs it lies in, innermost first."""
@@ -201,10 +189,6 @@ class GraphIndex:
 def is_inserted(node: ir.Node) -> bool:
     """Whether a tool of this package inserted a node beside those of the model."""
     return node.metadata_props.get(tags.REASON) == Reason.INSERTED
-
-
-def _names(values: Iterable[ir.Value]) -> set[str]:
-    return {str(value.name) for value in values}
 
 
 class Region:
@@ -313,10 +297,7 @@ class Region:
     def _closure(self) -> list[int]:
         """The places of the nodes and of all that their subgraphs hold, whoever owns that, in order."""
         index = self._index
-        inner_nodes = (
-            inner for node in self.nodes for body in index.bodies.get(node, ()) for inner in body.all_nodes()
-        )
-        return sorted({index.place[node] for node in (*self.nodes, *inner_nodes)})
+        return sorted({index.place[inner] for node in self.nodes for inner in with_subgraphs(node)})
 
     @cached_property
     def _crossing(self) -> list[tuple[ir.Value, bool]]:

@@ -23,12 +23,12 @@ from htp_export.files.written_check import made_from
 from htp_export.format import selectors, tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.model_metadata import Tap, taps_from_json
 from htp_export.format.parameters import Declared, ModuleParameters, declared, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
-from htp_export.format.taps import Tap, taps_from_json
-from htp_export.format.torch_scopes import scopes_of
+from htp_export.format.torch_metadata import scopes_of
 from htp_export.model.module_tensors import ModuleTensor, chosen_tensors, tensors_of
-from htp_export.model.regions import GraphIndex, Region, all_nodes, named_values
+from htp_export.model.regions import GraphIndex, Region, all_nodes
 from htp_export.process.argument_types import checks_arguments
 from htp_export.results.drawn_levels import drawn_levels, drawn_parents
 from htp_export.results.html import html_table, html_tree
@@ -252,7 +252,7 @@ class TaggedModel:
     @cached_property
     def values(self) -> Mapping[str, ir.Value]:
         """The tensors of the main graph by name."""
-        return named_values(self.model.graph)
+        return ir.convenience.create_value_mapping(self.model.graph, include_subgraphs=False)
 
     @cached_property
     def inferred(self) -> Symbolic:

@@ -1,15 +1,27 @@
-"""Names of tensors and nodes: free ones, and new ones for tensors that other models hold as well."""
+"""Names of tensors and nodes: free ones, new ones, and those that say a node's module.
+
+The latter, ``/encoder/layer.0/query/MatMul_output_0``, are made of the tags and of the graph alone. Names that nodes
+and tensors have now make no difference, except for those that stay: inputs and outputs of the model, and parameters of
+the PyTorch model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.errors import InputError
 from htp_export.files.stored import viewed
 from htp_export.format import tags
+from htp_export.format.model_metadata import read_contamination, write_model_metadata
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.regions import all_values
+from htp_export.model.tagged import TaggedModel
+from htp_export.shapes.operator_kinds import subgraphs
 
 
 class UsedNames:
@@ -74,3 +86,269 @@ def rename(value: ir.Value, name: str) -> None:
         unnamed = tags.RECIPE not in tensor.metadata_props and tensor.dtype.is_floating_point()
         value.const_value = recorded(tensor, recipe_of(value)) if unnamed else viewed(tensor)
     value.name = name
+
+
+_SEPARATORS = re.compile(r"[\s,:*'\"\x00-\x1f\x7f]")
+"""What separates names, or is a wildcard, on the command lines of tools; ``/``, ``;`` and ``%`` are escaped already."""
+
+_QUANTIZATION = "quant_parameter_tensor_names"
+"""Key in the ``meta`` of an ``ir.Value``: names of the tensors with its scale and zero point, as onnx_ir reads them."""
+
+STYLES = ("path",)
+"""The styles of names that there are."""
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Old name → new name of what was renamed in a model, and how many there are; without what is in functions.
+
+    Nodes without a name are left out; of several with one name, the first in the graph counts.
+    """
+
+    nodes: Mapping[str, str]
+    tensors: Mapping[str, str]
+    nodes_total: int
+    tensors_total: int
+
+
+def check_style(style: str) -> None:
+    """Raise an `InputError` for a style of names that there is not."""
+    if style not in STYLES:
+        raise InputError(f"there is no style of names {style!r}; there is {', '.join(map(repr, STYLES))}")
+
+
+def check_tags(tagged: TaggedModel) -> None:
+    """Raise an `UntaggedModelError` for a model whose nodes have no tags of htp_export to make names of."""
+    if tagged.nodes:
+        tagged.require_exact_tags()
+
+
+def path_prefix(path: str, called: Iterable[str]) -> str:
+    """What the names of a module's nodes begin with.
+
+    Modules that did not run, such as ``nn.ModuleList``, are joined with what they hold.
+
+    Examples:
+        >>> path_prefix("layer.0.query", {"", "layer.0", "layer.0.query"}), path_prefix("", {""})
+        ('/layer.0/query/', '/')
+        >>> path_prefix("a/b.@0.c d", {"", "a/b", "a/b.@0", "a/b.@0.c d"})
+        '/a%2Fb/%400/c%20d/'
+    """
+    space = _SEPARATORS.sub(_percent, tags.namespace(path, called if isinstance(called, frozenset) else set(called)))
+    levels = (f"%40{level[1:]}" if level.startswith("@") else level for level in space.split("/"))
+    return f"/{'/'.join(levels)}/" if path else "/"
+
+
+def give_path_names(tagged: TaggedModel) -> Renamed:
+    """Rename the nodes and tensors of a model, in place, and what its metadata says of them; then `refresh` it.
+
+    It has tags of htp_export, and no functions that were made of its modules.
+    """
+    graph, namer = tagged.model.graph, _Namer(tagged)
+    node_names, tensor_names = namer.named()
+    nodes: dict[str, str] = {}
+    for node in graph.all_nodes():
+        if node.name:
+            nodes.setdefault(node.name, node_names[node])
+    tensors: dict[str, str] = {}
+    for value in all_values(graph):
+        if value.name:
+            tensors.setdefault(value.name, tensor_names[value])
+    for node, name in node_names.items():
+        node.name = name
+    _rename_tensors(tagged.model, tensor_names)
+    _rename_in_metadata(tagged, tensors)
+    return Renamed(
+        {old: new for old, new in nodes.items() if old != new},
+        {old: new for old, new in tensors.items() if old != new},
+        sum(1 for _ in graph.all_nodes()),
+        len(tensors),
+    )
+
+
+@dataclass
+class _Namer:
+    """Finds the names of one model."""
+
+    tagged: TaggedModel
+    _nodes: dict[ir.Node, str] = field(default_factory=dict)
+    _tensors: dict[ir.Value, str] = field(default_factory=dict)
+    _prefixes: dict[str, str] = field(default_factory=dict)
+
+    def named(self) -> tuple[Mapping[ir.Node, str], Mapping[ir.Value, str]]:
+        """The names of all nodes and tensors; a function has names of its own."""
+        model = self.tagged.model
+        for graph in (model.graph, *(function.graph for function in model.functions.values())):
+            self._name_graph(graph)
+        return self._nodes, self._tensors
+
+    def _name_graph(self, graph: ir.Graph) -> None:
+        fixed = {*graph.inputs, *graph.outputs, *filter(self._is_kept, all_values(graph))}
+        self._tensors |= {value: value.name for value in fixed if value.name}
+        used, used_by_nodes = UsedNames(filter(None, (value.name for value in fixed)), first=1), UsedNames(first=1)
+        ordered = list(self._ordered(graph))
+        for node in ordered:
+            self._nodes[node] = used_by_nodes.unused(self._wanted(node))
+        for node in ordered:
+            name = self._nodes[node]
+            for place, value in enumerate(node.outputs):
+                self._name_tensor(value, f"{name}_output_{place}", used)
+            for attribute, body in bodies_of(node):
+                for place, value in enumerate(body.inputs):
+                    self._name_tensor(value, f"{name}_{attribute}_input_{place}", used)
+        for node in ordered:
+            for place, read in enumerate(node.inputs):
+                if read is not None and read.is_initializer():
+                    self._name_tensor(read, f"{self._nodes[node]}_input_{place}", used)
+        for value in all_values(graph):
+            self._name_tensor(value, "/Initializer", used)  # those that nothing reads
+
+    def _is_kept(self, value: ir.Value) -> bool:
+        """Whether a tensor has the name of a parameter or buffer of the PyTorch model, or one that begins with it."""
+        name = value.name or ""
+        if name in (self.tagged.declared or ()):  # of an initializer, or of an Identity in place of one that was equal
+            return True
+        return value.is_initializer() and any(map(self._is_weight, _beginnings(name)))
+
+    def _is_weight(self, name: str) -> bool:
+        path, _, own = name.rpartition(".")
+        is_of_module = path != "" and path in self.tagged.hierarchy and own.isidentifier()
+        return is_of_module or name in (self.tagged.declared or ())
+
+    def _name_tensor(self, value: ir.Value, wanted: str, used: UsedNames) -> None:
+        if value.name and value not in self._tensors:  # an output without a name is one that is left out
+            self._tensors[value] = used.unused(wanted)
+
+    def _ordered(self, graph: ir.Graph) -> Iterator[ir.Node]:
+        """The nodes of a graph, each followed by those in its subgraphs."""
+        for node in _canonical_order(graph, self._key):
+            yield node
+            for _, body in bodies_of(node):
+                yield from self._ordered(body)
+
+    def _wanted(self, node: ir.Node) -> str:
+        """The name of a node, without a number."""
+        path, call = self._place(node)
+        if path not in self._prefixes:
+            self._prefixes[path] = path_prefix(path, self.tagged.hierarchy.called)
+        return f"{self._prefixes[path]}{call}{_SEPARATORS.sub(_percent, node.op_type).replace('/', '%2F')}"
+
+    def _place(self, node: ir.Node) -> tuple[str, str]:
+        """The deepest module above all owners of a node, and which call of it, where it is one of several."""
+        owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "")
+        if len(owners) != 1:
+            return tags.common_ancestor(owners), ""
+        return owners[0], f"@{int(call)}/" if call.isdecimal() else ""
+
+    def _key(self, node: ir.Node) -> Any:
+        path, call = self._place(node)
+        return tags.path_order(path), call, node.domain, node.op_type, len(node.inputs), sorted(node.attributes)
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    """A name, and what comes before each part that a tool may have added: ``fc.weight_quantized``."""
+    yield name
+    yield from (name[: match.start()] for match in re.finditer(r"[^\w.]|_", name))
+
+
+def _percent(match: re.Match[str]) -> str:
+    return "".join(f"%{byte:02X}" for byte in match.group().encode())
+
+
+def _rename_tensors(model: ir.Model, names: Mapping[ir.Value, str]) -> None:
+    """Rename tensors; initializers all at once, because one may get the name that another one has."""
+    wholes = (model.graph, *(function.graph for function in model.functions.values()))
+    graphs = [graph for whole in wholes for graph in (whole, *whole.subgraphs())]
+    stored = {graph: list(graph.initializers.values()) for graph in graphs}
+    for graph in stored:
+        for name in list(graph.initializers):  # clear() takes time by the square of their number
+            del graph.initializers[name]
+    for value, name in names.items():
+        rename(value, name)
+    for graph, initializers in stored.items():
+        for value in initializers:
+            graph.initializers.add(value)
+
+
+def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None:
+    """Rename tensors in signatures, contamination and notes on quantization; others are not in the graph any more."""
+    props = tagged.model.metadata_props
+    signatures = {path: [call.renamed(renamed.get) for call in calls] for path, calls in tagged.signatures.items()}
+    contamination = sorted(
+        (path, renamed[tensor], leaves) for path, tensor, leaves in read_contamination(props) if tensor in renamed
+    )
+    props.pop(tags.CONTAMINATION, None)
+    write_model_metadata(props, tagged.hierarchy, signatures=signatures, contamination=contamination)
+    for value in all_values(tagged.model.graph):
+        if _QUANTIZATION in value.meta:
+            value.meta[_QUANTIZATION] = {
+                key: renamed.get(name, name) for key, name in value.meta[_QUANTIZATION].items()
+            }
+
+
+# --- an order of nodes that depends on the graph alone: not on names, and not on the order in the file ---
+
+
+def _canonical_order(graph: ir.Graph, key: Callable[[ir.Node], Any]) -> list[ir.Node]:
+    """The nodes of a graph, each after those that it reads; those inside subgraphs are left out.
+
+    From the outputs of the graph, every node is reached through its inputs, and follows the last of its producers: the
+    order is the same whatever nodes and tensors are called, and wherever independent nodes are in the file. Nodes whose
+    results nothing needs come last, ordered by ``key``.
+    """
+    order: dict[ir.Node, None] = {}
+    for value in graph.outputs:
+        _reach(value.producer(), graph, order)
+    unneeded = [node for node in graph if node not in order]
+    for node in sorted((node for node in unneeded if not any(value.uses() for value in node.outputs)), key=key):
+        _reach(node, graph, order)
+    for node in unneeded:  # on a cycle, in a graph that is not valid
+        _reach(node, graph, order)
+    return list(order)
+
+
+def bodies_of(node: ir.Node) -> Iterator[tuple[str, ir.Graph]]:
+    """The subgraphs of a node, each with the name of its attribute, by these names."""
+    for name in sorted(node.attributes):
+        attribute = node.attributes[name]
+        if attribute.is_ref():
+            continue
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield name, attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from ((f"{name}.{place}", body) for place, body in enumerate(attribute.as_graphs()))
+
+
+def _reach(start: ir.Node | None, graph: ir.Graph, order: dict[ir.Node, None]) -> None:
+    """Add a node, after everything that it needs and that is not there yet."""
+    if start is None or start.graph is not graph or start in order:
+        return
+    entered, waiting = {start}, [(start, iter(_producers(start, graph)))]
+    while waiting:
+        node, producers = waiting[-1]
+        for producer in producers:
+            if producer not in order and producer not in entered:
+                entered.add(producer)
+                waiting.append((producer, iter(_producers(producer, graph))))
+                break
+        else:
+            order[node] = None
+            waiting.pop()
+
+
+def _producers(node: ir.Node, graph: ir.Graph) -> Sequence[ir.Node]:
+    """The nodes of a graph that one of its nodes reads, those that its subgraphs read last."""
+    read: Iterable[ir.Value | None] = node.inputs
+    if subgraphs(node):
+        read = (*node.inputs, *(value for _, body in bodies_of(node) for value in _read_in(body)))
+    makers = (value.producer() for value in read if value is not None)
+    return [maker for maker in makers if maker is not None and maker.graph is graph]
+
+
+def _read_in(body: ir.Graph) -> Iterator[ir.Value]:
+    """What a subgraph reads, in its canonical order: also what is its own, or lies several graphs above."""
+    for node in _canonical_order(body, lambda node: node.op_type):
+        yield from (value for value in node.inputs if value is not None)
+        for _, inner in bodies_of(node):
+            yield from _read_in(inner)
+    yield from body.outputs

@@ -9,35 +9,17 @@ from typing import TypeVar
 import onnx_ir as ir
 
 from htp_export.errors import described
-from htp_export.shapes.control_flow import ControlFlow
-from htp_export.shapes.known import Dims, Fact, Known, Operation, constant_tensor, small_array, small_contents
+from htp_export.shapes.known import Dims, Fact, Known, Operation, constant_tensor, objects, small_array, small_contents
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
-from htp_export.shapes.registry import rules_of
+from htp_export.shapes.operators import rules_of
 from htp_export.shapes.schemas import evaluated, inferred, type_source
-from htp_export.shapes.sizes import is_unnamed
+from htp_export.shapes.sizes import Dim, is_unnamed
 
-_MOST_VISITS = 200_000
-"""Nodes that are visited inside functions and bodies; a few bytes of a file can ask for any number of them."""
-
-_T = TypeVar("_T")
+_MOST_TRIPS = 2**31
+"""A loop that only its condition ends has a trip count of so much or more, which says nothing of its results."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Called:
-    """A node of a function's body, with the attributes that the call gives it."""
-
-    node: ir.Node
-    resolved: ir.Node
-
-    domain = property(lambda self: self.node.domain)
-    op_type = property(lambda self: self.node.op_type)
-    name = property(lambda self: self.node.name)
-    inputs = property(lambda self: self.node.inputs)
-    outputs = property(lambda self: self.node.outputs)
-    attributes = property(lambda self: self.resolved.attributes)
-
-
-class Inference(ControlFlow):
+class Inference(Known):
     """Infers shapes while it walks over a graph.
 
     A subclass may look at every node that is visited, by overriding `visit`, `body` and `call`. ``sizes`` are those of
@@ -70,7 +52,7 @@ class Inference(ControlFlow):
         self._visits += self._depth > 0
         function = self._functions.get(node.op_identifier()) if self._functions else None
         if self._visits > _MOST_VISITS and (function is not None or operation.op_type in CONTROL_FLOW):
-            self._unknown(operation, "more than a walk over the graph can look at")
+            self._conclude(operation, (), "more than a walk over the graph can look at")
         elif function is not None and function not in self._calling:
             self.call(function, operation)
         elif operation.op_type in CONTROL_FLOW and operation.domain == "":
@@ -135,11 +117,93 @@ class Inference(ControlFlow):
                 return self._reasons.get(value, f"tensor {value.name!r}: the file does not say its shape")
             value = unknown
 
+    def either(self, first: Fact, second: Fact) -> Fact:
+        """What is true of two tensors, as those that two branches give."""
+        kind = first.type if first.type == second.type else None
+        shape = None
+        if first.shape is not None and second.shape is not None and len(first.shape) == len(second.shape):
+            shape = tuple(a if a == b else None for a, b in zip(first.shape, second.shape, strict=True))
+        if first.contents is None or second.contents is None or first.contents.shape != second.contents.shape:
+            return Fact(kind, shape)
+        same = all(a == b for a, b in zip(first.contents.reshape(-1), second.contents.reshape(-1), strict=True))
+        return Fact(kind, shape, first.contents if same else None)
+
+    def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
+        """What is true of the state of a loop before each run of its body, and after the last one."""
+        while True:  # each round forgets at least one dimension
+            after = run(state)
+            common = [self.either(b, a).forgetting_values() for b, a in zip(state, after, strict=False)]
+            if all(b.shape == c.shape and b.type == c.type for b, c in zip(state, common, strict=False)):
+                return common
+            state = common
+
+    def trips(self, trips: Dim | None, certain: bool) -> Dim | None:
+        """How often the body of a loop runs: as often as it may, if it is certain that nothing ends it before."""
+        return trips if certain else None
+
+    def _if(self, operation: Operation) -> list[Fact]:
+        decided = self.constant(operation.inputs[0])
+        taken = ("then_branch", "else_branch") if decided is None else ("then_branch" if decided[0] else "else_branch",)
+        results = [self.body(name, operation.attributes[name].as_graph(), (), 1) for name in taken]
+        if len(results) == 1:
+            return results[0]
+        return [self.either(first, second) for first, second in zip(*results, strict=True)]
+
+    def _loop(self, operation: Operation) -> list[Fact]:
+        graph = operation.attributes["body"].as_graph()
+        most, condition, *_ = (*operation.inputs, None, None)  # both may be left out
+        count, goes_on = self.contents(most), self.constant(condition)
+        trips: Dim | None = None if count is None else count.reshape(-1)[0]
+        if goes_on is not None and not all(goes_on):
+            trips = 0
+        elif isinstance(trips, int) and not 0 <= trips < _MOST_TRIPS:
+            trips = None
+        counter = Fact(ir.TensorType(ir.DataType.INT64), ())
+        runs = Fact(ir.TensorType(ir.DataType.BOOL), (), objects(True))
+        state = [_forgetful(self.fact(value)) for value in operation.inputs[2:]]
+        state, results = self._runs(graph, lambda state: (counter, runs, *state), state, 1, trips)
+        again = results[0].contents  # as the body runs only while its condition holds
+        trips = self.trips(trips, trips == 0 or (again is not None and again.reshape(-1).tolist() == [True]))
+        return [*state, *(_stacked(fact, trips) for fact in results[1 + len(state) :])]
+
+    def _scan(self, operation: Operation) -> list[Fact]:
+        graph, count = operation.attributes["body"].as_graph(), operation.attributes["num_scan_inputs"].as_int()
+        first = len(operation.inputs) - count
+        facts = [_forgetful(self.fact(value)) for value in operation.inputs]
+        state, scanned = facts[:first], facts[first:]
+        axes = operation.attributes.get_ints("scan_input_axes") or [0] * count
+        sizes = [fact.shape[axis] for fact, axis in zip(scanned, axes, strict=True) if fact.shape]
+        trips = next((size for size in sizes if isinstance(size, int)), sizes[0] if sizes else None)
+        slices = [_without_axis(fact, axis) for fact, axis in zip(scanned, axes, strict=True)]
+        state, results = self._runs(graph, lambda state: (*state, *slices), state, 0, trips)
+        out_axes = operation.attributes.get_ints("scan_output_axes") or [0] * len(results)
+        trips = self.trips(trips, True)
+        stacked = (_stacked(fact, trips, axis) for fact, axis in zip(results[first:], out_axes, strict=False))
+        return [*state, *stacked]
+
+    def _runs(
+        self,
+        graph: ir.Graph,
+        given: Callable[[list[Fact]], Sequence[Fact]],
+        state: list[Fact],
+        first: int,
+        trips: Dim | None,
+    ) -> tuple[list[Fact], list[Fact]]:
+        """Run the body of a loop: its state, which its results have from place ``first`` on, and all results."""
+        results: list[Fact] = []
+
+        def run(state: list[Fact]) -> list[Fact]:
+            results[:] = self.body("body", graph, given(state), trips if isinstance(trips, int) else None)
+            return results[first : first + len(state)]
+
+        return self.repeat(state, run), results
+
     def _control_flow(self, operation: Operation) -> None:
+        run = {"If": self._if, "Loop": self._loop, "Scan": self._scan}[operation.op_type]
         try:
-            results = self.run_subgraphs(operation)
+            results = run(operation)
         except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            self._unknown(operation, described(error))
+            self._conclude(operation, (), described(error))
         else:
             self._conclude(operation, results, "its subgraphs do not tell")
 
@@ -149,9 +213,6 @@ class Inference(ControlFlow):
             fact = results[place] if place < len(results) else Fact()
             self.state(value, Fact(fact.type, self._settled(value, fact.shape), fact.contents, fact.array))
             self._note(operation, value, reason)
-
-    def _unknown(self, operation: Operation, reason: str) -> None:
-        self._conclude(operation, (), reason)
 
     def _constant(self, operation: Operation) -> None:
         value = operation.outputs[0]
@@ -174,7 +235,7 @@ class Inference(ControlFlow):
             if self._depth:  # it may be visited again
                 self._types.pop(value, None)
         if operation.attributes and any(attribute.is_ref() for attribute in operation.attributes.values()):
-            self._unknown(operation, "an attribute is known only where its function is called")
+            self._conclude(operation, (), "an attribute is known only where its function is called")
             return
         typed = True
         shapes, reason = _safely(rules.shape, operation, self)
@@ -256,3 +317,42 @@ def _safely(
         return rule(node, known), ""
     except (ArithmeticError, AttributeError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
         return None, described(error)
+
+
+def _forgetful(fact: Fact | None) -> Fact:
+    return Fact() if fact is None else fact.forgetting_values()
+
+
+def _without_axis(fact: Fact, axis: int) -> Fact:
+    if fact.shape is None:
+        return fact
+    axis %= max(1, len(fact.shape))
+    return Fact(fact.type, (*fact.shape[:axis], *fact.shape[axis + 1 :]))
+
+
+def _stacked(fact: Fact, trips: Dim | None, axis: int = 0) -> Fact:
+    if fact.shape is None:
+        return fact.forgetting_values()
+    axis %= len(fact.shape) + 1
+    return Fact(fact.type, (*fact.shape[:axis], trips, *fact.shape[axis:]))
+
+
+_MOST_VISITS = 200_000
+"""Nodes that are visited inside functions and bodies; a few bytes of a file can ask for any number of them."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False)
+class _Called:
+    """A node of a function's body, with the attributes that the call gives it."""
+
+    node: ir.Node
+    resolved: ir.Node
+
+    domain = property(lambda self: self.node.domain)
+    op_type = property(lambda self: self.node.op_type)
+    name = property(lambda self: self.node.name)
+    inputs = property(lambda self: self.node.inputs)
+    outputs = property(lambda self: self.node.outputs)
+    attributes = property(lambda self: self.resolved.attributes)

@@ -253,6 +253,14 @@ def normalized(axis: int, rank: int) -> int:
     return axis + rank if axis < 0 else axis
 
 
+def shape_of(node: Operation, known: Known, place: int = 0) -> Shape:
+    """The shape of an input that a rule cannot do without; a ValueError where it is not known."""
+    shape = known.shape(node.inputs[place]) if place < len(node.inputs) else None
+    if shape is None:
+        raise ValueError(f"the shape of input {place} is not known")
+    return shape
+
+
 def axes_of(node: Operation, known: Known, name: str = "axes", place: int = 1) -> list[int] | None:
     """Axes as an attribute, or as an input of newer opsets; None where there are none or they are not constant."""
     if name in node.attributes:

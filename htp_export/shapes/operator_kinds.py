@@ -92,6 +92,14 @@ def with_subgraphs(node: ir.Node) -> Iterator[ir.Node]:
         yield from body.all_nodes()
 
 
+def reads_of(node: ir.Node) -> Iterator[ir.Value]:
+    """Every value that a node reads, in its subgraphs too, whose results it reads as well."""
+    for each in with_subgraphs(node):
+        yield from (value for value in each.inputs if value is not None)
+        for body in subgraphs(each):
+            yield from body.outputs
+
+
 def values_read(op: str, inputs: Sequence[_Input]) -> Sequence[_Input]:
     """What a node of an operator reads, without what it reads for its type alone."""
     place = _TYPE_ONLY.get(op)

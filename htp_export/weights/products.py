@@ -20,7 +20,7 @@ from htp_export.format.recipes import Recipe
 from htp_export.model.recipes import recorded
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import is_standard, operator_of
-from htp_export.weights.weight_sources import WeightSources
+from htp_export.weights.parameter_places import WeightSources
 
 _Array = npt.NDArray[Any]
 

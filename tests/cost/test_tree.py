@@ -12,8 +12,8 @@ import htp_export
 from htp_export.capabilities.cost.drawing import render
 from htp_export.capabilities.cost.result import ModuleRow, ModuleTree, tree_rows
 from htp_export.errors import InputError, SelectorError
+from htp_export.model.module_facts import visible
 from htp_export.model.tagged import load
-from htp_export.model.visible_modules import visible
 from htp_export.results.columns import csv_text
 from htp_export.results.tag_facts import TagFacts
 from tests.handmade import encoder

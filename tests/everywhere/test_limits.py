@@ -15,10 +15,10 @@ from htp_export.errors import InputError
 from htp_export.format import call_tree
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.model import graph_facts, structural_hash
+from htp_export.model import graph_facts, hashes
 from htp_export.results import html
 from htp_export.shapes import inference, known, sizes
-from htp_export.shapes.control_flow import _MOST_TRIPS
+from htp_export.shapes.inference import _MOST_TRIPS
 from htp_export.shapes.operators import sums
 from htp_export.shapes.symbolic import Symbolic
 
@@ -129,9 +129,9 @@ def test_patterns_look_into_constants_up_to_a_size(beyond: int) -> None:
 
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_few_whole_numbers_count_with_their_values_in_a_hash_and_many_by_their_shape(beyond: int) -> None:
-    shape = (structural_hash._MOST_NUMBERS + beyond,)
-    hashes = {structural_hash.Hasher(each).part(each.nodes) for each in (added(shape, 3), added(shape, 4))}
-    assert len(hashes) == (1 if beyond else 2)
+    shape = (hashes._MOST_NUMBERS + beyond,)
+    found = {hashes.Hasher(each).part(each.nodes) for each in (added(shape, 3), added(shape, 4))}
+    assert len(found) == (1 if beyond else 2)
 
 
 @pytest.mark.parametrize("beyond", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -15,6 +16,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from onnxscript.rewriter import pattern
 from rich.console import Console
 
 import htp_export
@@ -32,11 +34,12 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.hashes import Hasher
 from htp_export.model.module_facts import contents_of
 from htp_export.model.neighbours import replace_inputs
-from htp_export.model.structural_hash import Hasher
 from htp_export.model.tensor_names import UsedNames
 from htp_export.process.garbage_collection import rare_collections
+from tests.graphs import Builder
 from tools import scale
 
 
@@ -50,9 +53,13 @@ def test_a_tree_of_a_thousand_levels_is_drawn() -> None:
     assert lines[-1].startswith("… 999 levels └── m ")
 
 
+@functools.cache
+def nested_too_deep() -> htp_export.results.Nested:
+    return htp_export.functions(scale.deep(MOST_NESTED + 20), "**")
+
+
 def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat() -> None:
-    model = scale.deep(MOST_NESTED + 20)
-    nested = htp_export.functions(model, "**")
+    nested = nested_too_deep()
     assert len(nested.modules) == 2 * MOST_NESTED  # of both towers
     last = "a" + ".m" * MOST_NESTED
     assert last not in nested.modules
@@ -61,7 +68,10 @@ def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat() -> N
     assert set(too_deep.values()) == {"ONNX allows 100 functions inside one another"}
     onnx.checker.check_model(ir.to_proto(nested.model))  # it refuses deeper ones
     flat = htp_export.inline(nested.model).model
-    before = {node.name: (node.op_type, dict(node.metadata_props)) for node in ir.from_proto(model).graph}
+    before = {
+        node.name: (node.op_type, dict(node.metadata_props))
+        for node in ir.from_proto(scale.deep(MOST_NESTED + 20)).graph
+    }
     assert {node.name: (node.op_type, dict(node.metadata_props)) for node in flat.graph} == before
 
 
@@ -90,8 +100,7 @@ def test_functions_and_inline_do_not_walk_up_from_every_node(monkeypatch: pytest
 
 
 def test_weights_of_deep_modules_have_short_names_in_functions() -> None:
-    nested = htp_export.functions(scale.deep(MOST_NESTED + 20), "**")
-    for function in nested.model.functions.values():
+    for function in nested_too_deep().model.functions.values():
         names = [str(value.name) for value in function.inputs]
         assert len(set(names)) == len(names)
         assert max(map(len, names)) <= 128 + len("_100")
@@ -145,9 +154,20 @@ def test_many_inputs_are_replaced_as_one_after_the_other(count: int) -> None:
     assert all(use.node is node for value in after for use in value.uses())
 
 
-def test_patterns_of_several_results_look_at_what_is_near() -> None:
-    from onnxscript.rewriter import pattern
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Each attempt to match a pattern of several results."""
+    attempts: list[object] = []
+    multi_match = pattern.SimplePatternMatcher._multi_match
+    monkeypatch.setattr(
+        pattern.SimplePatternMatcher,
+        "_multi_match",
+        lambda self, *given, **more: attempts.append(given) or multi_match(self, *given, **more),
+    )
+    return attempts
 
+
+def test_patterns_of_several_results_look_at_what_is_near(tried: list[object]) -> None:
     x, end = ir.val("x"), ir.Value(name="end", const_value=ir.tensor([1]))
     chain = [ir.node("Slice", [x, end])]
     for _ in range(999):
@@ -158,15 +178,8 @@ def test_patterns_of_several_results_look_at_what_is_near() -> None:
     rule = pattern.RewriteRule(
         lambda op, x, one, two: (op.Slice(x, one), op.Slice(x, two)), lambda op, x, one, two: (x, x)
     )
-    tried: list[object] = []
-    multi_match = pattern.SimplePatternMatcher._multi_match
     whole = pattern.SimplePatternMatcher.match
-    with pytest.MonkeyPatch.context() as patch, near_matching("some_pass"):
-        patch.setattr(
-            pattern.SimplePatternMatcher,
-            "_multi_match",
-            lambda self, *given, **more: tried.append(given) or multi_match(self, *given, **more),
-        )
+    with near_matching("some_pass"):
         for node in chain:
             rule.match(ir.Model(chain[0].graph, ir_version=10), chain[0].graph, node)  # type: ignore[arg-type]
     assert 0 < len(tried) <= 5 * len(chain)
@@ -175,39 +188,20 @@ def test_patterns_of_several_results_look_at_what_is_near() -> None:
 
 @pytest.mark.parametrize("consumers", [10, 300])
 def test_a_tensor_with_very_many_consumers_is_said_where_patterns_may_be_missed(
-    consumers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    consumers: int, caplog: pytest.LogCaptureFixture, tried: list[object]
 ) -> None:
-    from onnxscript.rewriter import pattern
-
-    bounds = [onnx.numpy_helper.from_array(np.array([number], np.int64), name) for number, name in ((0, "b"), (3, "e"))]
-    nodes = [onnx.helper.make_node("Slice", ["h", "b", "e"], [f"v{k}"], f"slice_{k}") for k in range(consumers)]
-    nodes = [onnx.helper.make_node("Relu", ["x"], ["h"]), *nodes]
-    nodes.append(onnx.helper.make_node("Sum", [node.output[0] for node in nodes[1:]], ["y"]))
-    x, y = (
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
-        for name, shape in (("x", [4]), ("y", None))
-    )
-    graph = onnx.helper.make_graph(nodes, "net", [x], [y], bounds)
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
-    tried: list[object] = []
-    multi_match = pattern.SimplePatternMatcher._multi_match
-    monkeypatch.setattr(
-        pattern.SimplePatternMatcher,
-        "_multi_match",
-        lambda self, *given, **more: tried.append(given) or multi_match(self, *given, **more),
-    )
+    net = Builder(20, x=[4])
+    net.const("b", np.array([0]))
+    net.const("e", np.array([3]))
+    net.add("Relu", "x", "h", "act")
+    cuts = [net.add("Slice", "h b e", f"v{k}", "cut").outputs[0].name for k in range(consumers)]
+    net.add("Sum", " ".join(map(str, cuts)), "y", "sum")
+    model = net.model("y")
     htp_export.optimize(model, passes=["fuse_for_onnxruntime"], level="fused")
     assert 0 < len(tried) <= consumers * MOST
-    said = [
-        record.getMessage()
-        for record in caplog.records
-        if record.name == "htp_export.capabilities.optimize.passes.fuse_for_onnxruntime"
-    ]
-    if consumers < MOST:
-        assert not said
-    else:
-        assert len(said) == 1
-        assert "pass fuse_for_onnxruntime: node 'slice_0' (Slice) and 299 others" in said[0]
+    said = [record.getMessage() for record in caplog.records if record.name == near.__module__]
+    assert len(said) == (consumers >= MOST)
+    assert all("pass fuse_for_onnxruntime: node 'n_v0' (Slice) and 299 others" in text for text in said)
 
 
 def test_the_exponent_is_the_slope_of_the_logarithms() -> None:

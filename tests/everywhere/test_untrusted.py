@@ -19,8 +19,8 @@ from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format import tags
-from htp_export.format.provenance_notes import ProvenanceNote, write_provenance
-from htp_export.model.content_hash import content_hash
+from htp_export.format.model_metadata import ProvenanceNote, write_provenance
+from htp_export.model.hashes import content_hash
 from tests.all_commands import COMMANDS, NAMES, companions, example
 
 ROOT = Path(__file__).parents[2]

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import pytest
 import torch
 from torch import nn
 
 import htp_export
-from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.module_paths import module_paths
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo, module_paths
 from htp_export.format.parameters import parameters_of
 from tests.exporting import BOTH, exported
 from tests.nets import spread, x
@@ -62,21 +60,31 @@ def owners_by_type(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...]]]:
     return [(node.op_type, owners_of(node)) for node in nodes_of(file) if node.op_type != "Constant"]
 
 
+def agrees_everywhere(model: nn.Module, file: onnx.ModelProto) -> None:
+    report = htp_export.verify(model, file, (x(2, 4),))
+    every = {path: "agrees" for path, _, _ in module_paths(model)}
+    assert {path: result.status for path, result in report.modules.items()} == every
+    assert report.misplaced == ()
+
+
 @BOTH
 def test_a_module_with_the_name_of_the_root_has_a_path_of_its_own(exporter: str, tmp_path: Path) -> None:
-    file = exported(built(EmptyName), {"x": x(2, 4)}, exporter, tmp_path)
+    model = built(EmptyName)
+    file = exported(model, {"x": x(2, 4)}, exporter, tmp_path)
     assert owners_by_type(file) == [("Gemm", ("#2.0",)), ("Sigmoid", ("#2.1",)), ("Sin", ("",)), ("Gemm", ("fc",))]
     tree = tree_of(file)
     assert {path: entry["fate"] for path, entry in tree.items()} == dict.fromkeys(tree, "computed")
     names = {"": None, "#2": "", "#2.0": "0", "#2.1": "1", "fc": None}
     assert {path: entry.get("name") for path, entry in tree.items()} == names
+    agrees_everywhere(model, file)
 
 
 @BOTH
 def test_a_name_with_a_dot_beside_the_same_name_in_two_steps_has_a_path_of_its_own(
     exporter: str, tmp_path: Path
 ) -> None:
-    file = exported(built(NameWithADot), {"x": x(2, 4)}, exporter, tmp_path)
+    model = built(NameWithADot)
+    file = exported(model, {"x": x(2, 4)}, exporter, tmp_path)
     assert owners_by_type(file) == [("Gemm", ("a.b",)), ("Sin", ("a",)), ("Tanh", ("a.b#2",)), ("Cos", ("",))]
     tagged = htp_export.load(file)
     assert tagged.hierarchy["a.b#2"] == ModuleInfo(
@@ -84,17 +92,7 @@ def test_a_name_with_a_dot_beside_the_same_name_in_two_steps_has_a_path_of_its_o
     )
     assert [node.op_type for node in tagged["a"].nodes] == ["Gemm", "Sin"]  # the root called the other one
     assert Hierarchy.from_json(tagged.hierarchy.to_json()) == tagged.hierarchy
-
-
-@BOTH
-@pytest.mark.parametrize("kind", [EmptyName, NameWithADot])
-def test_verify_finds_modules_that_have_one_name(kind: type[nn.Module], exporter: str, tmp_path: Path) -> None:
-    model = built(kind)
-    exported(model, {"x": x(2, 4)}, exporter, tmp_path)
-    report = htp_export.verify(model, tmp_path / "model.onnx", (x(2, 4),))
-    every = {path: "agrees" for path, _, _ in module_paths(model)}
-    assert {path: result.status for path, result in report.modules.items()} == every
-    assert report.misplaced == ()
+    agrees_everywhere(model, file)
 
 
 def test_parameters_are_listed_under_the_path_of_the_module_that_holds_them() -> None:

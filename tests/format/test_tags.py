@@ -8,7 +8,7 @@ from pathlib import Path
 
 from htp_export.format import tags
 from htp_export.format.fates import Fate
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 
 
 def test_owners_are_read_from_the_list_and_a_broken_list_falls_back_on_the_common_ancestor() -> None:

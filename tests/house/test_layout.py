@@ -249,7 +249,7 @@ def test_plans_become_values_of_modules_in_one_place():
     reading = {
         name.removeprefix("htp_export.") for name, path in MODULES.items() if below.search(path.read_text("utf-8"))
     }
-    assert reading == {"format.selectors", "model.visible_modules", "plans.rules", "capabilities.quantize.training"}
+    assert reading == {"format.selectors", "model.module_facts", "plans.rules", "capabilities.quantize.training"}
 
 
 # Concepts that stood in several places once: the one place of each, and what would betray a second definition.
@@ -257,8 +257,8 @@ ONE_PLACE = {
     "what became of a module": ("model.fates", r"def (find_fates|fate_of)\b"),
     "boundaries of regions": ("model.boundaries", r"class Boundaries\b|OUTSIDE = "),
     "shapes of tensors": ("shapes.symbolic", r"class Symbolic\b"),
-    "hashes of what a model says": ("model.content_hash", r"def \w*(array|body|constant|content|graph)_(hash|key)\b"),
-    "hashes of what regions compute": ("model.structural_hash", r"class \w*Hash(er|es)\b"),
+    "hashes of what a model says": ("model.hashes", r"def \w*(array|body|constant|content|graph)_(hash|key)\b"),
+    "hashes of what regions compute": ("model.hashes", r"class \w*Hash(er|es)\b"),
     "constants of parts, and tensors between them": ("model.parts", r"class (Constants|PartTensor)\b|def part_tensors"),
     "the tensors between devices": ("capabilities.place.placed", r"class \w*Crossing\b"),
     "a chain of modules": ("capabilities.partition.chain", r"class \w*Chain\b"),

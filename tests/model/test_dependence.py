@@ -8,7 +8,7 @@ import pytest
 
 from htp_export.capabilities.carry.graph_summary import summarize
 from htp_export.capabilities.optimize.merging import PassDifference, Snapshot
-from htp_export.model.dependence import input_dependent_values
+from htp_export.model.boundaries import input_dependent_values
 from htp_export.model.regions import all_nodes
 from tests.handmade import branching
 

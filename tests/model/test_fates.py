@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.format import tags
 from tests.exporting import BOTH, SharedFiles, exported, metadata
 from tests.nets import NETS, x
 from tests.truth import nodes_of, owners_of, tree_of
@@ -108,17 +109,29 @@ REASONS = {"scope", "shared", "fused", "flow", "parameters"}
 
 @BOTH
 @pytest.mark.parametrize("name", SEVERAL)
-def test_every_node_keeps_to_the_format(name: str, exporter: str, shared_files: SharedFiles) -> None:
+def test_every_node_and_the_model_keep_to_the_format(name: str, exporter: str, shared_files: SharedFiles) -> None:
     file = shared_files.read(name, exporter)
     tree = tree_of(file)
+    model, _ = NETS[name].build()
+    assert file.ir_version >= 10
+    assert file.graph.name == type(model).__name__
+    written = {entry.key: entry.value for entry in file.metadata_props}
+    assert len(written) == len(file.metadata_props)
+    assert written["htp.version"] == "1"
+    ours = {key for key in written if key.startswith("htp.")}
+    stored = onnx.load(shared_files.net(name, exporter), load_external_data=False).graph.initializer
+    apart = any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in stored)
+    always = {"htp.version", "htp.modules", "htp.callers", "htp.signatures", "htp.parameters"}
+    assert ours == always | ({"htp.data"} if apart else set())
+    for entry in tree.values():
+        assert set(entry) - {"with"} == {"class", "calls", "fate"}
+        assert ("with" in entry) == (entry["fate"] == "fused")
     for node in nodes_of(file):
         said = metadata(node)
         counts = Counter(entry.key for entry in node.metadata_props)
         assert set(counts.values()) == {1}, f"repeated keys: {counts}"
         assert {"htp.module", "htp.reason", "namespace"} <= set(said)
-        assert set(said) - {key for key in said if key.startswith("pkg.")} <= {
-            "htp.module", "htp.owners", "htp.call", "htp.calls", "htp.reason", "namespace",
-        }  # fmt: skip
+        assert {key for key in said if not key.startswith("pkg.")} <= {*tags.NODE_KEYS}
         assert said["htp.reason"] in REASONS
         assert set(owners_of(node)) <= set(tree)
         assert said["htp.module"] in tree
@@ -139,26 +152,6 @@ def test_the_namespace_has_one_level_for_each_module_that_runs(exporter: str, sh
         assert [metadata(node)["namespace"] for node in nodes] == expected
 
 
-@BOTH
-@pytest.mark.parametrize("name", SEVERAL)
-def test_the_model_keeps_to_the_format(name: str, exporter: str, shared_files: SharedFiles) -> None:
-    file = shared_files.read(name, exporter)
-    model, _ = NETS[name].build()
-    assert file.ir_version >= 10
-    assert file.graph.name == type(model).__name__
-    said = {entry.key: entry.value for entry in file.metadata_props}
-    assert len(said) == len(file.metadata_props)
-    assert said["htp.version"] == "1"
-    ours = {key for key in said if key.startswith("htp.")}
-    stored = onnx.load(shared_files.net(name, exporter), load_external_data=False).graph.initializer
-    apart = any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in stored)
-    written = {"htp.version", "htp.modules", "htp.callers", "htp.signatures", "htp.parameters"}
-    assert ours == written | ({"htp.data"} if apart else set())
-    for entry in tree_of(file).values():
-        assert set(entry) - {"with"} == {"class", "calls", "fate"}
-        assert ("with" in entry) == (entry["fate"] == "fused")
-
-
 def test_the_program_that_dynamo_returns_has_the_tags_of_the_file_and_torchs_own_keys(tmp_path: Path) -> None:
     model, kwargs = NETS["loop_of_three"].build()
     program = htp_export.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, verbose=False)
@@ -173,9 +166,8 @@ def test_the_program_that_dynamo_returns_has_the_tags_of_the_file_and_torchs_own
 @BOTH
 def test_metadata_is_under_150_bytes_a_node_on_average(exporter: str, shared_files: SharedFiles) -> None:
     file = shared_files.read("transformer_encoder", exporter)
-    ours = ("htp.module", "htp.owners", "htp.call", "htp.calls", "htp.reason", "namespace")
-    sizes = [sum(entry.ByteSize() + 2 for entry in node.metadata_props if entry.key in ours) for node in nodes_of(file)]
-    assert sum(sizes) / len(sizes) < 150
+    ours = [entry for node in nodes_of(file) for entry in node.metadata_props if entry.key in tags.NODE_KEYS]
+    assert sum(entry.ByteSize() + 2 for entry in ours) / len(nodes_of(file)) < 150
 
 
 class First(nn.Module):

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
+from htp_export.weights.rebuilding import rebuilt
 from tests.graphs import Builder, array, ops, owners, passed, rewritten, same
 
 WIDTHS = {"q": 64, "k": 32, "v": 32}  # four heads of 16 features, and two for keys and values
@@ -57,6 +58,10 @@ def test_weights_in_few_bits_are_packed_block_by_block() -> None:
     assert ops(changed) == ["MatMulNBits", "GroupQueryAttention"]
     joint = changed.graph[0]
     assert (joint.attributes["N"].as_int(), joint.attributes["accuracy_level"].as_int()) == (128, 4)
+    weights = {name: value.const_value.numpy() for name, value in attention().graph.initializers.items()}
+    remade = rebuilt(htp_export.load(changed), weights).tensors
+    for value in joint.inputs[1:3]:
+        np.testing.assert_array_equal(remade[value].numpy(), value.const_value.numpy())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int4"])

@@ -21,8 +21,8 @@ from htp_export.capabilities.pipeline.step_options import described_options
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, StepError
 from htp_export.files.model_files import read_model, write_model
-from htp_export.format.provenance_notes import read_provenance
-from htp_export.model.content_hash import content_hash
+from htp_export.format.model_metadata import read_provenance
+from htp_export.model.hashes import content_hash
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,9 +21,8 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.model.path_names import path_prefix
 from htp_export.model.regions import all_nodes, all_values
-from htp_export.model.tensor_names import rename
+from htp_export.model.tensor_names import path_prefix, rename
 from htp_export.shapes.operator_kinds import subgraphs
 from tests import nets
 from tests.exporter.test_exactness import bert, gpt2, resnet

@@ -16,7 +16,7 @@ from torch import nn
 import htp_export
 from htp_export.errors import UntaggedModelError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.model.path_names import bodies_of, path_prefix
+from htp_export.model.tensor_names import bodies_of, path_prefix
 from tests.functions.test_functions import equal, run
 from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import spread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,9 @@ from htp_export.capabilities.view.page.document import page_data
 from htp_export.editing.flattening import read_flat
 from htp_export.format import tags
 from htp_export.tools import float16, quantize_dynamic, quantize_static
-from tests.exporting import exported
+from tests.exporting import exported_once
 from tests.handmade import with_function
-from tests.nets import spread, x
+from tests.nets import x
 
 
 class Folded(nn.Module):
@@ -83,45 +84,17 @@ class Branches(nn.Module):
 
 IMAGE = {"x": x(1, 3, 6, 6)}
 IDS = {"ids": torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])}
+NETS: dict[str, tuple[type[nn.Module], Callable[[], dict[str, torch.Tensor]]]] = {
+    "folded": (Folded, lambda: IMAGE),
+    "tied": (Tied, lambda: IDS),
+    "branches": (Branches, lambda: {"x": x(2, 4)}),
+}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One kind of file.
-
-    Attributes:
-        made: Makes it of the exported ones.
-        parameters: Of the whole model.
-        weight_bytes: Of the whole model, by element type.
-    """
-
-    made: Callable[[Files], Any]
-    parameters: int
-    weight_bytes: dict[str, int]
-
-
-class Files:
-    """The exports, each made once, that the files are made of."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._made: dict[tuple[str, str], onnx.ModelProto] = {}
-
-    def get(self, name: str, exporter: str = "dynamo") -> onnx.ModelProto:
-        """A copy of an export."""
-        nets: dict[str, tuple[type[nn.Module], dict[str, torch.Tensor]]] = {
-            "folded": (Folded, IMAGE),
-            "tied": (Tied, IDS),
-            "branches": (Branches, {"x": x(2, 4)}),
-        }
-        if (name, exporter) not in self._made:
-            model, kwargs = nets[name]
-            folder = self._folder / f"{name}.{exporter}"
-            folder.mkdir()
-            self._made[name, exporter] = exported(spread(model()).eval(), kwargs, exporter, folder)
-        copy = onnx.ModelProto()
-        copy.CopyFrom(self._made[name, exporter])
-        return copy
+def file_of(name: str, exporter: str = "dynamo") -> onnx.ModelProto:
+    """The file of a net, which is exported once."""
+    with tempfile.TemporaryDirectory() as folder:
+        return onnx.load(exported_once(*NETS[name], exporter, Path(folder))[1])
 
 
 def without(key: str, model: Any) -> ir.Model:
@@ -184,39 +157,37 @@ SCALES = {"int8": 216 + 8, "int32": 4 * (8 + 8), "float32": 4 * (8 + 8)}
 OPERATORS = {"int8": 216 + 8, "int32": 4 * 8, "float32": 4 * 8}
 DYNAMIC = {"uint8": 160, "int8": 128 + 128 + 160, "float32": 4 * (16 + 8 + 16)}
 
-KINDS = {
-    "dynamo": Kind(lambda of: of.get("folded"), 240, FLOATS),
-    "torchscript": Kind(lambda of: of.get("folded", "torchscript"), 240, FLOATS),
-    "optimised": Kind(lambda of: optimised(of.get("folded", "torchscript")), 240, FLOATS),
-    "unknown_parameters": Kind(lambda of: without(tags.PARAMETERS, of.get("folded")), 224, FLOATS),
-    "nodes_of_no_module": Kind(lambda of: with_nodes_of_no_module(of.get("folded")), 240, FLOATS),
-    "torchs_scopes": Kind(lambda of: without_tags(of.get("folded", "torchscript")), 224, FLOATS),
-    "no_tags": Kind(lambda of: without_tags(of.get("folded")), 224, FLOATS),
-    "float16": Kind(lambda of: float16(of.get("folded")).model, 240, {"float16": 2 * 224}),
-    "int8": Kind(lambda of: int8(of.get("folded")), 240, SCALES),
-    "int8_operators": Kind(lambda of: int8(of.get("folded"), quant_format=operator_format()), 240, OPERATORS),
-    "int8_unknown_parameters": Kind(lambda of: without(tags.PARAMETERS, int8(of.get("folded"))), 256, SCALES),
-    "extracted": Kind(lambda of: htp_export.extract(of.get("tied"), "mlp").model, 280, {"float32": 4 * 280}),
-    "tied_dynamo": Kind(lambda of: of.get("tied"), TEXT, TEXT_FLOATS),
-    "tied_torchscript": Kind(lambda of: of.get("tied", "torchscript"), TEXT, TEXT_FLOATS),
-    "tied_unknown_parameters": Kind(lambda of: without(tags.PARAMETERS, of.get("tied")), TEXT_WEIGHTS, TEXT_FLOATS),
-    "tied_optimised": Kind(lambda of: optimised(of.get("tied", "torchscript")), TEXT, TEXT_FLOATS),
-    "carried": Kind(lambda of: carried(of.get("tied")), TEXT, TEXT_FLOATS),
-    "dynamic_int8": Kind(lambda of: quantize_dynamic(of.get("tied")).model, TEXT, DYNAMIC),
-    "functions": Kind(lambda of: functions(of.get("tied")), TEXT, TEXT_FLOATS),
-    "functions_unknown_parameters": Kind(
-        lambda of: without(tags.PARAMETERS, functions(of.get("tied"))), TEXT_WEIGHTS, TEXT_FLOATS
+# What makes a file, and the parameters and the bytes of weights, by element type, of the whole model.
+KINDS: dict[str, tuple[Callable[[], Any], int, dict[str, int]]] = {
+    "dynamo": (lambda: file_of("folded"), 240, FLOATS),
+    "torchscript": (lambda: file_of("folded", "torchscript"), 240, FLOATS),
+    "optimised": (lambda: optimised(file_of("folded", "torchscript")), 240, FLOATS),
+    "unknown_parameters": (lambda: without(tags.PARAMETERS, file_of("folded")), 224, FLOATS),
+    "nodes_of_no_module": (lambda: with_nodes_of_no_module(file_of("folded")), 240, FLOATS),
+    "torchs_scopes": (lambda: without_tags(file_of("folded", "torchscript")), 224, FLOATS),
+    "no_tags": (lambda: without_tags(file_of("folded")), 224, FLOATS),
+    "float16": (lambda: float16(file_of("folded")).model, 240, {"float16": 2 * 224}),
+    "int8": (lambda: int8(file_of("folded")), 240, SCALES),
+    "int8_operators": (lambda: int8(file_of("folded"), quant_format=operator_format()), 240, OPERATORS),
+    "int8_unknown_parameters": (lambda: without(tags.PARAMETERS, int8(file_of("folded"))), 256, SCALES),
+    "extracted": (lambda: htp_export.extract(file_of("tied"), "mlp").model, 280, {"float32": 4 * 280}),
+    "tied_dynamo": (lambda: file_of("tied"), TEXT, TEXT_FLOATS),
+    "tied_torchscript": (lambda: file_of("tied", "torchscript"), TEXT, TEXT_FLOATS),
+    "tied_unknown_parameters": (lambda: without(tags.PARAMETERS, file_of("tied")), TEXT_WEIGHTS, TEXT_FLOATS),
+    "tied_optimised": (lambda: optimised(file_of("tied", "torchscript")), TEXT, TEXT_FLOATS),
+    "carried": (lambda: carried(file_of("tied")), TEXT, TEXT_FLOATS),
+    "dynamic_int8": (lambda: quantize_dynamic(file_of("tied")).model, TEXT, DYNAMIC),
+    "functions": (lambda: functions(file_of("tied")), TEXT, TEXT_FLOATS),
+    "functions_unknown_parameters": (
+        lambda: without(tags.PARAMETERS, functions(file_of("tied"))),
+        TEXT_WEIGHTS,
+        TEXT_FLOATS,
     ),
-    "branches": Kind(lambda of: of.get("branches"), 40, {"float32": 160}),
-    "branches_optimised": Kind(lambda of: optimised(of.get("branches")), 40, {"float32": 160}),
-    "foreign_function": Kind(lambda _: with_function(), 16, {"float32": 64}),
+    "branches": (lambda: file_of("branches"), 40, {"float32": 160}),
+    "branches_optimised": (lambda: optimised(file_of("branches")), 40, {"float32": 160}),
+    "foreign_function": (lambda: with_function(), 16, {"float32": 64}),
 }
 ALWAYS = ("dynamo", "no_tags", "int8", "tied_torchscript", "carried", "functions", "branches", "foreign_function")
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(tmp_path_factory.mktemp("files"))
 
 
 @dataclass(frozen=True)
@@ -273,8 +244,9 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in ALWAYS else [pytest.mark.slow]) for kind in KINDS]
 )
-def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(files: Files, kind: str) -> None:
-    made = KINDS[kind].made(files)
+def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(kind: str) -> None:
+    make, parameters, weight_bytes = KINDS[kind]
+    made = make()
     found = dict(tables(made))
     expected = found["cost"]
     for table, rows in found.items():
@@ -283,23 +255,23 @@ def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(files: 
             said = {name: number for name, number in vars(row).items() if number is not None}
             assert said == {name: vars(expected[path])[name] for name in said}, f"{table}: {path!r}"
     whole = htp_export.cost(made).modules[""]
-    assert whole.parameters == KINDS[kind].parameters
-    assert whole.weight_bytes_by_dtype == KINDS[kind].weight_bytes
+    assert whole.parameters == parameters
+    assert whole.weight_bytes_by_dtype == weight_bytes
     assert {dtype: size for dtype, (_, size) in htp_export.diff(made, made).modules[""].weight_bytes.items()} == dict(
-        sorted(KINDS[kind].weight_bytes.items())
+        sorted(weight_bytes.items())
     )
 
 
-def test_parameters_are_those_of_pytorch_where_the_file_says_what_they_were(files: Files) -> None:
+def test_parameters_are_those_of_pytorch_where_the_file_says_what_they_were() -> None:
     for name, model in (("folded", Folded()), ("tied", Tied())):
-        rows = {row.path: row.parameters for row in tree_rows(htp_export.load(files.get(name))).rows}
+        rows = {row.path: row.parameters for row in tree_rows(htp_export.load(file_of(name))).rows}
         assert rows == {
             path: sum(parameter.numel() for parameter in module.parameters()) for path, module in model.named_modules()
         }
 
 
-def test_parameters_are_the_weights_that_are_read_where_the_file_does_not_say(files: Files) -> None:
-    for file in (files.get("tied"), files.get("tied", "torchscript")):
+def test_parameters_are_the_weights_that_are_read_where_the_file_does_not_say() -> None:
+    for file in (file_of("tied"), file_of("tied", "torchscript")):
         rows = {row.path: row.parameters for row in tree_rows(htp_export.load(without(tags.PARAMETERS, file))).rows}
         assert rows == {
             "": TEXT_WEIGHTS,
@@ -313,8 +285,8 @@ def test_parameters_are_the_weights_that_are_read_where_the_file_does_not_say(fi
         }
 
 
-def test_nodes_of_no_module_are_the_roots_own_in_every_table(files: Files) -> None:
-    made = with_nodes_of_no_module(files.get("folded"))
+def test_nodes_of_no_module_are_the_roots_own_in_every_table() -> None:
+    made = with_nodes_of_no_module(file_of("folded"))
     rows = {row.path: row for row in tree_rows(htp_export.load(made)).rows}
     assert (rows[""].nodes, rows[""].own_nodes) == (2, 1)
     assert (rows["conv"].nodes, rows["act"].nodes) == (0, 1)

@@ -11,8 +11,8 @@ import onnxruntime
 import pytest
 
 from htp_export.model.tagged import load
-from htp_export.shapes import inference, operators, registry
-from htp_export.shapes.registry import shape_rule, type_rule
+from htp_export.shapes import inference, operators
+from htp_export.shapes.operators import shape_rule, type_rule
 from htp_export.shapes.sizes import Size, divide, not_negative, smaller_of, symbol
 from htp_export.shapes.symbolic import Symbolic
 
@@ -274,13 +274,13 @@ def test_a_rule_is_registered_by_a_decorator():
 def test_every_file_of_the_folder_of_rules_is_read(tmp_path, monkeypatch):
     """A family of operators is one new file, and no list names it."""
     (tmp_path / "fresh.py").write_text(
-        "from htp_export.shapes.registry import shape_rule\n"
+        "from htp_export.shapes.operators import shape_rule\n"
         "@shape_rule('Fresh', domain='tests.new')\ndef fresh(node, known): return None\n"
     )
     monkeypatch.setattr(operators, "__path__", [*operators.__path__, str(tmp_path)])
-    registry._load.cache_clear()
-    assert registry.rules_of("tests.new", "Fresh").shape is not None
-    assert registry.rules_of("", "MatMul").shape is not None
+    operators._load.cache_clear()
+    assert operators.rules_of("tests.new", "Fresh").shape is not None
+    assert operators.rules_of("", "MatMul").shape is not None
 
 
 def test_sizes_are_written_as_sympy_reads_them():

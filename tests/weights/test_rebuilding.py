@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export import tools
 from htp_export.errors import InputError
 from htp_export.format.recipes import is_exact
 from htp_export.model.recipes import recipe_of, recorded
@@ -104,21 +105,6 @@ def exported(name: str, folder: Path, *, dynamo: bool) -> Exported:
     return Exported(model, sample, file)
 
 
-def _by_onnxruntime(level: str) -> Callable[[Path, Path], object]:
-    def run(file: Path, out: Path) -> object:
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
-        options.optimized_model_filepath, options.log_severity_level = str(out.with_suffix(".raw")), 4
-        onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        return htp_export.carry(file, onnx.load(out.with_suffix(".raw")), out)
-
-    return run
-
-
-def _by_onnxslim(file: Path, out: Path) -> object:
-    return htp_export.carry(file, pytest.importorskip("onnxslim").slim(onnx.load(file)), out)
-
-
 DESCENDANTS: dict[str, Callable[[Path, Path], object]] = {
     "export": lambda file, out: load(file).save(out),
     "exact": lambda file, out: htp_export.optimize(file, out, level="exact"),
@@ -129,9 +115,9 @@ DESCENDANTS: dict[str, Callable[[Path, Path], object]] = {
     "int8-weights": lambda file, out: htp_export.quantize(file, {".": "int8-weights"}, output=out),
     "int4": lambda file, out: htp_export.quantize(file, {".": "int4"}, output=out),
     "prune": lambda file, out: htp_export.prune(file, {".": 0.5}, output=out),
-    "onnxruntime basic": _by_onnxruntime("BASIC"),
-    "onnxruntime extended": _by_onnxruntime("EXTENDED"),
-    "onnxslim": _by_onnxslim,
+    "onnxruntime basic": lambda file, out: tools.onnxruntime(file, out, level="basic"),
+    "onnxruntime extended": lambda file, out: tools.onnxruntime(file, out, level="extended"),
+    "onnxslim": lambda file, out: tools.onnxslim(file, out),
 }
 
 CLOSE = {"fp16": 0.1, "int8-weights": 0.05, "prune": np.inf, "int4": np.inf}

@@ -24,7 +24,7 @@ from htp_export.files.model_files import read_model, write_for_tool, write_model
 from htp_export.files.parsing import model_from_proto
 from htp_export.files.targets import check_target
 from htp_export.files.written_check import made_from
-from htp_export.model.content_hash import same_numbers
+from htp_export.model.hashes import same_numbers
 from htp_export.model.tagged import ModelSource, model_of, name_of
 from htp_export.process.argument_types import checks_arguments
 

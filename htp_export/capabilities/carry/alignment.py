@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
 from htp_export.capabilities.carry.numbering import FLOATS, Numbering, repeats
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import COMMUTATIVE, IN_PLACE, base_op, moves, resembles
 
 if TYPE_CHECKING:

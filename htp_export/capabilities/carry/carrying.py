@@ -22,7 +22,7 @@ from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, load, model_of, name_of
 from htp_export.process.argument_types import is_torch_module

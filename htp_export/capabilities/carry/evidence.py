@@ -28,7 +28,7 @@ from htp_export.capabilities.carry.likenesses import (
 from htp_export.capabilities.carry.stored_weights import WeightNumbers, weight_numbers
 from htp_export.capabilities.carry.unnamed_alignment import input_pairs
 from htp_export.errors import FileError, InputError
-from htp_export.model.content_hash import array_hash
+from htp_export.model.hashes import array_hash
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.runtime.inputs import infer_bound
 from htp_export.runtime.runner import Runner, portions

@@ -17,7 +17,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from htp_export.format import tags
-from htp_export.model.dependence import dependence
+from htp_export.model.boundaries import dependence
 from htp_export.shapes.operator_kinds import SIZES_ONLY, operator_of, values_read
 from htp_export.shapes.symbolic import Symbolic
 
@@ -141,7 +141,7 @@ class GraphSummary:
         return dict.fromkeys(inputs, 1)
 
     def _steps(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
-        """Values that nodes read, and values that depend on them, for `htp_export.model.dependence`."""
+        """Values that nodes read, and values that depend on them, for `htp_export.model.boundaries`."""
         sizes, values = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)  # holder → what is read inside
         inputs = defaultdict[str, list[int]](list)
         for index, value in enumerate(self.values):

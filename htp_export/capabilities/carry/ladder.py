@@ -20,8 +20,7 @@ from htp_export.capabilities.carry.ownership import Owned, owners_after
 from htp_export.capabilities.carry.proved_owners import ProvedOwners
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
 from htp_export.capabilities.carry.unnamed_alignment import UnnamedAlignment, input_pairs, without_names
-from htp_export.format.reasons import Reason
-from htp_export.format.tags import below
+from htp_export.format.tags import Reason, below
 from htp_export.runtime.inputs import Inputs
 
 _KEPT = 0.5

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from htp_export.model.content_hash import array_hash
+from htp_export.model.hashes import array_hash
 from htp_export.runtime.arrays import Array
 
 EXACT = 2e-4

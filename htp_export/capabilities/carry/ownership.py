@@ -17,8 +17,8 @@ from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
+from htp_export.format.tags import Reason
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.fates import FateEvidence, Outcome, find_fates
 from htp_export.model.tagged import TaggedModel

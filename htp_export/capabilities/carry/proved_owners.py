@@ -18,8 +18,7 @@ from htp_export.capabilities.carry.ownership import Owned, owned_by, owners_afte
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
 from htp_export.capabilities.carry.unnamed_alignment import UnnamedAlignment
 from htp_export.format.call_tree import CallTree
-from htp_export.format.reasons import Reason
-from htp_export.format.tags import common_ancestor, is_under
+from htp_export.format.tags import Reason, common_ancestor, is_under
 from htp_export.shapes.operator_kinds import IN_PLACE, LAYOUT, SIZES_ONLY, base_op, moves, resembles
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import LAYOUT, base_op, moves
 
 _REPEATED = 40  # original nodes that one node is assumed to compute a second time

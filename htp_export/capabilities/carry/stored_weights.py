@@ -13,7 +13,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_to_text, step
-from htp_export.model.content_hash import array_hash, is_filled, same_numbers
+from htp_export.model.hashes import array_hash, is_filled, same_numbers
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import known_beginning, merged, recipe_of, recorded
 from htp_export.runtime.arrays import Array

@@ -9,7 +9,7 @@ from htp_export.capabilities.carry.alignment import Alignment, AlignmentEvidence
 from htp_export.capabilities.carry.feeds import pair_names
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
 from htp_export.capabilities.carry.likenesses import Likeness
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import moves, resembles
 
 

@@ -42,8 +42,8 @@ def cost_command(
     """
     from htp_export.capabilities.cost.costing import cost
     from htp_export.capabilities.cost.drawing import modules_csv, nodes_csv, render_cost
+    from htp_export.model.module_facts import visible
     from htp_export.model.tagged import load
-    from htp_export.model.visible_modules import visible
 
     quiet = table.as_json or table.as_csv
     looked = model.look(quiet=quiet)

@@ -9,9 +9,8 @@ from typing import Any
 
 from htp_export.capabilities.cost.columns import COST_COLUMNS, TREE_COLUMNS
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.module_facts import ModuleFacts, contents_of
+from htp_export.model.module_facts import ModuleFacts, contents_of, visible
 from htp_export.model.tagged import TaggedModel
-from htp_export.model.visible_modules import visible
 from htp_export.results.columns import Column, chosen
 from htp_export.results.tables import ModuleTable
 from htp_export.results.tag_facts import TagFacts

@@ -12,9 +12,9 @@ from typing import Any
 from htp_export.editing.flattening import read_flat
 from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.hashes import Hasher
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
-from htp_export.model.structural_hash import Hasher
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.results.columns import MODULE, Column
 from htp_export.results.result import PlainData, Result, Table

@@ -46,7 +46,7 @@ class GraphOptions:
     def check(self) -> None:
         """Refuse options that do not go together, or an opset that torch does not write, before a model is loaded."""
         if self.names is not None:
-            from htp_export.model.path_names import check_style
+            from htp_export.model.tensor_names import check_style
 
             check_style(self.names)
         if self.keep_attention and not self.dynamo:

@@ -16,8 +16,8 @@ from htp_export.format.call_tree import CallTree, Instance, renumbered
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
+from htp_export.format.tags import Reason
 from htp_export.model.cut_models import own_output
 from htp_export.model.regions import all_nodes, twins_of
 from htp_export.model.tagged import TaggedModel

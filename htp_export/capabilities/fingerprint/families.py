@@ -16,11 +16,11 @@ import onnx_ir as ir
 from htp_export.capabilities.fingerprint.features import GraphFeatures, ModelInput, model_inputs
 from htp_export.editing.flattening import read_flat
 from htp_export.format import tags
-from htp_export.model.dependence import dependence, reads_and_results
+from htp_export.model.boundaries import dependence, reads_and_results
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.hashes import Hasher
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import Region
-from htp_export.model.structural_hash import Hasher
 from htp_export.model.tagged import ModelSource
 from htp_export.results.columns import many
 from htp_export.results.result import Result

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.model.dependence import dependence, reads_and_results
+from htp_export.model.boundaries import dependence, reads_and_results
 from htp_export.model.graph_facts import Array, GraphFacts
 from htp_export.model.neighbours import producer_of
 from htp_export.model.tagged import TaggedModel

@@ -17,8 +17,8 @@ from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
-from htp_export.model.groups import Groups
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.neighbours import Groups
 from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel
 

@@ -14,10 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.model.content_hash import array_hash
 from htp_export.model.graph_facts import GraphFacts
-from htp_export.model.groups import connected
-from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.model.hashes import array_hash
+from htp_export.model.neighbours import connected, only_consumer, producer_of
 from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 

@@ -13,8 +13,8 @@ from htp_export.editing.function_records import DOMAIN, given_values
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.reasons import Reason
-from htp_export.model.content_hash import body_hash, constant_hash
+from htp_export.format.tags import Reason
+from htp_export.model.hashes import body_hash, constant_hash
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel

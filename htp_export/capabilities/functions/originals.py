@@ -13,7 +13,7 @@ from htp_export.editing.function_records import Expectations, Record, given_valu
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import subgraphs
 
 

@@ -30,10 +30,9 @@ from htp_export.exporter.exporting import export
 from htp_export.exporter.torch_programs import exported_graph, lowered_graph
 from htp_export.format import tags
 from htp_export.format.fates import Fate
-from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.hierarchy import Hierarchy, module_paths
 from htp_export.format.leaves import tensors_in
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.module_paths import module_paths
 from htp_export.format.parameters import parameters_of
 from htp_export.process.argument_types import checks_arguments
 

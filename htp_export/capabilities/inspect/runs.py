@@ -16,10 +16,9 @@ from htp_export.exporter.capture.torch_internals import changes_of
 from htp_export.exporter.torch_programs import drop_identities
 from htp_export.format import tags
 from htp_export.format.fates import Fate
-from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.hierarchy import Hierarchy, module_paths
 from htp_export.format.leaves import tensors_in
-from htp_export.format.module_paths import module_paths
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import subgraphs
 
 if TYPE_CHECKING:

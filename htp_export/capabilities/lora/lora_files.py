@@ -29,8 +29,7 @@ from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import Kind, check_target
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.lora import lora_modules, write_lora
-from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.model_metadata import lora_modules, write_lora, write_model_metadata
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load
 from htp_export.results.result import Result

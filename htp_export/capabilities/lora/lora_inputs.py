@@ -21,12 +21,11 @@ from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.lora import FACTORS, factor_module, write_lora
-from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.reasons import Reason
+from htp_export.format.model_metadata import FACTORS, factor_module, write_lora, write_model_metadata
 from htp_export.format.recipes import CONSTANT
 from htp_export.format.signatures import Signature
-from htp_export.model.dependence import dependence, reads_and_results
+from htp_export.format.tags import Reason
+from htp_export.model.boundaries import dependence, reads_and_results
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
 from htp_export.model.tensor_names import Names

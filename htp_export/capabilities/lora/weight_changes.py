@@ -25,10 +25,9 @@ from htp_export.process.progress import counted
 from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of
-from htp_export.weights.parameter_places import places_in
+from htp_export.weights.parameter_places import WeightSources, places_in
 from htp_export.weights.products import Product, changed_when_written, products_of, readers_of, weight_place
 from htp_export.weights.rebuilding import remade
-from htp_export.weights.weight_sources import WeightSources
 
 _OPERATORS = {"convolution": ("Conv", "com.microsoft::FusedConv"), "embedding": ("Gather",)}
 """Kind of a layer of an adapter → what such a layer becomes; for linear ones see `linears_of`."""

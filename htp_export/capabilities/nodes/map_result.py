@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 from htp_export.errors import InputError
-from htp_export.model.source_lines import SourceLine
+from htp_export.format.torch_metadata import SourceLine
 from htp_export.results.columns import Column, chosen, csv_text
 from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tables import data_frame

@@ -17,14 +17,13 @@ from htp_export.capabilities.nodes.map_result import (
     ParameterUse,
 )
 from htp_export.format import tags
+from htp_export.format.torch_metadata import source_lines
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import dtype_name, stored_tensor
-from htp_export.model.source_lines import source_lines
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames
 from htp_export.shapes.operator_kinds import operator_of
-from htp_export.weights.parameter_places import ParameterPlaces
-from htp_export.weights.weight_sources import WeightSource, WeightSources, owners_within
+from htp_export.weights.parameter_places import ParameterPlaces, WeightSource, WeightSources, owners_within
 
 
 @names_model_faults("model")

@@ -20,7 +20,7 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.model.fates import FateEvidence, Outcome, find_fates
-from htp_export.model.regions import GraphIndex, all_nodes, named_values
+from htp_export.model.regions import GraphIndex, all_nodes
 from htp_export.model.tagged import TaggedModel
 
 
@@ -215,7 +215,7 @@ class Bookkeeping:
         """Find the tensors of signatures in the changed graph; note those that are gone, and the owners around them."""
         if not self._where:
             return
-        values = named_values(self.model.graph)
+        values = ir.convenience.create_value_mapping(self.model.graph, include_subgraphs=False)
         here = set(values.values())
         lost: dict[str, ir.Value] = {}
         for name, value in self._where.items():

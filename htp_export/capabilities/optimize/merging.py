@@ -22,8 +22,8 @@ import onnx_ir as ir
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
-from htp_export.format.reasons import Reason
-from htp_export.model.dependence import dependence, given_values, reads_and_results
+from htp_export.format.tags import Reason
+from htp_export.model.boundaries import dependence, given_values, reads_and_results
 from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs
 
 _Slots = Sequence[ir.Value | None]

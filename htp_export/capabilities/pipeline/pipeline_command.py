@@ -18,7 +18,7 @@ from htp_export.files.targets import Kind
 
 if TYPE_CHECKING:
     from htp_export.capabilities.pipeline.pipeline_steps import PipelineStep
-    from htp_export.format.provenance_notes import ProvenanceNote
+    from htp_export.format.model_metadata import ProvenanceNote
 
 EXAMPLE = "steps.yaml -m bert.onnx -o small.onnx"
 PLACE = ("Optimise", 4)
@@ -96,8 +96,8 @@ def _from_source(options: dict[str, Any]) -> dict[str, Any]:
 def _show_provenance(file: Path, as_json: bool) -> None:
     """Say how a file was made, and whether it is what was made."""
     from htp_export.files.model_files import read_model
-    from htp_export.format.provenance_notes import read_provenance
-    from htp_export.model.content_hash import content_hash
+    from htp_export.format.model_metadata import read_provenance
+    from htp_export.model.hashes import content_hash
 
     model = read_model(file)
     notes = read_provenance(model.metadata_props)

@@ -166,7 +166,7 @@ _KINDS = [
     StepKind("lora.fuse", "lora.lora_files", checks=("lora.adapters:read_adapter",), keeps_modules=False),
     StepKind("functions", "functions.nesting"),
     StepKind("inline", "functions.nesting"),
-    StepKind("rename", "rename.naming", checks=(".model.path_names:check_style",)),
+    StepKind("rename", "rename.naming", checks=(".model.tensor_names:check_style",)),
     StepKind("splice", "extract.extraction", keeps_modules=False),
     StepKind("tap", "tap.tapping"),
     StepKind("untap", "tap.tapping"),

@@ -16,10 +16,10 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.model.cutting import Cutter
-from htp_export.model.groups import connected
+from htp_export.model.neighbours import connected
 from htp_export.model.parts import PartTensor, part_tensors
 from htp_export.model.tagged import TaggedModel
-from htp_export.plans.deciders import parts_of
+from htp_export.plans.rules import parts_of
 from htp_export.results.columns import si
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from htp_export.errors import InputError, OnnxRuntimeError, RuleError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
-from htp_export.format.placement_entries import read_placement, write_placement
+from htp_export.format.model_metadata import read_placement, write_placement
 from htp_export.model.cutting import Cutter
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes, twins_of

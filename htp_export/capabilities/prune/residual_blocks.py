@@ -11,8 +11,8 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.fates import Fate
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
+from htp_export.format.tags import Reason
 from htp_export.model.tagged import TaggedModel
 
 _PASSED = frozenset(

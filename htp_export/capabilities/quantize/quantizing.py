@@ -17,8 +17,8 @@ from htp_export.capabilities.quantize.methods.checkpoint import checkpoint_preci
 from htp_export.capabilities.quantize.precisions import PRECISIONS, precisions_of
 from htp_export.capabilities.quantize.quantized import Check, Quantized, QuantizedModule, check_of
 from htp_export.capabilities.quantize.work import CalibrationData, Validation, Work
+from htp_export.editing.editing import raised
 from htp_export.editing.flattening import read_flat
-from htp_export.editing.opsets import raised
 from htp_export.errors import HtpExportError, InputError, ToolError, described
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target, files_named_in

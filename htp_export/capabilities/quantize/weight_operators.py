@@ -21,7 +21,7 @@ import onnx_ir as ir
 from htp_export.editing.editing import add_initializer, replace
 from htp_export.editing.submodels import remove_unused
 from htp_export.format.recipes import Recipe, step
-from htp_export.model.recipes import recipe_of, recorded
+from htp_export.model.recipes import recipe_of
 from htp_export.runtime.arrays import Array
 from htp_export.weights.products import changed_when_written, is_matrix_product, weight_axes
 from htp_export.weights.rebuilding import unpacked
@@ -115,7 +115,7 @@ def _register(graph: ir.Graph, of: ir.Value, tensor: ir.Tensor[Any], recipe: Rec
     name = f"{of.name}_rows"
     if name in graph.initializers:
         return graph.initializers[name]
-    return add_initializer(graph, recorded(tensor, recipe), name, recipe)
+    return add_initializer(graph, tensor, name, recipe)
 
 
 CONVOLUTIONS = frozenset(("Conv", "ConvTranspose"))

@@ -21,7 +21,7 @@ from htp_export.capabilities.search.studies import KeptRuns, open_study
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.files.slots import slots
-from htp_export.model.content_hash import content_hash
+from htp_export.model.hashes import content_hash
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.bounds import MOST_RUNS, check_whole
 from htp_export.runtime.arrays import Array, nan_in

@@ -16,7 +16,7 @@ from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_tensors import IN, OUT, ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel

@@ -16,8 +16,8 @@ from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
-from htp_export.format.reasons import Reason
-from htp_export.format.taps import Tap, write_taps
+from htp_export.format.model_metadata import Tap, write_taps
+from htp_export.format.tags import Reason
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_tensors import ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult

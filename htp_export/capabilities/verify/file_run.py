@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.verify.pytorch_run import ModuleCall
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.model.dependence import dependence, reads_and_results
+from htp_export.model.boundaries import dependence, reads_and_results
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array, ArrayStore, StoredArray

@@ -28,7 +28,7 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance, NodeCalls
 from htp_export.format.model_metadata import read_contamination
-from htp_export.model.dependence import input_dependent_values
+from htp_export.model.boundaries import input_dependent_values
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.comparing import Tolerance
 from htp_export.shapes.operator_kinds import SIZES_ONLY

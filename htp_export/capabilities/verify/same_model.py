@@ -12,9 +12,8 @@ import onnx_ir as ir
 from htp_export.capabilities.verify.pytorch_run import named_tensors
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.lora import lora_modules
-from htp_export.format.module_paths import module_paths
+from htp_export.format.hierarchy import Hierarchy, module_paths
+from htp_export.format.model_metadata import lora_modules
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array, from_torch
 

@@ -14,9 +14,9 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data
 from htp_export.format import tags
+from htp_export.format.torch_metadata import SourceLine, source_lines
 from htp_export.model.module_facts import ModuleContents, ModuleFacts, contents_of, elements_of, tied_parameters
 from htp_export.model.regions import Region
-from htp_export.model.source_lines import SourceLine, source_lines
 from htp_export.model.tagged import TaggedModel
 from htp_export.results.tag_facts import TagFacts
 from htp_export.shapes.operator_kinds import operator_of

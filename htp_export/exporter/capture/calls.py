@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from htp_export.format import tags
 from htp_export.format.leaves import containers_in, named_tensors_in, tensors_in
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 
 NO_CALL = -1
 Key = Hashable

@@ -27,7 +27,7 @@ from htp_export.exporter.capture.onnx_graph import (
 )
 from htp_export.exporter.capture.running import Guarded
 from htp_export.exporter.capture.torch_internals import computes_a_size
-from htp_export.format.reasons import Reason
+from htp_export.format.tags import Reason
 from htp_export.model.regions import all_values
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from htp_export.exporter.capture.torch_internals import is_compiled
-from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.hierarchy import Hierarchy, module_paths
 from htp_export.format.leaves import tensors_in
-from htp_export.format.module_paths import module_paths
 from htp_export.format.parameters import ModuleParameters, parameters_of
 from htp_export.process.restoring import Changes
 

@@ -6,16 +6,19 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from htp_export.shapes.known import Contents, Dims, Known, Operation, objects, unknown_dims
-from htp_export.shapes.registry import content_rule, shape_rule, type_rule
+from htp_export.shapes.known import Contents, Dims, Known, Operation, Shape, objects, shape_of, unknown_dims
+from htp_export.shapes.operators import content_rule, shape_rule, type_rule
 from htp_export.shapes.sizes import is_natural, product
 
 
 @shape_rule("Shape")
-def _shape(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    contents = known.shape(node.inputs[0])
+def _shape(node: Operation, known: Known) -> Sequence[Dims | None]:
+    return [[len(_dimensions(node, known))]]
+
+
+def _dimensions(node: Operation, known: Known) -> Shape:
     start, end = (node.attributes.get_int(key, default) for key, default in (("start", 0), ("end", None)))
-    return None if contents is None else [[len(contents[start:end])]]
+    return shape_of(node, known)[start:end]
 
 
 @shape_rule("Size")
@@ -24,12 +27,9 @@ def _size(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 
 @shape_rule("ConstantOfShape")
-def _constant_of_shape(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+def _constant_of_shape(node: Operation, known: Known) -> Sequence[Dims | None]:
     contents = known.contents(node.inputs[0])
-    if contents is not None:
-        return [contents.tolist()]
-    rank = known.shape(node.inputs[0])
-    return None if rank is None else [unknown_dims(rank[0])]
+    return [unknown_dims(shape_of(node, known)[0]) if contents is None else contents.tolist()]
 
 
 @shape_rule("Range")
@@ -44,16 +44,13 @@ def _range(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 
 @content_rule("Shape")
-def _shape_contents(node: Operation, known: Known) -> Contents | None:
-    shape = known.shape(node.inputs[0])
-    start, end = (node.attributes.get_int(key, default) for key, default in (("start", 0), ("end", None)))
-    return None if shape is None else objects(list(shape[start:end]))
+def _shape_contents(node: Operation, known: Known) -> Contents:
+    return objects(list(_dimensions(node, known)))
 
 
 @content_rule("Size")
-def _size_contents(node: Operation, known: Known) -> Contents | None:
-    shape = known.shape(node.inputs[0])
-    return None if shape is None else objects(product(shape))
+def _size_contents(node: Operation, known: Known) -> Contents:
+    return objects(product(shape_of(node, known)))
 
 
 @type_rule("ConstantOfShape")

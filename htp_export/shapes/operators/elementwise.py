@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.shapes.known import WHOLE, Contents, Dims, Known, Operation, Shape, objects
-from htp_export.shapes.registry import ContentRule, content_rule, shape_rule, type_rule
+from htp_export.shapes.known import WHOLE, Contents, Dims, Known, Operation, Shape, objects, shape_of
+from htp_export.shapes.operators import ContentRule, content_rule, shape_rule, type_rule
 from htp_export.shapes.sizes import Dim, Size, divide, equal, is_natural, is_smaller_of
 
 _LIKE_FIRST = """
@@ -64,9 +64,8 @@ def like_first(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 
 @shape_rule(*ELEMENTWISE)
-def _broadcast(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shapes = [known.shape(value) for value in node.inputs]
-    return None if None in shapes else [broadcast(shape for shape in shapes if shape is not None)]
+def _broadcast(node: Operation, known: Known) -> Sequence[Dims | None]:
+    return [broadcast([shape_of(node, known, place) for place in range(len(node.inputs))])]
 
 
 @type_rule("Cast")

@@ -6,32 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized
-from htp_export.shapes.registry import content_rule, shape_rule
+from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized, shape_of
+from htp_export.shapes.operators import content_rule, shape_rule
 from htp_export.shapes.sizes import Dim, Size, divide, is_natural, not_negative, smaller_of
 
 
 @shape_rule("Concat")
-def _concat(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shapes = [shape for value in node.inputs if (shape := known.shape(value)) is not None]
-    if len(shapes) < len(node.inputs):
-        return None
+def _concat(node: Operation, known: Known) -> Sequence[Dims | None]:
+    shapes = [shape_of(node, known, place) for place in range(len(node.inputs))]
     axis = normalized(node.attributes["axis"].as_int(), len(shapes[0]))
     result: list[Dim | None] = [
         next((shape[k] for shape in shapes if isinstance(shape[k], int)), shapes[0][k]) for k in range(len(shapes[0]))
     ]
-    total: Dim = 0
-    for shape in shapes:
-        total = shape[axis] + total
-    result[axis] = total
+    result[axis] = sum(shape[axis] for shape in shapes)
     return [result]
 
 
 @shape_rule("Split")
-def _split(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape = known.shape(node.inputs[0])
-    if shape is None:
-        return None
+def _split(node: Operation, known: Known) -> Sequence[Dims | None]:
+    shape = shape_of(node, known)
     axis, count = normalized(node.attributes.get_int("axis", 0), len(shape)), len(node.outputs)
     sizes: Sequence[Dim | None] | None = axes_of(node, known, "split")
     if sizes is None:
@@ -42,10 +35,8 @@ def _split(node: Operation, known: Known) -> Sequence[Dims | None] | None:
 
 
 @shape_rule("Slice")
-def _slice(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape = known.shape(node.inputs[0])
-    if shape is None or len(node.inputs) < 3:
-        return None
+def _slice(node: Operation, known: Known) -> Sequence[Dims | None]:
+    shape = shape_of(node, known)
     starts, ends = known.contents(node.inputs[1]), known.contents(node.inputs[2])
     axes = axes_of(node, known, place=3)
     steps = axes_of(node, known, "steps", place=4)
@@ -92,10 +83,8 @@ def _clamped(bound: Dim, dim: Dim) -> Dim | None:
 
 
 @shape_rule("Gather")
-def _gather(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    data, indices = (known.shape(value) for value in node.inputs)
-    if data is None or indices is None:
-        return None
+def _gather(node: Operation, known: Known) -> Sequence[Dims | None]:
+    data, indices = shape_of(node, known), shape_of(node, known, 1)
     axis = normalized(node.attributes.get_int("axis", 0), len(data))
     return [[*data[:axis], *indices, *data[axis + 1 :]]]
 

@@ -15,27 +15,25 @@ from htp_export.shapes.known import (
     Operation,
     axes_of,
     normalized,
+    shape_of,
     unknown_dims,
 )
+from htp_export.shapes.operators import content_rule, shape_rule
 from htp_export.shapes.operators.elementwise import broadcast
-from htp_export.shapes.registry import content_rule, shape_rule
 from htp_export.shapes.sizes import Dim, divide, product
 
 
 @shape_rule("Transpose")
-def _transpose(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape = known.shape(node.inputs[0])
-    if shape is None:
-        return None
+def _transpose(node: Operation, known: Known) -> Sequence[Dims | None]:
+    shape = shape_of(node, known)
     return [[shape[axis] for axis in node.attributes.get_ints("perm") or reversed(range(len(shape)))]]
 
 
 @shape_rule("Reshape")
-def _reshape(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+def _reshape(node: Operation, known: Known) -> Sequence[Dims | None]:
     shape, wanted = known.shape(node.inputs[0]), known.contents(node.inputs[1])
     if wanted is None:
-        rank = known.shape(node.inputs[1])
-        return None if rank is None else [unknown_dims(rank[0])]
+        return [unknown_dims(shape_of(node, known, 1)[0])]
     keeps_zero = bool(node.attributes.get_int("allowzero", 0))
     result: list[Dim | None] = []
     for place, dim in enumerate(wanted.tolist()):
@@ -53,8 +51,8 @@ def _reshape(node: Operation, known: Known) -> Sequence[Dims | None] | None:
 
 @shape_rule("Unsqueeze")
 def _unsqueeze(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape, axes = known.shape(node.inputs[0]), axes_of(node, known)
-    if shape is None or axes is None:
+    shape, axes = shape_of(node, known), axes_of(node, known)
+    if axes is None:
         return None
     rank = len(shape) + len(axes)
     inserted, left = {normalized(axis, rank) for axis in axes}, iter(shape)
@@ -63,9 +61,7 @@ def _unsqueeze(node: Operation, known: Known) -> Sequence[Dims | None] | None:
 
 @shape_rule("Squeeze")
 def _squeeze(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape, axes = known.shape(node.inputs[0]), axes_of(node, known)
-    if shape is None:
-        return None
+    shape, axes = shape_of(node, known), axes_of(node, known)
     if axes is None:
         if len(node.inputs) > 1 or any(not isinstance(dim, int) for dim in shape):
             return None
@@ -75,33 +71,31 @@ def _squeeze(node: Operation, known: Known) -> Sequence[Dims | None] | None:
 
 
 @shape_rule("Flatten")
-def _flatten(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape = known.shape(node.inputs[0])
-    if shape is None:
-        return None
+def _flatten(node: Operation, known: Known) -> Sequence[Dims | None]:
+    shape = shape_of(node, known)
     axis = normalized(node.attributes.get_int("axis", 1), len(shape))
     return [[product(shape[:axis]), product(shape[axis:])]]
 
 
 @shape_rule("Expand")
 def _expand(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape, wanted = known.shape(node.inputs[0]), known.contents(node.inputs[1])
-    return None if shape is None or wanted is None else [broadcast([shape, tuple(wanted.tolist())])]
+    wanted = known.contents(node.inputs[1])
+    return None if wanted is None else [broadcast([shape_of(node, known), tuple(wanted.tolist())])]
 
 
 @shape_rule("Tile")
 def _tile(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape, repeats = known.shape(node.inputs[0]), known.contents(node.inputs[1])
-    return None if shape is None or repeats is None else [[a * b for a, b in zip(shape, repeats, strict=True)]]
+    shape, repeats = shape_of(node, known), known.contents(node.inputs[1])
+    return None if repeats is None else [[a * b for a, b in zip(shape, repeats, strict=True)]]
 
 
 @content_rule("Reshape", "Squeeze", "Unsqueeze")
 def _reshaped_contents(node: Operation, known: Known) -> Contents | None:
-    contents = known.contents(node.inputs[0])
-    shape = known.shape(node.outputs[0])
-    if contents is None or shape is None or not all(isinstance(dim, int) for dim in shape):
+    contents, shape = known.contents(node.inputs[0]), known.shape(node.outputs[0])
+    if contents is None or shape is None:
         return None
-    return contents.reshape([int(str(dim)) for dim in shape])
+    sizes = [dim for dim in shape if isinstance(dim, int)]
+    return contents.reshape(sizes) if len(sizes) == len(shape) else None
 
 
 @content_rule("Expand")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from htp_export.shapes.known import Dims, Known, Operation, Shape
+from htp_export.shapes.known import Dims, Known, Operation, shape_of
+from htp_export.shapes.operators import Rule, TypeRule, shape_rule, type_rule
 from htp_export.shapes.operators.elementwise import broadcast, like_first
-from htp_export.shapes.registry import Rule, shape_rule, type_rule
 from htp_export.shapes.sizes import divide
 
 _DOMAIN = "com.microsoft"
@@ -29,21 +29,13 @@ _OTHERS = (
 )
 
 
-def _shapes(node: Operation, known: Known, *places: int) -> list[Shape]:
-    """The shapes of inputs; a ValueError if one is not known."""
-    shapes = [known.shape(node.inputs[place]) if place < len(node.inputs) else None for place in places]
-    if None in shapes:
-        raise ValueError(f"the shape of input {places[shapes.index(None)]} is not known")
-    return [shape for shape in shapes if shape is not None]
-
-
 shape_rule(*_LIKE_FIRST, domain=_DOMAIN)(like_first)
 shape_rule("SimplifiedLayerNormalization")(like_first)  # ONNX Runtime has it in the domain of ONNX
 
 
 def _product(right: int) -> Rule:
     def rule(node: Operation, known: Known) -> Sequence[Dims | None]:
-        a, b = (list(shape) for shape in _shapes(node, known, 0, right))
+        a, b = (list(shape_of(node, known, place)) for place in (0, right))
         if node.attributes.get_int("transBatchA", 0):  # the rows stand before the batch
             a = [*a[1:-1], a[0], a[-1]]
         if node.attributes.get_int("transBatchB", 0):
@@ -65,13 +57,12 @@ shape_rule("QGemm", domain=_DOMAIN)(_product(3))
 
 @shape_rule("MatMulNBits", "MatMulBnb4", domain=_DOMAIN)
 def _packed_product(node: Operation, known: Known) -> Sequence[Dims | None]:
-    (shape,) = _shapes(node, known, 0)
-    return [[*shape[:-1], node.attributes["N"].as_int()]]
+    return [[*shape_of(node, known)[:-1], node.attributes["N"].as_int()]]
 
 
 @shape_rule("GatherBlockQuantized", domain=_DOMAIN)
 def _packed_rows(node: Operation, known: Known) -> Sequence[Dims | None]:
-    data, indices = (list(shape) for shape in _shapes(node, known, 0, 1))
+    data, indices = (list(shape_of(node, known, place)) for place in (0, 1))
     if known.dtype(node.inputs[0]) == ir.DataType.UINT8:  # it holds several values in a byte
         data[-1] *= 8 // node.attributes.get_int("bits", 4)
     axis = node.attributes.get_int("gather_axis", 0) % len(data)
@@ -80,14 +71,14 @@ def _packed_rows(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 @shape_rule("Attention", "QAttention", domain=_DOMAIN)
 def _attention(node: Operation, known: Known) -> Sequence[Dims | None]:
-    data, weights = _shapes(node, known, 0, 1)
+    data, weights = shape_of(node, known), shape_of(node, known, 1)
     sizes: Sequence[int] = node.attributes.get_ints("qkv_hidden_sizes") or ()
     return [[*data[:2], sizes[2] if len(sizes) == 3 else divide(weights[1], 3)]]
 
 
 @shape_rule("MultiHeadAttention", domain=_DOMAIN)
 def _multi_head(node: Operation, known: Known) -> Sequence[Dims | None]:
-    (query,) = _shapes(node, known, 0)
+    query = shape_of(node, known)
     if len(query) == 5:  # packed: batch, length, heads, 3, size of a head
         return [[*query[:2], query[2] * query[4]]]
     values = known.shape(node.inputs[2]) if len(node.inputs) > 2 else None
@@ -98,7 +89,7 @@ def _multi_head(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 @shape_rule("GroupQueryAttention", domain=_DOMAIN)
 def _grouped_query(node: Operation, known: Known) -> Sequence[Dims | None]:
-    batch, length, width = _shapes(node, known, 0)[0]
+    batch, length, width = shape_of(node, known)
     if node.inputs[1] is None:  # query, key and value in one
         heads, shared = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
         width = divide(width, heads + 2 * shared) * heads
@@ -112,36 +103,26 @@ def _grouped_query(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 @shape_rule("EmbedLayerNormalization", domain=_DOMAIN)
 def _embedding(node: Operation, known: Known) -> Sequence[Dims | None]:
-    ids, words = _shapes(node, known, 0, 2)
+    ids, words = shape_of(node, known), shape_of(node, known, 2)
     return [[*ids, words[-1]]]
 
 
 @shape_rule("QLinearAdd", "QLinearMul", domain=_DOMAIN)
 def _quantized_elementwise(node: Operation, known: Known) -> Sequence[Dims | None]:
-    return [broadcast(_shapes(node, known, 0, 3))]
+    return [broadcast([shape_of(node, known), shape_of(node, known, 3)])]
 
 
-@type_rule("SimplifiedLayerNormalization")
-@type_rule(*_LIKE_FIRST, *_PRODUCTS, *_OTHERS, domain=_DOMAIN)
-def _type_of_first(node: Operation, known: Known) -> ir.DataType | None:
-    return known.dtype(node.inputs[0])
+def _type_of(place: int) -> TypeRule:
+    return lambda node, known: known.dtype(node.inputs[place])
 
 
-@type_rule("DequantizeLinear", domain=_DOMAIN)
-def _type_of_scale(node: Operation, known: Known) -> ir.DataType | None:
-    return known.dtype(node.inputs[1])
-
-
-@type_rule("MatMulIntegerToFloat", "EmbedLayerNormalization", "GatherBlockQuantized", domain=_DOMAIN)
-def _type_of_third(node: Operation, known: Known) -> ir.DataType | None:
-    return known.dtype(node.inputs[2])
+type_rule("SimplifiedLayerNormalization")(_type_of(0))
+type_rule(*_LIKE_FIRST, *_PRODUCTS, *_OTHERS, domain=_DOMAIN)(_type_of(0))
+type_rule("DequantizeLinear", domain=_DOMAIN)(_type_of(1))
+type_rule("MatMulIntegerToFloat", "EmbedLayerNormalization", "GatherBlockQuantized", domain=_DOMAIN)(_type_of(2))
+type_rule("QAttention", domain=_DOMAIN)(_type_of(3))
 
 
 @type_rule("QuantizeLinear", domain=_DOMAIN)
 def _type_of_zero_point(node: Operation, known: Known) -> ir.DataType | None:
     return known.dtype(node.inputs[2]) if len(node.inputs) > 2 else ir.DataType.UINT8
-
-
-@type_rule("QAttention", domain=_DOMAIN)
-def _type_of_input_scale(node: Operation, known: Known) -> ir.DataType | None:
-    return known.dtype(node.inputs[3])

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized, objects
+from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized, objects, shape_of
+from htp_export.shapes.operators import content_rule, shape_rule
 from htp_export.shapes.operators.elementwise import broadcast
-from htp_export.shapes.registry import content_rule, shape_rule
 from htp_export.shapes.sizes import Dim, divide, product
 
 _LARGEST_DENOMINATOR = 64
@@ -16,10 +16,8 @@ _LARGEST_DENOMINATOR = 64
 
 
 @shape_rule("MatMul")
-def _matmul(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    a, b = (known.shape(value) for value in node.inputs[:2])
-    if a is None or b is None or not a or not b:
-        return None
+def _matmul(node: Operation, known: Known) -> Sequence[Dims | None]:
+    a, b = shape_of(node, known), shape_of(node, known, 1)
     left = a if len(a) > 1 else (1, *a)
     right = b if len(b) > 1 else (*b, 1)
     ends = [*([left[-2]] if len(a) > 1 else []), *([right[-1]] if len(b) > 1 else [])]
@@ -37,15 +35,11 @@ def _product_contents(node: Operation, known: Known) -> Contents | None:
 
 @shape_rule("Conv", "MaxPool", "AveragePool", "LpPool")
 @shape_rule("FusedConv", domain="com.microsoft")
-def _window(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+def _window(node: Operation, known: Known) -> Sequence[Dims | None]:
     """Convolutions and poolings; output sizes are those of the operators' definitions."""
-    data = known.shape(node.inputs[0])
-    if data is None:
-        return None
+    data = shape_of(node, known)
     if node.op_type in ("Conv", "FusedConv"):
-        weight = known.shape(node.inputs[1])
-        if weight is None:
-            return None
+        weight = shape_of(node, known, 1)
         channels, kernel = weight[0], node.attributes.get_ints("kernel_shape") or weight[2:]
     else:
         channels, kernel = data[1], node.attributes["kernel_shape"].as_ints()
@@ -69,20 +63,20 @@ def _window(node: Operation, known: Known) -> Sequence[Dims | None] | None:
 
 
 @shape_rule("Pad")
-def _pad(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape = known.shape(node.inputs[0])
+def _pad(node: Operation, known: Known) -> Sequence[Dims | None]:
+    shape = shape_of(node, known)
     pads = known.contents(node.inputs[1]) if len(node.inputs) > 1 else None
-    if shape is None or pads is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
-        return None if shape is None else [[None] * len(shape)]
+    if pads is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
+        return [[None] * len(shape)]
     return [[dim + pads[k] + pads[k + len(shape)] for k, dim in enumerate(shape)]]
 
 
 @shape_rule("Resize")
-def _resize(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+def _resize(node: Operation, known: Known) -> Sequence[Dims | None]:
     """The sizes that are asked for, or the old ones times factors, rounded down."""
-    shape = known.shape(node.inputs[0])
-    if shape is None or node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
-        return None if shape is None else [[None] * len(shape)]
+    shape = shape_of(node, known)
+    if node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
+        return [[None] * len(shape)]
     axes = [axis % len(shape) for axis in node.attributes.get_ints("axes") or range(len(shape))]
     result: list[Dim | None] = list(shape)
     sizes = node.inputs[3] if len(node.inputs) > 3 else None

@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import decline, register
 from htp_export.editing.editing import Array, add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
-from htp_export.format.recipes import Recipe
-from htp_export.model.groups import connected
+from htp_export.format.recipes import CONSTANT, Recipe
+from htp_export.model.neighbours import connected
 from htp_export.model.recipes import follow, lift_constants
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
 from htp_export.shapes.operator_kinds import RANDOM, RESHAPING, is_standard, subgraphs, with_subgraphs
@@ -128,7 +128,8 @@ def _keep(
 def _store(
     graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol, growth: int, recipes: Mapping[ir.Value, Recipe]
 ) -> bool:
-    stored = add_initializer(graph, tensor, str(value.name), recipes.get(value) or ["computed", "constant folding"])
+    recipe = recipes.get(value) or ["computed", "constant folding"]
+    stored = add_initializer(graph, tensor, str(value.name), recipe if tensor.dtype.is_floating_point() else CONSTANT)
     if growth:
         stored.meta[GROWTH] = growth
     return stand_in(value, stored)

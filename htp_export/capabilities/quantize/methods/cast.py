@@ -21,8 +21,8 @@ from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.editing import take_place
 from htp_export.editing.submodels import constant_of, remove_unused
 from htp_export.format import tags
-from htp_export.format.reasons import Reason
 from htp_export.format.recipes import step
+from htp_export.format.tags import Reason
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, subgraphs

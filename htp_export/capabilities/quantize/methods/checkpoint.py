@@ -22,7 +22,7 @@ from htp_export.editing.editing import add_initializer
 from htp_export.editing.submodels import Submodel, constant_of, remove_unused
 from htp_export.errors import InputError
 from htp_export.format.recipes import Recipe, parameters_in, step
-from htp_export.model.recipes import recipe_of, recorded
+from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.products import is_matrix_product
 from htp_export.weights.rebuilding import rebuilt
@@ -126,8 +126,7 @@ def _registered(
     graph: ir.Graph, parameter: str, arrays: dict[str, np.ndarray[Any, Any]], recipe: Recipe
 ) -> dict[str, ir.Value]:
     return {
-        end: add_initializer(graph, recorded(ir.Tensor(array), recipe), f"{parameter}_{end}", recipe)
-        for end, array in arrays.items()
+        end: add_initializer(graph, ir.Tensor(array), f"{parameter}_{end}", recipe) for end, array in arrays.items()
     }
 
 

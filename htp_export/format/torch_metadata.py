@@ -1,7 +1,7 @@
-"""The module scopes that torch itself writes into ONNX files, for files without tags.
+"""What torch itself writes into ONNX files: the module scopes of nodes, and the lines of Python that they are from.
 
-They are not exact (see ``docs/owners.md``); a warning says so when they are used. The dynamo exporter writes them as
-node metadata, the TorchScript exporter into node names.
+The scopes are for files without tags. They are not exact (see ``docs/owners.md``); a warning says so when they are
+used. The dynamo exporter writes them as node metadata, the TorchScript exporter into node names.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import ast
 import itertools
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import onnx_ir as ir
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
@@ -52,3 +55,34 @@ def _strings(literal: str) -> tuple[str, ...]:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return ()
     return tuple(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else ()
+
+
+_STACK_TRACE = "pkg.torch.onnx.stack_trace"
+_FRAME = re.compile(r'File "([^"\n]*)", line (\d+), in ([^\n]*)(?:\n *([^\n]*))?')
+
+
+class SourceLine(NamedTuple):
+    """One line of the stack; its code is ``""`` if the file was not there when the model was exported."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+
+def source_lines(node: ir.Node) -> tuple[SourceLine, ...]:
+    """The stack that a node was captured at, the innermost line last; empty if the file does not say it.
+
+    Examples:
+        >>> trace = 'File "net.py", line 7, in forward'
+        >>> source_lines(ir.node("Relu", [ir.val("x")], metadata_props={"pkg.torch.onnx.stack_trace": trace}))
+        (SourceLine(file='net.py', line=7, function='forward', code=''),)
+    """
+    return _lines(node.metadata_props.get(_STACK_TRACE, ""))
+
+
+@lru_cache(maxsize=65536)
+def _lines(trace: str) -> tuple[SourceLine, ...]:
+    return tuple(
+        SourceLine(file, int(line), function, code.strip()) for file, line, function, code in _FRAME.findall(trace)
+    )
