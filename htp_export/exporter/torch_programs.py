@@ -16,9 +16,7 @@ from htp_export.exporter.capture.dynamo_patches import prepare
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.program_graph import drop_identities, graph_of_program
 from htp_export.exporter.rewriting import write_tags
-from htp_export.process.garbage_collection import hold_collection
-from htp_export.process.restoring import Changes, restored, set_variable
-from htp_export.process.shared_settings import turn_attention_fast_path_off
+from htp_export.process.restoring import Changes, hold_collection, restored, set_variable, turn_attention_fast_path_off
 
 
 @dataclass(frozen=True)

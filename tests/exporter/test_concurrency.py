@@ -20,7 +20,7 @@ from torch import nn
 
 import htp_export
 from htp_export.exporter.capture import running, torch_internals
-from htp_export.process import shared_settings
+from htp_export.process import restoring
 from htp_export.process.restoring import restored
 from tests.exporting import quick
 from tests.nets import EXPORTERS
@@ -194,7 +194,7 @@ def test_an_export_handed_over_to_a_thread_by_a_task_is_tagged() -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_fast_path_of_attention_is_put_back_by_the_last_of_several_threads(enabled: bool) -> None:
     torch.backends.mha.set_fastpath_enabled(enabled)
-    first, second = (restored(shared_settings.turn_attention_fast_path_off) for _ in range(2))
+    first, second = (restored(restoring.turn_attention_fast_path_off) for _ in range(2))
     try:
         first.__enter__()
         second.__enter__()

@@ -21,8 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 from htp_export.errors import FileError
 from htp_export.files import protobuf_bytes, stored
 from htp_export.files.model_files import read_model, write_model
-from htp_export.files.slots import slots
-from htp_export.files.stored import FileTensor
+from htp_export.files.stored import FileTensor, slots
 
 SIDE = 200  # of the weights: 160 kB each
 
@@ -385,7 +384,7 @@ ROOT = Path(__file__).parents[2]
 _COPY = """
 import sys
 from htp_export.files.model_files import read_model, write_model
-from htp_export.files.slots import slots
+from htp_export.files.stored import slots
 from tools.peak_memory import PeakOfOwn, status
 before = status("RssAnon")
 with PeakOfOwn() as peak:

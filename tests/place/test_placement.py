@@ -669,7 +669,7 @@ def test_a_part_that_a_plugin_cannot_take_is_explained(
 
 @lists_nodes
 def test_notebooks_draw_the_tree_of_the_command(file: Path) -> None:
-    from htp_export.results.html import drawn_html
+    from htp_export.results.result import drawn_html
 
     placed = drawn_html(htp_export.place(file, {".": "cpu", "blocks": "gpu"}))
     assert placed is not None

@@ -14,7 +14,7 @@ import torch
 
 import htp_export
 from htp_export.capabilities.search.output_errors import OutputErrors
-from htp_export.files.slots import slots
+from htp_export.files.stored import slots
 from tests.search.test_search import NETS
 
 pytestmark = pytest.mark.slow

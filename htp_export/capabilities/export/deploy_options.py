@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from htp_export.command.model_options import ModelOptions
+from htp_export.command.model_options import ModelOptions, SourceCall
 from htp_export.command.outputs import Writes
-from htp_export.command.sources import SourceCall
 from htp_export.errors import InputError
 from htp_export.files.filesystem import is_special
 

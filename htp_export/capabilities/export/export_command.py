@@ -12,11 +12,9 @@ import typer
 from htp_export.capabilities.export.deploy_options import DeployOptions
 from htp_export.capabilities.export.file_exports import FileExports
 from htp_export.capabilities.export.graph_options import GraphOptions
-from htp_export.command.file_options import JsonOption
-from htp_export.command.idle_options import Idle
-from htp_export.command.model_options import ModelOptions
+from htp_export.command.model_options import ModelOptions, SourceCall
+from htp_export.command.options import Idle, JsonOption
 from htp_export.command.outputs import Writes, check_output
-from htp_export.command.sources import SourceCall
 from htp_export.command.terminal import Steps
 from htp_export.errors import InputError
 from htp_export.files.targets import Kind, check_folder, check_parent, new_folder

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.export.deploy_options import DeployOptions
 from htp_export.capabilities.export.graph_options import GraphOptions
-from htp_export.command.model_options import ModelOptions
+from htp_export.command.model_options import ModelOptions, SourceCall
 from htp_export.command.outputs import show_next, show_written, written_files
-from htp_export.command.sources import SourceCall
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning, described
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export.command.file_options import MapOption
-from htp_export.command.sources import SourceCall
+from htp_export.command.model_options import SourceCall
+from htp_export.command.options import MapOption
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:

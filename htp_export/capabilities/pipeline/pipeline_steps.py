@@ -17,7 +17,7 @@ from htp_export.capabilities.pipeline.step_options import described_options, is_
 from htp_export.discovery import exported_in
 from htp_export.errors import FileError, InputError
 from htp_export.process.argument_types import parameter_type
-from htp_export.process.factories import names_factory
+from htp_export.process.user_code import names_factory
 
 
 class StepOptionError(InputError):

@@ -12,8 +12,8 @@ from htp_export.results.columns import many
 from htp_export.results.result import PlainData
 from htp_export.runtime.data import Samples
 from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.runner import median_times
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
-from htp_export.runtime.timing import median_times
 
 _MOST_COMPARED = 4  # runs of the data: every module is compared in each, which takes seconds for a large model
 _TIMED = 20

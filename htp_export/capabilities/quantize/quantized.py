@@ -13,8 +13,7 @@ from htp_export.capabilities.quantize.checking import Check
 from htp_export.errors import InputError
 from htp_export.model.tagged import HoldsModel
 from htp_export.results.columns import CLASS_NAME, Column, many, percent, si
-from htp_export.results.compressed import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule
-from htp_export.results.tables import ModuleTable
+from htp_export.results.tables import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule, ModuleTable
 from htp_export.results.tag_facts import TagFacts
 
 

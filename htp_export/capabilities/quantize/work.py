@@ -18,7 +18,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import Names
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.data import Samples
-from htp_export.runtime.metrics import Metric, measured_metric
+from htp_export.runtime.runner import Metric, measured_metric
 
 _SLACK = 1e-9  # rounding errors of differences between metrics
 

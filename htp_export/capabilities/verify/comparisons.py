@@ -14,7 +14,7 @@ from htp_export.errors import InputError
 
 if TYPE_CHECKING:
     from htp_export.capabilities.verify.results import Comparison, Verification
-    from htp_export.command.sources import SourceCall
+    from htp_export.command.model_options import SourceCall
 
 ToleranceOption = Annotated[
     list[str] | None,

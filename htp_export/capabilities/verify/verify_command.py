@@ -16,10 +16,8 @@ from htp_export.capabilities.verify.comparisons import (
     report_runs,
     verified_runs,
 )
-from htp_export.command.data_options import DimsOption, parse_dims, read_shapes
-from htp_export.command.file_options import FileArgument, JsonOption, SelectOption
-from htp_export.command.model_options import ModelOptions
-from htp_export.command.sources import SourceCall
+from htp_export.command.model_options import ModelOptions, SourceCall
+from htp_export.command.options import DimsOption, FileArgument, JsonOption, SelectOption, parse_dims, read_shapes
 from htp_export.command.terminal import Steps
 from htp_export.errors import InputError
 

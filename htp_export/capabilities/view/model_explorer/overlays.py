@@ -11,7 +11,7 @@ from htp_export.capabilities.view.inventory import Inventory
 from htp_export.capabilities.view.measures import Measure, spread
 from htp_export.capabilities.view.model_explorer.graphs import GRAPH_ID, graph_of, layers_of, node_ids
 from htp_export.format import tags
-from htp_export.results.drawn_levels import drawn_parents
+from htp_export.results.tables import drawn_parents
 
 _LAYER = "___group___"  # what Model Explorer puts after a namespace to name the layer
 _COLOURS = ("#ffffff", "#ffe9a8", "#f9a35c", "#d7301f")  # from nothing to the most
