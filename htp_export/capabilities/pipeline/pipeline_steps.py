@@ -134,7 +134,7 @@ _LOAD_LIBRARIES = ("providers", "session_options")
 _DATA = ("data", "validation")
 """Parameters that may name a factory, which is called."""
 
-_SEED = ".process.bounds:check_seed"
+_SEED = ".process.argument_types:check_seed"
 _RUN_CHECKS = ("verify.reporting:check_tolerances", ".runtime.sessions:check_providers")
 
 _TOOLS = "carry.adapters"
