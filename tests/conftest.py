@@ -1,4 +1,5 @@
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_threa
 # As the command line has it: walking over all that torch and transformers leave in memory is a tenth of the time.
 gc.set_threshold(70_000, *gc.get_threshold()[1:])
 MOST_PROCESSES = 8  # each takes one to two GB
+FILES_PER_COLLECTION = 10  # what exports leave in cycles is 60 MB for each; to find it takes 0.3 s
 
 # The tests whose results depend on how the installed torch exports. `pytest -m torch` runs them alone.
 TORCH = {
@@ -85,6 +87,20 @@ def shared_files(tmp_path_factory: pytest.TempPathFactory) -> "SharedFiles":
     folder = tmp_path_factory.getbasetemp()
     own = "PYTEST_XDIST_WORKER" in os.environ  # its folder lies in that of the whole run
     return SharedFiles((folder.parent if own else folder) / "shared")
+
+
+@pytest.fixture(scope="session")
+def files_run() -> Iterator[int]:
+    """The numbers of the test files of this process."""
+    return itertools.count(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cycles_collected(files_run: Iterator[int]) -> Iterator[None]:
+    """An export takes what it makes for long-lived, so that Python would look for cycles in it after gigabytes only."""
+    yield
+    if next(files_run) % FILES_PER_COLLECTION == 0:
+        gc.collect()
 
 
 @pytest.fixture
