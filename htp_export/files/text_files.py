@@ -27,15 +27,21 @@ def named_if_unwritable(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON file; a `FileError` if it cannot be read or is not JSON."""
-    file = Path(path)
+    with _named_if_unreadable(path, "JSON"):
+        return json.loads(Path(path).read_bytes())
+
+
+@contextlib.contextmanager
+def _named_if_unreadable(path: str | os.PathLike[str], form: str, advice: str = "") -> Iterator[None]:
+    """Raise a `FileError` for a file that cannot be read or is not of this form."""
     try:
-        return json.loads(file.read_bytes())
+        yield
     except OSError as error:
-        raise FileError.unreadable(file, error) from error
+        raise FileError.unreadable(path, error) from error
     except UnicodeDecodeError as error:
-        raise FileError(file, "is not JSON: it is no text") from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(file, f"is not JSON: {error}") from error
+        raise FileError(path, f"is not {form}: it is no text") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise FileError(path, f"is not {form}: {in_one_line(error)}{advice}") from error
 
 
 def write_json(file: Path, content: Any) -> Path:
@@ -81,17 +87,8 @@ _Loader.add_constructor(
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
     """Read a YAML file (JSON is YAML); a `FileError` if it cannot be read, is not YAML, or names a key twice."""
-    file = Path(path)
-    try:
-        return yaml.load(file.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise FileError.unreadable(file, error) from error
-    except UnicodeDecodeError as error:
-        raise FileError(file, "is not YAML: it is no text") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise FileError(
-            file, f"is not YAML: {in_one_line(error)}; put selectors with '*' or '!' into quotes"
-        ) from error
+    with _named_if_unreadable(path, "YAML", "; put selectors with '*' or '!' into quotes"):
+        return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
 
 
 def line_in_yaml(path: str | os.PathLike[str], place: Sequence[int | str]) -> int:
