@@ -21,8 +21,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.cost.costing import cost
     from htp_export.capabilities.cost.work import Work
     from htp_export.capabilities.diff.differing import diff
-    from htp_export.capabilities.extract.extraction import extract
-    from htp_export.capabilities.extract.splicing import splice
+    from htp_export.capabilities.extract.extraction import extract, splice
     from htp_export.capabilities.fingerprint.families import fingerprint
     from htp_export.capabilities.forensics.investigation import forensics
     from htp_export.capabilities.functions.inlining import inline
@@ -34,8 +33,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.partition.stage_folder import load_partition
     from htp_export.capabilities.partition.staging import partition
     from htp_export.capabilities.pipeline.running import pipeline
-    from htp_export.capabilities.place.observing import placement
-    from htp_export.capabilities.place.placing import place
+    from htp_export.capabilities.place.placing import place, placement
     from htp_export.capabilities.profile.latency import profile
     from htp_export.capabilities.prune.pruning import prune
     from htp_export.capabilities.quantize.method import Precision

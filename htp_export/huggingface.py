@@ -8,7 +8,7 @@ from htp_export.capabilities.huggingface.example_calls import ExampleCall
 from htp_export.capabilities.huggingface.files_by_task import example_call, example_calls
 from htp_export.capabilities.huggingface.inputs import dynamic_shapes, example_inputs
 from htp_export.capabilities.huggingface.models import load_model
-from htp_export.capabilities.huggingface.processors import Processor, load_processor
+from htp_export.capabilities.huggingface.sources import Processor, load_processor
 from htp_export.capabilities.huggingface.streaming import map_weights
 
 __all__ = [

@@ -24,7 +24,7 @@ from htp_export.capabilities.carry.adapting import library
 from htp_export.capabilities.quantize.method import Method, Precision
 from htp_export.capabilities.quantize.methods.static import Static, is_divisible
 from htp_export.capabilities.quantize.methods.weights import Blocks, sizes_in_blocks
-from htp_export.capabilities.quantize.ort_quantizers import write_products
+from htp_export.capabilities.quantize.weight_operators import write_products
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.errors import HtpExportError, ToolError, described

@@ -11,8 +11,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.carry.carrying import Carried, CarriedModule
     from htp_export.capabilities.cost.result import Cost
     from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference
-    from htp_export.capabilities.extract.extraction import Extraction
-    from htp_export.capabilities.extract.splicing import Splice
+    from htp_export.capabilities.extract.extraction import Extraction, Splice
     from htp_export.capabilities.fingerprint.blocks import Block
     from htp_export.capabilities.fingerprint.families import Fingerprint
     from htp_export.capabilities.forensics.finding import Finding, Forensics
@@ -26,13 +25,11 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.optimize.results import Change, Optimized, PassReport
     from htp_export.capabilities.partition.partitions import Partition, Stage
     from htp_export.capabilities.pipeline.pipeline_results import PipelineRun, StepReport
-    from htp_export.capabilities.place.crossings import Crossing
-    from htp_export.capabilities.place.placed import DeviceUse, Misplaced, Placed, PlacedModule, Placement
+    from htp_export.capabilities.place.placed import Crossing, DeviceUse, Misplaced, Placed, PlacedModule, Placement
     from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
     from htp_export.capabilities.prune.pruned import Pruned, PrunedModule
-    from htp_export.capabilities.quantize.checking import Check
     from htp_export.capabilities.quantize.plan_exporting import PlanFile
-    from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
+    from htp_export.capabilities.quantize.quantized import Check, Quantized, QuantizedModule
     from htp_export.capabilities.rename.naming import Named
     from htp_export.capabilities.search.search_results import Search, Trial
     from htp_export.capabilities.search.sensitivity_results import ModuleSensitivity, Sensitivity

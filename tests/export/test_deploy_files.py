@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -121,19 +122,22 @@ def files_in(folder: Path) -> set[str]:
     return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_a_model_and_its_folder_for_transformers_js_are_written(
+def test_files_for_other_runtimes_are_written_into_new_folders_and_named_as_optimum_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, folder = tmp_path / "bert.onnx", tmp_path / "js"
-    assert main([*BERT, "-o", str(output), "--transformers-js", str(folder), "--js-dtypes=q4", "--json"]) == 0
+    output, folder = tmp_path / "new" / "folder" / "bert.onnx", tmp_path / "js"
+    words = [*BERT, "--task", "feature-extraction", "--export-json", "-o", str(output)]
+    assert main([*words, "--transformers-js", str(folder), "--js-dtypes=q4", "--json"]) == 0
     written = json.loads(capsys.readouterr().out)["files"]
     assert files_in(folder) == {"config.json", "onnx/model_q4.onnx", "onnx/model_q4.onnx_data"}
-    assert set(written) == {
-        *(str(folder / name) for name in files_in(folder)),
-        str(output),
-        str(output.with_name("bert.onnx.data")),
-    }
+    assert files_in(output.parent) == {"bert.onnx", "bert.onnx.data", "config.json", "export.json"}
+    assert set(written) == {str(each / name) for each in (folder, output.parent) for name in files_in(each)}
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == 100
+    graph = onnx.load(output, load_external_data=False).graph
+    assert [value.name for value in graph.output] == ["last_hidden_state"]
+    dims = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in graph.input}
+    named = ["batch_size", "sequence_length"]
+    assert dims == {"input_ids": named, "attention_mask": named, "token_type_ids": named}
 
 
 def test_nothing_is_written_if_genai_cannot_run_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,17 +146,14 @@ def test_nothing_is_written_if_genai_cannot_run_the_model(tmp_path: Path, capsys
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_for_other_runtimes_is_made_and_a_plain_output_needs_one(
+def test_a_plain_output_needs_its_folder_and_no_folder_lies_in_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = tmp_path / "new" / "folder" / "bert.onnx"
-    assert main([*BERT, "-o", str(output)]) == 2
+    assert main([*BERT, "-o", str(tmp_path / "new" / "bert.onnx")]) == 2
     assert "its folder does not exist" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main([*BERT, "-o", str(tmp_path / "file" / "folder" / "bert.onnx"), "--export-json"]) == 2
     assert "cannot be written" in capsys.readouterr().err
-    assert main([*BERT, "-o", str(output), "--export-json", "--quiet"]) == 0
-    assert {"bert.onnx", "config.json", "export.json"} <= files_in(output.parent)
 
 
 @pytest.mark.parametrize(

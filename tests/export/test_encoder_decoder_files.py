@@ -46,7 +46,7 @@ def test_names_are_those_of_optimum(name: str) -> None:
     assert outputs[MERGED] == outputs[FIRST]
 
 
-def test_dimensions_are_named_as_optimum_names_them(files: Programs) -> None:
+def test_dimensions_are_named_as_optimum_names_them_and_a_merged_decoder_has_no_branches(files: Programs) -> None:
     if files.model.main_input_name != "input_ids":
         pytest.skip("sounds have one length")
 
@@ -62,6 +62,7 @@ def test_dimensions_are_named_as_optimum_names_them(files: Programs) -> None:
     assert shapes(graph.outputs)["present.0.decoder.key"][2] == "past_decoder_sequence_length + decoder_sequence_length"
     text = ["batch_size", "encoder_sequence_length"]
     assert shapes(files[ENCODER].model.graph.inputs)["input_ids"] == text
+    assert not any(attribute.type.name.startswith("GRAPH") for node in graph for attribute in node.attributes.values())
 
 
 @pytest.mark.parametrize("decoders", [(MERGED, MERGED), pytest.param((FIRST, NEXT), marks=pytest.mark.slow)])
@@ -99,11 +100,6 @@ def test_signatures_of_the_decoder_have_what_each_attention_reads_of_the_cache(f
             f"past_key_values.{sides[side]}.layers.{layer}.{kind}s": f"past_key_values.{layer}.{side}.{kind}"
             for kind in ("key", "value")
         }, path
-
-
-def test_a_merged_decoder_is_one_flat_graph(files: Programs) -> None:
-    graph = files[MERGED].model.graph
-    assert not any(attribute.type.name.startswith("GRAPH") for node in graph for attribute in node.attributes.values())
 
 
 @pytest.mark.slow

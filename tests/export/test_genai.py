@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import logging
@@ -25,20 +24,20 @@ pytest.importorskip("transformers.exporters", reason="transformers older than 5.
 TOKENS = 20
 
 
-def generated_by_genai(folder: Path, ids: Any, tokens: int = TOKENS) -> list[list[int]]:
-    """What GenAI appends to each of some texts; the text does not end before."""
+def generated_by_genai(folder: Path, texts: Any, tokens: int = TOKENS, *, together: bool = False) -> list[list[int]]:
+    """What GenAI appends to texts, one by one, or in one batch, padded with token 0; no text ends before."""
     genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
-    model = genai.Model(str(folder))
-    made = []
-    for text in ids:
+    model, made = genai.Model(str(folder)), []
+    for batch in [texts] if together else [[text] for text in texts]:
+        longest = max(map(len, batch))
         settings = genai.GeneratorParams(model)
-        length = len(text) + tokens
-        settings.set_search_options(max_length=length, min_length=length)
+        length = longest + tokens
+        settings.set_search_options(max_length=length, min_length=length, batch_size=len(batch))
         generator = genai.Generator(model, settings)
-        generator.append_tokens(text.astype(np.int32))
+        generator.append_tokens(np.stack([np.pad(text, (0, longest - len(text))) for text in batch]).astype(np.int32))
         while not generator.is_done():
             generator.generate_next_token()
-        made.append([int(token) for token in generator.get_sequence(0)[len(text) :]])
+        made += [[int(token) for token in generator.get_sequence(row)[longest:]] for row in range(len(batch))]
     return made
 
 
@@ -119,39 +118,28 @@ def test_texts_of_different_length_get_the_tokens_of_each_alone_with_sliding_win
     if importlib.util.find_spec("onnxruntime_genai") is not None:
         found = genai_config(files["model"].model, model.config, model.generation_config)
         (tmp_path / "genai_config.json").write_text(json.dumps(found))
-        assert batch_by_genai(tmp_path, texts, 10) == alone
+        assert generated_by_genai(tmp_path, texts, 10, together=True) == alone
 
 
-def batch_by_genai(folder: Path, texts: list[Any], tokens: int) -> list[list[int]]:
-    """What GenAI appends to texts of different length in one batch, padded with token 0."""
-    genai: Any = importlib.import_module("onnxruntime_genai")
-    longest = max(map(len, texts))
-    settings = genai.GeneratorParams(genai.Model(str(folder)))
-    length = longest + tokens
-    settings.set_search_options(max_length=length, min_length=length, batch_size=len(texts))
-    generator = genai.Generator(genai.Model(str(folder)), settings)
-    generator.append_tokens(np.stack([np.pad(text, (0, longest - len(text))) for text in texts]).astype(np.int32))
-    while not generator.is_done():
-        generator.generate_next_token()
-    return [[int(token) for token in generator.get_sequence(row)[longest:]] for row in range(len(texts))]
+GPT_NEO = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "bos_token_id": 1, "eos_token_id": 2}
+GPT_NEO |= {"attention_types": [[["global", "local"], 1]]}  # it applies its window by itself
 
 
-@pytest.mark.parametrize(("name", "warned"), [("llama", False), ("mistral", False), ("mpt", True)])
+@pytest.mark.parametrize(
+    ("name", "settings", "warned"),
+    [
+        ("mistral", DECODERS["mistral"], False),
+        ("mpt", DECODERS["mpt"], True),
+        ("gpt_neo", GPT_NEO, True),
+    ],
+)
 def test_a_decoder_that_counts_padding_in_another_way_is_warned_of(
-    name: str, warned: bool, caplog: pytest.LogCaptureFixture
+    name: str, settings: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    made = load_model(name, task="text-generation-with-past", random_weights=True, overrides=settings)
     with caplog.at_level(logging.WARNING):
-        example_call(decoder(name), right_padding=True)
-    assert ("MptForCausalLM counts the padding" in caplog.text) == warned
-
-
-def test_a_window_that_a_decoder_applies_by_itself_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    overrides = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
-    overrides |= {"attention_types": [[["global", "local"], 1]], "bos_token_id": 1, "eos_token_id": 2}
-    model = load_model("gpt_neo", task="text-generation-with-past", random_weights=True, overrides=overrides)
-    with caplog.at_level(logging.WARNING):
-        example_call(model, right_padding=True)
-    assert "GPTNeoForCausalLM counts the padding" in caplog.text
+        example_call(made, right_padding=True)
+    assert (f"{type(made).__name__} counts the padding" in caplog.text) == warned
 
 
 # --- what the file says -----------------------------------------------------------------------------------

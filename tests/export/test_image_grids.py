@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from htp_export.capabilities.export.deploy_options import DeployOptions
-from htp_export.capabilities.huggingface.genai import write_genai
-from htp_export.capabilities.huggingface.genai_images import image_operators, vision_processor
+from htp_export.capabilities.export.export_options import DeployOptions
+from htp_export.capabilities.huggingface.genai import image_operators, vision_processor, write_genai
 from htp_export.capabilities.huggingface.image_grids import (
     attending_by_sequence,
     encoder_of_grids,
@@ -25,7 +24,7 @@ from htp_export.capabilities.huggingface.transformers_js import write_transforme
 from htp_export.errors import InputError
 from htp_export.huggingface import example_calls, load_model
 from tests.decoders import TEXT, Programs
-from tests.export.test_transformers_js import node
+from tests.export.test_transformers_js import node, of_tensors_in_node
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
 
@@ -151,54 +150,16 @@ def generated(model: Any, given: dict[str, torch.Tensor]) -> list[int]:
     return found[0, ids.shape[1] :].tolist()
 
 
-def by_genai(folder: Path, given: dict[str, torch.Tensor]) -> list[int]:
-    genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
-    model, length = genai.Model(str(folder)), given["input_ids"].shape[1]
+def by_genai(model: Any, tensors: Any, length: int) -> list[int]:
+    """What GenAI appends to a text of this length."""
+    genai = importlib.import_module("onnxruntime_genai")
     settings = genai.GeneratorParams(model)
     settings.set_search_options(max_length=length + TOKENS, min_length=length + TOKENS)
-    generator, tensors = genai.Generator(model, settings), genai.NamedTensors()
-    for name, value in given.items():
-        tensors[name] = value.numpy().astype(np.int32 if name == "input_ids" else value.numpy().dtype)
-    tensors["num_image_tokens"] = np.array([int((given["input_ids"] == IMAGE).sum())])
+    generator = genai.Generator(model, settings)
     generator.set_inputs(tensors)
     while not generator.is_done():
         generator.generate_next_token()
     return [int(token) for token in generator.get_sequence(0)[length:]]
-
-
-SCRIPT = """
-import { createRequire } from "node:module";
-import { readFileSync } from "node:fs";
-import path from "node:path";
-const [folder, kind, file] = process.argv.slice(2);
-const require = createRequire(path.join(process.cwd(), "package.json"));
-const library = require("@huggingface/transformers"), { Tensor, env } = library;
-env.allowRemoteModels = false;
-env.localModelPath = path.dirname(folder) + path.sep;
-const model = await library[kind].from_pretrained(path.basename(folder), { dtype: "fp32" });
-const given = JSON.parse(readFileSync(file)), whole = (list) => BigInt64Array.from(list.map(BigInt));
-const length = given.input_ids[0].length, ids = given.input_ids[0];
-const made = await model.generate({
-  input_ids: new Tensor("int64", whole(ids), [1, length]),
-  attention_mask: new Tensor("int64", whole(ids.map(() => 1)), [1, length]),
-  pixel_values: new Tensor("float32", Float32Array.from(given.pixel_values.flat()), [52, given.pixel_values[0].length]),
-  image_grid_thw: new Tensor("int64", whole(given.image_grid_thw.flat()), [2, 3]),
-  do_sample: false, max_new_tokens: 20, min_new_tokens: 20,
-});
-console.log(JSON.stringify(made.tolist()[0].slice(length).map(Number)));
-"""
-
-
-def in_node(folder: Path, kind: str, given: dict[str, torch.Tensor]) -> list[int]:
-    program, package = node()
-    script, data = folder.with_name("images.mjs"), folder.with_name("images.json")
-    script.write_text(SCRIPT)
-    data.write_text(json.dumps({name: value.tolist() for name, value in given.items()}))
-    command = [program, str(script), str(folder), kind, str(data)]
-    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    found: list[int] = json.loads(done.stdout)
-    return found
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in VISION])
@@ -230,10 +191,15 @@ def for_genai(files: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_genai_generates_the_tokens_of_pytorch(files: Programs, for_genai: Path) -> None:
-    found = json.loads((for_genai / "genai_config.json").read_text())["model"]
-    assert (found["decoder"]["num_attention_heads"], found["vision"]["patch_size"]) == (4, 4)
-    given = prompt(files.model)
-    assert by_genai(for_genai, given) == generated(files.model, given)
+    said = json.loads((for_genai / "genai_config.json").read_text())["model"]
+    assert (said["decoder"]["num_attention_heads"], said["vision"]["patch_size"]) == (4, 4)
+    genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    given, tensors = prompt(files.model), genai.NamedTensors()
+    for name, value in given.items():
+        tensors[name] = value.numpy().astype(np.int32 if name == "input_ids" else value.numpy().dtype)
+    tensors["num_image_tokens"] = np.array([int((given["input_ids"] == IMAGE).sum())])
+    found = by_genai(genai.Model(str(for_genai)), tensors, given["input_ids"].shape[1])
+    assert found == generated(files.model, given)
 
 
 def tokenizer() -> Any:
@@ -262,14 +228,7 @@ def test_genai_prepares_images_as_transformers_does(files: Programs, for_genai: 
         count = int(right["image_grid_thw"].prod()) // 4
         ids = tokenizer()(text.replace("<|image_pad|>", "<|image_pad|>" * count), return_tensors="pt").input_ids
         assert found["input_ids"].as_numpy().tolist() == ids.tolist()
-        settings = genai.GeneratorParams(model)
-        settings.set_search_options(max_length=ids.shape[1] + TOKENS, min_length=ids.shape[1] + TOKENS)
-        generator = genai.Generator(model, settings)
-        generator.set_inputs(found)
-        while not generator.is_done():
-            generator.generate_next_token()
-        tokens = [int(token) for token in generator.get_sequence(0)[ids.shape[1] :]]
-        assert tokens == generated(files.model, {"input_ids": ids, **right})
+        assert by_genai(model, found, ids.shape[1]) == generated(files.model, {"input_ids": ids, **right})
 
 
 def test_transformers_js_generates_the_tokens_of_pytorch(files: Programs, tmp_path: Path) -> None:
@@ -278,4 +237,5 @@ def test_transformers_js_generates_the_tokens_of_pytorch(files: Programs, tmp_pa
     saved = files.save(tmp_path / "files")
     folder = write_transformers_js(saved, tmp_path / "tiny", files.model, dtypes=["fp32"])
     given = prompt(files.model)
-    assert in_node(folder, type(files.model).__name__, given) == generated(files.model, given)
+    found = of_tensors_in_node(folder, type(files.model).__name__, given)
+    assert found[given["input_ids"].shape[1] :] == generated(files.model, given)

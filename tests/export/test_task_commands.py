@@ -103,14 +103,3 @@ def test_what_cannot_be_is_refused_with_status_2(options: list[str], message: st
     assert main(["export", *GPT2, *options, "-o", str(tmp_path / "x.onnx")]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_task_of_an_encoder_names_its_file_as_optimum_does(tmp_path: Path) -> None:
-    small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 100}
-    bert, file = model("bert", small, "num_hidden_layers"), tmp_path / "bert.onnx"
-    assert main(["export", *bert, "--task", "feature-extraction", "-o", str(file)]) == 0
-    graph = onnx.load(file, load_external_data=False).graph
-    assert [value.name for value in graph.output] == ["last_hidden_state"]
-    dims = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in graph.input}
-    named = ["batch_size", "sequence_length"]
-    assert dims == {"input_ids": named, "attention_mask": named, "token_type_ids": named}

@@ -52,13 +52,48 @@ def words(folder: Path) -> Path:
     return folder
 
 
-def in_node(folder: Path, ids: list[int], dtype: str) -> list[int]:
-    """The tokens that transformers.js generates."""
+def run_node(*words: object) -> Any:
+    """What a script prints as JSON."""
     program, package = node()
-    command = [program, str(SCRIPT), str(folder), " ".join(f"w{number}" for number in ids), dtype]
+    command = [program, *map(str, words)]
     done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    found: list[int] = json.loads(done.stdout)["ids"]
+    return json.loads(done.stdout)
+
+
+def in_node(folder: Path, ids: list[int], dtype: str) -> list[int]:
+    """The tokens that transformers.js generates."""
+    found: list[int] = run_node(SCRIPT, folder, " ".join(f"w{number}" for number in ids), dtype)["ids"]
+    return found
+
+
+OF_TENSORS = """
+import { createRequire } from "node:module";
+import { readFileSync } from "node:fs";
+import path from "node:path";
+const [folder, kind, file] = process.argv.slice(2);
+const library = createRequire(path.join(process.cwd(), "package.json"))("@huggingface/transformers");
+library.env.allowRemoteModels = false;
+library.env.localModelPath = path.dirname(folder) + path.sep;
+const model = await library[kind].from_pretrained(path.basename(folder), { dtype: "fp32" });
+const options = { do_sample: false, max_new_tokens: 20, min_new_tokens: 20 };
+for (const [name, [values, dims, whole]] of Object.entries(JSON.parse(readFileSync(file)))) {
+  const data = whole ? BigInt64Array.from(values.map(BigInt)) : Float32Array.from(values);
+  options[name] = new library.Tensor(whole ? "int64" : "float32", data, dims);
+}
+const made = await model.generate(options);
+console.log(JSON.stringify(made.tolist()[0].map(Number)));
+"""
+
+
+def of_tensors_in_node(folder: Path, kind: str, given: dict[str, torch.Tensor]) -> list[int]:
+    """The text and 20 more tokens, which a class of transformers.js generates from tensors."""
+    given = {**given, "attention_mask": torch.ones_like(given["input_ids"])}
+    script, data = folder.with_name("tensors.mjs"), folder.with_name("tensors.json")
+    script.write_text(OF_TENSORS)
+    listed = {name: [x.flatten().tolist(), list(x.shape), not x.is_floating_point()] for name, x in given.items()}
+    data.write_text(json.dumps(listed))
+    found: list[int] = run_node(script, folder, kind, data)
     return found
 
 
@@ -90,45 +125,21 @@ def test_transformers_js_generates_the_tokens_of_an_encoder_decoder(name: str, t
     assert len(in_node(folder, ids, "q8")) == 21
 
 
-IMAGES = """
-import { createRequire } from "node:module";
-import path from "node:path";
-const [folder, ids, pixels] = process.argv.slice(2);
-const require = createRequire(path.join(process.cwd(), "package.json"));
-const { LlavaForConditionalGeneration, Tensor, env } = require("@huggingface/transformers");
-env.allowRemoteModels = false;
-env.localModelPath = path.dirname(folder) + path.sep;
-const model = await LlavaForConditionalGeneration.from_pretrained(path.basename(folder), { dtype: "fp32" });
-const tokens = JSON.parse(ids).map(BigInt), values = JSON.parse(pixels);
-const made = await model.generate({
-  input_ids: new Tensor("int64", BigInt64Array.from(tokens), [1, tokens.length]),
-  attention_mask: new Tensor("int64", BigInt64Array.from(tokens.map(() => 1n)), [1, tokens.length]),
-  pixel_values: new Tensor("float32", Float32Array.from(values), [values.length / 192, 3, 8, 8]),
-  do_sample: false, max_new_tokens: 20, min_new_tokens: 20,
-});
-console.log(JSON.stringify(made.tolist()[0].map(Number)));
-"""
-
-
 @pytest.mark.slow
 def test_transformers_js_generates_the_tokens_of_a_model_that_sees_images(tmp_path: Path) -> None:
     from tests.export.test_image_text_files import TASK, llava, prompt
 
-    program, package = node()
+    node()
     model = llava()
     model.generation_config.update(eos_token_id=2, pad_token_id=0)
     files = Programs(model, example_calls(model, task=TASK)).save(tmp_path)
     folder = write_transformers_js(files, tmp_path / "tiny", model, dtypes=["fp32"])
-    (tmp_path / "images.mjs").write_text(IMAGES)
     ids, pixels = prompt(2)
-    words = [json.dumps(ids[0].tolist()), json.dumps(pixels.flatten().tolist())]
-    command = [program, str(tmp_path / "images.mjs"), str(folder), *words]
-    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
     settings: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     with torch.no_grad():
         right = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels, **settings)
-    assert json.loads(done.stdout) == right[0].tolist()
+    found = of_tensors_in_node(folder, "LlavaForConditionalGeneration", {"input_ids": ids, "pixel_values": pixels})
+    assert found == right[0].tolist()
 
 
 # --- the folder -------------------------------------------------------------------------------------------

@@ -157,6 +157,13 @@ def test_names_that_are_taken_change() -> None:
     assert "layer.0.fc.weight" not in result.model.graph.initializers
 
 
+def test_functions_of_a_replacement_get_names_of_their_own() -> None:
+    part = htp_export.extract(handmade.with_function(), "block").model
+    result = htp_export.splice(handmade.with_function(), "block", part)
+    assert [name for _, name, _ in result.model.functions] == ["Block", "Block_1"]
+    assert [node.op_type for node in result.model.graph] == ["Block_1", "Neg"]
+
+
 def test_both_models_stay_as_they_are() -> None:
     whole, other = handmade.encoder(), untagged(["Abs"], [2, 4])
     before = [ir.to_proto(each).SerializeToString() for each in (whole, other)]

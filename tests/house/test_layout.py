@@ -260,7 +260,7 @@ ONE_PLACE = {
     "hashes of what a model says": ("model.content_hash", r"def \w*(array|body|constant|content|graph)_(hash|key)\b"),
     "hashes of what regions compute": ("model.structural_hash", r"class \w*Hash(er|es)\b"),
     "constants of parts, and tensors between them": ("model.parts", r"class (Constants|PartTensor)\b|def part_tensors"),
-    "the tensors between devices": ("capabilities.place.crossings", r"class \w*Crossing\b"),
+    "the tensors between devices": ("capabilities.place.placed", r"class \w*Crossing\b"),
     "a chain of modules": ("capabilities.partition.chain", r"class \w*Chain\b"),
     "cutting a part out": ("model.cutting", r"class Cutter\b"),
     "libraries kept quiet": ("process.quiet", r".*(NullHandler\(|\w[lL]ogger\.disabled = )"),

@@ -47,26 +47,22 @@ class TestLoadModel:
         assert len(model.encoder.layer) == 1
 
     @pytest.mark.parametrize(
-        ("task", "expected"),
+        ("source", "overrides", "task", "expected"),
         [
-            ("fill-mask", "BertForMaskedLM"),
-            ("text-classification", "BertForSequenceClassification"),
-            ("question-answering", "BertForQuestionAnswering"),
-            ("feature-extraction", "BertModel"),
+            ("bert", BERT, "fill-mask", "BertForMaskedLM"),
+            ("bert", BERT, "text-classification", "BertForSequenceClassification"),
+            ("bert", BERT, "question-answering", "BertForQuestionAnswering"),
+            ("bert", BERT, "feature-extraction", "BertModel"),
+            ("whisper", WHISPER, "automatic-speech-recognition", "WhisperForConditionalGeneration"),  # a second class
         ],
     )
-    def test_task_decides_the_class(self, task, expected):
-        assert type(bert(task=task)).__name__ == expected
+    def test_task_decides_the_class(self, source, overrides, task, expected):
+        model = load_model(source, task=task, random_weights=True, overrides=overrides)
+        assert type(model).__name__ == expected
 
-    def test_task_falls_back_to_the_second_class_that_can_do_it(self):
-        model = load_model("whisper", task="automatic-speech-recognition", random_weights=True, overrides=WHISPER)
-        assert type(model).__name__ == "WhisperForConditionalGeneration"
-
-    def test_random_parameters_are_spread_apart(self):
+    def test_random_parameters_and_running_statistics_are_spread_apart(self):
         norms = [module for module in bert().modules() if isinstance(module, nn.LayerNorm)]
         assert all(norm.weight.unique().numel() > 8 and norm.bias.unique().numel() > 8 for norm in norms)
-
-    def test_running_statistics_are_spread_apart(self):
         model = load_model("resnet", random_weights=True, overrides=CASES["resnet"][0])
         norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
         assert norm.running_var.min() >= 0.5

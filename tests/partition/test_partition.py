@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
 from torch import nn
@@ -17,21 +16,13 @@ from torch import nn
 import htp_export
 from htp_export.errors import InputError, UnknownModuleError, UntaggedModelError
 from tests import handmade
-from tests.exporting import SharedFiles, tiny_bert
-from tests.extract.test_cutting import exported_to, run_file
+from tests.exporting import SharedFiles, of_type, tiny_bert
+from tests.extract.test_cutting import exact, exported_to, run_file
 from tests.extract.test_splicing import feeds_of
 from tests.handmade import tagged_node, value, weight
 from tests.nets import EXPORTERS, NETS, spread, x
 
 Inputs = dict[str, torch.Tensor]
-
-
-def exact() -> ort.SessionOptions:
-    """ONNX Runtime that computes what the graph says."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    return options
 
 
 def agree(file: Path, found: htp_export.results.Partition, inputs: dict[str, Any]) -> bool:
@@ -57,10 +48,8 @@ def gpt2() -> tuple[nn.Module, Inputs]:
 
 
 def resnet() -> tuple[nn.Module, Inputs]:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 16], depths=[1, 2, 1], layer_type="basic")
-    return ResNetForImageClassification(config), {"pixel_values": x(1, 3, 32, 32)}
+    settings = {"embedding_size": 8, "hidden_sizes": [8, 8, 16], "depths": [1, 2, 1], "layer_type": "basic"}
+    return of_type("resnet", **settings)[0], {"pixel_values": x(1, 3, 32, 32)}
 
 
 def t5() -> tuple[nn.Module, Inputs]:
@@ -128,7 +117,9 @@ def is_many_floats(value: ir.Value | None) -> bool:
 
 
 @pytest.mark.parametrize(("name", "count"), SWEEP)
-def test_every_weight_and_every_node_is_in_one_stage(exported: Any, name: str, count: int) -> None:
+def test_every_weight_and_every_node_is_in_one_stage_and_tensors_flow_forward(
+    exported: Any, name: str, count: int
+) -> None:
     whole = htp_export.load(exported(name)[0])
     found = htp_export.partition(whole, count)
     graphs = [stage.model.graph for stage in found.stages if stage.model]
@@ -142,11 +133,6 @@ def test_every_weight_and_every_node_is_in_one_stage(exported: Any, name: str, c
     assert {output.name for node in whole.model.graph for output in node.outputs} <= set(made)
     repeated = {each for each in made if made.count(each) > 1}
     assert [each for each in repeated if is_many_floats(whole.typed.get(each))] == []
-
-
-@pytest.mark.parametrize(("name", "count"), SWEEP)
-def test_tensors_only_flow_forward_and_what_crosses_is_listed(exported: Any, name: str, count: int) -> None:
-    found = htp_export.partition(exported(name)[0], count)
     for number, stage in enumerate(found.stages):
         assert all(source is None or source < number for source in stage.sources.values())
         for key, source in stage.sources.items():
@@ -204,21 +190,9 @@ def test_stages_begin_at_the_named_modules_in_whatever_order_they_are_named(expo
         ("encoder.layer.3", "pooler"),
     ]
     assert agree(file, found, inputs)
-
-
-def test_the_first_module_may_be_named_too_and_an_input_goes_only_to_the_stage_that_needs_it(exported: Any) -> None:
-    found = htp_export.partition(exported("bert-torchscript")[0], ["embeddings", "encoder"])
-    assert [stage.modules for stage in found.stages] == [("embeddings",), ("encoder", "pooler")]
-    assert dict(found.stages[0].sources) == {"input_ids": None}
-    assert found.stages[1].sources["attention_mask"] is None
-
-
-def test_one_stage_is_the_whole(exported: Any) -> None:
-    file, inputs = exported("resnet-torchscript")
-    found = htp_export.partition(file, 1)
-    assert [stage.modules for stage in found.stages] == [("",)]
-    assert found.crossing == ()
-    assert agree(file, found, inputs)
+    first, second = htp_export.partition(file, ["embeddings", "encoder"]).stages
+    assert (first.modules, second.modules) == (("embeddings",), ("encoder", "pooler"))
+    assert (dict(first.sources), second.sources["attention_mask"]) == ({"input_ids": None}, None)
 
 
 def chain(*widths: int) -> nn.Module:
@@ -230,24 +204,21 @@ def exported_chain(*widths: int) -> Any:
     return htp_export.export(chain(*widths), (x(1, widths[0]),), verbose=False)
 
 
-def test_layers_stay_whole_where_that_costs_little(exported: Any) -> None:
+def test_one_stage_is_the_whole_and_layers_stay_whole_where_that_costs_little(exported: Any) -> None:
+    [whole] = htp_export.partition(exported("bert-torchscript")[0], 1).stages
+    assert (whole.modules, set(whole.sources.values())) == (("",), {None})
     found = htp_export.partition(exported("bert-torchscript")[0], 5)
     assert [stage.modules[0] for stage in found.stages] == ["embeddings", *(f"encoder.layer.{k}" for k in range(4))]
 
 
-def test_a_heavy_layer_is_cut_between_the_modules_inside_it() -> None:
+def test_what_has_no_parameters_and_what_lies_inside_a_heavy_layer_can_be_cut_too() -> None:
+    light = nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Softplus()).eval()
+    found = htp_export.partition(htp_export.export(light, (x(1, 4),), verbose=False), 3)
+    assert [stage.modules for stage in found.stages] == [("0",), ("1",), ("2",)]
     net = nn.Sequential(nn.Linear(4, 4), chain(4, 64, 64, 64, 64))
     program = htp_export.export(spread(net).eval(), (x(1, 4),), verbose=False)
     found = htp_export.partition(program, 3)
     assert [stage.modules for stage in found.stages] == [("0", "1.0", "1.1"), ("1.2",), ("1.3",)]
-
-
-def test_measured_latency_moves_the_border() -> None:
-    program = exported_chain(8, 8, 8, 8, 8)
-    by_size = htp_export.partition(program, 2)
-    by_time = htp_export.partition(program, 2, balance={"0": 9.0, "1": 1.0, "2": 1.0, "3": 1.0})
-    assert [stage.modules for stage in by_size.stages] == [("0", "1"), ("2", "3")]
-    assert [stage.modules for stage in by_time.stages] == [("0",), ("1", "2", "3")]
 
 
 def test_a_profile_can_be_balanced_by_and_so_can_numbers_of_outer_modules_alone(exported: Any) -> None:
@@ -259,31 +230,20 @@ def test_a_profile_can_be_balanced_by_and_so_can_numbers_of_outer_modules_alone(
     assert by_layers.stages[1].modules[0] == "encoder.layer.2"
 
 
-def test_stages_are_not_balanced_by_flops_of_open_dimensions() -> None:
-    batch = torch.export.Dim("batch")
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
-    program = htp_export.export(net, (torch.randn(2, 8),), dynamic_shapes=({0: batch},), verbose=False)
-    with pytest.raises(InputError, match="FLOPs of a model with open dimensions depend on their sizes"):
-        htp_export.partition(program, 2, balance="flops")
-    cost = htp_export.cost(program, shapes={program.model.graph.inputs[0].name: (4, 8)})
-    assert len(htp_export.partition(program, 2, balance=cost).stages) == 2
-
-
-def test_stages_can_be_balanced_by_flops() -> None:
+def test_stages_can_be_balanced_by_flops_if_no_dimension_is_open() -> None:
     """The first convolution has few weights and most of the work."""
     net = spread(nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(8), nn.Conv2d(4, 8, 3), nn.Conv2d(8, 64, 1))).eval()
-    program = htp_export.export(net, (x(1, 1, 34, 34),), verbose=False)
+    images, batch = x(2, 1, 34, 34), torch.export.Dim("batch")
+    program = htp_export.export(net, (images,), verbose=False)
     by_size, by_work = htp_export.partition(program, 2), htp_export.partition(program, 2, balance="flops")
     assert [stage.modules[-1] for stage in by_size.stages] == ["2", "3"]
     assert [stage.modules[-1] for stage in by_work.stages] == ["1", "3"]
-    by_cost = htp_export.partition(program, 2, balance=htp_export.cost(program))
+    program = htp_export.export(net, (images,), dynamic_shapes=({0: batch},), verbose=False)
+    with pytest.raises(InputError, match="FLOPs of a model with open dimensions depend on their sizes"):
+        htp_export.partition(program, 2, balance="flops")
+    cost = htp_export.cost(program, shapes={program.model.graph.inputs[0].name: (4, 1, 34, 34)})
+    by_cost = htp_export.partition(program, 2, balance=cost)
     assert [stage.modules for stage in by_cost.stages] == [stage.modules for stage in by_work.stages]
-
-
-def test_what_has_no_parameters_can_be_cut_too() -> None:
-    net = nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Softplus()).eval()
-    found = htp_export.partition(htp_export.export(net, (x(1, 4),), verbose=False), 3)
-    assert [stage.modules for stage in found.stages] == [("0",), ("1",), ("2",)]
 
 
 # --- what crosses -----------------------------------------------------------------------------------------
@@ -401,11 +361,6 @@ def test_a_file_with_torchs_own_scopes_can_be_cut(tmp_path: Path) -> None:
 # --- bad input --------------------------------------------------------------------------------------------
 
 
-def test_too_many_stages_name_the_borders_that_there_are() -> None:
-    with pytest.raises(InputError, match=r"into 4 stages; there are 2 borders: before '1', '2'"):
-        htp_export.partition(exported_chain(4, 4, 4, 4), 4)
-
-
 class Again(nn.Module):
     """Calls of ``fc`` lie around ``act``."""
 
@@ -417,10 +372,12 @@ class Again(nn.Module):
         return self.head(self.fc(self.act(self.fc(x))))
 
 
-def test_no_stage_begins_inside_a_module_that_runs_again_later() -> None:
+def test_no_stage_begins_inside_a_module_that_runs_again_later_and_borders_are_named() -> None:
     program = htp_export.export(spread(Again()).eval(), (x(1, 4),), verbose=False)
-    with pytest.raises(InputError, match=r"at module 'act': module 'fc' runs before it and after it; there are 1 bord"):
+    with pytest.raises(InputError, match=r"at module 'act': module 'fc' runs before it and after it; stages"):
         htp_export.partition(program, ["act"])
+    with pytest.raises(InputError, match=r"into 3 stages; stages can begin before 'head'"):
+        htp_export.partition(program, 3)
     assert [stage.modules for stage in htp_export.partition(program, 2).stages] == [("fc", "act"), ("head",)]
 
 
@@ -468,18 +425,12 @@ def test_an_open_runner_runs_again_and_again() -> None:
             assert np.allclose(result, net(given).detach().numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "options", "message"),
-    [
-        ({}, {}, "no value for input 'input'"),
-        ({"inputs": np.ones((1, 4), np.float32)}, {}, "no input 'inputs'.*nearest: 'input'"),
-        ({"input": np.ones((1, 4))}, {}, r"is double \[1, 4\], and the model wants float"),
-        ({"input": np.ones((1, 4), np.float32)}, {"providers": ["NoExecutionProvider"]}, "no NoExecutionProvider"),
-    ],
-)
-def test_wrong_inputs_are_said(inputs: Any, options: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        htp_export.partition(exported_chain(4, 8, 2), 2).run(inputs, **options)
+def test_wrong_inputs_and_missing_providers_are_said() -> None:
+    found = htp_export.partition(exported_chain(4, 8, 2), 2)
+    with pytest.raises(InputError, match=r"no input 'inputs'.*nearest: 'input'"):
+        found.run({"inputs": np.ones((1, 4), np.float32)})
+    with pytest.raises(InputError, match="no NoExecutionProvider"):
+        found.run({"input": np.ones((1, 4), np.float32)}, providers=["NoExecutionProvider"])
 
 
 def test_a_stage_that_does_not_run_is_named(tmp_path: Path) -> None:

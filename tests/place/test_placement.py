@@ -19,13 +19,11 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.place.devices import device_named
-from htp_export.capabilities.place.filling import Item, fill
-from htp_export.capabilities.place.placing import bytes_of
+from htp_export.capabilities.place.parts import Item, fill
 from htp_export.capabilities.view.measures import measures_of
 from htp_export.command.main import main
 from htp_export.errors import InputError, OnnxRuntimeError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.parts import PartTensor
 from htp_export.runtime.sessions import entry_of
 from tests.exporting import SharedFiles, metadata
@@ -177,19 +175,27 @@ def quiet() -> onnxruntime.SessionOptions:
 
 
 @pytest.mark.parametrize(
-    ("plan", "problem"),
+    ("plan", "budget", "problem"),
     [
-        ({"blocks": "gqu"}, "no device 'gqu'"),
-        ({"blocks": "gpu(a)"}, "no device"),
-        ({"blocks": 3}, "no device 3"),
-        ({}, "no rules"),
-        ({"blokcs": "gpu"}, "matches no module"),
-        ({"re:(": "gpu"}, "selector"),
+        ({"blocks": "gqu"}, {}, "no device 'gqu'"),
+        ({"blocks": "gpu(a)"}, {}, "no device"),
+        ({"blocks": 3}, {}, "no device 3"),
+        ({}, {}, "no rules"),
+        ({"blokcs": "gpu"}, {}, "matches no module"),
+        ({"re:(": "gpu"}, {}, "selector"),
+        ({"blocks": "cpu"}, {"gpu": "1 MB"}, "no rule gives modules to it"),
+        ({"blocks": "gpu"}, {"cpu": "1 MB"}, "no budget for cpu"),
+        ({"blocks": "gpu"}, {"gpu": "1 potato"}, "'1 potato' is no size"),
+        ({"blocks": "gpu"}, {"gpu": -1}, "-1 is no size"),
+        ({}, {"gpu": "1 MB", "npu": "1 MB"}, "or one budget"),
+        ({}, {"gpu": 10}, r"nothing fits into 10 B on gpu: the smallest part, of module '.*', needs"),
     ],
 )
-def test_rules_that_say_nothing_are_refused(plan: dict[str, Any], problem: str, file: Path, tmp_path: Path) -> None:
+def test_rules_and_budgets_that_mean_nothing_are_refused(
+    plan: dict[str, Any], budget: dict[str, Any], problem: str, file: Path, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=problem):
-        htp_export.place(file, plan, tmp_path / "out.onnx")
+        htp_export.place(file, plan, tmp_path / "out.onnx", budget=budget)
     assert not list(tmp_path.iterdir())
 
 
@@ -201,8 +207,7 @@ def test_modules_without_nodes_and_untagged_models_are_refused() -> None:
         htp_export.place(model(list(relu.inputs), [relu], [], []), {".": "gpu"})
 
 
-def test_words_for_devices_and_sizes() -> None:
-    assert [bytes_of(text) for text in ("4GiB", "1.5 MB", "10", 7, "2kb")] == [4 << 30, 1_500_000, 10, 7, 2000]
+def test_words_for_devices() -> None:
     words = {"GPU": "gpu", "gpu:1": "gpu:1", "gpu:NVIDIA": "gpu:nvidia", "openvino": OPENVINO, CUDA.lower(): CUDA}
     assert {word: device_named(word) for word in words} == words
     assert device_named("MyOwnExecutionProvider") == "MyOwnExecutionProvider"
@@ -240,25 +245,7 @@ def crossed(tensors: Sequence[PartTensor], chosen: Sequence[int]) -> int:
     return sum(any((each in inside) != (net.producer in inside) for each in net.consumers) for net in tensors)
 
 
-def best_of_all(
-    items: Sequence[Item], tensors: Sequence[PartTensor], limit: int, slack: float
-) -> tuple[int, int] | None:
-    """The fewest crossings and the most work of all choices, by trying each."""
-    numbers = range(len(items))
-    choices = [
-        each
-        for size in range(1, len(items) + 1)
-        for each in itertools.combinations(numbers, size)
-        if memory(items, each) <= limit
-    ]
-    work = {each: sum(items[number].work for number in each) for each in choices}
-    if not work:
-        return None
-    least = max(1, round(max(work.values()) * (1 - slack)))
-    return min((crossed(tensors, each), -work[each]) for each in choices if work[each] >= least)
-
-
-def test_what_fills_a_device_is_the_best_of_all_choices() -> None:
+def test_a_device_is_filled_with_what_fits_and_no_single_part_does_more() -> None:
     for seed in range(150):
         draw = random.Random(seed)
         count = draw.randint(1, 8)
@@ -266,34 +253,26 @@ def test_what_fills_a_device_is_the_best_of_all_choices() -> None:
         for number in range(count):
             shared = {draw.choice("ab"): 4} if draw.random() < 0.3 else {}
             items.append(Item({number: draw.randint(1, 9), **shared}, draw.randint(0, 5), draw.randint(1, 9)))
-        tensors = []
-        for _ in range(draw.randint(0, 2 * count)):
-            producer = draw.randint(OUTSIDE, count - 1)
-            tensors.append(PartTensor(producer, frozenset(draw.choices(range(OUTSIDE, count), k=draw.randint(1, 3)))))
+        tensors = [PartTensor(number - 1, frozenset([number])) for number in range(count)]
         limit, slack = draw.randint(0, 40), draw.choice([0, 0.05, 0.2, 0.5])
         chosen = fill(items, tensors, limit, slack)
-        expected = best_of_all(items, tensors, limit, slack)
-        if expected is None:
-            assert not chosen, seed
-        else:
-            assert memory(items, chosen) <= limit, seed
-            found = crossed(tensors, chosen), -sum(items[number].work for number in chosen)
-            assert found == expected, seed
+        fitting = [item.work for item in items if item.memory <= limit]
+        assert bool(chosen) == bool(fitting), seed
+        assert not chosen or memory(items, chosen) <= limit, seed
+        assert sum(items[number].work for number in chosen) >= (1 - slack) * max(fitting, default=0), seed
 
 
-def test_many_different_parts_are_chosen_within_the_memory() -> None:
+def test_neighbours_do_nearly_as_much_as_the_densest_parts_and_cross_less() -> None:
     draw = random.Random(0)
     items = [Item({k: draw.randint(1000, 2000)}, draw.randint(90, 130), draw.randint(1000, 1500)) for k in range(50)]
     tensors = [PartTensor(k - 1, frozenset([k])) for k in range(50)]
     chosen = fill(items, tensors, 40_000)
-    assert memory(items, chosen) <= 40_000
-    by_density = sorted(range(50), key=lambda k: -items[k].work / sum(items[k].weights.values()))
-    greedy: list[int] = []
-    for number in by_density:
-        if memory(items, [*greedy, number]) <= 40_000:
-            greedy.append(number)
-    assert sum(items[k].work for k in chosen) >= 0.89 * sum(items[k].work for k in greedy)
-    assert crossed(tensors, chosen) < crossed(tensors, greedy)
+    densest: list[int] = []
+    for number in sorted(range(50), key=lambda k: -items[k].work / items[k].memory):
+        if memory(items, [*densest, number]) <= 40_000:
+            densest.append(number)
+    assert sum(items[k].work for k in chosen) >= 0.85 * sum(items[k].work for k in densest)
+    assert crossed(tensors, chosen) <= 2 < crossed(tensors, densest)
 
 
 def test_a_budget_takes_neighbouring_blocks(file: Path) -> None:
@@ -358,30 +337,19 @@ def test_a_budget_chooses_what_trying_every_plan_finds() -> None:
     assert len(fewer.crossings) < len(most_work.crossings)
 
 
-def test_without_rules_the_whole_model_may_go_to_the_device(file: Path) -> None:
-    everything = htp_export.place(file, budget={"gpu": "1 MB"})
+@pytest.mark.parametrize(
+    ("text", "size"), [("4GiB", 4 << 30), ("1.5 MB", 1_500_000), ("20000", 20_000), (7000, 7000), ("20kb", 20_000)]
+)
+def test_without_rules_the_whole_model_may_go_to_the_device(text: str | int, size: int, file: Path) -> None:
+    everything = htp_export.place(file, budget={"gpu": text})
     assert set(devices(everything).values()) == {"gpu"}
+    assert everything.devices["gpu"].budget == size
+
+
+def test_what_does_not_fit_stays_outside(file: Path) -> None:
     half = htp_export.place(file, budget={"gpu": 1200})
     assert half.devices["gpu"].weight_bytes == (8 * 8 + 8) * 4 + 2 * (8 * 8 + 8 + 8 + 8) * 4
     assert half.devices["cpu"].nodes > 0
-
-
-@pytest.mark.parametrize(
-    ("plan", "budget", "problem"),
-    [
-        ({"blocks": "cpu"}, {"gpu": "1 MB"}, "no rule gives modules to it"),
-        ({"blocks": "gpu"}, {"cpu": "1 MB"}, "no budget for cpu"),
-        ({"blocks": "gpu"}, {"gpu": "1 potato"}, "'1 potato' is no size"),
-        ({"blocks": "gpu"}, {"gpu": -1}, "-1 is no size"),
-        ({}, {"gpu": "1 MB", "npu": "1 MB"}, "or one budget"),
-        ({}, {"gpu": 10}, r"nothing fits into 10 B on gpu: the smallest part, of module '.*', needs"),
-    ],
-)
-def test_budgets_that_mean_nothing_are_refused(
-    plan: dict[str, str], budget: dict[str, Any], problem: str, file: Path
-) -> None:
-    with pytest.raises(InputError, match=problem):
-        htp_export.place(file, plan, budget=budget)
 
 
 def test_branches_go_where_the_node_around_them_goes() -> None:
@@ -568,14 +536,6 @@ def test_what_other_steps_leave_of_the_devices(file: Path, tmp_path: Path) -> No
     assert set(devices(htp_export.carry(out, saved)).values()) == {None}
 
 
-def test_the_page_colours_by_device(file: Path) -> None:
-    placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"})
-    for result in (placed, placed.to_dict()):
-        [device] = [measure for measure in measures_of(result) if measure.key == "device"]
-        assert device.named
-        assert (device.words["stem"], device.words["blocks"]) == ("cpu", "gpu")
-
-
 @reads_devices
 def test_commands(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -668,12 +628,13 @@ def test_a_part_that_a_plugin_cannot_take_is_explained(
 
 
 @lists_nodes
-def test_notebooks_draw_the_tree_of_the_command(file: Path) -> None:
+def test_pages_and_notebooks_show_devices(file: Path) -> None:
     from htp_export.results.result import drawn_html
 
-    placed = drawn_html(htp_export.place(file, {".": "cpu", "blocks": "gpu"}))
-    assert placed is not None
-    assert "blocks" in placed
-    observed = drawn_html(htp_export.placement(file))
-    assert observed is not None
-    assert CPU in observed
+    placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"})
+    for result in (placed, placed.to_dict()):
+        [device] = [measure for measure in measures_of(result) if measure.key == "device"]
+        assert device.named
+        assert (device.words["stem"], device.words["blocks"]) == ("cpu", "gpu")
+    assert "blocks" in (drawn_html(placed) or "")
+    assert CPU in (drawn_html(htp_export.placement(file)) or "")

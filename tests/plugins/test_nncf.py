@@ -29,7 +29,7 @@ def net(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return written(Net(), (torch.from_numpy(IDS),), file, request.param, ["ids"])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nncf() -> Any:
     return pytest.importorskip("nncf")
 
@@ -202,7 +202,7 @@ WEIGHTS = [
 
 
 @pytest.fixture(scope="module", params=[18, 21])
-def opsets(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def opsets(nncf: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Before opset 21, NNCF writes blocks as MatMulNBits, then as DequantizeLinear."""
     file = tmp_path_factory.mktemp("net") / "net.onnx"
     torch.manual_seed(0)
@@ -306,7 +306,7 @@ def test_awq_scales_what_an_activation_function_gives_to_a_product(opset: int, n
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+def trained(nncf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     """A net of which one layer, with one weight that makes its steps large, cannot be quantized to 8 bits."""
     torch.manual_seed(0)
     net = spread(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).eval())

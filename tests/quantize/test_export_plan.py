@@ -115,6 +115,15 @@ def made_by_dequantizing(model: onnx.ModelProto) -> set[str]:
     return {name for node in model.graph.node if node.op_type == "DequantizeLinear" for name in node.output}
 
 
+def bits_of(model: onnx.ModelProto, attribute: str = "bits") -> dict[str, int]:
+    """Node with a weight in blocks → its bits, or another attribute."""
+    return {
+        re.sub("_Q[48]$", "", node.name): next(each.i for each in node.attribute if each.name == attribute)
+        for node in model.graph.node
+        if node.op_type == "MatMulNBits"
+    }
+
+
 class TestOnnxRuntime:
     @BOTH
     def test_static_quantization_takes_exactly_the_planned_products(
@@ -137,14 +146,9 @@ class TestOnnxRuntime:
         rules = {"layers.1": "int4", "layers.11": {"precision": "int8-weights", "block_size": 16}}
         plan = htp_export.export_plan(files[exporter], rules, to="ort")
         made = applied(plan.content["steps"], files[exporter], tmp_path)
-        bits = {
-            node.name: {each.name: each.i for each in node.attribute}
-            for node in made.graph.node
-            if node.op_type == "MatMulNBits"
-        }
-        assert sorted((each["bits"], each["block_size"]) for each in bits.values()) == [(4, 32), (8, 16)]
-        planned = owned(files[exporter], "layers.1") | owned(files[exporter], "layers.11")
-        assert {name.removesuffix("_Q4").removesuffix("_Q8") for name in bits} <= planned
+        bits, sizes = bits_of(made), bits_of(made, "block_size")
+        assert sorted((bits[name], sizes[name]) for name in bits) == [(4, 32), (8, 16)]
+        assert bits.keys() <= owned(files[exporter], "layers.1") | owned(files[exporter], "layers.11")
 
     @BOTH
     def test_dynamic_and_half_precision(self, files: dict[str, Path], exporter: str, tmp_path: Path) -> None:
@@ -202,12 +206,7 @@ class TestNncf:
         for run in htp_export.export_plan(files[exporter], rules, to="nncf").content["compress_weights"]:
             mode, scope = nncf.CompressWeightsMode(run.pop("mode")), nncf.IgnoredScope(**run.pop("ignored_scope"))
             made = nncf.compress_weights(made, mode=mode, ignored_scope=scope, **run)
-        bits = {
-            attribute.i
-            for node in made.graph.node
-            for attribute in node.attribute
-            if node.op_type == "MatMulNBits" and attribute.name == "bits"
-        }
+        bits = set(bits_of(made).values())
         names = {node.name for node in made.graph.node if node.op_type in ("MatMul", "Gemm")}
         assert not names & {next(iter(owned(files[exporter], "layers.1")))}
         stored = {each.name: each.data_type for each in made.graph.initializer}
@@ -251,25 +250,6 @@ class TestModelOpt:
         assert content["block_size"] == 32
         assert content["high_precision_dtype"] == "fp16"
 
-    @pytest.mark.parametrize(
-        ("rules", "problem"),
-        [
-            ({"layers.1": "int8", "layers.2": "int4"}, "not both"),
-            ({"layers.1": "uint8"}, "modelopt has no uint8"),
-            ({"layers.1": "fp16", "layers.2": "bf16"}, "rule 'layers.2': modelopt has one activation in a run"),
-            ({"layers.1": "int8-dynamic"}, r"rule 'layers.1': modelopt has no int8-dynamic"),
-            (
-                {"layers.1": "int4", "layers.2": {"precision": "int4", "block_size": 64}},
-                "'layers.2': .*one block_size",
-            ),
-        ],
-    )
-    def test_what_one_run_cannot_do_is_refused(
-        self, files: dict[str, Path], rules: dict[str, Any], problem: str
-    ) -> None:
-        with pytest.raises(InputError, match=problem):
-            htp_export.export_plan(files["dynamo"], rules, to="modelopt")
-
 
 class Decoder(nn.Module):
     """Modules with the paths of a decoder of transformers."""
@@ -296,15 +276,6 @@ def decoder_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def bits_of(model: onnx.ModelProto) -> dict[str, int]:
-    """Node with a weight in blocks → its bits."""
-    return {
-        re.sub("_Q[48]$", "", node.name): next(each.i for each in node.attribute if each.name == "bits")
-        for node in model.graph.node
-        if node.op_type == "MatMulNBits"
-    }
-
-
 class TestGenAI:
     RULES: ClassVar[dict[str, Any]] = {
         "model.layers.*.self_attn": {"precision": "int4", "symmetric": True},
@@ -320,25 +291,6 @@ class TestGenAI:
             {"match": {"name": "/model/layers.1/mlp/down_proj/MatMul"}, "exclude": True},
             {"match": {"name": "/lm_head/MatMul"}, "type": "int8"},
         ]
-
-    @pytest.mark.parametrize(
-        ("rules", "problem"),
-        [
-            ({"lm_head": "fp16"}, r"rule 'lm_head': genai has no fp16"),
-            ({"lm_head": "fp32"}, "no weights of 4 or 8 bits"),
-            ({"lm_head": "int4", "model": {"precision": "int4", "block_size": 64}}, "one block_size in a run"),
-            ({"lm_head": {"precision": "int4", "algorithm": "hqq"}}, "algorithm hqq; it takes default, rtn, k-quant"),
-            (
-                {"lm_head": "int4", "model": "int4:accuracy_level=1"},
-                "'model': .* one accuracy_level .* 4 and 1",
-            ),
-        ],
-    )
-    def test_what_the_builder_cannot_do_is_refused(
-        self, decoder_file: Path, rules: dict[str, Any], problem: str
-    ) -> None:
-        with pytest.raises(InputError, match=problem):
-            htp_export.export_plan(decoder_file, rules, to="genai")
 
     def test_modules_that_the_builder_does_not_know_are_refused(self, files: dict[str, Path]) -> None:
         with pytest.raises(InputError, match=r"the builder of genai names no node by module 'layers\.0'"):
@@ -375,18 +327,6 @@ class TestOlive:
         assert dynamic["nodes_to_quantize"] == list(owned(decoder_file, "model.layers.1.mlp"))
         assert (blocks["bits"], set(blocks["nodes_to_include"])) == (4, owned(decoder_file, "lm_head"))
 
-    @pytest.mark.parametrize(
-        ("rules", "problem"),
-        [
-            ({"lm_head": "int8"}, r"rule 'lm_head': olive has no int8; it takes the methods"),
-            ({"lm_head": "bf16"}, "olive has no bf16 with activation bfloat16; it takes float16"),
-            ({"lm_head": "int4:algorithm=hqq"}, "with algorithm hqq; it takes default, rtn"),
-        ],
-    )
-    def test_what_olive_cannot_do_is_refused(self, decoder_file: Path, rules: dict[str, Any], problem: str) -> None:
-        with pytest.raises(InputError, match=problem):
-            htp_export.export_plan(decoder_file, rules, to="olive")
-
     @pytest.mark.slow
     def test_olive_gives_each_node_the_planned_bits(self, decoder_file: Path, tmp_path: Path) -> None:
         program = shutil.which(os.environ.get("HTP_OLIVE", "olive"))
@@ -404,6 +344,32 @@ class TestOlive:
         expected |= dict.fromkeys(owned(decoder_file, "model.layers.0.mlp.down_proj"), 4)
         assert bits_of(made) == expected | dict.fromkeys(owned(decoder_file, "lm_head"), 8)
         assert sum(node.op_type == "MatMulInteger" for node in made.graph.node) == 1
+
+
+BLOCKS_OF_64 = {"precision": "int4", "block_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("to", "rules", "problem"),
+    [
+        ("modelopt", {"lm_head": "int8", "model": "int4"}, "not both"),
+        ("modelopt", {"lm_head": "uint8"}, "modelopt has no uint8"),
+        ("modelopt", {"lm_head": "fp16", "model": "bf16"}, "rule 'model': modelopt has one activation in a run"),
+        ("modelopt", {"lm_head": "int8-dynamic"}, "rule 'lm_head': modelopt has no int8-dynamic"),
+        ("modelopt", {"lm_head": "int4", "model": BLOCKS_OF_64}, "'model': .*one block_size"),
+        ("genai", {"lm_head": "fp16"}, "rule 'lm_head': genai has no fp16"),
+        ("genai", {"lm_head": "fp32"}, "no weights of 4 or 8 bits"),
+        ("genai", {"lm_head": "int4", "model": BLOCKS_OF_64}, "one block_size in a run"),
+        ("genai", {"lm_head": "int4:algorithm=hqq"}, "algorithm hqq; it takes default, rtn, k-quant"),
+        ("genai", {"lm_head": "int4", "model": "int4:accuracy_level=1"}, "'model': .* one accuracy_level .* 4 and 1"),
+        ("olive", {"lm_head": "int8"}, "rule 'lm_head': olive has no int8; it takes the methods"),
+        ("olive", {"lm_head": "bf16"}, "olive has no bf16 with activation bfloat16; it takes float16"),
+        ("olive", {"lm_head": "int4:algorithm=hqq"}, "with algorithm hqq; it takes default, rtn"),
+    ],
+)
+def test_what_a_tool_cannot_do_is_refused(decoder_file: Path, to: str, rules: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        htp_export.export_plan(decoder_file, rules, to=to)
 
 
 PLAIN = {"weights": "int4", "cast": "fp16", "static": "int8", "dynamic": "int8-dynamic", "float8": "fp8"}

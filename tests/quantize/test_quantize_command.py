@@ -5,14 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import htp_export
 from htp_export.command.main import main
+from htp_export.errors import InputError
 from tests.handmade import small_file
 from tests.quantized import IDS
 from tests.refusing import assert_refused
@@ -144,3 +149,85 @@ def test_the_file_that_is_read_is_written_only_if_asked(
     assert file.read_bytes() == before
     assert main(["quantize", str(file), "int4", "-o", str(file), "--in-place"]) == 0
     assert "MatMulNBits" in {node.op_type for node in htp_export.load(file).nodes}
+
+
+X = np.random.default_rng(0).standard_normal((2, 64), dtype=np.float32)
+
+
+class Unlike(nn.Module):
+    """Two layers, the second of which loses more in blocks of integers: each block has one large weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fine, self.coarse = nn.Linear(64, 64), nn.Linear(64, 64)
+        with torch.no_grad():
+            self.coarse.weight[:, ::16] = 40
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.coarse(torch.tanh(self.fine(x)))
+        return y
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    unlike = tmp_path_factory.mktemp("check") / "net.onnx"
+    htp_export.export(Unlike().eval(), (torch.from_numpy(X),), unlike, verbose=False)
+    return unlike
+
+
+def runs_of(count: int) -> list[Mapping[str, Any]]:
+    return [{"x": X * k} for k in range(1, count + 1)]
+
+
+def test_the_worst_module_is_that_of_compare_over_the_runs_of_the_data(unlike: Path) -> None:
+    result = htp_export.quantize(unlike, {".": "int4"}, data=iter(runs_of(3)), check=True)
+    check = result.check
+    assert check is not None
+    largest = [htp_export.compare(unlike, result, run) for run in runs_of(3)]
+    expected = max(
+        (each.modules[each.worst] for each in largest if each.worst is not None), key=lambda row: row.max_abs or 0
+    )
+    assert (check.worst, check.compared) == (expected.path, 3)
+    assert check.worst in ("", "coarse")  # the output is that of the whole, too
+    assert check.max_abs == expected.max_abs
+    assert (check.bytes_before, check.bytes_after) == (result.modules[""].bytes_before, result.modules[""].bytes_after)
+    assert check.ms_before > 0
+    assert check.ms_after > 0
+    assert result.to_dict()["check"]["worst"] == check.worst
+    assert "worst module on 3 runs of the data" in str(result)
+    assert f"medians of {check.runs} runs each, in turn, on this machine" in str(result)
+
+
+@pytest.mark.parametrize(("given", "compared"), [(runs_of(9), 4), (None, 4), (runs_of(1)[0], 1)])
+def test_at_most_four_runs_are_compared_also_of_random_inputs(unlike: Path, given: Any, compared: int) -> None:
+    check = htp_export.quantize(unlike, {"fine": "int8"}, data=given, check=True).check
+    assert check is not None
+    assert check.compared == compared
+
+
+def test_precisions_that_change_types_are_checked(unlike: Path) -> None:
+    assert htp_export.quantize(unlike, "fp16", data=runs_of(1), check=True).check is not None
+    same = htp_export.quantize(unlike, {"fine": "fp32"}, data=runs_of(1), check=True).check
+    assert same is not None
+    assert same.max_abs == 0
+
+
+def test_without_it_nothing_is_said_and_a_dry_run_cannot_have_it(unlike: Path) -> None:
+    result = htp_export.quantize(unlike, {".": "int4"})
+    assert result.check is None
+    assert "check" not in result.to_dict()
+    with pytest.raises(InputError, match="check runs the quantized model, and dry_run makes none"):
+        htp_export.quantize(unlike, {".": "int4"}, dry_run=True, check=True)
+
+
+def test_the_command_shows_it(unlike: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["quantize", str(unlike), "--rule", "**=int4", "-o", str(tmp_path / "int4.onnx"), "--check"]
+    assert main(words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"worst module on 4 runs of random inputs: \S+, max difference [\d.e-]+, cosine [\d.]+", shown)
+    assert re.search(r"[\d.]+ ms a run before, [\d.]+ ms after \([\d.]+ times as fast\)", shown)
+    assert main([*words, "--json", "--force"]) == 0
+    assert json.loads(capsys.readouterr().out)["check"]["runs"] == 20
+    assert main([*words[:4], "--dry-run", "--check"]) == 2
+    assert "--dry-run" in capsys.readouterr().err

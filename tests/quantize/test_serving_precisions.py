@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.quantize import serving
+from htp_export.capabilities.quantize import choosing
 from htp_export.command.main import main
 from tests.nets import spread
 
@@ -34,8 +34,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def on(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
-    monkeypatch.setattr(serving, "is_arm", lambda: machine == "ARM")
-    monkeypatch.setattr(serving, "saturates", lambda: machine == "x86 without VNNI")
+    monkeypatch.setattr(choosing, "is_arm", lambda: machine == "ARM")
+    monkeypatch.setattr(choosing, "saturates", lambda: machine == "x86 without VNNI")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.quantize.precisions import PRECISIONS
 from htp_export.capabilities.search.fronts import Choice, additive_front, pareto
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.output_errors import OutputErrors
@@ -222,18 +221,15 @@ class TestSensitivity:
         assert found.original.metric != found.modules["head"]["int8-dynamic"].alone.metric
         assert list(htp_export.sensitivity(file, ["fp16"], data=data, select="blocks.0").modules) == ["blocks.0"]
 
-    def test_errors_by_module_begin_where_it_is_quantized(self, file: Path, data: list[dict[str, Array]]) -> None:
-        found = htp_export.sensitivity(file, ["int4"], data=data, select="blocks.1.0", by_module=True, all_but=False)
+    def test_errors_by_module_begin_where_it_is_quantized_and_each_model_is_quantized_once(
+        self, file: Path, data: list[dict[str, Array]], made: list[Any]
+    ) -> None:
+        given: dict[str, Any] = {"data": data, "select": "blocks.1.0", "by_module": True, "all_but": False}
+        found = htp_export.sensitivity(file, ["int4", "fp16"], **given)
+        assert len(made) == 2
         cosines = found.modules["blocks.1.0"]["int4"].by_module
         assert cosines["blocks.0"] == pytest.approx(1, abs=1e-9)
         assert cosines["blocks.1.0"] < 1 - 1e-4
-
-    def test_each_model_is_quantized_once_to_be_measured_and_compared(
-        self, file: Path, data: list[dict[str, Array]], made: list[Any]
-    ) -> None:
-        found = htp_export.sensitivity(file, ["int4", "fp16"], data=data, select="head", by_module=True, all_but=False)
-        assert len(made) == 2
-        assert found.modules["head"]["int4"].by_module["head"] < 1
 
     def test_times_are_measured_if_asked_for(self, file: Path, data: list[dict[str, Array]]) -> None:
         found = htp_export.sensitivity(file, ["fp16"], data=data, select="head", runs=3, all_but=False)
@@ -305,113 +301,6 @@ def measurer_of(file: Path, data: list[dict[str, Array]], *metric: Any) -> Measu
     return Measurer(tagged, Samples.of(data, tagged.model), *metric)
 
 
-class Digits(nn.Module):
-    """A small classifier of images of 8 by 8 pixels, whose first layers matter more than the large one behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.wide = nn.Linear(64, 64), nn.Linear(64, 512)
-        self.narrow, self.head = nn.Linear(512, 64), nn.Linear(64, 10)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.stem(pixels))
-        x = torch.relu(self.narrow(torch.relu(self.wide(x))))
-        return self.head(x)
-
-
-class Texts(nn.Module):
-    """A classifier of sequences of tokens: a table, an encoder with attention, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(200, 64)
-        self.encoder = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(64, 4)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.table(tokens)).mean(1))
-
-
-def trained(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps: int) -> nn.Module:
-    torch.manual_seed(0)
-    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-    return model.eval()
-
-
-def digits() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    datasets = pytest.importorskip("sklearn.datasets")
-    found = datasets.load_digits()
-    images, labels = torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
-    torch.manual_seed(0)
-    model = trained(Digits(), images[:1200], labels[:1200], 60)
-    with torch.no_grad():  # weights without effect, that make the steps of the others large: their pixel is always 0
-        assert not images[:, [0, 32]].any()
-        model.stem.weight[:, [0, 32]] = 6
-    return model, images[1200:], labels[1200:]
-
-
-def texts() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 196, (900, 12), generator=generator)
-    labels = torch.randint(0, 4, (900,), generator=generator)
-    tokens[torch.arange(900), torch.randint(0, 12, (900,), generator=generator)] = 196 + labels  # one word tells
-    torch.manual_seed(0)
-    model = trained(Texts(), tokens[:600], labels[:600], 40)
-    with torch.no_grad():
-        for feature in (0, 32):  # one in each block of weights
-            model.encoder.norm2.weight[feature] = model.encoder.norm2.bias[feature] = 0
-            model.head.weight[:, feature] = 15  # it is multiplied with 0
-    return model, tokens[600:], labels[600:]
-
-
-NETS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]]] = {"digits": digits, "texts": texts}
-
-
-@pytest.fixture(scope="module", params=list(NETS))
-def bars(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any, Any]:
-    pytest.importorskip("optuna")
-    name = request.param
-    model, inputs, labels = NETS[name]()
-    file = tmp_path_factory.mktemp(name) / "net.onnx"
-    [argument] = ("pixels",) if name == "digits" else ("tokens",)
-    shapes = {argument: {0: torch.export.Dim("batch")}}
-    htp_export.export(model, (), file, kwargs={argument: inputs}, dynamic_shapes=shapes, verbose=False)
-    data = {argument: inputs.numpy()}
-
-    def accuracy(outputs: Sequence[Mapping[str, Array]]) -> float:
-        [output] = outputs[0].values()
-        return float((output.argmax(-1) == labels.numpy()).mean())
-
-    space = ["int8", "int8-weights", "int4", "fp16", "fp32"]
-    result = htp_export.search(
-        file, space, objectives=["error", "size", "metric"], data=data, metric=accuracy, trials=40
-    )
-    return file, data, accuracy, result
-
-
-@pytest.mark.slow
-class TestBars:
-    def test_a_plan_keeps_the_accuracy_at_two_fifths_of_the_bytes_where_int4_does_not(
-        self, bars: tuple[Path, Any, Any, Any]
-    ) -> None:
-        file, data, accuracy, result = bars
-        measurer = measurer_of(file, [data], accuracy)
-        original, four = measurer.original, measurer.measure({".": PRECISIONS["int4"]})
-        assert original.metric > 0.9
-        assert four.metric < original.metric - 0.01
-        good = [t for t in result.pareto if t.values["metric"] >= original.metric - 0.01]
-        smallest = min(good, key=lambda trial: trial.values["size"])
-        assert smallest.values["size"] <= 0.4 * original.bytes
-        made = htp_export.quantize(file, smallest.plan, data=[data])  # the plan gives the same again
-        again = measurer_of(file, [data], accuracy)
-        outputs, _ = again._run(made.tagged, 0)
-        assert accuracy(outputs) == smallest.values["metric"]
-
-
 def brief(file: Path, data: Any, **options: Any) -> Any:
     given = {"trials": 14, "first": 4} | options
     return htp_export.search(file, ["int4", "fp16", "fp32"], objectives=["error", "size"], data=data, **given)
@@ -436,14 +325,6 @@ class TestSearch:
         made = htp_export.quantize(file, found.pareto[0].plan).tagged
         measurer = measurer_of(file, data)
         assert measurer._measured(made).error == pytest.approx(found.pareto[0].values["error"], rel=1e-6)
-
-    @pytest.mark.parametrize(
-        "sampler", ["grid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nsga2", "random"))]
-    )
-    def test_samplers(self, file: Path, data: list[dict[str, Array]], sampler: str) -> None:
-        found = brief(file, data, sampler=sampler, depth=1)
-        assert len(found.trials) >= 10
-        assert list(found.modules) == ["blocks.0", "blocks.1", "head"]
 
     def test_all_combinations_end_the_search(self, file: Path, data: list[dict[str, Array]]) -> None:
         found = htp_export.search(file, {"head": ["int4", "fp32"]}, objectives=["size"], data=data, trials=50)

@@ -1,8 +1,8 @@
-"""search against NNCF's accuracy control, onnxsim's mixed precision, and on the shapes of BERT-base and ResNet-50."""
+"""search on trained nets: against NNCF and mixed precision of onnxsim, and on the shapes of BERT-base and ResNet-50."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from torch import nn
 
 import htp_export
 from htp_export.capabilities.search.output_errors import OutputErrors
 from htp_export.files.stored import slots
-from tests.search.test_search import NETS
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +30,72 @@ SPACE = [
     htp_export.Precision("int8 symmetric", "weights", weight="int8", symmetric=True),
 ]
 TRIALS = 40
+
+
+class Digits(nn.Module):
+    """A small classifier of images of 8 by 8 pixels, whose first layers matter more than the large one behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.wide = nn.Linear(64, 64), nn.Linear(64, 512)
+        self.narrow, self.head = nn.Linear(512, 64), nn.Linear(64, 10)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(pixels))
+        x = torch.relu(self.narrow(torch.relu(self.wide(x))))
+        return self.head(x)
+
+
+class Texts(nn.Module):
+    """A classifier of sequences of tokens: a table, an encoder with attention, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(200, 64)
+        self.encoder = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.table(tokens)).mean(1))
+
+
+def trained(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps: int) -> nn.Module:
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def digits() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    datasets = pytest.importorskip("sklearn.datasets")
+    found = datasets.load_digits()
+    images, labels = torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
+    torch.manual_seed(0)
+    model = trained(Digits(), images[:1200], labels[:1200], 60)
+    with torch.no_grad():  # weights without effect, that make the steps of the others large: their pixel is always 0
+        assert not images[:, [0, 32]].any()
+        model.stem.weight[:, [0, 32]] = 6
+    return model, images[1200:], labels[1200:]
+
+
+def texts() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 196, (900, 12), generator=generator)
+    labels = torch.randint(0, 4, (900,), generator=generator)
+    tokens[torch.arange(900), torch.randint(0, 12, (900,), generator=generator)] = 196 + labels  # one word tells
+    torch.manual_seed(0)
+    model = trained(Texts(), tokens[:600], labels[:600], 40)
+    with torch.no_grad():
+        for feature in (0, 32):  # one in each block of weights
+            model.encoder.norm2.weight[feature] = model.encoder.norm2.bias[feature] = 0
+            model.head.weight[:, feature] = 15  # it is multiplied with 0
+    return model, tokens[600:], labels[600:]
+
+
+NETS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]]] = {"digits": digits, "texts": texts}
 
 
 class Net:
@@ -82,6 +148,22 @@ def tensor_bytes(model: onnx.ModelProto) -> int:
 
 
 @pytest.mark.parametrize("name", list(NETS))
+def test_a_plan_keeps_the_accuracy_at_two_fifths_of_the_bytes_where_int4_does_not(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    net = Net(name, tmp_path, 20)
+    original, made = onnx.load(net.file), tmp_path / "made.onnx"
+    whole = net.accuracy([net.expected])
+    assert whole > 0.9
+    htp_export.quantize(net.file, "int4", made)
+    assert net.accuracy([net.outputs(onnx.load(made))]) < whole - 0.01
+    good = [trial for trial in net.searched().pareto if trial.values["metric"] >= whole - 0.01]
+    smallest = min(good, key=lambda trial: trial.values["size"])
+    assert smallest.values["size"] <= 0.4 * tensor_bytes(original)
+    htp_export.quantize(net.file, smallest.plan, made, data=[net.feed])  # the plan gives the same again
+    assert net.accuracy([net.outputs(onnx.load(made))]) == smallest.values["metric"]
+
+
+@pytest.mark.parametrize("name", list(NETS))
 @pytest.mark.parametrize("max_drop", [0.0, 0.01])
 def test_no_larger_than_nncf_at_the_accuracy_that_its_accuracy_control_keeps(
     name: str, max_drop: float, tmp_path: Path
@@ -119,7 +201,7 @@ def test_no_more_error_than_mixed_precision_of_onnxsim_within_a_percent_of_its_b
         assert best <= net.error(made), (share, size)
 
 
-def bert() -> tuple[torch.nn.Module, Feed]:
+def bert() -> tuple[nn.Module, Feed]:
     """Two layers of BERT-base; its table of words is cut to 1,000."""
     from transformers import BertConfig, BertModel
 
@@ -128,7 +210,7 @@ def bert() -> tuple[torch.nn.Module, Feed]:
     return model, {"input_ids": ids.numpy(), "attention_mask": torch.ones_like(ids).numpy()}
 
 
-def resnet() -> tuple[torch.nn.Module, Feed]:
+def resnet() -> tuple[nn.Module, Feed]:
     """A block of each stage of ResNet-50."""
     from transformers import ResNetConfig, ResNetForImageClassification
 

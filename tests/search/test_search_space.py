@@ -319,28 +319,16 @@ def test_choices_that_some_modules_cannot_have_are_noted(file: Path, data: list[
     assert [note for note in result.notes if note.startswith("head in rank:7: rank 7 of a matrix")]
 
 
-def test_why_trials_fail_is_noted(file: Path, data: list[dict[str, Array]], monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = Measurer.measure
-
-    def failing(self: Measurer, plan: Any, *pruning: Any) -> Any:
-        if list(plan.values()) == [PRECISIONS["int4"]] * 2:
-            raise InputError("these two do not go together")
-        return measure(self, plan, *pruning)
-
-    monkeypatch.setattr(Measurer, "measure", failing)
-    result = searched(file, data, ("error", "size"), {"blocks.0.*": ["int4", "fp32"]}, trials=4)
-    assert result.failed == 1
-    assert "these two do not go together" in result.notes
-
-
 @pytest.mark.parametrize(
-    "sampler", ["tpe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nsga2", "random", "grid"))]
+    "sampler", ["tpe", "grid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nsga2", "random"))]
 )
 def test_samplers_with_mixed_choices_and_three_objectives_are_reproducible(
     file: Path, data: list[dict[str, Array]], sampler: str
 ) -> None:
+    space = {"blocks.1": SPACE["blocks.*"], "blocks.1.up": SPACE["blocks.*.up"], "head": ["int4", "fp32"]}
+
     def plans(seed: int) -> list[Any]:
-        result = searched(file, data, trials=22, first=3, sampler=sampler, seed=seed)
+        result = searched(file, data, space=space, trials=12, first=3, sampler=sampler, seed=seed)
         assert result.failed == 0
         return [(trial.plan, trial.prune, trial.values) for trial in result.trials]
 

@@ -1,10 +1,14 @@
-"""A study in every kind of storage: two processes share it, one is killed, and the other one does what it had begun."""
+"""A study in every kind of storage: two processes share it, one is killed, and the other one does what it had begun.
+
+After Ctrl-C, the front so far is written, and the same command goes on.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import glob
 import importlib.util
+import json
 import os
 import pwd
 import shutil
@@ -118,7 +122,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("storages") / "net.onnx"
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(48, 48), nn.Tanh()))).eval()
+    model = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(48, 48), nn.Tanh()))).eval()
     htp_export.export(model, (torch.randn(4, 48),), path, verbose=False)
     return path
 
@@ -203,3 +207,61 @@ def test_a_storage_that_is_not_there_is_said(named: str, problem: str, file: Pat
         htp_export.search(file, ["int4"], storage=storage, trials=2)
     assert storage in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+_PATIENCE = 120  # seconds
+
+
+def stopped(arguments: list[str], journal: Path, trials: int) -> tuple[int, str, str]:
+    """Run a command until some trials are in its journal, and end it with Ctrl-C."""
+    command = [sys.executable, "-m", "htp_export", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + _PATIENCE
+        while process.poll() is None and time.monotonic() < until:
+            if journal.exists() and journal.read_text(encoding="utf-8").count('"measured"') >= trials:
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=_PATIENCE)
+    return process.returncode, out, err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT for another process")
+def test_the_front_so_far_is_written_and_the_same_command_goes_on(file: Path, tmp_path: Path) -> None:
+    journal, folder = tmp_path / "study.journal", tmp_path / "found"
+    words = [
+        "search",
+        str(file),
+        "--choices",
+        "int4,int8-weights,fp16,fp32",
+        "--storage",
+        str(journal),
+        "-o",
+        str(folder),
+    ]
+    status, out, err = stopped([*words, "--trials", "700"], journal, 3)
+    assert (status, out) == (130, "")
+    assert "htp-export: error: interrupted" in err
+    assert f"the same command goes on from there: all that was measured is in {journal}" in err
+    front = json.loads((folder / "front.json").read_text(encoding="utf-8"))
+    measured = len(front["trials"])
+    assert f"{measured} of 700 trials are measured; their front is in " in err
+    assert 2 <= measured < 700  # a trial is not finished when its measurement is kept
+    assert len(list(folder.glob("plan*.json"))) == len(front["pareto"]) > 0
+    assert main([*words, "--trials", str(measured + 1)]) == 0
+    after = json.loads((folder / "front.json").read_text(encoding="utf-8"))
+    kept = {json.dumps(trial, sort_keys=True) for trial in after["trials"]}
+    assert {json.dumps({**trial, "origin": trial["origin"]}, sort_keys=True) for trial in front["trials"]} <= kept
+
+
+def test_before_a_plan_is_measured_nothing_is_written(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from htp_export.capabilities.search.search_work import SearchWork
+
+    monkeypatch.setattr(SearchWork, "measure_alone", lambda self: signal.raise_signal(signal.SIGINT))
+    assert main(["search", str(file), "--choices", "int4", "-o", str(tmp_path / "found")]) == 130
+    said = capsys.readouterr().err
+    assert "0 of 50 trials are measured\n" in said
+    assert "with --storage study.journal, the same command goes on" in said
+    assert not list(tmp_path.iterdir())

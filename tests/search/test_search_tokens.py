@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from htp_export.huggingface import example_calls, load_model
 from htp_export.runtime.data import Samples
 from htp_export.runtime.generating import Decoder
 from htp_export.runtime.sessions import RunnableModel, Session
+from tests import documents
 from tests.decoders import TEXT, Programs, decoder, prompt, teach_with_outliers
 from tests.exporting import SharedFiles
 
 pytest.importorskip("optuna")
 
+PAGE = Path(__file__).parents[2] / "docs" / "search.md"
 CHOICES = ["int4", "int4:accuracy_level=0", "fp32"]
 
 
@@ -77,20 +80,19 @@ def test_tokens_and_time_are_objectives(llama: tuple[Any, Path], tmp_path: Path)
 
 
 def test_a_pipeline_calibrates_on_the_prompts_of_the_search(llama: tuple[Any, Path], tmp_path: Path) -> None:
-    """It makes what was measured: with other ranges, the logits of the tokens would differ."""
-    np.savez(tmp_path / "prompts.npz", input_ids=prompt())
+    """It makes what was measured: with other ranges, the logits of the tokens would differ. Random ones are written."""
     (tmp_path / "space.yaml").write_text('"**.down_proj": [0.5+int8, fp32]\n')
     out, words = tmp_path / "found", ["--objectives", "tokens,nonzeros", "--new-tokens", "4", "--trials", "4"]
-    data = ["--data", str(tmp_path / "prompts.npz"), "-o", str(out)]
-    assert main(["search", str(llama[1]), str(tmp_path / "space.yaml"), *words, *data]) == 0
+    assert main(["search", str(llama[1]), str(tmp_path / "space.yaml"), *words, "-o", str(out)]) == 0
     best = json.loads((out / "front.json").read_text())["pareto"][0]
     assert best["prune"]
     made = tmp_path / "made.onnx"
     assert main(["pipeline", str(out / "steps0.json"), "-m", str(llama[1]), "-o", str(made)]) == 0
     tagged = htp_export.load(llama[1])
     loop = Decoder.of(tagged.model)
-    samples = Samples.of(loop.first_feed(prompt()), tagged.model)
-    measurer = Measurer(tagged, samples, prompts=Prompts(loop, [prompt()], 4))
+    prompts = [np.load(file)["input_ids"] for file in sorted(out.glob("prompts*.npz"))]
+    samples = Samples.of(list(map(loop.first_feed, prompts)), tagged.model)
+    measurer = Measurer(tagged, samples, prompts=Prompts(loop, prompts, 4))
     found = measurer._measured(htp_export.load(made))
     assert (found.bytes, found.tokens) == (best["measured"]["bytes"], best["values"]["tokens"])
     assert found.error == pytest.approx(best["measured"]["error"], rel=1e-4) != 0
@@ -108,6 +110,18 @@ def test_a_file_without_a_cache_is_refused() -> None:
     program = htp_export.export(nn.Linear(4, 4).eval(), (torch.randn(1, 4),), verbose=False)
     with pytest.raises(InputError, match="needs a key-value cache, which the model does not take; export it for the"):
         htp_export.search(program, ["int4"], objectives=["tokens"])
+
+
+@pytest.mark.slow  # an export of its own
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts").mkdir()
+    np.savez("prompts/0.npz", input_ids=prompt())
+    export, search = (each.text for each in documents.commands(PAGE) if "past.onnx" in each.text)
+    small = [word for key, value in TEXT.items() for word in ("--set", f"{key}={value}")]
+    assert main([*shlex.split(export)[1:], *small]) == 0
+    assert main([*shlex.split(search)[1:], "--select", "lm_head", "--new-tokens", "4", "--trials", "3"]) == 0
+    assert Path("found/front.json").exists()
 
 
 @pytest.mark.slow  # a search of 24 plans

@@ -1,23 +1,28 @@
-"""``htp-export export``."""
+"""``htp-export export``: the files of a model, each written, shown and checked."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export.capabilities.export.deploy_options import DeployOptions
-from htp_export.capabilities.export.file_exports import FileExports
-from htp_export.capabilities.export.graph_options import GraphOptions
+from htp_export.capabilities.export.export_options import DeployOptions, GraphOptions
 from htp_export.command.model_options import ModelOptions, SourceCall
 from htp_export.command.options import Idle, JsonOption
-from htp_export.command.outputs import Writes, check_output
-from htp_export.command.terminal import Steps
-from htp_export.errors import InputError
+from htp_export.command.outputs import Writes, check_output, show_next, show_written, written_files
+from htp_export.command.terminal import CheckFailed, Steps, print_json, show, warning_line
+from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning, described
 from htp_export.files.targets import Kind, check_folder, check_parent, new_folder
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.cost.module_tree import ModuleTree
+    from htp_export.model.tagged import TaggedModel
+
 
 EXAMPLE = "bert --random-weights -o bert.onnx --verify"
 PLACE = ("Export", 1)
@@ -117,3 +122,226 @@ def _targets(calls: Mapping[str, SourceCall], output: Path, deploy: DeployOption
     folder = output if is_folder else output.parent
     with new_folder(folder) if is_folder or deploy.makes_folder else contextlib.nullcontext():
         yield {name: output / f"{name}.onnx" for name in calls} if is_folder else dict.fromkeys(calls, output)
+
+
+@dataclass
+class FileExports:
+    """How each file of a command is exported, shown and, with ``verify``, compared with PyTorch."""
+
+    model: ModelOptions
+    deploy: DeployOptions
+    graph: GraphOptions
+    steps: Steps
+    verify: bool
+    as_json: bool
+    quiet: bool
+    count: int  # of files
+    _idle: set[str] = field(default_factory=lambda: {"--decompose-attention", "--keep-attention"})
+    _records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _failures: list[str] = field(default_factory=list)
+
+    def write(self, name: str, call: SourceCall, output: Path) -> None:
+        """Write one file, show it, and check it.
+
+        Raises:
+            CheckFailed: If the export fails.
+        """
+        from htp_export.editing.flattening import read_flat
+        from htp_export.files.external_writers import readable
+        from htp_export.model.tagged import load
+
+        with readable(output) as file:
+            with self.steps.step("exporting"):
+                untagged, beside = self._export(call, file)
+                if untagged is not None:
+                    warning_line(untagged)
+                tagged = load(file)
+                tree = _tree(call, read_flat(tagged))
+            facts = self._facts(tagged, call)
+            if untagged is not None:
+                facts["untagged"] = untagged
+            sizes = {str(each): each.stat().st_size for each in map(output.with_name, beside)}
+            files = {**written_files(output), **sizes}
+            self._records[name] = {"file": str(output), "files": files, **facts, **tree.to_dict()}
+            if self._shown:
+                from htp_export.capabilities.cost.drawing import render
+
+                show(render(tree))
+                show_written(files)
+                show(_facts_text(facts))
+            agrees = not self.verify or self._verified(name, call, file)
+        if self._shown and agrees:
+            show_next("htp-export", "view", output)
+
+    def add_files(self, files: Mapping[str, int]) -> None:
+        """Say that more files were written: path → size."""
+        next(iter(self._records.values()))["files"] |= files
+        if self._shown:
+            show_written(files)
+
+    def finish(self) -> None:
+        """Write the JSON of all files; a file that does not agree with PyTorch raises `CheckFailed`."""
+        if self.as_json and not self.quiet:
+            records = self._records
+            print_json(next(iter(records.values())) if len(records) == 1 else {"models": records})
+        if self._failures:
+            raise CheckFailed("\n".join(self._failures))
+
+    @property
+    def _shown(self) -> bool:
+        return not (self.quiet or self.as_json)
+
+    def _export(self, call: SourceCall, output: Path) -> tuple[str | None, list[str]]:
+        """Write the file, and what lies beside it: why it has no tags, if it has none, and names of files."""
+        from htp_export.files.external_writers import written_whole
+
+        with written_whole(output) as target, _said_untagged() as said:
+            try:
+                program = self._program(call, target)
+                if call.checkpoint is not None:
+                    call.checkpoint.check()
+                _check_written(target, self.graph.wanted_opset)
+                if not said:
+                    self._finish_tagged(target)
+                    self._pack(call, target)
+                beside = self.deploy.write_beside(self.model, call, target, program)
+            except (HtpExportError, CheckFailed):
+                raise
+            except Exception as error:  # torch's exporters raise what the model, the tracer or a translation raises
+                raise CheckFailed(_export_failed(error)) from error
+            return said[0] if said else None, beside
+
+    def _finish_tagged(self, target: Path) -> None:
+        """Refuse options for attention without effect in any file; embed the map, if that was asked for."""
+        self._idle &= self.graph.idle_attention(target)
+        if self._idle and len(self._records) == self.count - 1:
+            raise InputError(f"{min(self._idle)}: no attention was exported to which it applies; leave it out")
+        if self.graph.with_map:
+            from htp_export.capabilities.carry.carrying import embed_map
+
+            embed_map(target, target)
+
+    def _pack(self, call: SourceCall, target: Path) -> None:
+        """Put the packed weights of a quantized checkpoint in the place of its dequantized ones."""
+        if call.packed is None:
+            return
+        from htp_export.capabilities.quantize.quantizing import quantize
+
+        if self.model.dtype not in (None, "float32", "fp32"):
+            raise InputError(f"--dtype {self.model.dtype}: packed weights are multiplied in float32; leave it out")
+        external = f"{target.name}.data" if self.graph.external_data else None
+        quantize(target, output=target, weights=call.packed, external_data=external)
+
+    def _program(self, call: SourceCall, target: Path) -> Any:
+        """Export the model into the file; what the exporter returned."""
+        from htp_export.exporter.exporting import export, tagging
+
+        arguments = self.graph.for_torch(call)
+        with tagging(strict=not self.graph.allow_untagged), self.graph.attention(call.model):
+            if call.example is None:
+                return export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
+            with call.example.exporting():
+                program: Any = export(call.model, kwargs=call.kwargs, **arguments)
+            call.example.name_dimensions(program.model.graph)
+            program.save(target, external_data=self.graph.external_data)
+        return program
+
+    def _facts(self, tagged: TaggedModel, call: SourceCall) -> dict[str, Any]:
+        """What was exported, and how: inputs, opset, exporter, and the seed of what is random."""
+        from htp_export.runtime.inputs import Inputs
+
+        facts: dict[str, Any] = {
+            "inputs": {each.name: str(each) for each in Inputs.of(tagged.model)},
+            "opset": tagged.model.opset_imports.get(""),
+            "exporter": "dynamo" if self.graph.dynamo else "TorchScript",
+            "seed": self.model.seed if self.model.random else None,
+        }
+        if tagged.model.functions:
+            facts["functions"] = [f"{domain}::{name}" for domain, name, _ in tagged.model.functions]
+        if call.example is not None:
+            facts["task"] = call.example.task
+        return facts
+
+    def _verified(self, name: str, call: SourceCall, file: Path) -> bool:
+        """Compare a file with PyTorch, and note the result."""
+        from htp_export.capabilities.verify.comparisons import verified_runs
+
+        with self.steps.step("verifying"):
+            try:
+                results = verified_runs(call, file)
+            except InputError as error:  # the file is written; what fails is the check
+                self._failures.append(str(error))
+                return False
+        by_run = {run: result.to_dict() for run, result in results.items()}
+        self._records[name]["verify"] = by_run[""] if list(by_run) == [""] else by_run
+        wrong = [
+            "\n".join((f"{run}: {result.summary}" if run else result.summary, *result.misplaced))
+            for run, result in results.items()
+            if not result.ok
+        ]
+        self._failures += wrong
+        for run, result in results.items() if self._shown and not wrong else ():
+            when = f" in {run}" if run else ""
+            show(f"every module agrees with PyTorch{when}: {result.score}{result.worst_in_brackets}")
+        return not wrong
+
+
+@contextlib.contextmanager
+def _said_untagged() -> Iterator[list[str]]:
+    """Why models are exported without tags, message by message; other warnings are shown as they would be."""
+    found: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UntaggedExportWarning)
+        shown = warnings.showwarning
+
+        def show_or_keep(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, UntaggedExportWarning):
+                found.append(str(message))
+            else:
+                shown(message, category, *where, **more)
+
+        warnings.showwarning = show_or_keep
+        yield found
+
+
+def _check_written(file: Path, opset: int | None) -> None:
+    """Compare the opset of the file with the one that was asked for."""
+    if opset is None:
+        return
+    from htp_export.exporter.capture.opsets import other_opset
+    from htp_export.files.model_files import read_model
+
+    other = other_opset(opset, read_model(file).opset_imports.get(""))
+    if other is not None:
+        raise CheckFailed(f"{other}; leave --opset away, or try --torchscript")
+
+
+def _export_failed(error: Exception) -> str:
+    """Torch's error in a few lines: its own first, then its cause, then what htp_export noted."""
+    cause = error
+    while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
+        cause = cause.__cause__
+    notes = [*getattr(error, "__notes__", ()), *(getattr(cause, "__notes__", ()) if cause is not error else ())]
+    return "\n".join((f"the export failed: {described(cause, lines=2)}", *(f"  {note}" for note in notes)))
+
+
+def _tree(call: SourceCall, tagged: TaggedModel) -> ModuleTree:
+    """The module tree of the file, with the FLOPs of one run on the example inputs."""
+    from htp_export.capabilities.cost.costing import cost
+    from htp_export.capabilities.cost.module_tree import tree_rows
+
+    names = {str(value.name) for value in tagged.model.graph.inputs}
+    given = {name: value for name, value in call.named_inputs.items() if name in names}
+    try:
+        return tree_rows(tagged, cost=cost(tagged, given))
+    except InputError as error:  # sizes that the inputs do not tell by name
+        return replace(tree_rows(tagged), notes=(f"no FLOPs: {error}",))
+
+
+def _facts_text(facts: dict[str, Any]) -> str:
+    """What was exported, and how, in a line."""
+    inputs = ", ".join(f"{name} {said}" for name, said in facts["inputs"].items()) or "none"
+    seed = "" if facts["seed"] is None else f"; seed {facts['seed']}"
+    made = f"; functions: {', '.join(facts['functions'])}" if "functions" in facts else ""
+    task = f"; task {facts['task']}" if "task" in facts else ""
+    return f"inputs: {inputs}; opset {facts['opset']}; {facts['exporter']} exporter{task}{seed}{made}"

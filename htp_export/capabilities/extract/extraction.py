@@ -1,21 +1,26 @@
-"""One module of a file as a model of its own."""
+"""One module of a file as a model of its own, and a model in the place of one module."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx_ir as ir
 
+from htp_export.capabilities.extract.grafts import Graft, SplicedCalls, placed_paths, weight_key
 from htp_export.editing.flattening import read_flat
+from htp_export.editing.submodels import remove_unused
+from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target
+from htp_export.format import tags
+from htp_export.format.call_tree import Instance
 from htp_export.model.cut_models import cut_model
-from htp_export.model.cutting import Cutter
+from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import HoldsModel, ModelSource
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 
 
 @dataclass(frozen=True)
@@ -109,3 +114,209 @@ def extract(
 
 def _type_and_shape(value: ir.Value) -> str:
     return f"{value.dtype.name if value.dtype else 'unknown type'}{value.shape if value.shape is not None else ''}"
+
+
+@dataclass(frozen=True)
+class Splice(HoldsModel):
+    """The result of `splice`.
+
+    Attributes:
+        model: The model.
+        path: The replaced module.
+        calls: Numbers of the replaced calls.
+        nodes_before: Number of nodes of the whole model before.
+        nodes_after: Number of nodes of the whole model after.
+        file: The file that was written; None if there is none.
+    """
+
+    model: ir.Model = field(repr=False)
+    path: str
+    calls: tuple[int, ...]
+    nodes_before: int
+    nodes_after: int
+    file: Path | None = None
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        where = f" -> {self.file}" if self.file else ""
+        times = f" in {len(self.calls)} calls" if len(self.calls) > 1 else ""
+        return (
+            f"{self.path or '(root)'}: replaced{times}; {self.nodes_before} nodes before, {self.nodes_after} now{where}"
+        )
+
+
+@names_model_faults("model", "replacement")
+def splice(
+    model: ModelSource,
+    path: str,
+    replacement: ModelSource,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    call: int | None = None,
+    share_weights: bool = False,
+) -> Splice:
+    """Replace a module by another model, such as a quantized or rewritten one.
+
+    The replacement needs the inputs of the module as ``extract`` names them, or as many in the same order under other
+    names; unused ones may be missing. It must return the module's outputs, in order. Inputs that the module returns
+    unchanged, and constants, are not replaced. Types must be equal, and dimensions if both are known. Names in the
+    replacement that are already used are changed.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        path: The module.
+        replacement: The replacement, or its file.
+        output: The file to write.
+        call: Number of the call to replace, from 0; None for all calls.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` cannot be read any more.
+
+    Returns:
+        The model with the replacement.
+
+    Raises:
+        UnknownModuleError: There is no such module.
+        InputError: The module cannot be separated, its result is shared with another module, or the replacement has
+            another signature; the message names the tensor.
+        FileError: A file cannot be read or written; existing files are unchanged.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> other = htp_export.export(torch.nn.Sigmoid().eval(), (torch.randn(2, 3),), verbose=False)
+        >>> [node.op_type for node in htp_export.splice(program, "1", other).model.graph]
+        ['Gemm', 'Sigmoid']
+    """
+    check_target(output)
+    source, copied = read_flat(model, others=False), load(replacement)
+    if copied.model is source.model:
+        raise InputError("a model cannot be put into itself; give a replacement that was cut out of it")
+    changed, path = source.clone(), source[path].path
+    before = sum(1 for _ in changed.model.graph.all_nodes())
+    calls = _outermost(changed, path) if call is None else (call,)
+    cutter = Cutter(changed)
+    parts = [cutter.cut(path, number) for number in calls]
+    for part in parts:
+        _refuse_shared_results(changed, part)
+        _check_signature(part, copied.model)
+    graft = _replace(changed, copied, parts)
+    graft.describe(changed)
+    if output is not None:
+        write_model(changed.model, output, share_weights=share_weights)
+    after = sum(1 for _ in changed.model.graph.all_nodes())
+    return Splice(changed.model, path, calls, before, after, None if output is None else Path(output))
+
+
+def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) -> Graft:
+    """Take the parts out of the model and put copies of the replacement there; the last of these."""
+    path = parts[0].path
+    calls = SplicedCalls(changed, copied, placed_paths(copied, path), path, [part.call for part in parts])
+    now = {
+        old: _loosen(changed.model.graph, old, part)
+        for part in parts
+        for old in part.outputs.values()
+        if _is_own(changed, part, old)
+    }
+    made = dict.fromkeys(node for part in parts for node in (*part.nodes, *part.size_nodes))
+    remove_unused([value for node in made for value in node.outputs], made)
+    for old in now:
+        producer = old.producer()
+        if producer is not None and producer.graph is not None:  # other modules share what it was made for
+            old.name = f"{old.name}.shared"
+    for node in changed.nodes:
+        if node.graph is not None and changed.owners_of(node):
+            tags.write_calls(node.metadata_props, calls.encode_calls(node, changed.owners_of(node)))
+    weights = {weight_key(value): value for value in changed.model.graph.initializers.values()}
+    for part in parts:
+        graft = Graft(changed.model, copied, path, part.call, calls, weights)
+        inputs = [now.get(old, old) for old in part.inputs.values()]
+        results = graft.insert(
+            _matched(list(part.inputs), inputs, graft.inputs), [now.get(old) for old in part.outputs.values()]
+        )
+        now.update((old, new) for old, new in zip(part.outputs.values(), results, strict=True) if old in now)
+    changed.model.graph.sort()
+    return graft
+
+
+def _outermost(tagged: TaggedModel, path: str) -> tuple[int, ...]:
+    """The calls of a module that did not run inside another call of it."""
+    numbers = range(max(tagged[path].calls, 1))
+    chains = ((number, tagged.calls.chain(Instance(path, number))[1:]) for number in numbers)
+    return tuple(number for number, around in chains if all(caller.path != path for caller in around))
+
+
+def _is_own(tagged: TaggedModel, part: Cut, result: ir.Value) -> bool:
+    """Whether the module made a result: not what it gives back as it came, nor what is the same in every run."""
+    return not (result in part.inputs.values() or result in tagged.index.constant or result.is_initializer())
+
+
+def _loosen(graph: ir.Graph, old: ir.Value, part: Cut) -> ir.Value:
+    """Something that stands for one of the part's results wherever others read it, until there is another."""
+    stand_in = ir.Value(name=old.name, type=old.type, shape=old.shape)
+    for use in old.uses():
+        if use.node not in part.nodes:
+            use.node.replace_input_with(use.idx, stand_in)
+    for place, value in enumerate(graph.outputs):
+        if value is old:
+            graph.outputs[place] = stand_in
+    return stand_in
+
+
+def _refuse_shared_results(tagged: TaggedModel, part: Cut) -> None:
+    """A tensor that several modules computed, merged into one, cannot be replaced for one of them alone."""
+    for value in part.outputs.values():
+        producer = value.producer() if _is_own(tagged, part, value) else None
+        for work in tagged.work_of(producer).parts if producer is not None else ():
+            owner = work.call.path
+            if part.path not in work.modules and not tags.is_under(part.path, owner):
+                both = tags.common_ancestor((owner, part.path))
+                raise InputError(
+                    f"module {part.path!r} shares its result {value.name!r} with module {owner!r}; "
+                    f"replace {both or '(root)'!r}, which holds both"
+                )
+
+
+def _check_signature(part: Cut, replacement: ir.Model) -> None:
+    """The replacement takes and gives what the module takes and gives."""
+    taken = [value for value in replacement.graph.inputs if not value.is_initializer()]
+    pairs = _matched(list(part.inputs), list(part.inputs.values()), taken)
+    if not pairs and taken:
+        raise InputError(f"module {part.path!r} takes {_listed(part.inputs)}, and the replacement {_listed(taken)}")
+    if len(replacement.graph.outputs) != len(part.outputs):
+        raise InputError(
+            f"module {part.path!r} gives {len(part.outputs)} tensors ({_listed(part.outputs)}), "
+            f"and the replacement {len(replacement.graph.outputs)} ({_listed(replacement.graph.outputs)})"
+        )
+    outputs = zip(replacement.graph.outputs, part.outputs.values(), strict=True)
+    for what, new, old in (*(("input", *pair) for pair in pairs.items()), *(("output", *pair) for pair in outputs)):
+        problem = _difference(new, old)
+        if problem:
+            raise InputError(f"module {part.path!r}: {what} {new.name!r} of the replacement has {problem}")
+
+
+def _matched(names: Sequence[str], values: Sequence[ir.Value], taken: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+    """The replacement's input → the tensor that it takes: by name, else in order; empty where neither is possible."""
+    by_name = dict(zip(names, values, strict=True))
+    if all(value.name in by_name for value in taken):
+        return {value: by_name[str(value.name)] for value in taken}
+    return dict(zip(taken, values, strict=True)) if len(taken) == len(values) else {}
+
+
+def _listed(names: Iterable[ir.Value | str]) -> str:
+    return ", ".join(str(getattr(name, "name", name)) for name in names) or "nothing"
+
+
+def _difference(new: ir.Value, old: ir.Value) -> str:
+    if new.dtype is not None and old.dtype is not None and new.dtype != old.dtype:
+        return f"type {new.dtype.name}, and the module {old.dtype.name}"
+    if new.shape is None or old.shape is None:
+        return ""
+    fits = len(new.shape) == len(old.shape) and all(
+        size == old_size or not (isinstance(size, int) and isinstance(old_size, int))
+        for size, old_size in zip(new.shape, old.shape, strict=True)
+    )
+    return "" if fits else f"shape {new.shape}, and the module {old.shape}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -183,6 +183,8 @@ class Graft:
         self._original = {value: weight_key(value) for value in self._model.graph.initializers.values()}
         self._match_opsets()
         self._names: dict[str, str] = {}  # tensor of the main graph → its name in the host
+        there = (str(value.name) for graph in host.graphs() for value in (*_values(graph), *_read(graph)))
+        self._tensors = UsedNames(there, first=1)
         self._take_free_names()
         self._place_tags()
         self.inputs = [value for value in self._model.graph.inputs if not value.is_initializer()]
@@ -202,38 +204,34 @@ class Graft:
 
     def _take_free_names(self) -> None:
         """Rename what has a name that the host uses already."""
-        taken = {value.name for graph in self._host.graphs() for value in (*_values(graph), *_read(graph))}
-        nodes = {node.name for node in self._host.graph.all_nodes()}
-        prefix = self._path.replace(".", "/") or "spliced"
+        ends = {*self._model.graph.inputs, *self._model.graph.outputs}
         for graph in self._model.graphs():
-            used = _used(taken | {value.name for value in _values(graph)})
-            ends = {*graph.inputs, *graph.outputs} if graph is self._model.graph else set()
             for value in list(_values(graph)):
-                stays = value in ends or self._original.get(value) in self._weights  # another's name or place is its
-                if value.name in taken and not stays:
+                if value not in ends and self._original.get(value) not in self._weights:  # these get a name of the host
                     old = str(value.name)
-                    self._names[old] = used.unused(f"{prefix}/{old}")
-                    rename(value, self._names[old])
-                taken.add(value.name)
-        used = _used(nodes | {node.name for node in self._model.graph.all_nodes()})
+                    name = self._free(self._tensors, old)
+                    if name != old:
+                        self._names[old] = name
+                        rename(value, name)
+        nodes = UsedNames((str(node.name) for node in self._host.graph.all_nodes()), first=1)
         for node in self._model.graph.all_nodes():
-            if node.name in nodes:
-                node.name = used.unused(f"{prefix}/{node.name}")
-            nodes.add(node.name)
+            node.name = self._free(nodes, node.name) if node.name else node.name
+        functions = UsedNames((name for _, name, _ in (*self._host.functions, *self._model.functions)), first=1)
         for identifier, function in list(self._model.functions.items()):
             if identifier in self._host.functions:
-                self._rename_function(identifier, function)
+                self._rename_function(identifier, function, functions.unused(function.name))
 
-    def _rename_function(self, identifier: ir.OperatorIdentifier, function: ir.Function) -> None:
-        domain, name, overload = identifier
-        known = {identifiers[1] for identifiers in (*self._host.functions, *self._model.functions)}
-        fresh = _used(known).unused(name)
+    def _free(self, used: UsedNames, name: str) -> str:
+        """A name if it is not used; otherwise it, with the path of the module before it."""
+        return name if used.unused(name) == name else used.unused(f"{self._path.replace('.', '/') or 'spliced'}/{name}")
+
+    def _rename_function(self, identifier: ir.OperatorIdentifier, function: ir.Function, name: str) -> None:
         for node in all_nodes(self._model):
             if node.op_identifier() == identifier:
-                node.op_type = fresh
+                node.op_type = name
         del self._model.functions[identifier]
-        function.name = fresh
-        self._model.functions[domain, fresh, overload] = function
+        function.name = name
+        self._model.functions[function.identifier()] = function
 
     def _place_tags(self) -> None:
         """Give every node owners at or below the module, and the call that it is in."""
@@ -270,8 +268,7 @@ class Graft:
         host.extend(nodes)
         for stand_in, new in zip(stand_ins, results, strict=True):
             if stand_in is None:
-                used = _used(value.name for value in _values(host))
-                new.name = used.unused(f"{self._path.replace('.', '/')}/{new.name}")
+                new.name = self._free(self._tensors, str(new.name))
                 continue
             self._names[str(new.name)] = str(stand_in.name)
             take_place(stand_in, new)
@@ -320,7 +317,3 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 def _read(graph: ir.Graph) -> Iterator[ir.Value]:
     """What is read in a graph, also where nothing computes it now: the results of a module that was taken out."""
     return itertools.chain(graph.outputs, (value for node in graph for value in node.inputs if value is not None))
-
-
-def _used(names: Iterable[str | None]) -> UsedNames:
-    return UsedNames(filter(None, names), first=1)

@@ -27,7 +27,7 @@ def splice_command(
     as_json: JsonOption = False,
 ) -> None:
     """Replace one module of a model by another model."""
-    from htp_export.capabilities.extract.splicing import splice
+    from htp_export.capabilities.extract.extraction import splice
 
     with Steps(quiet=as_json).step(f"splicing {module}"):
         result = splice(file, module, replacement, output, call=call, share_weights=share_weights)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx_ir as ir
 
 from htp_export.capabilities.huggingface import caches
+from htp_export.capabilities.huggingface.caches import windows_of_tokens
 from htp_export.capabilities.huggingface.inputs import example_inputs, named_parameters
-from htp_export.capabilities.huggingface.processors import Processor
-from htp_export.capabilities.huggingface.right_padding import windows_of_tokens
+from htp_export.capabilities.huggingface.sources import Processor
 from htp_export.capabilities.huggingface.tasks import Axes, input_axes, output_axes, split_task, wanted_outputs
 from htp_export.errors import InputError, described
 from htp_export.format.leaves import named_tensors_in, tensors_in

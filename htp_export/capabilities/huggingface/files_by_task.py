@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.huggingface.caches import register_caches
+from htp_export.capabilities.huggingface.caches import register_caches, warn_of_right_padding
 from htp_export.capabilities.huggingface.encoder_decoders import EncoderAndDecoder
 from htp_export.capabilities.huggingface.example_calls import CACHE, DECODER, CacheNames, Calls, ExampleCall
 from htp_export.capabilities.huggingface.images_and_text import ImagesAndText
 from htp_export.capabilities.huggingface.inputs import named_parameters
-from htp_export.capabilities.huggingface.processors import Processor
-from htp_export.capabilities.huggingface.right_padding import warn_of_right_padding
+from htp_export.capabilities.huggingface.sources import Processor
 from htp_export.capabilities.huggingface.tasks import split_task, task_of
 from htp_export.errors import InputError
 
@@ -40,11 +39,6 @@ def example_calls(
     embeds_images: bool = False,
 ) -> dict[str, ExampleCall]:
     """The files of a task, and the call that each is exported from, with optimum's names and dynamic axes.
-
-    Models that generate with a cache have one file, ``model``, for prefill and decoding. Encoder-decoders have
-    ``encoder_model``, and a decoder in two files, ``decoder_model`` (no cache among its inputs) and
-    ``decoder_with_past_model``, or in one, ``decoder_model_merged``. For ``image-text-to-text``, models that put images
-    in the places of tokens have ``vision_encoder``, ``embed_tokens`` and ``decoder_model_merged``.
 
     Args:
         model: A model of transformers. Its ``config.use_cache`` must be true for a task with ``-with-past``.

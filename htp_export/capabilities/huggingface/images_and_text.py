@@ -128,12 +128,9 @@ class ImagesAndText(Calls):
         import torch
 
         returned = self.model.get_image_features(**arguments)
-        features = [
-            getattr(returned, "pooler_output", returned),
-            *(getattr(returned, "deepstack_features", None) or ()),
-        ]
+        more = getattr(returned, "deepstack_features", None) or ()
         layers = []
-        for layer in features:
+        for layer in (getattr(returned, "pooler_output", returned), *more):
             pieces = [layer] if isinstance(layer, torch.Tensor) else layer
             layers.append(torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]))
         return {"image_features": torch.cat(layers, -1) if len(layers) > 1 else layers[0]}
@@ -157,12 +154,8 @@ class ImagesAndText(Calls):
             generator = torch.Generator().manual_seed(self.seed)
             return example_images(self._encoder, self.sizes["batch_size"], generator)
         named = type(type(self.model).__name__, (SimpleNamespace,), {})  # for messages
-        seeing: Any = named(
-            config=self.model.config,
-            forward=self.model.get_image_features,
-            main_input_name="pixel_values",
-            dtype=self.model.dtype,
-        )
+        see, config, dtype = self.model.get_image_features, self.model.config, self.model.dtype
+        seeing: Any = named(config=config, forward=see, main_input_name="pixel_values", dtype=dtype)
         return example_inputs(seeing, batch=self.sizes["batch_size"], seed=self.seed, processor=self.processor)
 
     @cached_property

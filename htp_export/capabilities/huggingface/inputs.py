@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from htp_export.capabilities.huggingface.configs import find, nearest
-from htp_export.capabilities.huggingface.processors import Processor
+from htp_export.capabilities.huggingface.sources import Processor
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _LENGTH = 16  # of texts, in tokens
 _PADDING = 3  # of those, at the end: without padding, models make no mask in eager mode, and tracing one does
 _SAMPLES = 16_000  # of sound: a second
-_OPEN = 0  # a size that is to be as it is without a shape
 
 
 class _Spec(NamedTuple):
@@ -69,10 +68,8 @@ def example_inputs(
     unknown = [name for name in shapes if name not in parameters]
     if unknown:
         raise InputError(f"the model takes no input {unknown[0]!r}" + nearest(unknown[0], parameters, "inputs"))
-    wanted = {name: _wanted(name, shape) for name, shape in shapes.items() if shape is not None}
-    if any(_OPEN in spec.shape for spec in wanted.values()):
-        usual = _Describer(model, {}, batch, processor).specs()
-        wanted = {name: _completed(name, spec, usual.get(name)) for name, spec in wanted.items()}
+    usual = _Describer(model, {}, batch, processor).specs()
+    wanted = {name: _wanted(name, shape, usual.get(name)) for name, shape in shapes.items() if shape is not None}
     specs = _Describer(model, wanted, batch, processor).specs()
     specs = {name: specs[name] for name in parameters if name in specs and shapes.get(name, ()) is not None}
     missing = [name for name, spec in parameters.items() if spec.default is spec.empty and name not in specs]
@@ -92,8 +89,8 @@ def named_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic}
 
 
-def _wanted(name: str, spec: Any) -> _Spec:
-    """One entry of the user's shapes, checked."""
+def _wanted(name: str, spec: Any, usual: _Spec | None) -> _Spec:
+    """One entry of the user's shapes, checked, with the usual sizes in the place of those that are open."""
     import torch
 
     given = spec if isinstance(spec, Mapping) else {"shape": spec}
@@ -101,23 +98,16 @@ def _wanted(name: str, spec: Any) -> _Spec:
     if extra:
         raise InputError(f"input {name!r}: has {extra[0]!r}; only 'shape' and 'dtype' are known")
     shape, dtype = given.get("shape"), given.get("dtype", "")
-    listed = shape if isinstance(shape, (list, tuple)) else ()
-    sizes = [_OPEN if size is None else size for size in listed if size is None or (type(size) is int and size > 0)]
-    if not sizes or len(sizes) < len(listed):
+    sizes = shape if isinstance(shape, (list, tuple)) else ()
+    if not sizes or not all(size is None or (type(size) is int and size > 0) for size in sizes):
         raise InputError(f"input {name!r}: its shape is a list of positive numbers, not {shape!r}")
     if dtype and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise InputError(f"input {name!r}: torch has no dtype {dtype!r}")
-    return _Spec(tuple(sizes), str(dtype))
-
-
-def _completed(name: str, spec: _Spec, usual: _Spec | None) -> _Spec:
-    """A shape with the usual sizes in the place of those that are open."""
-    if _OPEN not in spec.shape:
-        return spec
-    if usual is None or len(usual.shape) != len(spec.shape):
-        shown = [None if size == _OPEN else size for size in spec.shape]
-        raise InputError(f"input {name!r}: the config does not describe it; give all sizes of {shown}")
-    return spec._replace(shape=tuple(own or size for own, size in zip(spec.shape, usual.shape, strict=True)))
+    if None not in sizes:
+        return _Spec(tuple(sizes), str(dtype))
+    if usual is None or len(usual.shape) != len(sizes):
+        raise InputError(f"input {name!r}: the config does not describe it; give all sizes of {list(sizes)}")
+    return _Spec(tuple(size or known for size, known in zip(sizes, usual.shape, strict=True)), str(dtype))
 
 
 def _text_config(config: Any, *, decoder: bool | None = None) -> Any:

@@ -9,8 +9,7 @@ from typing import Any
 from htp_export.capabilities.huggingface.files_by_task import example_calls
 from htp_export.capabilities.huggingface.inputs import example_inputs, named_parameters
 from htp_export.capabilities.huggingface.models import load, packed_source
-from htp_export.capabilities.huggingface.processors import processor_of
-from htp_export.capabilities.huggingface.sources import Source
+from htp_export.capabilities.huggingface.sources import Source, processor_of
 from htp_export.capabilities.huggingface.streaming import released_when_read
 from htp_export.capabilities.huggingface.tasks import AUTO, generates
 from htp_export.command.model_options import ModelOptions, SourceCall
@@ -33,15 +32,9 @@ def one_call(
 
 
 def calls_by_task(
-    options: ModelOptions,
-    *,
-    cache_names: str,
-    stream_weights: bool,
-    two_files: bool | None = None,
-    sizes: Mapping[str, int] | None = None,
-    for_genai: bool = False,
+    options: ModelOptions, *, stream_weights: bool, for_genai: bool = False, **settings: Any
 ) -> dict[str, SourceCall]:
-    """The files of the task, and the call that each is exported from; see `example_calls` and `load_model`.
+    """The files of the task, and the call that each is exported from; the settings are those of `example_calls`.
 
     ``for_genai``: sliding windows count tokens, and ``embed_tokens`` puts images in the places of tokens.
     """
@@ -51,14 +44,12 @@ def calls_by_task(
         calls = example_calls(
             model,
             task=None if options.task == AUTO else options.task,
-            two_files=two_files,
-            cache_names=cache_names,  # type: ignore[arg-type] # it was checked
-            sizes=sizes,
             shapes=read_shapes(options.shapes) or None,
             seed=options.seed,
             processor=processor_of(source),
             right_padding=for_genai,
             embeds_images=for_genai,
+            **settings,
         )
     packed = packed_source(source)
     return {name: SourceCall(call.model, (), call.kwargs, call, checkpoint, packed) for name, call in calls.items()}

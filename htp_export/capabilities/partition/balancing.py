@@ -15,6 +15,7 @@ import numpy.typing as npt
 from htp_export.capabilities.partition.chain import Chain
 from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json
+from htp_export.format.tags import ancestors, nearest_above
 from htp_export.model.parts import weight_bytes
 from htp_export.model.tagged import TaggedModel
 
@@ -106,12 +107,12 @@ def _spread(chain: Chain, numbers: Mapping[str, float]) -> list[float]:
     told = {path: number for path, number in numbers.items() if path in chain.spans}
     left = dict(told)
     for path, number in told.items():
-        above = next((up for up in chain.lineage(path) if up in told and up != path), None)
+        above = nearest_above(path, told)
         if above is not None:
             left[above] -= number
     units: dict[str, list[int]] = {path: [] for path in told}
     for node, place in chain.places.items():
-        nearest = next((up for up in chain.lineage(chain.owner(node)) if up in told), None)
+        nearest = next((up for up in ancestors(chain.owner(node)) if up in told), None)
         if nearest is not None:
             units[nearest].append(place)
     weights = [0.0] * chain.units

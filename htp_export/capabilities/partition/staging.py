@@ -2,20 +2,83 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from htp_export.capabilities.partition.balancing import Balance, balanced_cuts, weigh
-from htp_export.capabilities.partition.chain import Border, Chain
-from htp_export.capabilities.partition.genai_pipeline import genai_pipeline
+from htp_export.capabilities.partition.chain import Border, Chain, stages_of
 from htp_export.capabilities.partition.partitions import Partition
-from htp_export.capabilities.partition.stage_cuts import stages_of
 from htp_export.capabilities.partition.stage_folder import check_folder, write_folder
 from htp_export.discovery import plug_in
-from htp_export.errors import InputError, UnknownModuleError
+from htp_export.errors import FileError, InputError, UnknownModuleError
+from htp_export.files.text_files import read_json, write_json
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, load
+
+
+def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
+    """What writes the configuration of a pipeline for ONNX Runtime GenAI into the folder of its stages.
+
+    GenAI's model type ``decoder-pipeline`` runs the stages one after another, hands tensors on by name, and gives the
+    cache to the stages that name it: ``src/models/decoder_only_pipeline.cpp`` in
+    https://github.com/microsoft/onnxruntime-genai.
+
+    Token ids, sizes and the way to choose tokens are those of the whole model's ``genai_config.json``. Only numbers and
+    the names of tensors are taken from it, no paths; the tokenizer beside it is copied. A `FileError` if the file is
+    missing, or is no configuration of a decoder.
+    """
+    if not file.is_file():
+        raise FileError(file, "is missing; export the model with --genai, or give its genai_config.json")
+    whole = read_json(file)
+    model = whole.get("model") if isinstance(whole, dict) else None
+    decoder = model.get("decoder") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(decoder, dict):
+        raise FileError(file, "is no configuration of a decoder for ONNX Runtime GenAI")
+    tensors = {key: decoder.get(key) for key in ("inputs", "outputs")}
+    if not all(isinstance(named, dict) and {*map(type, named.values())} <= {str} for named in tensors.values()):
+        raise FileError(file, "does not name the inputs and outputs of a decoder")
+    model_settings = {"type": "decoder-pipeline", **_numbers(model)}
+    decoder_settings, search = {**_numbers(decoder), **tensors}, _numbers(whole.get("search"))
+
+    def write(partition: Partition, folder: Path) -> Partition:
+        from htp_export.capabilities.huggingface.companions import copy_companions
+        from htp_export.capabilities.huggingface.genai import GENAI_CONFIG
+
+        for name, (number, made) in partition.outputs.items():
+            if made != name:
+                problem = f"output {name!r} of the model is no result of stage {number}"
+                raise InputError(f"{problem}: ONNX Runtime GenAI cannot take it from there")
+        stages = [
+            {f"stage{number}": {"filename": stage.files[0], "inputs": [*stage.inputs], "outputs": [*stage.outputs]}}
+            for number, stage in enumerate(partition.stages)
+        ]
+        options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": list[Any]()}
+        for stage in partition.stages:
+            options |= stage.session_config
+        pipeline = {**decoder_settings, "session_options": options, "pipeline": stages}
+        unshared = {"past_present_share_buffer": False}  # stages of such files are not tried
+        settings = search | {name: unshared[name] for name in search.keys() & unshared.keys()}
+        write_json(folder / GENAI_CONFIG, {"model": {**model_settings, "decoder": pipeline}, "search": settings})
+        copy_companions(file.parent, folder)
+        return partition
+
+    return write
+
+
+def _numbers(settings: Any) -> dict[str, Any]:
+    """The settings that are finite numbers, flags, or lists of these."""
+    return {
+        name: value
+        for name, value in (settings.items() if isinstance(settings, dict) else ())
+        if all(
+            isinstance(number, int | float) and math.isfinite(number)
+            for number in (value if isinstance(value, list) else [value])
+        )
+    }
+
 
 _CROSSING = 0.01
 """What a tensor that crosses costs, against the squared weights of stages in units of equal stages."""
@@ -37,11 +100,9 @@ def partition(
 ) -> Partition:
     """Cut a model into stages that run one after another, each with whole modules that follow each other.
 
-    With a number of stages, cuts are placed between modules that run one after another, at any depth. The heaviest
-    stage is as light as possible, or up to ``slack`` heavier if fewer modules are cut, fewer tensors pass between
-    stages, or the other stages are more even. Every node is in exactly one stage, except for cheap constants and sizes,
-    which are computed again if that avoids sending a tensor. Every weight is in exactly one stage: a weight that two
-    stages read, such as a tied embedding, is in the first one and is sent as a tensor. A tensor may skip stages.
+    With a number of stages, the heaviest stage is as light as possible, or up to ``slack`` heavier if fewer modules are
+    cut, fewer tensors pass between stages, or the other stages are more even. Every weight is in exactly one stage, and
+    every node, except for cheap constants and sizes. A tensor may skip stages.
 
     Thread-safe, also for calls on the same model.
 
@@ -157,4 +218,4 @@ def _named(chain: Chain, modules: Sequence[str]) -> list[int]:
 def _possible(borders: Sequence[Border]) -> str:
     if not borders:
         return "there is no border at which it could be cut"
-    return f"there are {len(borders)} borders: before {', '.join(repr(border.module) for border in borders)}"
+    return f"stages can begin before {', '.join(repr(border.module) for border in borders)}"

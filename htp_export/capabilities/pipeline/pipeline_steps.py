@@ -154,7 +154,7 @@ _KINDS = [
     StepKind("functions", "functions.nesting"),
     StepKind("inline", "functions.inlining"),
     StepKind("rename", "rename.naming", checks=(".model.path_names:check_style",)),
-    StepKind("splice", "extract.splicing", keeps_modules=False),
+    StepKind("splice", "extract.extraction", keeps_modules=False),
     StepKind("tap", "tap.tapping"),
     StepKind("untap", "tap.tapping"),
     StepKind("steer", "tap.steering"),

@@ -83,7 +83,7 @@ def place_command(
 
 def _show(file: Path, table: TableOptions, providers: list[str], runs_on: DataOptions) -> None:
     """Show where ONNX Runtime runs each module of a file."""
-    from htp_export.capabilities.place.observing import placement
+    from htp_export.capabilities.place.placing import placement
     from htp_export.model.tagged import load
 
     with Steps(quiet=table.as_json or table.as_csv).step(f"loading {file.name} into ONNX Runtime"):

@@ -2,7 +2,8 @@
 
 A rule takes a node and yields groups of axes. Most are equations as those of ``Einsum``: axes with the same letter are
 a group. An axis that a node sums over, and that nothing else has, is a group of its own. Axes that stand in no group
-cannot be cut.
+cannot be cut. Of some axes, several indices have one channel: of groups of a convolution, of gates, of a block of
+pixels.
 """
 
 from __future__ import annotations
@@ -23,11 +24,19 @@ from htp_export.shapes.symbolic import Symbolic
 Axis: TypeAlias = tuple[ir.Value, int]
 """A tensor and one of its axes, from 0."""
 
-Group: TypeAlias = Sequence[Axis]
+Group: TypeAlias = Mapping[Axis, tuple[int, int]]
+"""Axes with the same channels: axis → how often the channels repeat, and neighbours with one channel.
+
+An axis with (2, 3) and two channels is ``aaabbbaaabbb``: the shape [2, channels, 3], flattened. Most have (1, 1).
+"""
 
 Values: TypeAlias = Sequence[ir.Value | None]
 Rule: TypeAlias = Callable[[ir.Node, Symbolic], Iterator[Group]]
 
+RECURRENT = {"LSTM": 4, "GRU": 3, "RNN": 1}
+"""Recurrent operator → the gates of a hidden unit, which have rows of the weights."""
+
+_ONE_EACH = 1, 1
 _LETTERS = string.ascii_letters
 _ALONE = "."  # in an equation, an axis that stands in no group
 
@@ -56,6 +65,11 @@ def groups_of(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
         >>> graph = ir.Graph([x, w], product.outputs, nodes=[product], opset_imports={"": 20})
         >>> [[(value.name, axis) for value, axis in group] for group in groups_of(product, Symbolic(graph))]
         [[('x', 0), ('val_0', 0)], [('x', 1), ('w', 0)], [('w', 1), ('val_0', 1)]]
+        >>> x, y = ir.val("x", ir.DataType.FLOAT, [1, 8, 2, 2]), ir.val("y", ir.DataType.FLOAT, [1, 2, 4, 4])
+        >>> node = ir.node("DepthToSpace", [x], {"blocksize": 2}, outputs=[y])
+        >>> shapes = Symbolic(ir.Graph([x], [y], nodes=[node], opset_imports={"": 20}))
+        >>> [{(value.name, axis): tile for (value, axis), tile in group.items()} for group in groups_of(node, shapes)]
+        [{('x', 1): (4, 1), ('y', 1): (1, 1)}]
     """
     rule = _RULES.get(operator_of(node))
     if rule is not None:
@@ -68,11 +82,11 @@ def _rank(shapes: Symbolic, value: ir.Value | None) -> int:
 
 def _by_letters(values: Values, equations: Sequence[str]) -> Iterator[Group]:
     """The axes of values with the same letter, for a word of letters for each value."""
-    groups: dict[str, list[Axis]] = {}
+    groups: dict[str, dict[Axis, tuple[int, int]]] = {}
     for value, letters in zip(values, equations, strict=False):
         for axis, letter in enumerate(letters if value is not None else ""):
             if value is not None and letter != _ALONE:
-                groups.setdefault(letter, []).append((value, axis))
+                groups.setdefault(letter, {})[value, axis] = _ONE_EACH
     yield from groups.values()
 
 
@@ -80,7 +94,7 @@ def _from_right(values: Values, shapes: Symbolic, skipped: int = 0) -> Iterator[
     """Axes that are broadcast together, counted from the last one."""
     present = [(value, _rank(shapes, value)) for value in values if value is not None]
     for place in range(1 + skipped, max((rank for _, rank in present), default=0) + 1):
-        yield [(value, rank - place) for value, rank in present if rank >= place]
+        yield {(value, rank - place): _ONE_EACH for value, rank in present if rank >= place}
 
 
 def _elementwise(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -102,7 +116,7 @@ def _cast_like(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 
 def _each_alone(value: ir.Value | None, shapes: Symbolic) -> Iterator[Group]:
     if value is not None:
-        yield from ([(value, axis)] for axis in range(_rank(shapes, value)))
+        yield from ({(value, axis): _ONE_EACH} for axis in range(_rank(shapes, value)))
 
 
 def _matmul(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -130,7 +144,8 @@ def _convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     if group == 1:
         yield from _by_letters(values, ["bi", "io" if turned else "oi", "bo", "o"])
     else:
-        yield from _by_letters(values, ["b", "", "b"])  # channels: see `_grouped_convolution`
+        yield from _by_letters(values, ["b", "", "b"])
+        yield from _grouped_convolution(node, shapes)
 
 
 def _with_vectors(node: ir.Node, shapes: Symbolic, at: int) -> Iterator[Group]:
@@ -270,6 +285,65 @@ def _made(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     yield from _each_alone(node.outputs[0], shapes)
 
 
+def is_cut_by_groups(node: ir.Node, shapes: Symbolic) -> bool:
+    """Whether whole groups of a convolution are cut out, as each has one channel on a side; else some of each."""
+    return 1 in _sizes_of_group(node, shapes)
+
+
+def _sizes_of_group(node: ir.Node, shapes: Symbolic) -> tuple[int, int]:
+    """The channels that a group of a convolution reads, and those that it computes; 0 for an unknown number."""
+    group = node.attributes.get_int("group", 1)
+    found = [shapes.shape(value) for value in (node.inputs[0], node.outputs[0])]
+    sizes = [shape[1] if shape else 0 for shape in found]
+    read, computed = (size // group if isinstance(size, int) else 0 for size in sizes)
+    return read, computed
+
+
+def _grouped_convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
+    group = node.attributes.get_int("group", 1)
+    read, computed = _sizes_of_group(node, shapes)
+    if not read or not computed:
+        return
+    (x, weight), y = node.inputs[:2], node.outputs[0]
+    assert x is not None
+    assert weight is not None
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    results: list[Axis] = [(y, 1)] if bias is None else [(y, 1), (bias, 0)]
+    turned = node.op_type == "ConvTranspose"
+    if is_cut_by_groups(node, shapes):
+        yield {(x, 1): (1, read), (weight, 0): (1, read if turned else computed)} | dict.fromkeys(
+            results, (1, computed)
+        )
+    elif turned:
+        yield {(x, 1): (group, 1), (weight, 0): (group, 1)}
+        yield {(weight, 1): (1, 1)} | dict.fromkeys(results, (group, 1))
+    else:
+        yield {(x, 1): (group, 1), (weight, 1): (1, 1)}
+        yield {(weight, 0): (group, 1)} | dict.fromkeys(results, (group, 1))
+
+
+def _recurrent(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
+    """What is read, and the hidden states; weights have rows of all gates, biases those of both products."""
+    gates = RECURRENT[node.op_type]
+    values = [*node.inputs, *[None] * (8 - len(node.inputs))]
+    x, w, r, b, _, h, c, peepholes = values
+    hidden = [(w, 1, gates), (r, 1, gates), (r, 2, 1), (b, 1, 2 * gates), (h, 2, 1), (c, 2, 1), (peepholes, 1, 3)]
+    hidden += [(value, 3 if place == 0 else 2, 1) for place, value in enumerate(node.outputs)]
+    if node.attributes.get_int("layout", 0) == 0:  # ONNX Runtime has no other
+        yield {(value, axis): (1, 1) for value, axis in ((x, 2), (w, 2)) if value is not None}
+        yield {(value, axis): (times, 1) for value, axis, times in hidden if value is not None}
+
+
+def _depth_to_space(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
+    (x,), y = node.inputs, node.outputs[0]
+    assert x is not None
+    times = node.attributes.get_int("blocksize", 1) ** 2
+    if node.op_type == "SpaceToDepth":
+        yield {(x, 1): (1, 1), (y, 1): (times, 1)}
+    else:
+        yield {(x, 1): (1, times) if node.attributes.get_string("mode", "DCR") == "CRD" else (times, 1), (y, 1): (1, 1)}
+
+
 _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(_LIKE_FIRST, _like_first),
@@ -279,6 +353,8 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"), _layer_norm),
     **dict.fromkeys(("Concat", "Split", "Slice"), _beside),
     **dict.fromkeys(SIZES_ONLY, _shape),
+    **dict.fromkeys(RECURRENT, _recurrent),
+    **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), _depth_to_space),
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _scaled),
     "PRelu": _elementwise,
     "com.microsoft::BiasGelu": _elementwise,

@@ -15,9 +15,8 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, gathered, groups_of, slice_start
+from htp_export.capabilities.prune.coupled_axes import Axis, Group, changed_axes, gathered, groups_of, slice_start
 from htp_export.capabilities.prune.reshaped_axes import blocks, period_of, periods_of, rows_at, spread_labels
-from htp_export.capabilities.prune.tiled_axes import Tiles, tiles_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import RESHAPING, subgraphs
@@ -154,19 +153,26 @@ class Coupling:
         if node.op_type in ("Gather", "GatherND") and not node.domain and self._cross_gather(node, axis):
             return
         groups = [group for group in groups_of(node, self._shapes) if axis in group]
-        tiled = [tiles for tiles in tiles_of(node, self._shapes) if axis in tiles]
-        for tiles in tiled:
-            self._cross_tiles(node, axis, tiles)
-        if not groups and not tiled:
+        if not groups:
             raise StopError(f"its channels cannot be cut{self._at(node)}")
         for group in groups:
             if self._heads and node.op_type in ("MatMul", "Einsum") and self._sums(node, group):
                 raise StopError(f"its channels are within heads{self._at(node)}")
-            for other in group:
-                if other != axis and not self._is_broadcast(other):
-                    self._mark(other, self.labels[axis], node)
+            self._cross_group(node, axis, group)
 
-    def _sums(self, node: ir.Node, group: Sequence[Axis]) -> bool:
+    def _cross_group(self, node: ir.Node, axis: Axis, group: Group) -> None:
+        """Carry the labels of an axis to others, after those of indices that have one channel are joined."""
+        times, width = group[axis]
+        labels = self.labels[axis]
+        if times * width > 1:
+            size = self._size(axis, self._at(node))
+            labels = self._one_of_each(rows_at(labels.reshape(times, size // (times * width), width), 1))
+        for other, (repeats, neighbours) in group.items():
+            is_done = other == axis and times * width == 1
+            if not is_done and not self._is_broadcast(other):
+                self._mark(other, np.tile(np.repeat(labels, neighbours), repeats), node)
+
+    def _sums(self, node: ir.Node, group: Group) -> bool:
         """Whether a node sums the products of computed tensors over these axes."""
         values = {value for value, _ in group}
         computed = values - self._tagged.index.constant - set(self._tagged.model.graph.initializers.values())
@@ -206,14 +212,6 @@ class Coupling:
             whole, values = node.inputs[0], list(node.outputs)  # type: ignore[assignment]
         sizes = [self._size((value, axis), self._at(node)) for value in values]
         return whole, list(zip([0, *itertools.accumulate(sizes)], values, strict=False))
-
-    def _cross_tiles(self, node: ir.Node, axis: Axis, tiles: Tiles) -> None:
-        """Join the indices of an axis that have one channel, and carry the channels to the other axes."""
-        times, width = tiles[axis]
-        size = self._size(axis, self._at(node))
-        labels = self._one_of_each(rows_at(self.labels[axis].reshape(times, size // (times * width), width), 1))
-        for (value, place), (repeats, neighbours) in tiles.items():
-            self._mark((value, place), np.tile(np.repeat(labels, neighbours), repeats), node)
 
     def _cross_gather(self, node: ir.Node, axis: Axis) -> bool:
         """Carry labels through constant indices along the axis that is gathered; False if the axis is another one.

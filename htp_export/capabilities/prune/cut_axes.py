@@ -1,16 +1,25 @@
-"""Axes of tensors made shorter: weights, and the sizes that a graph holds as constants."""
+"""Axes of tensors made shorter: weights, the sizes that a graph holds as constants, and parameters in the metadata."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, changed_axes, gathered, slice_start
-from htp_export.capabilities.prune.tiled_axes import RECURRENT, is_cut_by_groups
+from htp_export.capabilities.prune.coupled_axes import (
+    RECURRENT,
+    Axis,
+    changed_axes,
+    gathered,
+    is_cut_by_groups,
+    slice_start,
+)
 from htp_export.editing.editing import add_constant, remove_unused
 from htp_export.errors import InputError
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import step
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import recipe_of
@@ -20,6 +29,56 @@ from htp_export.shapes.known import Shape
 from htp_export.shapes.sizes import divide
 from htp_export.shapes.symbolic import Symbolic
 from htp_export.weights.products import changed_when_written
+
+ParameterShape: TypeAlias = tuple[int, ...]
+
+
+def change_parameters(
+    tagged: TaggedModel, changes: Iterable[tuple[str, ParameterShape, Sequence[str], Mapping[str, ParameterShape]]]
+) -> None:
+    """Write the new shapes of parameters into the metadata; exporters transpose weights and rename them.
+
+    A change is an initializer's name, its shape before, the modules that read it, and what replaces it: what is added
+    to the name of the parameter → the shape.
+    """
+    if tagged.parameters is None:
+        return
+    parameters = dict(tagged.parameters)
+    for name, before, owners, after in changes:
+        for path in owners:
+            if path in parameters:
+                parameters[path] = _changed(parameters[path], name, before, after)
+    write_model_metadata(tagged.model.metadata_props, tagged.hierarchy, parameters=parameters)
+
+
+def _changed(
+    held: ModuleParameters, name: str, before: ParameterShape, after: Mapping[str, ParameterShape]
+) -> ModuleParameters:
+    counterparts = _counterparts(held.shapes, name, before)
+    shapes: dict[str, ParameterShape] = {}
+    for key, shape in held.shapes.items():
+        if key not in counterparts:
+            shapes[key] = shape
+            continue
+        for suffix, new in after.items():
+            shapes[f"{key}{suffix}"] = new[::-1] if counterparts[key] else new
+    return ModuleParameters(shapes, {key: full for key, full in held.tied.items() if key in shapes})
+
+
+def _counterparts(listed: Mapping[str, ParameterShape], name: str, shape: ParameterShape) -> dict[str, bool]:
+    """The parameters of a module that an initializer stands for, and whether it is transposed.
+
+    They have its name, or its shape. A vector may stand for several, where a normalisation was folded into the weight
+    before it. Exporters give a matrix another name when they transpose it, which tells of a square one.
+    """
+    own = name.rpartition(".")[2]
+    if listed.get(own) == shape:
+        return {own: False}
+    alike = {
+        key: len(shape) == 2 and other[::-1] == shape for key, other in listed.items() if shape in (other, other[::-1])
+    }
+    return alike if len(alike) == 1 or len(shape) == 1 else {}
+
 
 _SIZES = {"Reshape": 1, "Expand": 1, "Resize": 3, "ConstantOfShape": 0}
 """Operator → place of the input that holds the shape of the result."""

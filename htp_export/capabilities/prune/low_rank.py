@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.parameter_shapes import Shape, change_parameters
+from htp_export.capabilities.prune.cut_axes import ParameterShape, change_parameters
 from htp_export.capabilities.prune.sparsities import Sparsity
 from htp_export.editing.editing import add_initializer, remove_unused
 from htp_export.format.recipes import step
@@ -70,7 +70,7 @@ def factorise(
     return found, reasons
 
 
-def _rank(shape: Shape, value: Sparsity) -> int:
+def _rank(shape: ParameterShape, value: Sparsity) -> int:
     return value.kept or max(1, round(value.amount * min(shape)))
 
 

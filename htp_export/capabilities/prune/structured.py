@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,9 +11,8 @@ import onnx_ir as ir
 
 from htp_export.capabilities.prune.coupled_axes import Axis
 from htp_export.capabilities.prune.coupling import Coupling, StopError, couple
-from htp_export.capabilities.prune.cut_axes import cut_axes
+from htp_export.capabilities.prune.cut_axes import ParameterShape, change_parameters, cut_axes
 from htp_export.capabilities.prune.masks import Scores
-from htp_export.capabilities.prune.parameter_shapes import Shape, change_parameters
 from htp_export.capabilities.prune.sparsities import Sparsity
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
@@ -31,7 +31,7 @@ class Cut:
         whole: Weight → why none of its channels can be cut.
     """
 
-    shapes: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[ParameterShape, ParameterShape]] = field(default_factory=dict)
     short: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[Weight, str] = field(default_factory=dict)
 
@@ -40,14 +40,14 @@ class Cut:
 class _Cuttable:
     """Channels that are chosen among: those of weights coupled with ``weight``, in groups that can be cut.
 
-    ``scores``: label → mean score of the elements that compute its channels.
+    ``scores``: label → mean score of the elements that compute its channels; ``gone``: the labels that are cut.
     """
 
-    weight: str
-    coupling: Coupling
+    weight: Weight
     value: Sparsity
-    groups: Sequence[int]
+    coupling: Coupling
     scores: Mapping[int, float]
+    gone: set[int] = field(default_factory=set)
 
 
 def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> Cut:
@@ -60,11 +60,14 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
         if value.kind == "heads" and not any(each.value == value for each in found):
             names = ", ".join(repr(weight.name) for weight, other in values.items() if other == value)
             raise InputError(f"there are no attention heads to cut: no channels of {names} are split into heads")
+    pools: defaultdict[Sparsity | Weight, list[_Cuttable]] = defaultdict(list)
+    for each in found:
+        pools[each.value if together else each.weight].append(each)
+    short = {pool[0].weight.name: problem for pool in pools.values() if (problem := _choose(pool))}
     kept: dict[Axis, Array] = {}
-    chosen = _chosen(found, together=together)
-    for each, gone in chosen:
+    for each in found:
         for axis in each.coupling.labels:
-            stays = ~np.isin(each.coupling.roots(axis), list(gone))
+            stays = ~np.isin(each.coupling.roots(axis), list(each.gone))
             kept[axis] = kept[axis] & stays if axis in kept else stays
     kept = {axis: stays for axis, stays in kept.items() if not stays.all()}
     cut = {value for value, _ in kept}
@@ -75,11 +78,25 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
     change_parameters(
         tagged, ((str(value.name), before[value], readers[value], {"": _shape(value)}) for value in weights)
     )
-    shapes = {str(value.name): (before[value], _shape(value)) for value in weights}
-    return Cut(shapes, _short(chosen, together=together), whole)
+    return Cut({str(value.name): (before[value], _shape(value)) for value in weights}, short, whole)
 
 
-def _shape(value: ir.Value) -> Shape:
+def _choose(pool: Sequence[_Cuttable]) -> str:
+    """Choose the groups with the smallest scores, one of each axis stays; and say what stays beyond the plan."""
+    value, total = pool[0].value, sum(len(each.coupling.roots_of_all) for each in pool)
+    wanted = left = round(value.amount * total)
+    ordered = sorted((each.scores[group], at, group) for at, each in enumerate(pool) for group in each.coupling.groups)
+    for _, at, group in ordered:
+        each = pool[at]
+        empty = (axis <= each.gone | {group} for axis in each.coupling.axes if group in axis)
+        if left and not any(empty):
+            each.gone.add(group)
+            left -= 1
+    stays = total - wanted + left
+    return f"{value} leaves {stays} of {total} {value.kind}, as one of each has to stay" if left else ""
+
+
+def _shape(value: ir.Value) -> ParameterShape:
     assert value.const_value is not None
     return tuple(value.const_value.shape.numpy())
 
@@ -106,7 +123,7 @@ def _cuttable(
         if coupling is not None:
             alike = [other for other, given in values.items() if given == value]
             group_scores = _group_scores(coupling, alike, weight, scores)
-            found.append(_Cuttable(weight.name, coupling, value, coupling.groups, group_scores))
+            found.append(_Cuttable(weight, value, coupling, group_scores))
     return found, whole
 
 
@@ -141,40 +158,6 @@ def _group_scores(coupling: Coupling, weights: Iterable[Weight], seed: Weight, s
                 sums[root] += float(channel.sum(dtype=np.float64))
                 counts[root] += channel.size
     return {root: sums[root] / max(counts[root], 1) for root in sums}
-
-
-def _short(chosen: Sequence[tuple[_Cuttable, set[int]]], *, together: bool) -> dict[str, str]:
-    """Weight → what stays, for those of which the plan says to cut more than can be cut."""
-    short: dict[str, str] = {}
-    for value in dict.fromkeys(each.value for each, _ in chosen):
-        alike = [(each, gone) for each, gone in chosen if each.value == value]
-        for pool in [alike] if together else [[one] for one in alike]:
-            total = sum(len(each.coupling.roots_of_all) for each, _ in pool)
-            left = total - sum(len(gone) for _, gone in pool)
-            if left > total - round(value.amount * total):
-                short[pool[0][0].weight] = f"{value} leaves {left} of {total} {value.kind}, as one of each has to stay"
-    return short
-
-
-def _chosen(found: Sequence[_Cuttable], *, together: bool) -> list[tuple[_Cuttable, set[int]]]:
-    """The groups that are cut: those with the smallest scores; at least one of each stays."""
-    pools: dict[object, list[_Cuttable]] = {}
-    for each in found:
-        pools.setdefault(each.value if together else id(each), []).append(each)
-    chosen: list[tuple[_Cuttable, set[int]]] = []
-    for pool in pools.values():
-        ordered = sorted(
-            ((each.scores[group], at, group) for at, each in enumerate(pool) for group in each.groups),
-        )
-        left = round(pool[0].value.amount * sum(len(each.coupling.roots_of_all) for each in pool))
-        gone: list[set[int]] = [set() for _ in pool]
-        for _, at, group in ordered:
-            empty = (axis <= gone[at] | {group} for axis in pool[at].coupling.axes if group in axis)
-            if left and not any(empty):
-                gone[at].add(group)
-                left -= 1
-        chosen += zip(pool, gone, strict=True)
-    return chosen
 
 
 def _owners(tagged: TaggedModel, value: ir.Value) -> list[str]:

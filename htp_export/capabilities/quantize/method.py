@@ -27,6 +27,9 @@ from htp_export.runtime.arrays import nan_in
 ENGINE = "onnxruntime"
 """The engine whose methods are built in."""
 
+CHECKPOINT = "checkpoint"
+"""The precision of plans that is packed as in a quantized checkpoint, and its method."""
+
 _BITS = {
     "int4": 4, "int8": 8, "uint8": 8, "float8e4m3fn": 8, "int16": 16, "uint16": 16,
     "float16": 16, "bfloat16": 16, "float32": 32,

@@ -1,28 +1,21 @@
-"""ONNX Runtime's quantizers: imported when they are needed, kept from printing and from configuring logging.
-
-Those of weights know ``MatMul`` alone, so each ``Gemm`` is written as a product and a sum for them.
-"""
+"""ONNX Runtime's quantizers: imported when they are needed, kept from printing and from configuring logging."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from htp_export.editing.editing import add_initializer
 from htp_export.editing.submodels import constant_of
 from htp_export.files.filesystem import temporary_folder
-from htp_export.format.recipes import step
-from htp_export.model.recipes import recipe_of
 from htp_export.process.progress import counted
 from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
-from htp_export.weights.products import changed_when_written, is_matrix_product
 
 GROUP_BYTES = 32 << 20
 """Weights that are in memory at a time; a single one may be larger."""
@@ -57,22 +50,15 @@ class _Feed(dict[str, Any]):
         return True
 
 
-class Reader:
-    """Runs as ONNX Runtime's quantizers read them; they copy it to read them more than once."""
+class OneRun:
+    """A run as ONNX Runtime's calibrators read their data."""
 
-    def __init__(self, runs: Sequence[Mapping[str, Array]]) -> None:
-        self._runs = [_Feed(run) for run in runs]
-        self._left = iter(self._runs)
-
-    def __iter__(self) -> Iterator[Mapping[str, Array]]:
-        return iter(self._runs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
-        return Reader(self._runs)
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._left = [_Feed(arrays)]
 
     def get_next(self) -> Mapping[str, Array] | None:
-        """The next run; None after the last one."""
-        return next(self._left, None)
+        """The run; None after it."""
+        return self._left.pop() if self._left else None
 
 
 def groups_in_memory(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
@@ -86,23 +72,22 @@ def groups_in_memory(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
     yield from counted([group for alike in apart.values() for group in _groups(alike)], "groups of weights")
 
 
-def _groups(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
-    by_weight: dict[ir.Value | None, list[ir.Node]] = {}
+def _groups(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
+    by_weight: defaultdict[ir.Value | None, list[ir.Node]] = defaultdict(list)
     for node in nodes:
-        by_weight.setdefault(next(iter(_weights_of(node)), None), []).append(node)
+        by_weight[next(iter(_weights_of(node)), None)].append(node)
+    sizes = {weight: sum(_weights_of(readers[0]).values()) for weight, readers in by_weight.items()}
+    most = max(GROUP_BYTES, sum(sizes.values()) // _MOST_GROUPS)
+    groups: list[list[ir.Node]] = []
+    size = 0
+    for weight, readers in by_weight.items():
+        if not groups or size + sizes[weight] > most:
+            groups.append([])
+            size = 0
+        groups[-1] += readers
+        size += sizes[weight]
     order = {node: place for place, node in enumerate(nodes)}
-    whole = sum(sum(_weights_of(readers[0]).values()) for readers in by_weight.values())
-    most = max(GROUP_BYTES, whole // _MOST_GROUPS)
-    group, size = list[ir.Node](), 0
-    for readers in by_weight.values():
-        more = sum(_weights_of(readers[0]).values())
-        if group and size + more > most:
-            yield sorted(group, key=order.__getitem__)
-            group, size = [], 0
-        group += readers
-        size += more
-    if group:
-        yield sorted(group, key=order.__getitem__)
+    return [sorted(group, key=order.__getitem__) for group in groups]
 
 
 def _weights_of(node: ir.Node) -> dict[ir.Value, int]:
@@ -119,34 +104,3 @@ def made_file() -> Iterator[Path]:
     """
     with temporary_folder() as folder:
         yield folder / "made.onnx"
-
-
-def write_products(graph: ir.Graph) -> None:
-    """Write each ``Gemm`` with a constant weight as a ``MatMul``, which has its name, and an ``Add``."""
-    for node in list(graph):
-        if node.op_type == "Gemm" and is_matrix_product(node):
-            _as_product(graph, node)
-
-
-def _as_product(graph: ir.Graph, node: ir.Node) -> None:
-    left, right = node.inputs[0], node.inputs[1]
-    bias = node.inputs[2] if len(node.inputs) > 2 else None
-    if right is None or right.const_value is None:
-        return
-    if node.attributes.get_int("transB", 0):
-        name, tensor = f"{right.name}_transposed", right.const_value
-        if name not in graph.initializers:
-            recipe, shape = step("transpose", recipe_of(right), [1, 0]), tensor.shape.numpy()[::-1]
-            add_initializer(graph, changed_when_written(tensor, np.transpose, recipe, shape), name, recipe)
-        turned = graph.initializers[name]
-    else:
-        turned = right
-    product = ir.Node("", "MatMul", [left, turned], name=node.name)
-    result, new = product.outputs[0], [product]
-    result.name, result.type = f"{node.outputs[0].name}_product", node.outputs[0].type
-    if bias is not None:
-        new.append(ir.Node("", "Add", [result, bias], name=f"{node.name}_bias"))
-        result = new[-1].outputs[0]
-    ir.convenience.replace_nodes_and_values(graph, node, [node], new, [node.outputs[0]], [result])
-    if not right.uses():
-        graph.initializers.pop(str(right.name), None)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from htp_export.capabilities.quantize.method import FIELDS, Precision
+from htp_export.capabilities.quantize.method import CHECKPOINT, FIELDS, Precision
 from htp_export.errors import InputError, RuleError
 
 AUTO = Precision("auto")
@@ -34,9 +34,6 @@ PRECISIONS: Mapping[str, Precision] = {
     )
 }
 """The precisions that have a name."""
-
-CHECKPOINT = "checkpoint"
-"""The precision of plans that is packed as in a quantized checkpoint."""
 
 
 def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Precision:

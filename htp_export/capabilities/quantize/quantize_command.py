@@ -73,7 +73,8 @@ def quantize_command(
     Without a plan, one that is faster than fp32 on this machine. Exactly the modules of the plan change. Without
     --data, ranges of activations are those of random inputs.
     """
-    from htp_export.capabilities.quantize.precisions import CHECKPOINT, PRECISIONS
+    from htp_export.capabilities.quantize.method import CHECKPOINT
+    from htp_export.capabilities.quantize.precisions import PRECISIONS
     from htp_export.capabilities.quantize.quantizing import quantize
     from htp_export.model.tagged import load
 

@@ -11,15 +11,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.calibration_data import CalibrationData
-from htp_export.capabilities.quantize.checking import Check, check_of
-from htp_export.capabilities.quantize.choosing import PrecisionChoice, choose
+from htp_export.capabilities.quantize.choosing import PrecisionChoice, Serving, choose
 from htp_export.capabilities.quantize.method import ENGINE, Precision
+from htp_export.capabilities.quantize.methods.checkpoint import checkpoint_precision, with_numbers
 from htp_export.capabilities.quantize.precisions import PRECISIONS, precisions_of
-from htp_export.capabilities.quantize.quantized import Quantized, QuantizedModule
-from htp_export.capabilities.quantize.serving import Serving
-from htp_export.capabilities.quantize.stored_weights import checkpoint_precision, with_numbers
-from htp_export.capabilities.quantize.work import Validation, Work
+from htp_export.capabilities.quantize.quantized import Check, Quantized, QuantizedModule, check_of
+from htp_export.capabilities.quantize.work import CalibrationData, Validation, Work
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.opsets import raised
 from htp_export.errors import HtpExportError, InputError, ToolError, described
@@ -63,10 +60,8 @@ def quantize(
 ) -> Quantized:
     """Give modules other precisions, and keep the module tags.
 
-    A rule holds for the regions of the modules that its selector names: for all modules below them, and for those that
-    they call, unless a rule names these by their own path. The last rule holds. A Conv and the BatchNorm that is merged
-    into it are one decision, that of the Conv; other nodes of several modules change only if all of these agree.
-    Exactly the nodes of these regions change. All others, and the weights and tensors that they read, stay as they are.
+    A rule holds for the regions of the modules that its selector names; the last one wins (``docs/quantize.md``,
+    "Plans"). Exactly the nodes of these regions change; all others, and what they read, stay as they are.
 
     Thread-safe, also for calls on the same model.
 
@@ -230,6 +225,9 @@ def _notes(choice: PrecisionChoice) -> list[str]:
     if choice.found.disputed:
         count = len(choice.found.disputed)
         notes.append(f"nodes that stay as they are because their modules have different precisions: {count}")
+    reached, deciding = choice.found.reached, choice.found.deciding
+    overridden = [selector for selector, nodes in reached.items() if nodes and not deciding[selector]]
+    notes += [f"rule {selector!r} decides nothing: later rules hold for all of its nodes" for selector in overridden]
     return notes
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from htp_export.capabilities.search.fronts import pareto
 from htp_export.capabilities.search.search_results import LARGER_IS_BETTER, Search, Trial, trial_columns
 from htp_export.errors import InputError
@@ -19,7 +21,7 @@ from htp_export.files.replacing import Move, work_folder
 from htp_export.files.targets import check_folder
 from htp_export.files.text_files import named_if_unwritable
 
-_FRONT, _PICTURE, _PLAN, _STEPS = "front.json", "front.svg", "plan", "steps"
+_FRONT, _PICTURE, _PLAN, _STEPS, _PROMPTS = "front.json", "front.svg", "plan", "steps", "prompts"
 
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90, 40, 40, 60
@@ -41,9 +43,15 @@ def write_plans(search: Search, folder: Path, inputs: Mapping[str, Any] = Mappin
     """Write ``front.json``, ``front.svg`` (with two objectives or more) and a file for each point of the front.
 
     The files are those of `plan_file`, in the order of ``Search.pareto``. Files of an earlier search in the folder are
-    replaced. ``inputs``: the options ``data``, ``dims``, ``shapes`` and ``seed``, with which a pipeline calibrates.
+    replaced. ``inputs``: the options ``data``, ``dims``, ``shapes`` and ``seed``, with which a pipeline calibrates;
+    random prompts are written, too.
     """
     check_plans(folder)
+    prompts: dict[str, Mapping[str, Any]] = {
+        f"{_PROMPTS}{number}.npz": run for number, run in enumerate(search.prompts)
+    }
+    if prompts:
+        inputs = {**inputs, "data": [str(folder / name) for name in prompts]}
     texts = {_FRONT: json.dumps(search.to_dict(), indent=2) + "\n"}
     if len(search.objectives) > 1 and search.trials:
         texts[_PICTURE] = front_svg(search)
@@ -52,11 +60,14 @@ def write_plans(search: Search, folder: Path, inputs: Mapping[str, Any] = Mappin
         texts[plan_file(number, trial)] = json.dumps(content, indent=2) + "\n"
     with named_if_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        old = [path for path in folder.iterdir() if path.name not in texts and _is_ours(path.name)]
+        names = [*texts, *prompts]
+        old = [path for path in folder.iterdir() if path.name not in names and _is_ours(path.name)]
         with work_folder(folder / _FRONT) as work:
             for name, text in texts.items():
                 (work.new / name).write_text(text, encoding="utf-8", newline="\n")
-            work.commit([Move(work.new / name, folder / name) for name in texts], lambda: old)
+            for name, run in prompts.items():
+                np.savez(work.new / name, **run)
+            work.commit([Move(work.new / name, folder / name) for name in names], lambda: old)
 
 
 def _with_inputs(steps: list[dict[str, Any]], inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -69,7 +80,8 @@ def _with_inputs(steps: list[dict[str, Any]], inputs: Mapping[str, Any]) -> list
 
 
 def _is_ours(name: str) -> bool:
-    return name in (_FRONT, _PICTURE) or re.fullmatch(rf"({_PLAN}|{_STEPS})\d+\.json", name) is not None
+    numbered = rf"({_PLAN}|{_STEPS})\d+\.json|{_PROMPTS}\d+\.npz"
+    return name in (_FRONT, _PICTURE) or re.fullmatch(numbered, name) is not None
 
 
 def front_svg(search: Search) -> str:

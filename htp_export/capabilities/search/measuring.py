@@ -110,6 +110,12 @@ class Prompts:
     new_tokens: int
     timed: bool = True
 
+    @property
+    def feeds(self) -> list[dict[str, Array]]:
+        """Input name → ids, for each prompt, as data of the decoder have them."""
+        [given] = self.decoder.of_prompts
+        return [{given.name: ids} for ids in self.ids]
+
 
 @dataclass(frozen=True)
 class _Ran:

@@ -12,6 +12,7 @@ from htp_export.errors import InputError, described
 from htp_export.results.columns import Column, si
 from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tag_facts import TagFacts
+from htp_export.runtime.arrays import Array
 
 OBJECTIVES = ("error", "size", "latency", "metric", "nonzeros", "tokens", "time")
 OF_DECODERS = ("tokens", "time")
@@ -88,6 +89,7 @@ class Search(Result):
         exact: Whether these are all points of that front.
         notes: Remarks on the data, and on choices that modules cannot have, a line each.
         tags: The tags of the model.
+        prompts: The inputs of a decoder where they are random: input name → ids, for each run.
     """
 
     derived = ("summary", "pareto")
@@ -100,6 +102,7 @@ class Search(Result):
     exact: bool = True
     notes: tuple[str, ...] = ()
     tags: TagFacts | None = None
+    prompts: tuple[Mapping[str, Array], ...] = field(default=(), repr=False)
 
     @property
     def pareto(self) -> tuple[Trial, ...]:

@@ -171,10 +171,22 @@ class SearchWork:
         for trial in self._study.complete():
             decision = {path: str(trial.params[path]) for path in self.space.variables}
             origin = "front" if decision in of_front else "uniform" if decision in uniform else "sampler"
-            values = dict(zip(self._objectives, trial.values, strict=True))
-            removed, plan = self.space.treatment(decision).written
-            found.append(Trial(trial.number, plan, values, origin, trial.user_attrs["measured"], removed))
+            measured = Measurement.from_dict(trial.user_attrs["measured"])
+            found.append(self._trial(trial.number, self.space.treatment(decision), measured, origin))
         return tuple(found)
+
+    def _trial(self, number: int | None, treatment: Treatment, found: Measurement, origin: str) -> Trial:
+        values, spreads = _values(found), {name: found.spread.get(_FIELDS.get(name, name)) for name in self._objectives}
+        removed, plan = treatment.written
+        return Trial(
+            number,
+            plan,
+            {name: values[name] for name in self._objectives},
+            origin,
+            found.to_dict(),
+            removed,
+            {name: value for name, value in spreads.items() if value is not None},
+        )
 
     def repeated(self, search: Search, repeats: int) -> Search:
         """A search in which the plans of the front are measured again: medians and spreads in place of one value."""
@@ -197,16 +209,9 @@ class SearchWork:
         from htp_export.capabilities.prune.sparsities import sparsities_of
         from htp_export.capabilities.quantize.precisions import precisions_of
 
-        removed = sparsities_of(trial.prune) if trial.prune else {}
-        plan = precisions_of(trial.plan) if trial.plan else {}
-        found = self._numbers(self._measurer.again(plan, removed, repeats))
-        values, spreads = _values(found), {name: found.spread.get(_FIELDS.get(name, name)) for name in self._objectives}
-        return replace(
-            trial,
-            values={name: values[name] for name in self._objectives},
-            measured=found.to_dict(),
-            spread={name: value for name, value in spreads.items() if value is not None},
-        )
+        treatment = Treatment(sparsities_of(trial.prune), precisions_of(trial.plan) if trial.plan else {})
+        found = self._numbers(self._measurer.again(treatment.quantize, treatment.prune, repeats))
+        return self._trial(trial.number, treatment, found, trial.origin)
 
     def _whole(self, name: str) -> Trial | None:
         """The whole model with one choice, its nodes outside of modules with weights too."""
@@ -216,10 +221,7 @@ class SearchWork:
             found = self._numbers(self._measure(treatment))
         except InputError:
             return None
-        values = _values(found)
-        chosen = {objective: values[objective] for objective in self._objectives}
-        removed, plan = treatment.written
-        return Trial(None, plan, chosen, "uniform", found.to_dict(), removed)
+        return self._trial(None, treatment, found, "uniform")
 
 
 def _values(found: Measurement) -> dict[str, float]:

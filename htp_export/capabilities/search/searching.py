@@ -68,14 +68,9 @@ def search(
 ) -> Search:
     """Search for the precision of each module, and for what is pruned: the plans with the best trade-offs.
 
-    1. Every choice of every module is measured alone, as by ``sensitivity``.
-    2. As if errors and sizes added up, the Pareto front is computed exactly; ``first`` plans of it are measured, and
-       those in which all modules become the same.
-    3. Up to three quarters of ``trials``, plans next to the measured front are measured: those whose error is predicted
-       to be the most below it. Optuna goes on from there, for what does not add up.
-
-    Several processes, on one or more machines, with the same ``storage`` and ``study`` work on one search; each returns
-    when all trials are finished. A trial whose process died is taken up by another one.
+    Every choice of every module is measured alone, then plans of the front of their sums, then plans next to measured
+    ones; Optuna goes on from there (``docs/search.md``). Several processes, on one or more machines, with the same
+    ``storage`` and ``study`` work on one search; each returns when all trials are finished.
 
     Thread-safe, also for calls on the same model.
 
@@ -96,7 +91,7 @@ def search(
         shapes: For random inputs: input name → shape.
         select: For choices alone: the modules, as for ``sensitivity``.
         depth: For choices alone: the level of the modules, as for ``sensitivity``.
-        trials: Number of measured plans in the study, those of step 2 included.
+        trials: Number of measured plans in the study.
         sampler: ``tpe``, ``nsga2``, ``random`` or ``grid``.
         seed: Seed of the sampler, and of random inputs.
         storage: Any storage of Optuna: a database URL, ``grpc://host:port``, the path of a journal file, or a storage.
@@ -105,10 +100,10 @@ def search(
         metric: The number behind the objective ``metric``: called with the outputs, name → array, for each of the
             inputs; larger is better.
         runs: Runs that are timed for the objective ``latency``, each beside one of the original.
-        repeats: How often each plan of the front is measured again at the end, 2 or more; 0 for not at all. Its values
-            are medians of these, with a spread, and a plan is ahead of another one only by more than that.
+        repeats: How often each plan of the front is measured again at the end, 2 or more, for medians and spreads; 0
+            for not at all.
         new_tokens: With ``tokens`` or ``time``, the tokens that follow each prompt.
-        first: Plans of the computed front that are measured first.
+        first: Plans of the front of the sums that are measured first.
         calibration: Inputs for calibration; None for ``data``.
         grace: Seconds without a sign of another process after which what it has begun is taken up.
         providers: ONNX Runtime's execution providers, in order of preference.
@@ -134,8 +129,8 @@ def search(
         >>> found.pareto[0].plan  # doctest: +SKIP
         {'0': 'int4', '2': 'int4'}
     """
-    from htp_export.capabilities.quantize.calibration_data import CalibrationData
-    from htp_export.capabilities.quantize.serving import Serving
+    from htp_export.capabilities.quantize.choosing import Serving
+    from htp_export.capabilities.quantize.work import CalibrationData
 
     wanted = _check_objectives(objectives, metric)
     if sampler not in SAMPLERS:
@@ -197,6 +192,7 @@ def search(
                 *(() if stopped else shared.why_fewer(trials)),
             ),
             tagged.tag_facts,
+            tuple(prompts.feeds) if prompts and samples.random else (),
         )
 
     try:

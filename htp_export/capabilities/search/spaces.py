@@ -6,7 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import onnx_ir as ir
 
@@ -21,14 +21,17 @@ from htp_export.weights.products import products_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
+    from htp_export.capabilities.quantize.choosing import Serving
     from htp_export.capabilities.quantize.method import Precision
-    from htp_export.capabilities.quantize.serving import Serving
 
 Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
 """Selector → what modules may become; or what every module may become."""
 
 Decision: TypeAlias = Mapping[str, str]
 """Module path → name of what it becomes."""
+
+
+N = TypeVar("N", "ModuleChoice", "Precision")
 
 
 @dataclass(frozen=True)
@@ -128,18 +131,21 @@ def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: Serving) -
 
     listed: Iterable[Any] = [values] if isinstance(values, str | int | float | Precision | Mapping) else values
     read = [choice_of(value) for value in listed]
-    found = [replace(choice, precision=serving.precision(choice.precision)) for choice in read]
-    for choice in found:
-        if known.setdefault(choice.name, choice) != choice:
-            raise InputError(two_named(choice.name))
-    if not found:
+    names = named_apart((replace(each, precision=serving.precision(each.precision)) for each in read), known)
+    if not names:
         raise InputError(f"give precisions to choose from, of {', '.join(PRECISIONS)}, or values of prune")
-    return list(dict.fromkeys(choice.name for choice in found))
+    return names
 
 
-def two_named(name: str) -> str:
-    """What is wrong with two choices that have one name."""
-    return f"two precisions are named {name!r}; write one as 'int4:block_size=16', or give it a name of its own"
+def named_apart(choices: Iterable[N], known: dict[str, N]) -> list[str]:
+    """The names of choices or precisions, which are added to those that are known; no two others have one name."""
+    names: dict[str, None] = {}
+    for each in choices:
+        if known.setdefault(each.name, each) != each:
+            problem = f"two precisions are named {each.name!r}; write one as 'int4:block_size=16'"
+            raise InputError(f"{problem}, or give it a name of its own")
+        names[each.name] = None
+    return list(names)
 
 
 def _written(precision: Precision) -> Any:
@@ -252,7 +258,7 @@ def read_space(
 
 def _possible(tagged: TaggedModel, space: SearchSpace, deciding: Mapping[str, str]) -> SearchSpace:
     """The space without what the graph does not allow to prune; ``deciding``: module path → selector of its choices."""
-    from htp_export.capabilities.prune.checking import PlanChecks
+    from htp_export.capabilities.prune.pruning import PlanChecks
 
     checks = PlanChecks(tagged)
     for selector, name in dict.fromkeys((deciding[path], name) for path in deciding for name in space.variables[path]):

@@ -6,18 +6,189 @@ Files of others are not trusted: no pickle is opened, and shapes are compared be
 from __future__ import annotations
 
 import functools
+import json
+import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from htp_export.capabilities.huggingface.packed.layouts import LAYOUTS
-from htp_export.capabilities.huggingface.packed.weights import Array, Layer, PackedCheckpoint, module_of
+import numpy as np
+
+from htp_export.capabilities.huggingface.packed.weights import (
+    Array,
+    Coded,
+    Layer,
+    Packed,
+    PackedCheckpoint,
+    blocks_of_groups,
+    integers_in,
+    module_of,
+)
 from htp_export.errors import FileError
 from htp_export.files.checkpoint import read_checkpoint
 from htp_export.files.text_files import read_json
 from htp_export.runtime.arrays import from_torch
+
+Tensors = Callable[[str], Array]
+"""Reads a tensor of a module by its name within the module."""
+
+Layout = Callable[[Mapping[str, tuple[int, ...]], Tensors, Mapping[str, Any]], Layer | None]
+
+_WORD = 32  # bits of an integer that holds several
+_WIDTHS = (2, 4, 8)
+_VERSIONS = ("gptq", "gptq_v2")
+_STATE = "weight.quant_state.bitsandbytes__"
+_LONGEST_STATE = 1 << 12
+_CODES = ("fp4", "nf4")  # as ``quant_type`` of MatMulBnb4 counts them
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight columns
+
+
+def _gptq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]) -> Layer | None:
+    """GPTQ: ``qweight`` int32 (inputs / per word, outputs), ``qzeros`` (groups, outputs / per word), ``g_idx``.
+
+    Zero points are stored less one, modulo their bits, in all formats but ``gptq_v2``
+    (https://github.com/ModelCloud/GPTQModel, ``gptqmodel/nn_modules/qlinear``, and AutoGPTQ's ``qlinear_cuda_old.py``).
+    """
+    if "qweight" not in shapes:
+        return None
+    version = config.get("checkpoint_format") or config.get("format") or _VERSIONS[0]
+    if version not in _VERSIONS:
+        raise ValueError(f"GPTQ of the format {version!r} is not read; {' and '.join(_VERSIONS)} are")
+    (words, outputs), (groups, zeros) = _sizes(shapes, "qweight", "qzeros")
+    bits = zeros * _WORD // max(outputs, 1)
+    if bits not in _WIDTHS or zeros * _WORD != bits * outputs:
+        raise ValueError(f"weights of {bits} bits are not read; those of 2, 4 and 8 are")
+    inputs = words * _WORD // bits
+    group = _group(config, inputs, groups)
+    _require(shapes, scales=(groups, outputs), **({"g_idx": (inputs,)} if "g_idx" in shapes else {}))
+
+    def packed() -> Packed:
+        index = read("g_idx").astype(np.int64) if "g_idx" in shapes else np.arange(inputs) // group
+        order = np.argsort(index, kind="stable")
+        if (index[order] != np.arange(inputs) // group).any():
+            raise ValueError(f"g_idx does not give each group {group} inputs")
+        levels = integers_in(_words(read("qweight")).T, bits)
+        points = integers_in(_words(read("qzeros")), bits).T
+        if version == _VERSIONS[0]:
+            points = (points + np.uint8(1)) & np.uint8((1 << bits) - 1)
+        if (order == np.arange(inputs)).all():
+            return _in_blocks(levels, bits, read("scales").T, points, group)
+        return _in_blocks(levels[:, order], bits, read("scales").T, points, group, order)
+
+    return Layer((outputs, inputs), packed)
+
+
+def _awq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]) -> Layer | None:
+    """AWQ: ``qweight`` int32 (inputs, outputs / 8), ``qzeros`` (groups, outputs / 8), ``scales`` (groups, outputs).
+
+    The columns of a word are in the order 0, 2, 4, 6, 1, 3, 5, 7 (https://github.com/casper-hansen/AutoAWQ,
+    ``awq/utils/packing_utils.py``).
+    """
+    if "qweight" not in shapes:
+        return None
+    version = str(config.get("version", config.get("format", "gemm"))).lower()
+    bits = config.get("bits", config.get("w_bit", 4))
+    if version != "gemm" or bits != 4:
+        raise ValueError(f"AWQ of version {version!r} with {bits} bits is not read; 'gemm' with 4 bits is")
+    (inputs, words), (groups, _) = _sizes(shapes, "qweight", "qzeros")
+    outputs = words * _WORD // bits
+    group = _group(config, inputs, groups)
+    _require(shapes, qzeros=(groups, words), scales=(groups, outputs))
+
+    def columns(name: str) -> Array:
+        held = integers_in(_words(read(name)), bits)
+        return held.reshape(len(held), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER].reshape(len(held), -1).T
+
+    def packed() -> Packed:
+        return _in_blocks(columns("qweight"), bits, read("scales").T, columns("qzeros"), group)
+
+    return Layer((outputs, inputs), packed)
+
+
+def _bitsandbytes(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]) -> Layer | None:
+    """bitsandbytes: nf4 and fp4, with scales that may be quantized once more, and LLM.int8 with a scale for each row.
+
+    (https://github.com/bitsandbytes-foundation/bitsandbytes, ``bitsandbytes/functional.py``: ``QuantState``.)
+    """
+    if "SCB" in shapes:
+        [(outputs, inputs)] = _sizes(shapes, "weight")
+        _require(shapes, SCB=(outputs,))
+        return Layer((outputs, inputs), lambda: _int8(read("weight"), read("SCB")))
+    kinds = [kind for kind in _CODES if f"{_STATE}{kind}" in shapes]
+    if not kinds:
+        return None
+    [kind] = kinds
+    if math.prod(shapes[f"{_STATE}{kind}"]) > _LONGEST_STATE:
+        raise ValueError(f"{_STATE}{kind!r} is too long")
+    state = json.loads(read(f"{_STATE}{kind}").tobytes())
+    (outputs, inputs), block = state["shape"], state["blocksize"]
+    count = -(-outputs * inputs // block)
+    _require(shapes, **{"weight.absmax": (count,), "weight.quant_map": (16,)})
+    if math.prod(shapes["weight"]) * 2 != outputs * inputs:
+        raise ValueError(f"'weight' has shape {list(shapes['weight'])}, and {[outputs, inputs]} was packed")
+
+    def coded() -> Coded:
+        scales = read("weight.absmax")
+        if "weight.nested_absmax" in shapes:
+            outer = np.repeat(read("weight.nested_absmax"), state["nested_blocksize"])[:count]
+            scales = read("weight.nested_quant_map")[scales] * outer + np.float32(state["nested_offset"])
+        codes, table = read("weight").reshape(-1), read("weight.quant_map")
+        return Coded(codes, scales.astype(np.float32), table, block, (outputs, inputs), _CODES.index(kind))
+
+    return Layer((outputs, inputs), coded)
+
+
+def _int8(weight: Array, bounds: Array) -> Packed:
+    block, groups = blocks_of_groups(weight.shape[1], weight.shape[1])
+    scales = np.repeat(bounds.astype(np.float32)[:, None] / np.float32(127), len(groups), axis=1)
+    return Packed(weight.view(np.uint8) ^ np.uint8(128), 8, scales, None, block)
+
+
+LAYOUTS: Mapping[str, Layout] = {"gptq": _gptq, "awq": _awq, "bitsandbytes": _bitsandbytes}
+"""``quant_method`` of a config → how it packs."""
+
+
+def _in_blocks(
+    levels: Array, bits: int, scales: Array, points: Array, group: int, order: Array | None = None
+) -> Packed:
+    """Levels with a scale and a zero point for each group, in the blocks of ONNX Runtime."""
+    block, groups = blocks_of_groups(group, levels.shape[1])
+    by_block = np.ascontiguousarray(scales.astype(np.float32)[:, groups])
+    return Packed(levels, max(bits, 4), by_block, np.ascontiguousarray(points[:, groups]), block, order)
+
+
+def _group(config: Mapping[str, Any], inputs: int, groups: int) -> int:
+    """The inputs of a group: as the config says, or as follows from the number of groups."""
+    size = config.get("group_size", config.get("q_group_size", 0))
+    if not isinstance(size, int) or size <= 0 or -(-inputs // size) != groups:
+        size = inputs // max(groups, 1)
+    if size < 1 or -(-inputs // size) != groups:
+        raise ValueError(f"{groups} groups do not divide {inputs} inputs")
+    return size
+
+
+def _require(shapes: Mapping[str, tuple[int, ...]], **wanted: tuple[int, ...]) -> None:
+    for name, shape in wanted.items():
+        if shapes.get(name) != shape:
+            there = "is missing" if name not in shapes else f"has shape {list(shapes[name])}"
+            raise ValueError(f"{name!r} {there}, and {list(shape)} is needed")
+
+
+def _words(array: Array) -> Array:
+    if array.dtype != np.int32:
+        raise ValueError(f"integers are packed into {array.dtype}, and int32 is read")
+    return array
+
+
+def _sizes(shapes: Mapping[str, tuple[int, ...]], *names: str) -> list[tuple[int, ...]]:
+    """The shapes of matrices."""
+    for name in names:
+        if len(shapes.get(name, ())) != 2:
+            raise ValueError(f"{name!r} is missing or is no matrix")
+    return [shapes[name] for name in names]
+
 
 _CONFIG, _GPTQ_CONFIG = "config.json", "quantize_config.json"
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.calibration_data import activations
 from htp_export.capabilities.quantize.method import Method
-from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.capabilities.quantize.work import Facts, Work, activations
 from htp_export.editing.editing import add_initializer
 from htp_export.format.recipes import step
 from htp_export.runtime.arrays import Array

@@ -7,25 +7,29 @@ because ONNX Runtime's ``g_idx`` is deprecated.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.dequantizing import FIRST_BLOCKS, write_dequantized
-from htp_export.capabilities.quantize.method import Method
-from htp_export.capabilities.quantize.ort_quantizers import groups_in_memory, write_products
+from htp_export.capabilities.quantize.method import CHECKPOINT, Method, Precision
+from htp_export.capabilities.quantize.ort_quantizers import groups_in_memory
+from htp_export.capabilities.quantize.weight_operators import FIRST_BLOCKS, write_dequantized, write_products
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.editing import add_initializer
 from htp_export.editing.submodels import Submodel, constant_of, remove_unused
 from htp_export.errors import InputError
-from htp_export.format.recipes import Recipe, step
+from htp_export.format.recipes import Recipe, parameters_in, step
 from htp_export.model.recipes import recipe_of, recorded
+from htp_export.model.tagged import TaggedModel
 from htp_export.weights.products import is_matrix_product
+from htp_export.weights.rebuilding import rebuilt
 
 if TYPE_CHECKING:
     from htp_export.capabilities.huggingface.packed.weights import Coded, Packed, PackedCheckpoint
+
 
 _TURNED = [1, 0]
 
@@ -136,7 +140,45 @@ def _replace(graph: ir.Graph, node: ir.Node, packed: Packed | Coded, values: dic
         read.name, read.type, read.shape = f"{node.name}_ordered", node.inputs[0].type, node.inputs[0].shape
     given = [read, *(values[end] for end in ("levels", "scales", "zero_points") if end in values)]
     product = ir.node(packed.operator, given, packed.attributes, domain="com.microsoft", name=node.name)
-    [old], [result] = node.outputs, product.outputs
-    result.name, result.type, result.shape = old.name, old.type, old.shape
-    ir.convenience.replace_nodes_and_values(graph, node, [node], [*new, product], [old], [result])
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [*new, product], node.outputs, product.outputs)
     graph.opset_imports.setdefault("com.microsoft", 1)
+
+
+def checkpoint_precision(weights: str | os.PathLike[str], tagged: TaggedModel) -> Precision:
+    """The precision that a quantized checkpoint has; only its headers are read.
+
+    A tied parameter that the checkpoint has once has both of its names.
+    """
+    from htp_export.capabilities.huggingface.packed.checkpoints import read_packed
+
+    found = read_packed(weights)
+    ties = [(each.name, each.tied) for each in (tagged.declared or {}).values() if each.tied]
+    both = {name: other for pair in ties for name, other in (pair, pair[::-1]) if name not in found and other in found}
+    return Precision(CHECKPOINT, CHECKPOINT, weight="int4", options={"checkpoint": found.also(both)})
+
+
+def with_numbers(tagged: TaggedModel, precision: Precision) -> TaggedModel:
+    """A copy of a model whose parameters are those of the checkpoint, dequantized; computed when they are read.
+
+    AWQ changes norms, too: matrices alone would make another model. Buffers stay where the checkpoint has none.
+
+    Raises:
+        InputError: If the checkpoint lacks a parameter, or has it in another shape.
+    """
+    checkpoint: Any = precision.options["checkpoint"]
+    copy = tagged.clone()
+    new = rebuilt(copy, checkpoint)
+    for value, why in new.unknown.items():
+        names = list(parameters_in(recipe_of(value)))
+        missing = [name for name in names if name not in checkpoint]
+        declared = [name for name in missing if name in (copy.declared or {})]
+        if declared:
+            raise InputError(f"{checkpoint.path} has no {declared[0]!r}, which initializer {value.name!r} is made of")
+        if names and not missing:
+            raise InputError(f"initializer {value.name!r} cannot be made of {names[0]!r} of the checkpoint: {why}")
+    for value, tensor in new.tensors.items():
+        value.const_value = tensor
+    for layer in checkpoint.layers:
+        if copy.declared is not None and layer not in copy.declared:
+            raise InputError(f"{checkpoint.path} has {layer!r}, and the model has no such parameter")
+    return copy.refresh()

@@ -13,8 +13,8 @@ from htp_export.capabilities.quantize.ort_quantizers import (
     made_file,
     quantizers,
     quietly,
-    write_products,
 )
+from htp_export.capabilities.quantize.weight_operators import write_products
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.files.model_files import read_model

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.method import Method
-from htp_export.capabilities.quantize.ort_quantizers import Reader, quantizers, quietly
+from htp_export.capabilities.quantize.ort_quantizers import OneRun, quantizers, quietly
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.files.filesystem import temporary_folder
@@ -125,7 +125,7 @@ class Static(Method):
         with work.runs(part) as runs:
             for arrays in runs:
                 with self._measuring():
-                    calibrator.collect_data(Reader([arrays]))
+                    calibrator.collect_data(OneRun(arrays))
         with self._measuring():
             return calibrator.compute_data()
 
@@ -159,7 +159,7 @@ class Static(Method):
         with quietly():
             config = quantizers("quantize").get_qdq_config(
                 file,
-                Reader([]),
+                None,  # the ranges are measured
                 calibrate_method=self._calibration,
                 activation_type=types[TYPES[precision.activation]],
                 weight_type=types[TYPES[precision.weight]],

@@ -14,8 +14,6 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.dequantizing import FIRST_BLOCKS, write_dequantized
-from htp_export.capabilities.quantize.eight_bits import CONVOLUTIONS, store_in_eight_bits
 from htp_export.capabilities.quantize.method import Method, Precision
 from htp_export.capabilities.quantize.methods.cast import Cast, cast_nodes
 from htp_export.capabilities.quantize.ort_quantizers import (
@@ -23,6 +21,12 @@ from htp_export.capabilities.quantize.ort_quantizers import (
     made_file,
     quantizers,
     quietly,
+)
+from htp_export.capabilities.quantize.weight_operators import (
+    CONVOLUTIONS,
+    FIRST_BLOCKS,
+    store_in_eight_bits,
+    write_dequantized,
     write_products,
 )
 from htp_export.capabilities.quantize.work import Facts, Work

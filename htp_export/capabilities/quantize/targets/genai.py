@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile, value_of
+from htp_export.capabilities.quantize.plan_exporting import Expressed, PlannedModel, TargetFile, value_of
 from htp_export.errors import InputError
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:layers\.(\d+)\.(self_attn|attn|mlp)\.(\w+)|(lm_head))")

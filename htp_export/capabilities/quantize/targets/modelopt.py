@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile
+from htp_export.capabilities.quantize.plan_exporting import Expressed, PlannedModel, TargetFile
 from htp_export.errors import InputError
 
 EXPRESSED: Expressed = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.planned import Expressed, PlannedModel, TargetFile, names
+from htp_export.capabilities.quantize.plan_exporting import Expressed, PlannedModel, TargetFile, names
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.method import Precision

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.planned import IN_BLOCKS, Expressed, PlannedModel, TargetFile, names, value_of
+from htp_export.capabilities.quantize.plan_exporting import (
+    IN_BLOCKS,
+    Expressed,
+    PlannedModel,
+    TargetFile,
+    names,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.method import Precision

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.methods.static import CALIBRATIONS, TYPES
-from htp_export.capabilities.quantize.planned import IN_BLOCKS, Expressed, PlannedModel, TargetFile, names, value_of
+from htp_export.capabilities.quantize.plan_exporting import (
+    IN_BLOCKS,
+    Expressed,
+    PlannedModel,
+    TargetFile,
+    names,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.method import Precision

@@ -1,19 +1,30 @@
-"""The layers of a TensorRT engine, with the modules whose work they are, by the names that it made of the nodes'."""
+"""TensorRT as an engine of ``profile``: what ``trtexec`` measured, by the names that it made of the nodes'.
+
+The file of ``--exportLayerInfo`` is ``{"Layers": [...]}``, of names, or with ``--profilingVerbosity=detailed`` of
+objects with ``Name``, ``LayerType``, ``Inputs``, ``Outputs`` and ``Metadata``. That of ``--exportProfile`` is a list:
+``{"count": runs}``, then ``{"name", "timeMs", "averageMs", "medianMs", "percentage"}`` for each layer, in which
+``timeMs`` is of all runs.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
 
 import onnx_ir as ir
 
 from htp_export.capabilities.profile.kernels import Entry, Kernel, entry_kernels
-from htp_export.errors import FileError
+from htp_export.capabilities.profile.measurements import Measurement
+from htp_export.errors import FileError, InputError
+from htp_export.files.text_files import read_json
 from htp_export.model.tagged import TaggedModel
-from htp_export_plugins.tensorrt.files import Layer, TensorRTEngine
 
-__all__ = ["EngineNames", "layer_kernels"]
+__all__ = ["read"]
 
 _AROUND = (
     re.compile(r"Reformatting CopyNode for (?:Input|Output) Tensor \d+ to (.+)", re.DOTALL),
@@ -30,6 +41,138 @@ _JOINED = (" + ", " || ", " -> ")
 _OPENING, _CLOSING = "([{", ")]}"
 _UNNAMED = "node_of_"
 """What TensorRT's parser puts before the first output of a node without a name."""
+
+
+def read(tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: str) -> Measurement:
+    """Read what trtexec measured of an engine that TensorRT built of a model without functions.
+
+    ``files``: what ``--exportLayerInfo`` wrote, then what ``--exportProfile`` wrote; a `FileError` if one is not so, or
+    not of this model.
+    """
+    if isinstance(files, str | os.PathLike) or len(files) != 2:
+        raise InputError("tensorrt reads two files of trtexec: that of --exportLayerInfo, then that of --exportProfile")
+    engine = _read_engine(*files)
+    untimed = [layer.name for layer in engine.layers if layer.ms is None]
+    notes = (f"{len(untimed)} layers have no time in the profile, {untimed[0]!r} first",) if untimed else ()
+    kernels = _layer_kernels(engine, tagged, name)
+    return Measurement(kernels, providers=("TensorRT",), timing="layers", runs=engine.runs, notes=notes)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of an engine.
+
+    Attributes:
+        name: Its name.
+        kind: What TensorRT calls it, ``CaskConvolution``; empty if the file has names only.
+        metadata: The ONNX nodes that it was made of, ``[ONNX Layer: name]`` each; empty if the file does not say.
+        inputs: The tensors that it reads.
+        outputs: The tensors that it produces.
+        ms: Mean time in one run; None if the profile does not have it.
+    """
+
+    name: str
+    kind: str = ""
+    metadata: str = ""
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    ms: float | None = None
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """The layers of an engine, in the order of execution.
+
+    Attributes:
+        file: The file of the layers.
+        layers: The layers; those that only the profile has are the last.
+        runs: Number of runs of the profile; 0 if it does not say.
+    """
+
+    file: str
+    layers: tuple[Layer, ...]
+    runs: int
+
+
+def _read_engine(layers: str | os.PathLike[str], times: str | os.PathLike[str]) -> _Engine:
+    """Read what ``--exportLayerInfo`` and what ``--exportProfile`` wrote.
+
+    Raises:
+        FileError: If one cannot be read, is not such a file, or they are not of the same engine.
+    """
+    listed = _layers(layers)
+    timed, runs = _times(times)
+    given: defaultdict[str, deque[float]] = defaultdict(deque)
+    for name, ms in timed:
+        given[name].append(ms)
+    found = [replace(layer, ms=given[layer.name].popleft() if given[layer.name] else None) for layer in listed]
+    if all(layer.ms is None for layer in found):
+        raise FileError(
+            os.fspath(times),
+            f"has no time for any layer of {os.fspath(layers)}: the first layer is {listed[0].name!r}, the first time "
+            f"{timed[0][0]!r}; both files have to be of the same engine",
+        )
+    rest = [Layer(name, ms=ms) for name, left in given.items() for ms in left]
+    return _Engine(os.fspath(layers), (*found, *rest), runs)
+
+
+def _layers(path: str | os.PathLike[str]) -> list[Layer]:
+    content, file = read_json(path), os.fspath(path)
+    listed = content.get("Layers") if isinstance(content, dict) else None
+    if not isinstance(listed, list):
+        raise FileError(file, "has no list 'Layers', which trtexec --exportLayerInfo writes")
+    if not listed:
+        raise FileError(file, "has no layers in 'Layers'")
+    return [_layer(layer, f"Layers[{index}]", file) for index, layer in enumerate(listed)]
+
+
+def _layer(layer: object, where: str, file: str) -> Layer:
+    if isinstance(layer, str):
+        return Layer(layer)
+    if not isinstance(layer, dict) or not isinstance(layer.get("Name"), str):
+        raise FileError(file, f"{where} is neither a name nor an object with 'Name'")
+    return Layer(
+        layer["Name"],
+        str(layer.get("LayerType", "")),
+        str(layer.get("Metadata", "")),
+        _tensors(layer.get("Inputs", []), f"{where}.Inputs", file),
+        _tensors(layer.get("Outputs", []), f"{where}.Outputs", file),
+    )
+
+
+def _tensors(listed: object, where: str, file: str) -> tuple[str, ...]:
+    if not isinstance(listed, list) or not all(isinstance(each, dict) and "Name" in each for each in listed):
+        raise FileError(file, f"{where} is no list of objects with 'Name'")
+    return tuple(str(each["Name"]) for each in listed)
+
+
+def _times(path: str | os.PathLike[str]) -> tuple[list[tuple[str, float]], int]:
+    content, file = read_json(path), os.fspath(path)
+    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
+        raise FileError(file, "is no list of objects, which trtexec --exportProfile writes")
+    runs = next((int(entry["count"]) for entry in content if _is_number(entry.get("count"))), 0)
+    timed = []
+    for index, entry in enumerate(content):
+        if "count" in entry and "name" not in entry:
+            continue
+        if not isinstance(entry.get("name"), str):
+            raise FileError(file, f"[{index}] has no 'name'")
+        timed.append((entry["name"], _average(entry, runs, f"[{index}] ({entry['name']!r})", file)))
+    if not timed:
+        raise FileError(file, "has no times of layers")
+    return timed, runs
+
+
+def _average(entry: dict[str, Any], runs: int, where: str, file: str) -> float:
+    if _is_number(entry.get("averageMs")):
+        return float(entry["averageMs"])
+    if _is_number(entry.get("timeMs")) and runs:
+        return float(entry["timeMs"]) / runs
+    raise FileError(file, f"{where} has no number 'averageMs'")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 class EngineNames:
@@ -123,7 +266,7 @@ _MADE_OF = re.compile(r"\[ONNX Layer: (.+?)\](?=[\x1e\x1f\s\[]|$)", re.DOTALL)
 _REGION = re.compile(r"\{ForeignNode\[(.+)\]\}", re.DOTALL)
 
 
-def layer_kernels(engine: TensorRTEngine, tagged: TaggedModel, name: str) -> tuple[Kernel, ...]:
+def _layer_kernels(engine: _Engine, tagged: TaggedModel, name: str) -> tuple[Kernel, ...]:
     """Return the layers that have times, with their owners.
 
     What a layer was made of is told by its metadata; without, by its name; without, by its tensors: the nodes between

@@ -1,0 +1,237 @@
+"""Operators with stored weights in the forms that ONNX Runtime's quantizers read, or do not write.
+
+- Its quantizers of weights know ``MatMul`` alone: `write_products` writes each ``Gemm`` as a product and a sum.
+- Engines that know no operators of ONNX Runtime, such as TensorRT, read weights in blocks as a ``DequantizeLinear`` in
+  front of a ``MatMul``: `write_dequantized`. ONNX Runtime fuses the pair to the ``MatMulNBits`` that it was
+  (https://github.com/onnx/onnx/blob/main/docs/Operators.md#DequantizeLinear).
+- It has operators for 8-bit weights of convolutions and tables, and no quantizer: `store_in_eight_bits`. A convolution
+  reads what a ``DequantizeLinear`` makes of its weight, with a scale for each channel. The rows of a table are looked
+  up by ``GatherBlockQuantized``, with a scale and zero point for each block. Nothing is computed before it is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.editing.editing import add_initializer, replace
+from htp_export.editing.submodels import remove_unused
+from htp_export.format.recipes import Recipe, step
+from htp_export.model.recipes import recipe_of, recorded
+from htp_export.runtime.arrays import Array
+from htp_export.weights.products import changed_when_written, is_matrix_product, weight_axes
+from htp_export.weights.rebuilding import unpacked
+
+FIRST_BLOCKS = 21
+"""The opset from which on ``DequantizeLinear`` has blocks, and ONNX integers of 4 bits."""
+
+
+def write_products(graph: ir.Graph) -> None:
+    """Write each ``Gemm`` with a constant weight as a ``MatMul``, which has its name, and an ``Add``."""
+    for node in list(graph):
+        weight = node.inputs[1] if node.op_type == "Gemm" and is_matrix_product(node) else None
+        if weight is not None and weight.const_value is not None:
+            _as_product(graph, node, weight, weight.const_value)
+
+
+def _as_product(graph: ir.Graph, node: ir.Node, weight: ir.Value, tensor: ir.TensorProtocol) -> None:
+    turned = weight
+    if node.attributes.get_int("transB", 0):
+        name, recipe = f"{weight.name}_transposed", step("transpose", recipe_of(weight), [1, 0])
+        if name not in graph.initializers:
+            shape = tensor.shape.numpy()[::-1]
+            add_initializer(graph, changed_when_written(tensor, np.transpose, recipe, shape), name, recipe)
+        turned = graph.initializers[name]
+    product = ir.node("MatMul", [node.inputs[0], turned], name=node.name)
+    result, new = product.outputs[0], [product]
+    result.name, result.type = f"{node.outputs[0].name}_product", node.outputs[0].type
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        new.append(ir.node("Add", [result, node.inputs[2]], name=f"{node.name}_bias"))
+    ir.convenience.replace_nodes_and_values(graph, node, [node], new, [node.outputs[0]], [new[-1].outputs[0]])
+    if not weight.uses():
+        graph.initializers.pop(str(weight.name), None)
+
+
+def write_dequantized(graph: ir.Graph) -> None:
+    """Write each ``MatMulNBits`` as a ``MatMul``, which has its name, with a ``DequantizeLinear`` of its weight."""
+    made: dict[ir.Value, ir.Value] = {}
+    for node in list(graph):
+        if node.op_type == "MatMulNBits":
+            packed = node.inputs[1]
+            assert packed is not None
+            if packed not in made:
+                made[packed] = _dequantized(graph, node, packed)
+            replace(node, [ir.node("MatMul", [node.inputs[0], made[packed]])])
+    remove_unused(list(graph.initializers.values()))
+    for domain in graph.opset_imports.keys() - {node.domain for node in graph} - {""}:
+        del graph.opset_imports[domain]
+
+
+def _dequantized(graph: ir.Graph, node: ir.Node, packed: ir.Value) -> ir.Value:
+    """The weight of a product as a ``DequantizeLinear``, before the product, makes it."""
+    rows, columns, bits, block = (node.attributes[name].as_int() for name in ("K", "N", "bits", "block_size"))
+    blocks = -(-rows // block)
+    scales, points = node.inputs[2], node.inputs[3] if len(node.inputs) > 3 else None
+    signed = points is None  # the integers are those of MatMulNBits less the zero point that it has without one
+    kind = {(4, True): ir.DataType.INT4, (4, False): ir.DataType.UINT4, (8, True): ir.DataType.INT8}.get(
+        (bits, signed), ir.DataType.UINT8
+    )
+    levels = _integers(graph, packed, (columns, blocks * math.ceil(block * bits / 8)), (rows, bits), kind)
+    assert scales is not None
+    read = [levels, _turned(graph, scales, (columns, blocks))]
+    if points is not None:
+        read.append(_integers(graph, points, (columns, -1), (blocks, bits), kind))
+    attributes = {"axis": 0, "block_size": block}
+    made = ir.node("DequantizeLinear", read, attributes, name=f"{packed.name}_DequantizeLinear")
+    [result] = made.outputs
+    result.name, result.type, result.shape = f"{packed.name}_dequantized", scales.type, ir.Shape((rows, columns))
+    graph.insert_before(node, made)
+    return result
+
+
+def _integers(
+    graph: ir.Graph, value: ir.Value, sizes: tuple[int, int], held: tuple[int, int], kind: ir.DataType
+) -> ir.Value:
+    """The integers of a tensor of ``MatMulNBits``, a column of it for each row; ``held``: how many, and their bits."""
+    assert value.const_value is not None
+    count, bits = held
+    array = unpacked(value.const_value.numpy().reshape(sizes), count, bits, kind).T
+    recipe = step("transpose", step("unpack", recipe_of(value), [count, bits, kind.name.lower()]), [1, 0])
+    return _register(graph, value, ir.Tensor(np.ascontiguousarray(array), dtype=kind), recipe)
+
+
+def _turned(graph: ir.Graph, scales: ir.Value, sizes: tuple[int, int]) -> ir.Value:
+    """The scales of ``MatMulNBits``, those of a column in a column."""
+    assert scales.const_value is not None
+    array = np.ascontiguousarray(scales.const_value.numpy().reshape(sizes).T)
+    return _register(graph, scales, ir.Tensor(array), step("transpose", recipe_of(scales), [1, 0]))
+
+
+def _register(graph: ir.Graph, of: ir.Value, tensor: ir.Tensor[Any], recipe: Recipe) -> ir.Value:
+    name = f"{of.name}_rows"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    return add_initializer(graph, recorded(tensor, recipe), name, recipe)
+
+
+CONVOLUTIONS = frozenset(("Conv", "ConvTranspose"))
+"""Operators whose weights have channels."""
+
+_LARGEST, _MIDDLE = 127, 128
+
+
+def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) -> None:
+    """Store the weights of the convolutions and tables of a graph in 8 bits, in place; all are initializers.
+
+    ``block_size`` elements of a row of a table share a scale; ``symmetric`` blocks have no zero points.
+    """
+    made: dict[tuple[ir.Value, int], list[ir.Value]] = {}
+    for node in list(graph):
+        place = 1 if node.op_type in CONVOLUTIONS else 0
+        weight, axes = node.inputs[place], weight_axes(node, place)
+        assert weight is not None
+        assert axes is not None
+        tensor = weight.const_value
+        assert tensor is not None
+        channels = axes[1] if place else -1
+        if (weight, channels) not in made:
+            made[weight, channels] = (
+                _by_channel(graph, weight, tensor, channels)
+                if place
+                else _by_block(graph, weight, tensor, block_size, symmetric)
+            )
+        stored = made[weight, channels]
+        if place:
+            node.replace_input_with(1, stored[0])
+        else:
+            _look_up(graph, node, stored, block_size)
+        if not weight.uses():
+            graph.initializers.pop(str(weight.name), None)
+
+
+def _by_channel(graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, channels: int) -> list[ir.Value]:
+    """What a ``DequantizeLinear`` makes of a weight; one scale for each channel."""
+    shape = tuple(int(size) for size in tensor.shape.numpy())
+    others = tuple(axis for axis in range(len(shape)) if axis != channels)
+
+    def scales() -> Array:
+        largest: Array = np.abs(tensor.numpy()).max(axis=others)
+        return np.where(largest == 0, 1, largest / _LARGEST).astype(np.float32)
+
+    def levels() -> Array:
+        rounded: Array = np.round(tensor.numpy() / np.expand_dims(scales(), others))
+        return np.clip(rounded, -_LARGEST, _LARGEST).astype(np.int8)
+
+    stored = [
+        _lazy(graph, f"{weight.name}_Q8", levels, ir.DataType.INT8, shape),
+        _lazy(graph, f"{weight.name}_scales", scales, ir.DataType.FLOAT, (shape[channels],)),
+    ]
+    node = ir.node("DequantizeLinear", stored, {"axis": channels}, name=f"{weight.name}_dequantize")
+    node.outputs[0].name = f"{weight.name}_dequantized"
+    node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+    graph.insert_before(graph[0], node)
+    return [node.outputs[0]]
+
+
+def _by_block(
+    graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, size: int, symmetric: bool
+) -> list[ir.Value]:
+    """The levels, scales and zero points of the rows of a table."""
+    rows, columns = (int(length) for length in tensor.shape.numpy())
+    starts = np.arange(0, columns, size)
+
+    def bounds() -> tuple[Array, Array]:
+        array = tensor.numpy()
+        least, most = (each.reduceat(array, starts, axis=1) for each in (np.minimum, np.maximum))
+        if symmetric:
+            most = np.maximum(np.abs(least), np.abs(most)) * (2 * _MIDDLE - 1) / _LARGEST / 2
+            return -most, most
+        return np.minimum(least, 0), np.maximum(most, 0)
+
+    def scales() -> Array:
+        least, most = bounds()
+        width = (most - least) / (2 * _MIDDLE - 1)
+        return np.where(width == 0, 1, width).astype(np.float32)
+
+    def points() -> Array:
+        return np.full((rows, len(starts)), _MIDDLE, np.uint8) if symmetric else _rounded(-bounds()[0] / scales())
+
+    def levels() -> Array:
+        spread, shift = (np.repeat(each, size, axis=1)[:, :columns] for each in (scales(), points()))
+        return _rounded(tensor.numpy() / spread + shift)
+
+    blocks = (rows, len(starts))
+    stored = [
+        _lazy(graph, f"{weight.name}_Q8", levels, ir.DataType.UINT8, (rows, columns)),
+        _lazy(graph, f"{weight.name}_scales", scales, ir.DataType.FLOAT, blocks),
+    ]
+    if not symmetric:  # the middle without
+        stored.append(_lazy(graph, f"{weight.name}_zero_points", points, ir.DataType.UINT8, blocks))
+    return stored
+
+
+def _rounded(levels: Array) -> Array:
+    return np.clip(np.round(levels), 0, 2 * _MIDDLE - 1).astype(np.uint8)
+
+
+def _look_up(graph: ir.Graph, node: ir.Node, stored: list[ir.Value], block_size: int) -> None:
+    """Replace a ``Gather`` by one of blocks."""
+    data, *others = stored
+    attributes = {"bits": 8, "block_size": block_size, "gather_axis": 0, "quantize_axis": 1}
+    read = [data, node.inputs[1], *others]
+    replace(node, [ir.node("GatherBlockQuantized", read, attributes, domain="com.microsoft")])
+    graph.opset_imports.setdefault("com.microsoft", 1)
+
+
+def _lazy(
+    graph: ir.Graph, name: str, make: Callable[[], Array], dtype: ir.DataType, shape: tuple[int, ...]
+) -> ir.Value:
+    """An initializer that is computed when it is read."""
+    tensor = ir.LazyTensor(lambda: ir.Tensor(make(), dtype=dtype), dtype, ir.Shape(shape), name=name)
+    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
+    graph.register_initializer(value)
+    return value
