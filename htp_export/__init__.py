@@ -24,8 +24,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.extract.extraction import extract, splice
     from htp_export.capabilities.fingerprint.families import fingerprint
     from htp_export.capabilities.forensics.investigation import forensics
-    from htp_export.capabilities.functions.inlining import inline
-    from htp_export.capabilities.functions.nesting import functions
+    from htp_export.capabilities.functions.nesting import functions, inline
     from htp_export.capabilities.info.describing import info
     from htp_export.capabilities.inspect.inspecting import inspect
     from htp_export.capabilities.nodes.mapping import nodes

@@ -4,8 +4,7 @@ Passes of your own are registered with `register`, or come from packages with en
 ``htp_export.passes``. Those that rewrite node by node derive from `NodePass`.
 """
 
-from htp_export.capabilities.optimize.node_pass import NodePass
-from htp_export.capabilities.optimize.registry import LEVELS, PassInfo, available, register
+from htp_export.capabilities.optimize.registry import LEVELS, NodePass, PassInfo, available, register
 from htp_export.capabilities.optimize.results import OptimizedModels
 from htp_export.editing.editing import replace
 

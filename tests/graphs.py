@@ -92,7 +92,8 @@ def tagged(
 ) -> ir.Model:
     """A tagged model in ONNX's notation: ``(float[n, 3] x) => (float y) { [act] y = Relu (x) }``.
 
-    The name of a node is the module that owns it. ``i7`` and ``im1`` are initializers with the one number 7 and -1.
+    The name of a node is the module that owns it, with ``__`` for each dot. ``i7`` and ``im1`` are initializers with
+    the one number 7 and -1.
     """
     proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": {opset}]> Net {text}')
     for name in dict.fromkeys(name for node in proto.graph.node for name in node.input):
@@ -105,7 +106,7 @@ def tagged(
     for value in model.graph.outputs:
         value.shape = None
     for node in model.graph:
-        node.metadata_props.update({tags.MODULE: node.name or "", tags.REASON: "scope"})
+        node.metadata_props.update({tags.MODULE: (node.name or "").replace("__", "."), tags.REASON: "scope"})
         node.name = f"n_{node.outputs[0].name}"
     return _with_modules(model, signatures)
 

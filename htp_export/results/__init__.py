@@ -12,11 +12,9 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.cost.result import Cost
     from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference
     from htp_export.capabilities.extract.extraction import Extraction, Splice
-    from htp_export.capabilities.fingerprint.blocks import Block
-    from htp_export.capabilities.fingerprint.families import Fingerprint
+    from htp_export.capabilities.fingerprint.families import Block, Fingerprint
     from htp_export.capabilities.forensics.finding import Finding, Forensics
-    from htp_export.capabilities.functions.inlining import Inlined
-    from htp_export.capabilities.functions.nesting import Nested
+    from htp_export.capabilities.functions.nesting import Inlined, Nested
     from htp_export.capabilities.info.describing import Info
     from htp_export.capabilities.inspect.inspected import Inspected
     from htp_export.capabilities.lora.lora_files import FusedLora, LoraAdapter
@@ -24,7 +22,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.nodes.map_result import ModelMap
     from htp_export.capabilities.optimize.results import Change, Optimized, PassReport
     from htp_export.capabilities.partition.partitions import Partition, Stage
-    from htp_export.capabilities.pipeline.pipeline_results import PipelineRun, StepReport
+    from htp_export.capabilities.pipeline.running import PipelineRun, StepReport
     from htp_export.capabilities.place.placed import Crossing, DeviceUse, Misplaced, Placed, PlacedModule, Placement
     from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
     from htp_export.capabilities.prune.pruned import Pruned, PrunedModule

@@ -443,34 +443,24 @@ def weights() -> Originals:
     return known(WEIGHTS, weights=True)
 
 
-@pytest.mark.parametrize(
-    ("array", "originals", "largest_error"),
-    [
-        (WEIGHTS[0].astype(np.float16), (0,), 1e-3),
-        (WEIGHTS[0].T.copy(), (0,), 0.0),
-        (WEIGHTS[2].reshape(4, 4, 40), (2,), 0.0),
-        (np.concatenate([WEIGHTS[0], WEIGHTS[1]]), (0, 1), 0.0),
-        (np.concatenate([WEIGHTS[1].T, WEIGHTS[0].T], axis=1), (1, 0), 0.0),
-        (WEIGHTS[2][:, 10:30], (2,), 0.0),
-        (WEIGHTS[3] + 1, (3,), 1e-6),
-        (WEIGHTS[1] * 0.25, (1,), 1e-6),
-        (np.round(WEIGHTS[0] * 3) / 3, (0,), 0.15),
-        (np.round(WEIGHTS[0] * 30).astype(np.int8), (0,), 0.02),
-    ],
-    ids=[
-        "float16",
-        "transposed",
-        "reshaped",
-        "joined",
-        "joined_transposed",
-        "cut",
-        "plus_one",
-        "scaled",
-        "4_bits",
-        "int8",
-    ],
-)
-def test_a_weight_is_recognised(array: Any, originals: tuple[int, ...], largest_error: float) -> None:
+# Case → what is stored, the originals in it, and the largest error.
+RECOGNISED: dict[str, tuple[Any, tuple[int, ...], float]] = {
+    "float16": (WEIGHTS[0].astype(np.float16), (0,), 1e-3),
+    "transposed": (WEIGHTS[0].T.copy(), (0,), 0.0),
+    "reshaped": (WEIGHTS[2].reshape(4, 4, 40), (2,), 0.0),
+    "joined": (np.concatenate([WEIGHTS[0], WEIGHTS[1]]), (0, 1), 0.0),
+    "joined_transposed": (np.concatenate([WEIGHTS[1].T, WEIGHTS[0].T], axis=1), (1, 0), 0.0),
+    "cut": (WEIGHTS[2][:, 10:30], (2,), 0.0),
+    "plus_one": (WEIGHTS[3] + 1, (3,), 1e-6),
+    "scaled": (WEIGHTS[1] * 0.25, (1,), 1e-6),
+    "4_bits": (np.round(WEIGHTS[0] * 3) / 3, (0,), 0.15),
+    "int8": (np.round(WEIGHTS[0] * 30).astype(np.int8), (0,), 0.02),
+}
+
+
+@pytest.mark.parametrize("case", RECOGNISED)
+def test_a_weight_is_recognised(case: str) -> None:
+    array, originals, largest_error = RECOGNISED[case]
     same = weights().find(array)
     assert same is not None
     assert same.originals == originals

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from htp_export.capabilities.carry import alignment, graph_summary, likenesses, maps
+from htp_export.capabilities.carry import alignment, graph_summary, likenesses, origins
 from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.graph_summary import summarize
 
@@ -67,11 +67,11 @@ def test_constants_of_many_plain_numbers_are_told_apart() -> None:
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_a_map_in_a_file_is_unfolded_up_to_a_size(monkeypatch: pytest.MonkeyPatch, beyond: int) -> None:
     relu = ir.from_onnx_text(f"{HEADER} g (float[2] x) => (float[2] y) {{ y = Relu (x) }}")
-    text = maps.map_to_text(summarize(relu)[0])
-    size = len(maps.zlib.decompress(maps.base64.b85decode(text)))
-    monkeypatch.setattr(maps, "_LARGEST", size - beyond)
+    text = origins.map_to_text(summarize(relu)[0])
+    size = len(origins.zlib.decompress(origins.base64.b85decode(text)))
+    monkeypatch.setattr(origins, "_LARGEST", size - beyond)
     if not beyond:
-        assert [node.op for node in maps.text_to_map(text).nodes] == ["Relu"]
+        assert [node.op for node in origins.text_to_map(text).nodes] == ["Relu"]
         return
     with pytest.raises(ValueError, match="it is too large"):
-        maps.text_to_map(text)
+        origins.text_to_map(text)

@@ -20,10 +20,10 @@ from rich.console import Console
 import htp_export
 from htp_export.capabilities.cost.drawing import render
 from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree
-from htp_export.capabilities.fingerprint.blocks import repeated_blocks
+from htp_export.capabilities.fingerprint.families import repeated_blocks
 from htp_export.capabilities.functions import placing
 from htp_export.capabilities.functions.placing import MOST_NESTED
-from htp_export.capabilities.optimize.near_matching import MOST, near, near_matching
+from htp_export.capabilities.optimize.passes.fuse_for_onnxruntime import MOST, near, near_matching
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.model_explorer.overlays import drawing
 from htp_export.editing.function_records import Expectations
@@ -201,7 +201,7 @@ def test_a_tensor_with_very_many_consumers_is_said_where_patterns_may_be_missed(
     said = [
         record.getMessage()
         for record in caplog.records
-        if record.name == "htp_export.capabilities.optimize.near_matching"
+        if record.name == "htp_export.capabilities.optimize.passes.fuse_for_onnxruntime"
     ]
     if consumers < MOST:
         assert not said

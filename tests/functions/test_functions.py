@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.capabilities.functions import levels
+from htp_export.capabilities.functions import placing
 from htp_export.command.main import main
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
@@ -315,8 +315,8 @@ def test_modules_in_each_others_way_are_cut_until_the_graph_has_an_order():
 
 def test_each_set_of_modules_in_each_others_way_is_cut_alone(monkeypatch):
     looked_at = []
-    level = levels._Level
-    monkeypatch.setattr(levels, "_Level", lambda nodes, *given: looked_at.append(len(nodes)) or level(nodes, *given))
+    level = placing._Level
+    monkeypatch.setattr(placing, "_Level", lambda nodes, *given: looked_at.append(len(nodes)) or level(nodes, *given))
     pairs = 30
     owners = [f"{name}{pair}" for pair in range(pairs) for name in "abaabbb"]
     nested = htp_export.functions(chain(*owners), "**")
@@ -359,8 +359,13 @@ def test_module_that_also_runs_inside_another_keeps_what_it_did_at_its_own_place
 # --- and back -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("select", ["encoder.layer.*", "**", "class:Linear", ["**.attention", "class:BertEncoder"]])
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize(
+    ("select", "exporter"),
+    [
+        *(("**", exporter) for exporter in EXPORTERS),
+        *(("class:Linear", "dynamo"), (["**.attention", "class:BertEncoder"], "torchscript")),
+    ],
+)
 def test_inline_gives_the_flat_file_to_the_last_bit(bert, exporter, select):
     flat, _ = bert[exporter]
     nested = htp_export.functions(flat, select)
@@ -535,22 +540,15 @@ def flat_and_nested(bert):
 
 def test_a_module_of_a_nested_file_is_cut_out_and_put_back(flat_and_nested, bert):
     (flat, nested), feeds = flat_and_nested, bert["dynamo"][1]
-    path = "encoder.layer.1.attention.self"
+    path, before = "encoder.layer.1.attention.self", flat.SerializeToString()
     part = htp_export.extract(nested, path)
     assert same_file(part.model, htp_export.extract(flat, path).model)
     assert equal(run(htp_export.splice(nested, path, part).model, feeds), run(flat, feeds))
+    htp_export.splice(flat, path, part)
+    assert flat.SerializeToString() == before  # nothing of a model in memory is renamed
 
 
 def test_nested_and_flat_compare_module_by_module(flat_and_nested):
     result = htp_export.compare(*flat_and_nested)
     assert result.ok
     assert result.modules["encoder.layer.1.attention.self.query"].status == "agrees"
-
-
-def test_nothing_of_a_model_in_memory_is_renamed(flat_and_nested):
-    flat, nested = flat_and_nested
-    before = flat.SerializeToString()
-    path = "encoder.layer.1.attention.self"
-    htp_export.splice(nested, path, htp_export.extract(flat, path))
-    htp_export.splice(flat, path, htp_export.extract(nested, path))
-    assert flat.SerializeToString() == before

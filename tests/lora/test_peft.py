@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.lora import peft_weights as weights_of_peft
+from htp_export.capabilities.lora import weight_changes
 from htp_export.errors import InputError
 from tests.nets import spread, x
 
@@ -135,7 +135,10 @@ CASES: list[Any] = [
         *("convolutions", "torchscript", {"target_modules": ["wide", "line"], "modules_to_save": ["head"]}),
         ["head.bias", "head.weight"],
     ),
-    ("llama", "dynamo", {"task_type": "CAUSAL_LM", "use_dora": True, "target_modules": "all-linear"}, []),
+    pytest.param(
+        *("llama", "dynamo", {"task_type": "CAUSAL_LM", "use_dora": True, "target_modules": "all-linear"}, []),
+        marks=pytest.mark.slow,
+    ),
     (
         *("llama", "dynamo"),
         {
@@ -209,7 +212,7 @@ def test_what_cannot_be_fused_is_refused_with_what_to_do(
         htp_export.lora.adapter(
             htp_export.lora.insert(exported("convolutions", "dynamo")[2], "head"), tmp_path / "conv"
         )
-    monkeypatch.setattr(weights_of_peft, "find_spec", lambda _: None)
+    monkeypatch.setattr(weight_changes, "find_spec", lambda _: None)
     with pytest.raises(
         InputError, match=r"module 'wide' .* needs PEFT; install it with: pip install \"htp-export\[lora"
     ):

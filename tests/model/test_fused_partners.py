@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.optimize.fates import SignatureEvidence
+from htp_export.capabilities.optimize.bookkeeping import SignatureEvidence
 from htp_export.format.call_tree import CallTree
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.capabilities.optimize.fates import SignatureEvidence
+from htp_export.capabilities.optimize.bookkeeping import SignatureEvidence
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo

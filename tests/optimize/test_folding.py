@@ -5,7 +5,7 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.capabilities.optimize.constant_work import LEAST_ROOM
+from htp_export.capabilities.optimize.passes.fold_constants import LEAST_ROOM
 from tests.graphs import Builder, array, ops, owners, passed, rewritten, same, tagged
 from tests.written import written
 

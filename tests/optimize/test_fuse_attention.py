@@ -10,41 +10,40 @@ from htp_export.capabilities.optimize.registry import DEFAULT, choose
 from htp_export.errors import InputError
 from htp_export.shapes.symbolic import Symbolic
 from tests.exporting import exported
-from tests.graphs import Builder, array, ops, owners, passed, run
+from tests.graphs import Builder, array, ops, owners, passed, run, tagged
 from tests.truth import inexact
 
 HEADS, LENGTH, KEYS, FEATURES = 2, 3, 5, 4
+
+
+TOGETHER = "[attention] back = Transpose <perm = [0, 2, 1, 3]> (context) [attention] y = Reshape (back, together)"
+SHAPES = {"apart": np.array([0, 0, HEADS, FEATURES]), "together": np.array([0, 0, HEADS * FEATURES])}
+
+
+def heads(name: str) -> str:
+    """Nodes that set the heads of a tensor apart."""
+    turned = f"[attention] {name}h = Transpose <perm = [0, 2, 1, 3]> ({name}a)"
+    return f"[attention] {name}a = Reshape ({name}, apart) {turned}"
 
 
 def attention(
     mask: list[int] | None = None, *, opset: int = 23, scale: str = "Mul", joined: bool = True, extra: str = ""
 ) -> ir.Model:
     """Scaled, masked attention of heads that lie side by side, or are apart from the beginning."""
-    width = HEADS * FEATURES
-    whole = {"q": ["n", LENGTH, width], "k": ["n", KEYS, width], "v": ["n", KEYS, width]}
-    apart = {"q": ["n", HEADS, LENGTH, FEATURES], "k": ["n", HEADS, KEYS, FEATURES], "v": ["n", HEADS, KEYS, FEATURES]}
-    net = Builder(opset, **(whole if joined else apart), **({"mask": mask} if mask else {}))
-    net.const("apart", np.array([0, 0, HEADS, FEATURES]))
-    net.const("together", np.array([0, 0, width]))
-    net.const("scale", np.float32(0.3 if scale == "Mul" else 3))
-    for name in "qkv" if joined else "":
-        net.add("Reshape", f"{name} apart", f"{name}.apart", "attention")
-        if name != "k":
-            net.add("Transpose", f"{name}.apart", f"{name}.heads", "attention", perm=[0, 2, 1, 3])
-    keys = "k.apart" if joined else "k"
-    net.add("Transpose", keys, "k.turned", "attention", perm=[0, 2, 3, 1] if joined else [0, 1, 3, 2])
-    net.add("MatMul", "q.heads k.turned" if joined else "q k.turned", "product", "attention")
-    net.add(scale, "product scale", "scores", "attention")
-    if mask:
-        net.add("Add", "mask scores", "masked", "attention")
-    net.add("Softmax", "masked" if mask else "scores", "shares", "attention", axis=-1)
-    values = "v.heads" if joined else "v"
-    net.add("MatMul", f"shares {values}", "context" if joined else "y", "attention")
-    if joined:
-        net.add("Transpose", "context", "turned", "attention", perm=[0, 2, 1, 3])
-        net.add("Reshape", "turned together", "y", "attention")
-    inputs = [*"qkv", *(["mask"] if mask else [])]
-    return net.model(f"y {extra}".strip(), {"attention": (inputs, ["y", "shares"])})
+    sizes = {"q": LENGTH, "k": KEYS, "v": KEYS}
+    shape = "n, {}, " + str(HEADS * FEATURES) if joined else f"n, {HEADS}, {{}}, {FEATURES}"
+    inputs = [f"float[{shape.format(size)}] {name}" for name, size in sizes.items()]
+    inputs += [f"float{mask} mask"] if mask else []
+    perm = [0, 2, 3, 1] if joined else [0, 1, 3, 2]
+    graph = f"""({", ".join(inputs)}) => (float y{extra}) {{ {" ".join(map(heads, "qkv")) if joined else ""}
+        [attention] kt = Transpose <perm = {perm}> ({"ka" if joined else "k"})
+        [attention] product = MatMul ({"qh" if joined else "q"}, kt) [attention] scores = {scale} (product, scale)
+        {"[attention] masked = Add (mask, scores)" if mask else ""}
+        [attention] shares = Softmax <axis = -1> ({"masked" if mask else "scores"})
+        [attention] {"context = MatMul (shares, vh)" if joined else "y = MatMul (shares, v)"}
+        {TOGETHER if joined else ""} }}"""
+    signatures = {"attention": ([*"qkv", *(["mask"] if mask else [])], ["y", "shares"])}
+    return tagged(graph, signatures, opset, scale=np.float32(0.3 if scale == "Mul" else 3), **SHAPES)
 
 
 def fed(mask: list[int] | None, joined: bool = True) -> dict[str, np.ndarray]:
@@ -70,32 +69,23 @@ def test_an_attention_is_one_node_that_computes_the_same(mask, scale, joined):
 
 
 def test_an_attention_of_heads_takes_in_what_sets_them_apart():
-    net = Builder(23, q=["n", 3, 8], k=["n", 5, 8], v=["n", 5, 8])
-    net.const("apart", np.array([0, 0, 2, 4]))
-    net.const("together", np.array([0, 0, 8]))
-    for name in "qkv":
-        net.add("Reshape", f"{name} apart", f"{name}.apart", "attention")
-        net.add("Transpose", f"{name}.apart", f"{name}.heads", "attention", perm=[0, 2, 1, 3])
-    net.add("Attention", "q.heads k.heads v.heads", "context", "attention", scale=0.3)
-    net.add("Transpose", "context", "turned", "attention", perm=[0, 2, 1, 3])
-    net.add("Reshape", "turned together", "y", "attention")
-    model = net.model("y")
+    inputs = ", ".join(f"float[n, {size}, 8] {name}" for name, size in (("q", LENGTH), ("k", KEYS), ("v", KEYS)))
+    graph = f"""({inputs}) => (float y) {{ {" ".join(map(heads, "qkv"))}
+        [attention] context = Attention <scale = 0.3> (qh, kh, vh) {TOGETHER} }}"""
+    model = tagged(graph, opset=23, **SHAPES)
     changed, _ = passed(model, "fuse_attention")
     assert ops(changed) == ["Attention"]
     assert np.allclose(run(model, **fed(None))[0], run(changed, **fed(None))[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mask", [[1, 5], [2, 1, 1, 5], [3, 1]], ids=str)
-def test_masks_that_onnx_runtime_does_not_repeat_stay(mask):
-    assert "Attention" not in ops(passed(attention(mask), "fuse_attention")[0])
-
-
-def test_files_of_older_opsets_stay():
-    assert "Attention" not in ops(passed(attention(opset=22), "fuse_attention")[0])
-
-
-def test_weights_that_the_model_returns_stay():
-    assert "Attention" not in ops(passed(attention(extra="shares"), "fuse_attention")[0])
+@pytest.mark.parametrize(
+    "changes",
+    [*({"mask": mask} for mask in ([1, 5], [2, 1, 1, 5], [3, 1])), {"opset": 22}, {"extra": ", float shares"}],
+    ids=str,
+)
+def test_other_masks_older_opsets_and_weights_that_the_model_returns_stay(changes):
+    """ONNX Runtime repeats a mask over batch and heads only."""
+    assert "Attention" not in ops(passed(attention(**changes), "fuse_attention")[0])
 
 
 def test_it_runs_by_name_alone_also_beside_the_default_passes():

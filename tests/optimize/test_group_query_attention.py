@@ -16,10 +16,11 @@ import pytest
 
 import htp_export
 from htp_export.capabilities.huggingface.genai import GENAI_CONFIG, genai_config, shares_cache
-from htp_export.capabilities.optimize.declining import declined
+from htp_export.capabilities.optimize.registry import declined
 from htp_export.huggingface import example_calls, load_model
 from tests.decoders import TEXT, Programs, generated, greedy, nothing_past, past_of, prompt
 from tests.export.test_genai import generated_by_genai
+from tests.graphs import tagged
 
 PASS = "fuse_group_query_attention"
 HEADS = {**TEXT, "hidden_size": 64}  # of 16 features: the operator can rotate them
@@ -207,14 +208,11 @@ def first(model: ir.Model, operator: str) -> ir.Node:
     return next(node for node in model.graph if node.op_type == operator)
 
 
-def test_a_mask_that_shows_later_tokens_is_refused(decoder: ir.Model) -> None:
-    model = decoder.clone()
+def shows_later_tokens(model: ir.Model) -> None:
     first(model, "LessOrEqual").op_type = "GreaterOrEqual"
-    assert reasons(model) == {"its mask is not known to hide later tokens, which the operator always does"}
 
 
-def test_a_mask_that_shows_the_next_token_is_refused(decoder: ir.Model) -> None:
-    model = decoder.clone()
+def shows_the_next_token(model: ir.Model) -> None:
     compared = first(model, "LessOrEqual")
     one = ir.val("one", const_value=ir.tensor(np.array(1, np.int64), name="one"))
     model.graph.register_initializer(one)
@@ -222,27 +220,59 @@ def test_a_mask_that_shows_the_next_token_is_refused(decoder: ir.Model) -> None:
     shifted.outputs[0].shape = compared.inputs[1].shape
     model.graph.insert_before(compared, shifted)
     compared.replace_input_with(1, shifted.outputs[0])
-    assert reasons(model) == {"its mask is not known to hide later tokens, which the operator always does"}
 
 
-def test_results_that_depend_on_another_condition_are_refused(decoder: ir.Model) -> None:
-    model = decoder.clone()
+def has_another_condition(model: ir.Model) -> None:
     first(model, "Less").op_type = "Greater"
-    assert reasons(model) == {"its result depends on another condition than its mask"}
 
 
-def test_weights_that_the_model_returns_are_refused(decoder: ir.Model) -> None:
+def returns_the_weights(model: ir.Model) -> None:
+    model.graph.outputs.extend(node.outputs[0] for node in list(model.graph) if node.op_type == "Softmax")
+
+
+LATER = "its mask is not known to hide later tokens, which the operator always does"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (shows_later_tokens, LATER),
+        (shows_the_next_token, LATER),
+        (has_another_condition, "its result depends on another condition than its mask"),
+        (returns_the_weights, "other nodes read the weights of the attention"),
+    ],
+)
+def test_what_the_operator_does_not_compute_is_refused(decoder: ir.Model, change: Any, why: str) -> None:
     model = decoder.clone()
-    for node in [node for node in model.graph if node.op_type == "Softmax"]:
-        model.graph.outputs.append(node.outputs[0])
-    assert reasons(model) == {"other nodes read the weights of the attention"}
+    change(model)
+    assert reasons(model) == {why}
 
 
-def test_heads_of_a_size_that_the_operator_does_not_take_are_refused() -> None:
-    settings = {**TEXT, "head_dim": 4, "num_hidden_layers": 1}
-    model = load_model("llama", task="text-generation-with-past", random_weights=True, overrides=settings)
-    program = Programs(model, example_calls(model))["model"]
-    assert reasons(program.model) == {"heads have 4 features; the operator takes multiples of 8"}
+def cached(
+    size: int = 8, type_: str = "float", heads: int = 2, values: int = 8, scores: str = "Add (s, mask)"
+) -> ir.Model:
+    """An attention with a cache, of two heads for keys and values."""
+    sizes = {"q": f"{heads}, n, {size}", "k": f"2, n, {size}", "v": f"2, n, {values}"}
+    sizes |= {"past_k": f"2, p, {size}", "past_v": f"2, p, {values}", "mask": "1, n, t"}
+    inputs = ", ".join(f"{type_}[b, {shape}] {name}" for name, shape in sizes.items())
+    return tagged(f"""({inputs}) => ({type_} y) {{ keys = Concat <axis = 2> (past_k, k)
+        values = Concat <axis = 2> (past_v, v) kt = Transpose <perm = [0, 1, 3, 2]> (keys) s = MatMul (q, kt)
+        m = {scores} w = Softmax <axis = -1> (m) c = MatMul (w, values) y = Transpose <perm = [0, 2, 1, 3]> (c) }}""")
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ({}, LATER),
+        ({"size": 4, "values": 4}, "heads have 4 features; the operator takes multiples of 8"),
+        ({"values": 16}, "queries, keys and values have heads of different sizes"),
+        ({"heads": 3}, "keys and values have other heads or lengths"),
+        ({"type_": "double"}, "it computes in DOUBLE, and the operator in float32 and float16"),
+        ({"scores": "Mul (s, i1)"}, "its scores are not a product that is scaled, capped and added to a mask"),
+    ],
+)
+def test_a_form_that_the_operator_does_not_take_is_refused(form: dict[str, Any], why: str) -> None:
+    assert reasons(cached(**form)) == {why}
 
 
 def test_a_cache_whose_length_no_input_says_is_not_shared(decoder: ir.Model) -> None:

@@ -13,7 +13,7 @@ from tests.graphs import Builder, array, ops, owners, passed, rewritten, same
 
 WIDTHS = {"q": 64, "k": 32, "v": 32}  # four heads of 16 features, and two for keys and values
 GIVEN = {"x": array(1, 3, 32), "past_k": array(1, 2, 5, 16, seed=1), "past_v": array(1, 2, 5, 16, seed=2)}
-PASSES = ("merge_parallel_projections", "pack_attention_inputs")
+PASSES = ("pack_attention_inputs",) * 2  # it makes one product, and then lets the attention read it
 
 
 def attention(read: str = "q k v", outputs: str = "y present_k present_v", bias: bool = False) -> ir.Model:
@@ -99,6 +99,16 @@ def test_weights_of_other_precisions_stay_apart(plan: dict[str, Any]) -> None:
 def test_columns_stand_in_the_order_of_the_inputs_and_can_be_read_elsewhere(changes: dict[str, str]) -> None:
     changed = rewritten(attention(**changes), *PASSES, tolerance=1e-5, **GIVEN)
     assert ops(changed).count("MatMul") == 1
+
+
+def test_layers_stay_exact_where_no_operator_of_onnx_runtime_may_be_made() -> None:
+    """The file has the attention already; ``tolerant`` is no leave to make its projections inexact."""
+    result = htp_export.optimize(attention(), level="tolerant")
+    assert ops(result.model) == ops(attention())
+    assert result.fused == {}
+    result = htp_export.optimize(attention(bias=True), level="tolerant")
+    assert ops(result.model) == ["MatMul", "Add", *["Slice"] * 3, "GroupQueryAttention"]
+    assert result.fused == {}
 
 
 def test_parts_of_one_product_need_no_split() -> None:

@@ -7,9 +7,9 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.capabilities.optimize import running
-from htp_export.capabilities.optimize.near_matching import MOST, near
+from htp_export.capabilities.optimize import optimizing
 from htp_export.capabilities.optimize.passes import merge_constant_sums, merge_parallel_projections, merge_slices
+from htp_export.capabilities.optimize.passes.fuse_for_onnxruntime import MOST, near
 from htp_export.shapes.symbolic import Symbolic
 from tests.graphs import run, tagged
 
@@ -82,6 +82,6 @@ def test_passes_are_repeated_up_to_a_number_of_rounds(monkeypatch: pytest.Monkey
     """Two passes of which the second makes work for the first: a round for each transposition that is left."""
     text = """g (float[2, 3] x) => (float[2, 3] y) {
         a = Transpose (x) b = Identity (a) c = Transpose (b) d = Identity (c) y = Relu (d) }"""
-    monkeypatch.setattr(running, "_MOST_ROUNDS", 2 - missing)
+    monkeypatch.setattr(optimizing, "_MOST_ROUNDS", 2 - missing)
     ops = optimized(text, "eliminate_redundant_transposes", "eliminate_identity_ops")
     assert ops == (["Transpose", "Transpose", "Relu"] if missing else ["Relu"])

@@ -3,8 +3,9 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
+from onnx_ir.passes.common import ShapeInferencePass
 
-from tests.graphs import Builder, array, ops, owners, passed, rewritten, same, tagged
+from tests.graphs import Builder, array, feeds, ops, owners, passed, rewritten, same, tagged
 from tests.written import written
 
 # --- gathers ---
@@ -54,13 +55,14 @@ def test_a_gather_of_a_part_or_in_another_order_stays(net: ir.Model):
 
 
 def test_projections_of_a_merged_projection_are_merged():
-    net = Builder(x=["n", 4])
-    for k, width in enumerate((4, 4, 4, 3, 3, 3)):
-        net.const(f"w{k}", array(4, width, seed=k))
-        net.const(f"b{k}", array(width, seed=k + 9))
-        net.add("MatMul", f"{'x' if k < 3 else 'y1'} w{k}", f"p{k}", "layer")
-        net.add("Add", f"p{k} b{k}", f"y{k}", "layer")
-    changed = rewritten(net.model("y0 y2 y3 y4 y5"), "merge_parallel_projections", tolerance=1e-5, x=array(2, 4))
+    layers = [
+        f"[layer] p{k} = MatMul ({'x' if k < 3 else 'y1'}, w{k}) [layer] y{k} = Add (p{k}, b{k})" for k in range(6)
+    ]
+    weights = {f"w{k}": array(4, 4 if k < 3 else 3, seed=k) for k in range(6)}
+    weights |= {f"b{k}": array(4 if k < 3 else 3, seed=k + 9) for k in range(6)}
+    outputs = ", ".join(f"float y{k}" for k in (0, 2, 3, 4, 5))
+    model = tagged(f"(float[n, 4] x) => ({outputs}) {{ {' '.join(layers)} }}", **weights)
+    changed = rewritten(model, "merge_parallel_projections", tolerance=1e-5, x=array(2, 4))
     assert ops(changed).count("MatMul") == 2
 
 
@@ -164,25 +166,15 @@ def test_tensors_of_equal_size_are_not_taken_for_one_another():
 @pytest.mark.parametrize("inverse", ["Div", "Reciprocal"])
 def test_a_root_mean_square_norm_of_either_exporter_is_one_node(inverse: str) -> None:
     """TorchScript writes ``1 / Sqrt(x)``, dynamo ``Reciprocal``; the sum before the norm belongs to it, too."""
-    net = Builder(20, x=[1, 3, 8], skip=[1, 3, 8])
-    for name, value in {"two": 2.0, "eps": 1e-6, "one": 1.0}.items():
-        net.const(name, np.array(value, np.float32))
-    net.const("axes", np.array([-1], np.int64))
-    net.const("weight", array(8))
-    net.add("Add", "x skip", "sum", "layer")
-    net.add("Pow", "sum two", "square", "norm")
-    settings = {} if inverse == "Div" else {"noop_with_empty_axes": 0}
-    net.add("ReduceMean", "square axes", "mean", "norm", keepdims=1, **settings)
-    net.add("Add", "mean eps", "more", "norm")
-    net.add("Sqrt", "more", "root", "norm")
-    net.add(inverse, "one root" if inverse == "Div" else "root", "inverse", "norm")
-    net.add("Mul", "sum inverse", "normal", "norm")
-    net.add("Mul", "weight normal", "y", "norm")
-    for name in ("sum", "square", "mean", "more", "root", "inverse", "normal", "y"):
-        net.values[name].shape, net.values[name].type = ir.Shape([1, 3, 8]), ir.TensorType(ir.DataType.FLOAT)
-    for name in ("mean", "more", "root", "inverse"):
-        net.values[name].shape = ir.Shape([1, 3, 1])
-    given = {"x": array(1, 3, 8, seed=1), "skip": array(1, 3, 8, seed=2)}
-    changed = rewritten(net.model("y sum"), "fuse_for_onnxruntime", tolerance=1e-5, **given)
+    turned = "Div (one, root)" if inverse == "Div" else "Reciprocal (root)"
+    settings = "keepdims = 1" if inverse == "Div" else "keepdims = 1, noop_with_empty_axes = 0"
+    graph = f"""(float[1, 3, 8] x, float[1, 3, 8] skip) => (float y, float sum)
+        <float two = {{2}}, float eps = {{1e-6}}, float one = {{1}}> {{ [layer] sum = Add (x, skip)
+        [norm] square = Pow (sum, two) [norm] mean = ReduceMean <{settings}> (square, im1) [norm] more = Add (mean, eps)
+        [norm] root = Sqrt (more) [norm] inverse = {turned} [norm] normal = Mul (sum, inverse)
+        [norm] y = Mul (weight, normal) }}"""
+    model = tagged(graph, opset=20, weight=array(8))
+    ShapeInferencePass()(model)
+    changed = rewritten(model, "fuse_for_onnxruntime", tolerance=1e-5, **feeds(model))
     assert ops(changed) == ["SkipSimplifiedLayerNormalization"]
     assert owners(changed)["y"] == ("layer", "norm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import re
 import tempfile
@@ -177,11 +178,25 @@ def feed_of(tagged: htp_export.TaggedModel, kwargs: Mapping[str, Any]) -> dict[s
     return {name: tensors[names.get(name, name)].detach().numpy() for name in inputs}
 
 
-def made(model: nn.Module, kwargs: Mapping[str, Any], exporter: str, folder: Path) -> Path:
-    """The file of a model."""
-    file = folder / "model.onnx"
-    htp_export.export(model, (), file, kwargs=dict(kwargs), dynamo=exporter == "dynamo", verbose=False)
-    return file
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[nn.Module, dict[str, Any], Path]]:
+    """Family and exporter → a model, its arguments and its file, each made once."""
+
+    @functools.cache
+    def of(family: str, exporter: str) -> tuple[nn.Module, dict[str, Any], Path]:
+        torch.manual_seed(0)
+        model, kwargs = subjects()[f"transformers/{family}"].build()
+        for noise in ("noise_scale", "noise_scale_duration"):  # vits
+            if hasattr(model, noise):
+                setattr(model, noise, 0.0)
+        file = tmp_path_factory.mktemp(family) / "model.onnx"
+        try:
+            htp_export.export(model, (), file, kwargs=dict(kwargs), dynamo=exporter == "dynamo", verbose=False)
+        except Exception as error:
+            pytest.skip(f"torch does not export it: {type(error).__name__}")
+        return model, kwargs, file
+
+    return of
 
 
 FAMILIES = [
@@ -195,18 +210,10 @@ CASES = [(family, exporter) for family in FAMILIES for exporter in ("dynamo", "t
 
 @pytest.mark.parametrize(("family", "exporter"), quick(CASES, ("bert", "dynamo"), ("resnet", "torchscript")))
 def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(
-    family: str, exporter: str, tmp_path: Path
+    family: str, exporter: str, made: Any
 ) -> None:
-    torch.manual_seed(0)
-    model, kwargs = subjects()[f"transformers/{family}"].build()
-    for noise in ("noise_scale", "noise_scale_duration"):  # vits
-        if hasattr(model, noise):
-            setattr(model, noise, 0.0)
+    model, kwargs, program = made(family, exporter)
     seen, again = seen_in(model, kwargs), seen_in(model, with_other_values(kwargs))
-    try:
-        program = made(model, kwargs, exporter, tmp_path)
-    except Exception as error:
-        pytest.skip(f"torch does not export it: {type(error).__name__}")
     if not (verified := htp_export.verify(model, program, kwargs=kwargs)).ok:
         pytest.skip(f"torch exports another model, without this package too: {verified.summary}")
     feed = feed_of(htp_export.load(program), kwargs)
@@ -253,10 +260,8 @@ STEERED = [(level, exporter) for level in (None, *LEVELS) for exporter in ("dyna
 
 
 @pytest.mark.parametrize(("level", "exporter"), quick(STEERED, (None, "dynamo")))
-def test_steering_is_a_hook_that_adds_and_zero_without_a_vector(exporter: str, level: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, kwargs = subjects()["transformers/bert"].build()
-    program = made(model, kwargs, exporter, tmp_path)
+def test_steering_is_a_hook_that_adds_and_zero_without_a_vector(exporter: str, level: Any, made: Any) -> None:
+    model, kwargs, program = made("bert", exporter)
     places = ["encoder.layer.0:out", "encoder.layer.1:in", "encoder.layer.1.output.dense:out", "pooler:in"]
     steered = htp_export.steer(program, places)
     assert htp_export.verify(model, steered, kwargs=kwargs).ok

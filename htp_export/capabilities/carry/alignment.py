@@ -9,20 +9,22 @@ BatchNorm into a Conv.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from htp_export.capabilities.carry.backwards import go_backwards
-from htp_export.capabilities.carry.counterparts import LOOK_BACK, Counterparts, repeats
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
+from htp_export.capabilities.carry.numbering import FLOATS, Numbering, repeats
 from htp_export.format.reasons import Reason
-from htp_export.shapes.operator_kinds import base_op, moves, resembles
+from htp_export.shapes.operator_kinds import COMMUTATIVE, IN_PLACE, base_op, moves, resembles
 
 if TYPE_CHECKING:
     from htp_export.capabilities.carry.likenesses import Likeness
 
 _FEW = 4  # consumers of a weight (a constant like 1 has more), and original nodes that one node replaces
+
+_LOOK_BACK = 40
+"""Original nodes that are searched behind one tensor: tools seldom merge more than ten, which are close by."""
 
 _MOST_FOLLOWERS = 4
 """Nodes after a product that one fused node may have taken in: bias, residual, scale and activation."""
@@ -40,15 +42,25 @@ class AlignmentEvidence:
     idle: Mapping[int, int] = field(default_factory=dict)  # original node → the input that it gives back here
 
 
-class Alignment(Counterparts):
-    """The counterparts of the tensors after a tool, as far as they are known."""
+class Alignment:
+    """The counterparts of the tensors after a tool, as far as they are known; lists are by value after."""
+
+    by_consumers = False
+    """Whether a tensor that equals several original ones is those of them that its consumers read."""
 
     def __init__(self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence | None = None) -> None:
         self.evidence = AlignmentEvidence() if evidence is None else evidence
         layouts = {
             node: value for node, value in self.evidence.idle.items() if moves(before.nodes[node].op, views=True)
         }
-        super().__init__(before, after, layouts)
+        self.before, self.after = before, after
+        self.numbers = Numbering(before, layouts)
+        self.counterpart = [NOTHING] * len(after.values)  # number of the original
+        self.exact = [False] * len(after.values)  # the same tensor; otherwise of another shape, layout or element type
+        self.named = [""] * len(after.values)  # evidence: ``tensor``, ``node``, ``initializer``, ``values`` or none
+        self.also: dict[int, tuple[int, ...]] = {}  # further original values that are equal to a value
+        self.parts: dict[int, tuple[int, ...]] = {}  # the original values that a value joins, its counterpart first
+        self.known = set[int]()  # the numbers of all counterparts
         self._settled = set[int]()
         self._node_names = {node.name: index for index, node in enumerate(before.nodes) if node.name}
         self._sources()
@@ -60,9 +72,48 @@ class Alignment(Counterparts):
         for node in nodes:
             self._forward(node)
         self.known = {number for number in self.counterpart if number != NOTHING}
-        go_backwards(self)
+        for index in range(len(nodes) - 1, -1, -1):
+            self._backward(index)
         self.counterpart = [self.numbers.current(number) for number in self.counterpart]
         self.known = {number for number in self.counterpart if number != NOTHING}
+
+    def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
+        """Match a value with a number; not with `NOTHING`."""
+        if number != NOTHING:
+            self.counterpart[value], self.exact[value] = number, exact
+            self.named[value] = named or self.named[value]
+
+    def numbers_of(self, value: int) -> set[int]:
+        """The numbers of the original tensors that a value stands for: one, or those that it joins."""
+        parts = self.parts.get(value)
+        numbers = {self.counterpart[value]} if parts is None else {self.numbers.number[part] for part in parts}
+        return numbers - {NOTHING}
+
+    def alike(self, after: int, before: int) -> bool:
+        """Whether two tensors can be the same, by shape and element type, as far as they are known."""
+        (sizes_after, kind), (sizes_before, before_kind) = self.after.shape(after), self.before.shape(before)
+        if kind and before_kind and kind != before_kind and not {kind, before_kind} <= FLOATS:
+            return False
+        if sizes_after is None or sizes_before is None:
+            return True
+        sizes = zip(sizes_after, sizes_before, strict=False)
+        fits = all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in sizes)
+        return fits and len(sizes_after) == len(sizes_before)
+
+    def origin(self, value: int) -> int:
+        """The original value of a value: of those with its number, the one with its name, or the first."""
+        members = self.numbers.members.get(self.numbers.current(self.counterpart[value]), ())
+        name = self.after.values[value].name
+        for member in members:
+            if self.before.values[member].name == name:
+                return member
+        busy = [m for m in members if self.before.maker[m] == NOTHING or not self.numbers.idle[self.before.maker[m]]]
+        return (busy or [*members, NOTHING])[0]
+
+    def makers(self, number: int) -> list[int]:
+        """The original nodes that compute a tensor or give it back."""
+        makers = (self.before.maker[value] for value in self.numbers.members.get(number, ()))
+        return [maker for maker in makers if maker != NOTHING]
 
     # --- inputs, outputs and constants ---
 
@@ -142,7 +193,7 @@ class Alignment(Counterparts):
                 candidate = outputs[0] if outputs else NOTHING
             maker = self.before.maker[candidate] if candidate != NOTHING else NOTHING
             if maker != NOTHING and self.before.nodes[maker].scope == node.scope:
-                return self._followed(node, candidate, reads) if self._may_make(node, maker, reads) else NOTHING
+                return self._followed(node, candidate) if self._may_make(node, maker, reads) else NOTHING
             name = name[: max(name.rfind("_"), name.rfind("/"), 0)]
         return NOTHING
 
@@ -157,7 +208,7 @@ class Alignment(Counterparts):
             if resembles(node.op, self.before.nodes[at].op):
                 return True
             seen.add(at)
-            behind = (v for v in self.before.nodes[at].inputs if v != NOTHING and self.before.live[v])
+            behind = (v for v in self.before.live_inputs(self.before.nodes[at]))
             makers = (self.before.maker[v] for v in behind if self.numbers.number[v] not in reads)
             queue += [
                 producer for producer in makers if producer != NOTHING and producer not in seen and "::" in node.op
@@ -167,12 +218,10 @@ class Alignment(Counterparts):
     def _by_weights(self, node: SummaryNode, value: int) -> None:
         """Match the output of a node by its weights; where names hold, these say no more."""
 
-    def _followed(self, node: SummaryNode, value: int, reads: set[int]) -> int:
-        """A later tensor, if the node reads more than this one depends on, or names an operator that it absorbed."""
+    def _followed(self, node: SummaryNode, value: int) -> int:
+        """A later tensor, if the node has more operands than the original one, or names operators that it absorbed."""
         before, number = self.before, self.numbers.number
         missing = self._operands_besides(node, value)
-        if not missing:
-            missing = {read for read in reads if before.live[read]} - self._made_of(value)
         at = value
         for _ in range(_MOST_FOLLOWERS):
             readers = [reader for reader in before.readers[at] if not self.numbers.idle[reader]]
@@ -191,17 +240,148 @@ class Alignment(Counterparts):
     def _operands_besides(self, node: SummaryNode, value: int) -> set[int]:
         """The inputs of a node beyond those of an original one, if it has more: the other operand of a sum."""
         old = self.before.nodes[self.before.maker[value]]
-        mine = Counter(self.counterpart[v] for v in node.inputs if v != NOTHING and self.after.live[v])
-        theirs = Counter(self.numbers.number[v] for v in old.inputs if v != NOTHING and self.before.live[v])
+        mine = Counter(self.counterpart[v] for v in self.after.live_inputs(node))
+        theirs = Counter(self.numbers.number[v] for v in self.before.live_inputs(old))
         return set(mine - theirs) - {NOTHING} if mine.total() > theirs.total() else set()
 
-    def _made_of(self, value: int) -> set[int]:
-        """The numbers of the tensors on which one depends, a few nodes back."""
-        queue, behind = [value], set[int]()
-        while queue and len(behind) < LOOK_BACK:
-            maker = self.before.maker[queue.pop(0)]
-            if maker != NOTHING:
-                sources = [v for v in self.before.nodes[maker].inputs if v != NOTHING and self.before.live[v]]
-                queue.extend(v for v in sources if self.numbers.number[v] not in behind)
-                behind.update(self.numbers.number[v] for v in sources)
-        return behind
+    # --- backwards ---
+
+    def _backward(self, index: int) -> None:
+        """Match the inputs of one node: one that remains reads what it read before."""
+        node = self.after.nodes[index]
+        known = [value for value in node.makes if self.counterpart[value] != NOTHING]
+        old = self._original(known[0]) if known and node.inputs else None
+        if old is None:
+            return
+        same, exact = node.attributes == old.attributes, self.exact[known[0]]
+        if moves(node.op):
+            if old.op == node.op:
+                self._pair_movers(node, old)
+                if len(node.inputs) == len(old.inputs) == 1 and NOTHING not in (node.inputs[0], old.inputs[0]):
+                    self._settle(index, node.inputs[0], old.inputs[0], same, exact)
+            self._through(node, self.origin(known[0]))
+        elif old.op == node.op:
+            for mine, theirs in self._pairs(node, old):
+                self._settle(index, mine, theirs, same, exact)
+
+    def _original(self, value: int) -> SummaryNode | None:
+        """The original node that makes the counterpart of a value."""
+        origin = self.origin(value)
+        maker = NOTHING if origin == NOTHING else self.before.maker[origin]
+        return None if maker == NOTHING else self.before.nodes[maker]
+
+    def _pairs(self, node: SummaryNode, old: SummaryNode) -> Iterator[tuple[int, int]]:
+        """The inputs of a node with those of the original, without constants; nothing if their number differs."""
+        mine = self.after.live_inputs(node)
+        theirs = self.before.live_inputs(old)
+        if len(mine) != len(theirs):
+            return
+        if node.op in COMMUTATIVE and len(mine) > 1:
+            number = self.numbers.number
+            for value in list(mine):
+                same = next((v for v in theirs if number[v] == self.numbers.current(self.counterpart[value])), None)
+                if same is not None:
+                    mine.remove(value)
+                    theirs.remove(same)
+            if len(mine) > 1:
+                return
+        yield from zip(mine, theirs, strict=True)
+
+    def _settle(self, reader: int, value: int, old: int, same: bool, exact: bool) -> None:
+        """Match ``value``, which a node reads instead of ``old``; ``same``: the node's attributes are unchanged.
+
+        ``exact``: Its output is the original tensor in the original layout.
+        """
+        number, mine = self.numbers.number[old], self.numbers.current(self.counterpart[value])
+        if mine == number:
+            return
+        maker = self.after.maker[value]
+        exact = exact and self.alike(value, old)
+        if mine == NOTHING:
+            self.match(value, number, exact)
+            return
+        if maker == NOTHING or not same or not self._same_weights(reader):
+            return
+        between = self._between(mine, old)
+        if between is None:
+            return
+        moved = all(moves(self.before.nodes[node].op, views=True) for node in between)
+        if moved and exact:
+            self.numbers.unite(mine, number)
+            for node in between:
+                self.numbers.idle[node] = True
+        elif (exact or not moved) and number not in self.known:
+            self.match(value, number, exact)
+            self.known.add(number)
+
+    def _same_weights(self, reader: int) -> bool:
+        """Whether the weights of a node have counterparts; a node with other weights may have absorbed operators."""
+        return all(
+            self.counterpart[value] != NOTHING
+            for value in self.after.nodes[reader].inputs
+            if value != NOTHING and not self.after.live[value]
+        )
+
+    def _between(self, number: int, value: int) -> list[int] | None:
+        """The original nodes between a tensor and a later one; None if there is no path, or there are too many."""
+        queue, between, reached = [value], list[int](), False
+        seen: set[int] = set()
+        while queue and len(between) < _LOOK_BACK:
+            at = queue.pop()
+            if self.numbers.number[at] == number:
+                reached = True
+                continue
+            maker = self.before.maker[at]
+            if maker == NOTHING or maker in seen or not self.before.live[at]:
+                continue
+            seen.add(maker)
+            between.append(maker)
+            queue += self.before.nodes[maker].reads
+        return between if reached and not queue else None
+
+    def _pair_movers(self, node: SummaryNode, old: SummaryNode) -> None:
+        """Match the inputs of layout operators if their producers have the same operator, or they the same shape."""
+        value, original = node.inputs[0], old.inputs[0]
+        if NOTHING in (value, original) or self.counterpart[value] != NOTHING:
+            return
+        mine, theirs = self.after.maker[value], self.before.maker[original]
+        if NOTHING in (mine, theirs):
+            return
+        op, known = self.after.nodes[mine].op, self.after.shape(value)[0] is not None
+        if op == self.before.nodes[theirs].op or (known and not moves(op) and self.alike(value, original)):
+            self.match(value, self.numbers.number[original], self.alike(value, original))
+
+    def _through(self, node: SummaryNode, origin: int) -> None:
+        """Match the first computed tensor before layout operators with the original one.
+
+        Also if it has the name of an earlier node: a node may be named after the first of those that it replaces.
+        """
+        value, in_place = node.inputs[0], base_op(node.op) in IN_PLACE
+        while value != NOTHING and (self.counterpart[value] == NOTHING or self._named_after_less(value, origin)):
+            maker = self.after.maker[value]
+            if maker == NOTHING or not self.after.nodes[maker].inputs:
+                return
+            if not moves(self.after.nodes[maker].op):
+                number = self._computed(origin)
+                exact = in_place and number == self.numbers.number[origin] and self.alike(value, origin)
+                self.match(value, number, exact)
+                return
+            in_place = in_place and base_op(self.after.nodes[maker].op) in IN_PLACE
+            value = self.after.nodes[maker].inputs[0]
+
+    def _named_after_less(self, value: int, origin: int) -> bool:
+        """Whether a tensor is matched by its node's name only, and nodes compute between its match and ``origin``."""
+        if self.named[value] != Reason.NODE or self.exact[value]:
+            return False
+        between = self._between(self.numbers.current(self.counterpart[value]), origin)
+        return any(not moves(self.before.nodes[node].op) for node in between or ())
+
+    def _computed(self, value: int) -> int:
+        """The number of the tensor before layout operators."""
+        maker = self.before.maker[value]
+        while maker != NOTHING and moves(self.before.nodes[maker].op) and self.before.nodes[maker].inputs:
+            source = self.before.nodes[maker].inputs[0]
+            if source == NOTHING or not self.before.live[source]:
+                break
+            value, maker = source, self.before.maker[source]
+        return self.numbers.number[value]

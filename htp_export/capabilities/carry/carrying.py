@@ -14,8 +14,8 @@ import onnx_ir as ir
 from htp_export.capabilities.carry import LEAST_KNOWN
 from htp_export.capabilities.carry.ladder import Found, find_owners
 from htp_export.capabilities.carry.origins import Origin, exported, from_map, from_model, map_of, module_functions
-from htp_export.capabilities.carry.tagging import tag
-from htp_export.capabilities.carry.weight_recipes import carry_recipes
+from htp_export.capabilities.carry.ownership import tag
+from htp_export.capabilities.carry.stored_weights import carry_recipes
 from htp_export.editing.flattening import dissolve
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model

@@ -113,6 +113,10 @@ class GraphSummary:
         dependent = dependence(self._steps(), self._given())
         return [index in dependent for index in range(len(self.values))]
 
+    def live_inputs(self, node: SummaryNode) -> list[int]:
+        """The inputs of a node that depend on the values of the model's inputs, in order: no weights, no sizes."""
+        return [value for value in node.inputs if value != NOTHING and self.live[value]]
+
     def consumers(self, index: int) -> list[int]:
         """The nodes that read what a node makes; one that reads several of its outputs as often."""
         return [reader for value in self.nodes[index].makes for reader in self.readers[value]]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+import binascii
+import json
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import onnx_ir as ir
 
 from htp_export.capabilities.carry.feeds import inputs_of_call
-from htp_export.capabilities.carry.graph_summary import GraphSummary, summarize
-from htp_export.capabilities.carry.inlined_names import restore_names
-from htp_export.capabilities.carry.maps import map_to_text, text_to_map
+from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode, SummaryValue, summarize
 from htp_export.editing.flattening import InlinedCall, dissolved, read_flat
 from htp_export.editing.function_records import DOMAIN
 from htp_export.errors import InputError, UntaggedModelError
@@ -24,6 +28,124 @@ from htp_export.model.tagged import TaggedModel, load
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+_LARGEST = 1 << 28  # bytes of JSON; a text that unfolds to more is no map
+
+T = TypeVar("T", bound=Hashable)
+
+
+def map_to_text(summary: GraphSummary) -> str:
+    """A summary as JSON, deflated, in base 85: with the shapes that can be inferred, and no reasons.
+
+    Examples:
+        >>> relu = SummaryNode("Relu", "node", (0,), (1,), owners=("act",))
+        >>> summary = GraphSummary([relu], [SummaryValue("x", kind="input"), SummaryValue("y")], [0], [1])
+        >>> text_to_map(map_to_text(summary)) == summary
+        True
+    """
+    nodes, values = summary.nodes, summary.values
+    for index in range(len(values)):
+        summary.shape(index)  # a reader of the map has no graph for inference
+    columns = {
+        "nodes": [
+            _table(node.op for node in nodes),
+            [node.name for node in nodes],
+            [_relative(node.inputs, index) for index, node in enumerate(nodes)],
+            [_relative(node.outputs, index) for index, node in enumerate(nodes)],
+            _table(node.captured for node in nodes),
+            _table(node.attributes for node in nodes),
+            _table(node.words for node in nodes),
+            _table(node.scope for node in nodes),
+            _table((node.holder, node.has_bodies) for node in nodes),
+            _table((node.owners, node.call) for node in nodes),
+        ],
+        "values": [
+            [value.name for value in values],
+            _table((value.scope, value.shape, value.dtype, value.kind) for value in values),
+            _table(value.content for value in values),
+        ],
+        "inputs": summary.inputs,
+        "outputs": summary.outputs,
+    }
+    plain = json.dumps(columns, separators=(",", ":"), ensure_ascii=False).encode()
+    return base64.b85encode(zlib.compress(plain, 9)).decode()
+
+
+def text_to_map(text: str) -> GraphSummary:
+    """What `map_to_text` wrote; a ValueError if the text is none."""
+    try:
+        unfolding = zlib.decompressobj()
+        plain = unfolding.decompress(base64.b85decode(text), _LARGEST)
+        if unfolding.unconsumed_tail:
+            raise ValueError("it is too large")
+        return _summary(json.loads(plain))
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, zlib.error, binascii.Error) as error:
+        raise ValueError(f"{tags.MAP} is not what the file format says: {error}") from error
+
+
+def _summary(columns: dict[str, Any]) -> GraphSummary:
+    op, names, inputs, outputs, captured, attributes, words, scopes, held, owned = columns["nodes"]
+    value_names, kinds, contents = columns["values"]
+    values = [
+        SummaryValue(_text(name), scope, None if shape is None else tuple(shape), dtype, kind, _text(content))
+        for name, (scope, shape, dtype, kind), content in zip(
+            value_names, _listed(kinds), _listed(contents), strict=True
+        )
+    ]
+    rows = zip(
+        *(_listed(op), names, inputs, outputs, _listed(captured), _listed(attributes)),
+        *(_listed(words), _listed(scopes), _listed(held), _listed(owned)),
+        strict=True,
+    )
+    nodes = [_node(index, row, len(values)) for index, row in enumerate(rows)]
+    graph_inputs, graph_outputs = (list(_within(columns[key], len(values))) for key in ("inputs", "outputs"))
+    return GraphSummary(nodes, values, graph_inputs, graph_outputs)
+
+
+def _node(index: int, row: tuple[Any, ...], count: int) -> SummaryNode:
+    op, name, inputs, outputs, captured, attributes, words, scope, (holder, has_bodies), (owners, call) = row
+    return SummaryNode(
+        *(_text(op), _text(name), _absolute(inputs, index, count), _absolute(outputs, index, count)),
+        *(_within(captured, count), _text(attributes), tuple(map(_text, words)), _text(scope)),
+        holder=holder if NOTHING <= holder < index else NOTHING,
+        has_bodies=bool(has_bodies),
+        owners=tuple(map(_text, owners)),
+        call=_text(call),
+    )
+
+
+def _table(column: Iterable[T]) -> list[Any]:
+    """Entries, each once, and for each row the number of its entry."""
+    entries: dict[T, int] = {}
+    rows = [entries.setdefault(entry, len(entries)) for entry in column]
+    return [list(entries), rows]
+
+
+def _listed(table: Sequence[Any]) -> list[Any]:
+    entries, rows = table
+    return [entries[row] for row in rows]
+
+
+def _relative(places: Sequence[int], index: int) -> list[int | None]:
+    """Values by their distance from the node's own number: alike in layers that are alike."""
+    return [None if place == NOTHING else place - index for place in places]
+
+
+def _absolute(places: Sequence[int | None], index: int, count: int) -> tuple[int, ...]:
+    return _within([NOTHING if place is None else place + index for place in places], count)
+
+
+def _within(places: Sequence[int], count: int) -> tuple[int, ...]:
+    if not all(isinstance(place, int) and NOTHING <= place < count for place in places):
+        raise ValueError("a value has a number that no value has")
+    return tuple(places)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a name is not a string")
+    return value
 
 
 @dataclass(frozen=True)
@@ -115,3 +237,83 @@ def _calls(props: Mapping[str, str], hierarchy: Hierarchy) -> CallTree:
         return CallTree.from_json(props.get(tags.CALLERS), hierarchy)
     except ValueError as error:
         raise InputError(f"the first model: {error}") from error
+
+
+_Key = tuple[ir.OperatorIdentifier, str, str]  # function, what stands before the name in the body, and after it
+
+
+def restore_names(after: ir.Model, calls: Sequence[InlinedCall]) -> None:
+    """Name the tensors of inlined functions as in the flat graph, where it is known which call they come from.
+
+    Inputs, outputs and initializers of ``after`` keep their names. ``calls`` are in the order in which they ran.
+    """
+    found = _groups(after, calls)
+    by_function: defaultdict[ir.OperatorIdentifier, list[InlinedCall]] = defaultdict(list)
+    for call in calls:
+        by_function[call.function].append(call)
+    kept = {*after.graph.inputs, *after.graph.outputs, *after.graph.initializers.values()}
+    used = {value.name for node in after.graph.all_nodes() for value in node.outputs} | {value.name for value in kept}
+    renamed: dict[ir.Value, str] = {}
+    for function, candidates in by_function.items():
+        groups = {key: values for key, values in found.items() if key[0] == function}
+        for key, call in _assigned(groups, candidates).items():
+            for name, value in groups[key].items():
+                wanted = call.values[name].name
+                if value not in kept and wanted and wanted not in used:
+                    renamed[value] = wanted
+                    used.add(wanted)
+    for value, name in renamed.items():
+        value.name = name
+
+
+def _groups(after: ir.Model, calls: Iterable[InlinedCall]) -> dict[_Key, dict[str, ir.Value]]:
+    """The tensors of each inlined call: name in the body → tensor, for the longest name that fits."""
+    names = {call.function: set(call.values) for call in calls}
+    found: defaultdict[_Key, dict[str, ir.Value]] = defaultdict(dict)
+    for node in after.graph.all_nodes():
+        for value in node.outputs:
+            for function, inside in names.items():
+                split = _split(value.name or "", function[1], inside)
+                if split is not None:
+                    front, name, back = split
+                    found[function, front, back].setdefault(name, value)
+    return dict(found)
+
+
+def _split(text: str, function: str, names: set[str]) -> tuple[str, str, str] | None:
+    """What stands before a name of a body, the name, and what stands after it."""
+    numbered = re.fullmatch(r"(.+?)(__\d+)", text)
+    if numbered and numbered[1] in names:
+        return "", numbered[1], numbered[2]
+    if function not in text:
+        return None
+    for start in range(text.index(function) + len(function) + 1, len(text)):
+        if text[start - 1] == "_" and text[start:] in names:
+            return text[:start], text[start:], ""
+    return None
+
+
+def _assigned(groups: Mapping[_Key, Mapping[str, ir.Value]], calls: Sequence[InlinedCall]) -> dict[_Key, InlinedCall]:
+    """Group → the call whose weights its nodes read; in order, where there is one for each call."""
+    readers = [{name: _weights(value) for name, value in call.values.items()} for call in calls]
+    left, waiting = dict(enumerate(calls)), list(groups)
+    found: dict[_Key, InlinedCall] = {}
+    for key in groups:
+        votes: Counter[int] = Counter()
+        for name, value in groups[key].items():
+            weights = _weights(value)
+            votes.update({number: len(weights & readers[number][name]) for number in left})
+        best = votes.most_common(2)
+        if best and best[0][1] and (len(best) == 1 or best[0][1] > best[1][1]):
+            found[key] = left.pop(best[0][0])
+            waiting.remove(key)
+    if len(waiting) == len(left):
+        found.update(zip(waiting, left.values(), strict=True))
+    return found
+
+
+def _weights(value: ir.Value) -> set[str]:
+    """The names of the initializers that the producer of a value reads."""
+    producer = value.producer()
+    given = () if producer is None else producer.inputs
+    return {str(one.name) for one in given if one is not None and one.is_initializer()}

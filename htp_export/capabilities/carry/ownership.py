@@ -1,17 +1,26 @@
-"""The owners of each node after a tool, and the evidence for them."""
+"""The owners of each node after a tool, the evidence for them, and what they say of modules: fates and boundaries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import onnx_ir as ir
 
 from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode, summarize
+from htp_export.capabilities.carry.origins import Origin
 from htp_export.capabilities.carry.replaced_nodes import ReplacedNodes, replaced_nodes
+from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, NodeCalls
+from htp_export.format.fates import Fate
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
+from htp_export.format.signatures import Signature
+from htp_export.model.boundaries import OUTSIDE, Boundaries
+from htp_export.model.fates import FateEvidence, Outcome, find_fates
 from htp_export.model.tagged import TaggedModel
 
 
@@ -101,3 +110,139 @@ def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, N
         summarized.owners = ()
     owned = owners_after(before, after, replaced_nodes(Alignment(before, after)), tagged.calls)
     return {node: tagged.calls.work(entry.paths, entry.call) for node, entry in zip(after_nodes, owned, strict=True)}
+
+
+_IR_VERSION = 10  # the first with metadata on nodes
+
+
+def tag(
+    model: ir.Model, nodes: Sequence[ir.Node], owned: Sequence[Owned], alignment: Alignment, origin: Origin
+) -> tuple[Hierarchy, list[tuple[str, str, bool]]]:
+    """Write tags into a tool's result; return its modules with their new fates, and its contamination."""
+    works = [origin.calls.work(entry.paths, entry.call) for entry in owned]
+    evidence = _CarriedEvidence(alignment, origin, works)
+    hierarchy, crossing = find_fates(origin.hierarchy, evidence)
+    names = [value.name for value in alignment.after.values]
+    contamination = list(dict.fromkeys((path, names[value], leaves) for path, value, leaves in crossing))
+    entry_of = cache(lambda paths, reason, call: tags.node_tags(paths, reason, hierarchy.called, call))
+    for node, entry in zip(nodes, owned, strict=True):
+        tags.tag_node(node.metadata_props, entry_of(entry.paths, entry.reason, entry.call))
+    for key in tags.MODEL_KEYS:
+        model.metadata_props.pop(key, None)
+    signatures = evidence.signatures()
+    write_model_metadata(model.metadata_props, hierarchy, signatures=signatures, contamination=contamination)
+    model.metadata_props.update(origin.lasting)
+    model.graph.name = hierarchy.root.simple_class or model.graph.name
+    model.ir_version = max(model.ir_version, _IR_VERSION)
+    return hierarchy, contamination
+
+
+class _CarriedEvidence(FateEvidence[int]):
+    """The boundaries of modules after a tool, whose nodes do ``works``, compared with those in the original model."""
+
+    def __init__(self, alignment: Alignment, origin: Origin, works: Sequence[NodeCalls]) -> None:
+        super().__init__(_boundaries_of(alignment.after, works))
+        self._alignment, self._signatures, self._old = alignment, origin.signatures, origin.hierarchy
+        self._number = alignment.numbers.number
+        before = [origin.calls.work(node.owners, node.call) for node in alignment.before.nodes]
+        self._before = _boundaries_of(alignment.before, before)
+        self._remaining = {
+            number: value
+            for value, number in reversed(list(enumerate(alignment.counterpart)))
+            if number != NOTHING and alignment.exact[value]
+        }
+        self._known = cache(self._find_known)
+
+    def signatures(self) -> dict[str, list[Signature]]:
+        """The signatures with the new names of tensors; None for tensors that are gone."""
+        return {path: [call.renamed(self._name) for call in calls] for path, calls in self._signatures.items()}
+
+    def _name(self, name: str) -> str | None:
+        value = self._remaining.get(self._numbered(name), NOTHING)
+        return None if value == NOTHING else self._alignment.after.values[value].name
+
+    def _numbered(self, name: str) -> int:
+        value = self._alignment.before.find(name)
+        return NOTHING if value == NOTHING else self._number[value]
+
+    def _find_known(self, path: str) -> tuple[frozenset[int], frozenset[int]]:
+        """The numbers of the tensors that may cross the boundary of a module, and of those that it has to compute."""
+        info = self._old.get(path)
+        inputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.taken}
+        outputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.given}
+        leaving = set[int]()
+        if info is not None and (info.fate.is_exact or path not in self._signatures):
+            for value, _, leaves in self._before.of([path]):
+                (leaving if leaves else inputs).add(self._number[value])
+        if not path:
+            leaving.update(self._number[value] for value in self._alignment.before.outputs)
+        known = (inputs | outputs | leaving) - {NOTHING}
+        return frozenset(known), frozenset(leaving - inputs - {NOTHING})
+
+    def counterpart(self, tensor: int) -> int:
+        """The original number of a value that is exactly the original tensor."""
+        return self._alignment.counterpart[tensor] if self._alignment.exact[tensor] else NOTHING
+
+    def known(self, path: str) -> Collection[int]:
+        """The numbers of the original inputs and outputs of a module."""
+        return self._known(path)[0]
+
+    def ran(self, path: str) -> bool:
+        """Whether a module ran."""
+        return path in self._old and self._old[path].calls > 0
+
+    def settled(self, path: str) -> Outcome | None:
+        """The original fate of a module that had no nodes."""
+        info = self._old[path]
+        is_open = info.fate.does_work and path in self._before.below
+        return None if is_open else Outcome(info.fate, info.fused_with)
+
+    def without_work(self, path: str) -> Fate | None:
+        """``constant`` if the nodes of a module were folded, ``identity`` if its outputs are its inputs."""
+        before = self._alignment.before
+        outputs = (
+            value for node in self._before.below[path] for value in before.nodes[node].outputs if value != NOTHING
+        )
+        if not any(before.live[value] for value in outputs):
+            return Fate.CONSTANT
+        entering = {self._number[value] for value, _, leaves in self._before.of([path]) if not leaves}
+        return Fate.IDENTITY if self._known(path)[1] <= entering else None
+
+    def partners(self, path: str) -> Collection[str] | None:
+        """The original owners beyond the tensors that a module lost, if its boundary is not exact any more."""
+        info = self._old[path]
+        if info.fate.is_exact and self.is_closed(path) and self._makes_all(path):
+            return None
+        lost = {number for number in self.known(path) if number not in self._remaining}
+        return [*info.fused_with, *self._beyond(path, lost)] if lost or info.fate.is_merged else None
+
+    def _makes_all(self, path: str) -> bool:
+        nodes = self._alignment.after.nodes
+        produced = {
+            self.counterpart(value)
+            for node in self.boundaries.below[path]
+            for value in nodes[node].outputs
+            if value != NOTHING
+        }
+        return self._known(path)[1] <= produced
+
+    def _beyond(self, path: str, numbers: Collection[int]) -> dict[str, None]:
+        """The owners of the original nodes on the other side of boundary tensors, in order."""
+        crossing = self._before.of([path])
+        neighbours = sorted(
+            neighbour for value, neighbour, _ in crossing if self._number[value] in numbers and neighbour != OUTSIDE
+        )
+        return dict.fromkeys(owner for neighbour in neighbours for owner in self._before.works[neighbour].owners)
+
+    def around(self, group: Sequence[str]) -> Iterator[list[str]]:
+        """The owners of the original nodes on the other side of the boundaries of modules."""
+        yield [owner for path in group for owner in self._beyond(path, self.known(path))]
+
+
+def _boundaries_of(summary: GraphSummary, works: Sequence[NodeCalls]) -> Boundaries[int]:
+    """What crosses the boundaries of modules in a summary's main graph."""
+    passed: list[tuple[list[int], list[int]]] = [
+        ([], []) if node.scope else ([v for v in node.reads if v != NOTHING], [v for v in node.outputs if v != NOTHING])
+        for node in summary.nodes
+    ]
+    return Boundaries(passed, works, summary.live.__getitem__, frozenset(summary.outputs))

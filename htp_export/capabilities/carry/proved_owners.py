@@ -11,9 +11,9 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from htp_export.capabilities.carry.counterparts import FLOATS, LEVELS
 from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
 from htp_export.capabilities.carry.name_scopes import NameScopes, Scope
+from htp_export.capabilities.carry.numbering import FLOATS, LEVELS
 from htp_export.capabilities.carry.ownership import Owned, owned_by, owners_after
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
 from htp_export.capabilities.carry.unnamed_alignment import UnnamedAlignment
@@ -65,7 +65,6 @@ class ProvedOwners:
             evident = by_weight.get(index) or self._by_name(index, named[index], paths)
             settled[index] = evident or _unknown(self._candidates(index))
         found = owners_after(self._before, self._after, self._works, self._tree, settled)
-        self._divide_copies(found)
         for index, entry in enumerate(found):
             if entry.reason not in (Reason.UNKNOWN, Reason.INSERTED):
                 found[index] = self._of_whole_work(found, index)
@@ -367,21 +366,3 @@ class ProvedOwners:
             if makers and work.isdisjoint(makers):
                 return True
         return False
-
-    # --- work that the original does once ---
-
-    def _divide_copies(self, found: list[Owned]) -> None:
-        """Several nodes may do again what the original does once for several modules: each does it for its readers."""
-        for index in range(len(found) - 1, -1, -1):
-            entry, nodes = found[index], self._works[index].nodes
-            repeated = {old for old in nodes if self._claims[old] > 1 and self._is_common(old)}
-            if len(entry.paths) < 2 or not repeated or entry.reason == Reason.UNKNOWN:
-                continue
-            own = self._owners_of(old for old in nodes if old not in repeated)
-            around = [own] if own else [found[reader].paths for reader in self._after.consumers(index)]
-            mine = {path for path in self._owners_of(nodes) if path in own or any(_is_near(path, n) for n in around)}
-            if mine and len(mine) < len(entry.paths):
-                found[index] = replace(entry, paths=tuple(path for path in entry.paths if path in mine), call="")
-
-    def _is_common(self, old: int) -> bool:
-        return self._before.nodes[old].reason == Reason.SHARED

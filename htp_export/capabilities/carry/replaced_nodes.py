@@ -299,13 +299,8 @@ class _Division:
         return [one for one in equal if self._before_one_of(one, consumers)] or equal
 
     def _makers_of_equal(self, value: int) -> set[int]:
-        """The original nodes that compute a tensor or equal ones; none where a node gives back its input."""
+        """The original nodes that compute a tensor or equal ones."""
         number = self.known.numbers.current(self.known.counterpart[value])
-        if any(
-            v != NOTHING and self.known.counterpart[v] == number
-            for v in self.after.nodes[self.after.maker[value]].inputs
-        ):
-            return set()
         return {maker for maker in self.known.makers(number) if not self.known.numbers.idle[maker]}
 
     def _before_one_of(self, value: int, nodes: set[int]) -> bool:

@@ -63,7 +63,7 @@ class UnnamedAlignment(Alignment):
     def _by_weights(self, node: SummaryNode, value: int) -> None:
         """Match the output of a node that reads one weight, or several joined ones, with the products of these."""
         weights = [v for v in node.inputs if v in self.evidence.weights]
-        live = [v for v in node.inputs if v != NOTHING and self.after.live[v]]
+        live = self.after.live_inputs(node)
         if len(weights) != 1 or len(live) != 1:
             return
         like = self.evidence.weights[weights[0]]
@@ -88,7 +88,7 @@ class UnnamedAlignment(Alignment):
     def _reads(self, product: int) -> frozenset[int]:
         """The numbers of the tensors that the producer of a product reads, without weights."""
         old = self.before.nodes[self.before.maker[product]]
-        return frozenset(self.numbers.number[v] for v in old.inputs if v != NOTHING and self.before.live[v])
+        return frozenset(self.numbers.number[v] for v in self.before.live_inputs(old))
 
     def _take(self, value: int, like: Likeness, reason: str) -> None:
         number = self.numbers.number

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.fingerprint.attention import MIXING, attention_kinds
+from htp_export.errors import FileError
 from htp_export.model.dependence import dependence, reads_and_results
-from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.graph_facts import Array, GraphFacts
 from htp_export.model.neighbours import producer_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.inputs import Inputs, infer_bound
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 from htp_export.shapes.symbolic import Symbolic
 
+if TYPE_CHECKING:
+    from htp_export.capabilities.forensics.patterns import MaskUse
+
+_FUSED = frozenset((
+    "Attention", "MultiHeadAttention", "GroupQueryAttention", "PackedMultiHeadAttention",
+    "DecoderMaskedMultiHeadAttention"
+))  # fmt: skip
+MIXING = frozenset((
+    "Attention", "Conv", "ConvInteger", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul", "MatMulInteger",
+    "QLinearConv", "RNN", "Softmax"
+))  # fmt: skip
+"""The results of these are computed features, and no longer the input in another form, or a mask."""
+_MOST_NODES = 400  # that compute a mask; beyond that, the value is a feature of the model
+_MOST_ELEMENTS = 1 << 22  # of a mask that is computed
+_FAR_BELOW = 1e3  # a score that is lower than another one by this much has no weight after a softmax
 _NEAREST = 80
 """Values that a search looks at from an input on: more than the casts, scalings and reshapes before an embedding, a
 convolution or a sine, and few enough for inputs such as masks that every layer reads."""
@@ -26,7 +45,7 @@ _GATE_NODES = 7  # between a router's linear layer and its selection
 _MOST_EXPERTS = 1024  # a wider linear layer before a ``TopK`` is a vocabulary, not a router
 _SHORTEST_LOOP = 4  # steps: two or three equal slices also occur elsewhere (queries, keys, values)
 _STEP_NODES = 3  # results of each step of such a loop at least: a sum of slices has one
-_OPEN_SIZE = 64  # where a size is open; of texts and of images
+_OPEN_SIZES = (1, 64)  # where a size is open: the first one, and the others, of texts and of images
 
 _ANOTHER = MIXING | SIZES_ONLY | {"CumSum"}
 """What they give is no longer the input in another form: a table that positions index is no token embedding."""
@@ -68,10 +87,29 @@ class GraphFeatures:
 
     @cached_property
     def attentions(self) -> Counter[str]:
-        """Kind → number of attentions."""
+        """``"causal"``, ``"bidirectional"``, ``"cross"``, ``"learned queries"`` → number of attentions."""
+        from htp_export.capabilities.forensics.patterns import attention_steps
+
+        is_causal = functools.cache(functools.partial(_is_causal, self.facts, self._inferred))  # layers share masks
+        found: list[tuple[bool, ir.Value | None, ir.Value | None]] = []
+        for steps in attention_steps(self.facts):
+            queries, keys = steps.scores.inputs[:2]
+            found.append((any(map(is_causal, steps.masks)), queries, keys))
+        for node in self.facts.nodes:
+            if node.op_type in _FUSED:
+                written = any(node.attributes.get_int(name, 0) for name in ("is_causal", "unidirectional"))
+                mask = _mask(node)
+                causal = written or node.op_type == "GroupQueryAttention" or (mask is not None and is_causal(mask))
+                packed = node.op_type == "Attention" and not is_standard(node)  # its second input is a weight
+                keys = node.inputs[1] if len(node.inputs) > 1 and not packed else None
+                found.append((causal, node.inputs[0], keys or node.inputs[0]))
         data = [given.value for given in self.inputs if given.kind != "control"]
         starts: dict[ir.Value | None, int] = {value: 1 << place for place, value in enumerate(data)}
-        return attention_kinds(self.facts, self._inferred, dependence(reads_and_results(self.facts.nodes), starts))
+        reaching = dependence(reads_and_results(self.facts.nodes), starts)
+        return Counter(
+            "causal" if causal else _kind_of(reaching.get(queries, 0), reaching.get(keys, 0))
+            for causal, queries, keys in found
+        )
 
     @cached_property
     def convolutions(self) -> Counter[int]:
@@ -138,18 +176,14 @@ def _inferred_with_sizes(tagged: TaggedModel) -> Symbolic:
     shapes = [given.shape for given in inputs if given.shape is not None]
     if all(isinstance(size, int) for shape in shapes for size in shape):
         return tagged.inferred
-    named = {dim: place for shape in shapes for place, dim in enumerate(shape) if isinstance(dim, str)}
-    bound = inputs.bind(dims={dim: _open_size(place) for dim, place in named.items() if dim.isidentifier()})
+    named = {dim: _OPEN_SIZES[place > 0] for shape in shapes for place, dim in enumerate(shape) if isinstance(dim, str)}
+    bound = inputs.bind(dims={dim: size for dim, size in named.items() if dim.isidentifier()})
     sizes = {
-        name: [_open_size(place) if size is None else size for place, size in enumerate(shape)]
+        name: [_OPEN_SIZES[place > 0] if size is None else size for place, size in enumerate(shape)]
         for name, shape in bound.shapes.items()
         if shape is not None
     }
     return infer_bound(tagged.model, sizes)
-
-
-def _open_size(place: int) -> int:
-    return _OPEN_SIZE if place else 1
 
 
 def _uses(
@@ -246,3 +280,96 @@ def _pieces(facts: GraphFacts) -> dict[tuple[ir.Value | None, int | None], dict[
         elif not facts.is_constant(node.inputs[0]) and (place := facts.scalar(node.inputs[1])) is not None:
             taken.setdefault(place, node.outputs[0])
     return pieces
+
+
+def _kind_of(asked: int, answered: int) -> str:
+    """The kind of an attention that is not causal, by the data inputs of queries and keys, one bit each."""
+    if asked:  # keys of earlier calls, which a cache holds, are of more inputs than the queries
+        return "cross" if asked & ~answered else "bidirectional"
+    return "learned queries" if answered else "bidirectional"
+
+
+def _mask(node: ir.Node) -> MaskUse | None:
+    """The mask of an attention operator."""
+    from htp_export.capabilities.forensics.patterns import MaskUse
+
+    mask = next(iter(node.inputs[3 if is_standard(node) else 5 :]), None)
+    floating = mask is not None and (mask.dtype is None or mask.dtype.is_floating_point())
+    return None if mask is None else MaskUse(mask, "added" if floating else "kept")
+
+
+def _is_causal(facts: GraphFacts, inferred: Symbolic, mask: MaskUse) -> bool:
+    """Whether what lies above the diagonal is masked, and the diagonal not; False where that cannot be computed.
+
+    Rows and columns are the last two dimensions, except for those of size one after them: scores may have several
+    channels for each pair of positions.
+    """
+    array = _elements(facts, inferred, mask.value)
+    while array is not None and array.ndim > 2 and array.shape[-1] == 1:
+        array = array[..., 0]
+    if array is None or array.ndim < 2 or (mask.role == "added" and array.dtype.kind != "f"):
+        return False
+    if mask.role == "added":
+        numbers = np.nan_to_num(array.astype(np.float64), nan=-np.inf)
+        hidden = numbers < numbers.max(initial=-np.inf) - _FAR_BELOW
+    else:
+        hidden = array.astype(bool) == (mask.role == "dropped")
+    rows, columns = hidden.shape[-2:]
+    earlier = max(columns - rows, 0)  # keys of earlier calls come first
+    ahead = np.triu(np.ones((rows, columns), bool), k=1 + earlier)
+    now = np.eye(rows, columns, k=earlier, dtype=bool)
+    return bool(ahead.any() and hidden[..., ahead].all() and not hidden[..., now].all())
+
+
+def _elements(facts: GraphFacts, inferred: Symbolic, value: ir.Value) -> Array | None:
+    """The elements of a value that depends on sizes, constants and masks; None where it takes more than that.
+
+    Inputs of the model are all ones, so that nothing is padding.
+    """
+    from onnx.reference import ReferenceEvaluator
+
+    nodes: set[ir.Node] = set()
+    feeds: dict[ir.Value, Array] = {}
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        node = current.producer()
+        if current in feeds or node in nodes:
+            continue
+        known = _known(facts, inferred, current)
+        if known is not None:
+            feeds[current] = known
+        elif node is None or node.op_type in MIXING or node in facts.tagged.index.bodies or len(nodes) >= _MOST_NODES:
+            return None
+        else:
+            nodes.add(node)
+            pending += [operand for operand in node.inputs if operand is not None]
+    if value in feeds or len({node.graph for node in nodes}) > 1:
+        return feeds.get(value)
+    opsets = dict(facts.tagged.model.graph.opset_imports)
+    ordered = [node for node in facts.nodes if node in nodes]
+    graph = ir.GraphView(list(feeds), [value], nodes=ordered, opset_imports=opsets, name="mask").clone()
+    try:
+        with np.errstate(all="ignore"):
+            evaluator = ReferenceEvaluator(ir.to_proto(ir.Model(graph, ir_version=10)))
+            return np.asarray(next(iter(evaluator.run(None, {str(of.name): array for of, array in feeds.items()}))))
+    except Exception:  # it raises whatever numpy does on what does not fit
+        return None
+
+
+def _known(facts: GraphFacts, inferred: Symbolic, value: ir.Value) -> Array | None:
+    """The elements of a constant, of sizes that are known, and ones for an input."""
+    source = facts.tagged.index.initializer(value)
+    sizes = [size for size in facts.shape(value) or () if isinstance(size, int)]
+    dtype, rank = facts.dtype(value), facts.rank(value)
+    if dtype is None or len(sizes) != rank or math.prod(sizes) > _MOST_ELEMENTS:
+        return None
+    if source is not None and source.const_value is not None:
+        try:
+            return np.asarray(source.const_value.numpy())
+        except (OSError, FileError):
+            return None
+    contents = inferred.constant(value)
+    if contents is not None:
+        return np.array(contents, dtype.numpy()).reshape(sizes)
+    return np.ones(sizes, dtype.numpy()) if value.producer() is None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,20 +12,20 @@ import onnx_ir as ir
 
 from htp_export.capabilities.forensics.finding import KINDS, Finding, Forensics, node_name
 from htp_export.capabilities.forensics.patterns import large_duplicates, unchanged
-from htp_export.capabilities.forensics.rewrites import ONE_BY_ONE, Rewrite, equal_constants, kind_of, rewrites
 from htp_export.editing.editing import bytes_of
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.groups import Groups
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.optimize.declining import Declined
     from htp_export.capabilities.optimize.merging import PassDifference
-    from htp_export.capabilities.optimize.registry import Level, PassInfo
+    from htp_export.capabilities.optimize.registry import Declined, Level, PassInfo
+
 
 _FIRST = ("eliminate_unused_initializers", "eliminate_dead_nodes")
 """Every pass leaves out what nothing needs; these say so first."""
@@ -122,8 +122,7 @@ class _Investigation:
 
     def run(self, level: Level) -> None:
         """Run the passes up to a level: ``exact`` first, then those that `optimize` runs, and others apart."""
-        from htp_export.capabilities.optimize.declining import declined
-        from htp_export.capabilities.optimize.registry import DEFAULT, LEVELS, available, choose, find
+        from htp_export.capabilities.optimize.registry import DEFAULT, LEVELS, available, choose, declined, find
 
         chosen = choose("default", level)
         exact = [find(name) for name in dict.fromkeys((*_FIRST, *(e.name for e in chosen if e.level == "exact")))]
@@ -143,7 +142,7 @@ class _Investigation:
 
     def _run(self, passes: Sequence[PassInfo], level: Level, given: _Copy) -> _Copy:
         """Run passes on a copy of a model; without those that fail."""
-        from htp_export.capabilities.optimize.running import Pipeline
+        from htp_export.capabilities.optimize.optimizing import Pipeline
 
         while True:
             copy = given.again()
@@ -219,7 +218,7 @@ class _Investigation:
 
 def _applies(info: PassInfo, model: ir.Model) -> bool:
     """Whether a model has what a pass requires, as far as the pass states it."""
-    from htp_export.capabilities.optimize.node_pass import NodePass
+    from htp_export.capabilities.optimize.registry import NodePass
 
     made = info.make
     return not (isinstance(made, type) and issubclass(made, NodePass)) or made.applies(model)
@@ -244,3 +243,100 @@ def _detail(rewrite: Rewrite) -> str:
         return "becomes " + ", ".join(dict.fromkeys(node.op_type for node in rewrite.added))
     fed = Counter(node.op_type for node in rewrite.readers)
     return "feeds " + ", ".join(f"{op} x{count}" if count > 1 else op for op, count in fed.most_common()) if fed else ""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """Nodes that a pass eliminated or changed together, in order, with the inputs of the first of them.
+
+    ``added``: new nodes in their place; a node that was changed is in both. ``readers``: other consumers of their
+    outputs.
+    """
+
+    removed: tuple[ir.Node, ...]
+    added: tuple[ir.Node, ...]
+    inputs: Sequence[ir.Value | None]
+    readers: tuple[ir.Node, ...]
+
+    @property
+    def operators(self) -> frozenset[str]:
+        """Operators of the nodes that were eliminated."""
+        return frozenset(node.op_type for node in self.removed)
+
+
+def rewrites(difference: PassDifference, *, one_by_one: bool = False) -> Iterator[Rewrite]:
+    """The rewrites of one run of a pass; with ``one_by_one``, each node is one of its own.
+
+    A rewrite is what lies between a value and the equal value that replaced it. Those that share a node are one.
+    A node that was eliminated with no value in its place belongs to the nodes that read it.
+    """
+    removed, added = dict.fromkeys(difference.removed), dict.fromkeys(difference.added)
+    groups: Groups[ir.Node] = Groups()
+    for node in (*removed, *(node for node in added if node not in removed)):
+        groups.add(node)
+    placed: set[ir.Node] = set()
+    for old, new in () if one_by_one else difference.equal.items():
+        replaced, _ = difference.replaced(old)
+        together = [*replaced, *difference.replacing(new)] if replaced else []
+        placed.update(together)
+        for node in together[1:]:
+            groups.join(together[0], node)
+    for node in () if one_by_one else removed:
+        for value in difference.before.nodes[node].inputs:
+            producer = None if value is None else difference.before.makers.get(value)
+            if producer in removed and not (node in placed and producer in placed):
+                groups.join(producer, node)
+    readers: dict[ir.Value, list[ir.Node]] = {}
+    for node, seen in difference.before.nodes.items() if removed else ():
+        for value in seen.inputs:
+            if value is not None and difference.before.makers.get(value) in removed:
+                readers.setdefault(value, []).append(node)
+    for members in groups:
+        gone = tuple(node for node in members if node in removed)
+        if gone and not (one_by_one and members[0] in added):  # it stays, and only lost an attribute
+            values = (value for node in gone for value in difference.before.nodes[node].outputs)
+            read = dict.fromkeys(node for value in values for node in readers.get(value, ()))
+            news = tuple(node for node in members if node in added)
+            inputs = difference.before.nodes[gone[0]].inputs
+            yield Rewrite(gone, news, inputs, tuple(node for node in read if node not in gone))
+
+
+def equal_constants(difference: PassDifference) -> Iterator[tuple[tuple[ir.Value, ...], tuple[ir.Node, ...]]]:
+    """Equal constants of which a pass kept the first one, and the nodes that read them."""
+    merged: defaultdict[ir.Value, list[ir.Value]] = defaultdict(list)
+    for old, new in difference.equal.items():
+        if old.producer() is None and new.producer() is None and None not in (old.const_value, new.const_value):
+            merged[new].append(old)
+    readers: defaultdict[ir.Value | None, list[ir.Node]] = defaultdict(list)
+    for node, seen in difference.before.nodes.items() if merged else ():
+        for value in dict.fromkeys(seen.inputs):
+            readers[value].append(node)
+    for kept, others in merged.items():
+        values = (kept, *others)
+        yield values, tuple(dict.fromkeys(node for value in values for node in readers[value]))
+
+
+ONE_BY_ONE = "eliminate_identity_ops"
+"""The pass whose every node is a finding of its own, also if several are consecutive."""
+
+
+def kind_of(name: str, rewrite: Rewrite) -> str:
+    """The kind of what a pass changed: a key of `KINDS`, or the name of the pass."""
+    from htp_export.capabilities.optimize.registry import kind_of_change
+
+    if name in ("fuse_for_onnxruntime", "fuse_attention"):
+        return _fused_kind(rewrite) or name
+    noted = kind_of_change(rewrite.removed)
+    return noted or next((kind for kind, known in KINDS.items() if known.fixed_by == name), name)
+
+
+def _fused_kind(rewrite: Rewrite) -> str | None:
+    made = {node.op_type for node in rewrite.added}
+    if any(op.endswith("Attention") for op in made):
+        return "attention"
+    if any(op.endswith("Gelu") for op in made):
+        return next((kind for op, kind in _GELUS.items() if op in rewrite.operators), None)
+    return "rms_norm" if any("Simplified" in op or op.startswith("RMS") for op in made) else None
+
+
+_GELUS = {"Erf": "gelu_erf", "Tanh": "gelu_tanh"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.capabilities.functions.levels import Group, Item
+from htp_export.capabilities.functions.placing import Group, Item
 from htp_export.editing.function_records import DOMAIN, given_values
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance

@@ -36,8 +36,7 @@ def functions_command(
     as_json: JsonOption = False,
 ) -> None:
     """Make modules functions, which every viewer shows."""
-    from htp_export.capabilities.functions.inlining import inline
-    from htp_export.capabilities.functions.nesting import functions
+    from htp_export.capabilities.functions.nesting import functions, inline
 
     if undo:
         with Steps(quiet=as_json).step(f"inlining {file}"):

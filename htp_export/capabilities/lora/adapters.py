@@ -21,18 +21,6 @@ from htp_export.files.text_files import read_json
 from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, from_torch, to_ort
 
-__all__ = [
-    "Adapter",
-    "LowRank",
-    "arrays_of",
-    "factor_name",
-    "files_of",
-    "placed",
-    "read_adapter",
-    "require_switchable",
-    "write_adapter",
-]
-
 _Entry = TypeVar("_Entry")
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

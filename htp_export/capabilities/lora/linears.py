@@ -16,8 +16,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.products import LINEAR
 
-__all__ = ["Linear", "factor_inputs", "linear_paths", "linears_of", "lora_layers", "unquantized"]
-
 
 @dataclass(frozen=True)
 class Linear:

@@ -21,8 +21,7 @@ from htp_export.capabilities.lora.adapters import (
     write_adapter,
 )
 from htp_export.capabilities.lora.linears import factor_inputs, lora_layers
-from htp_export.capabilities.lora.peft_weights import require_peft
-from htp_export.capabilities.lora.weight_changes import add_to_weights, check_sizes, replace_parameters
+from htp_export.capabilities.lora.weight_changes import add_to_weights, check_sizes, replace_parameters, require_peft
 from htp_export.editing.editing import take_place
 from htp_export.editing.flattening import read_for_change
 from htp_export.editing.submodels import remove_unused
@@ -35,8 +34,6 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load
 from htp_export.results.result import Result
-
-__all__ = ["FusedLora", "LoraAdapter", "adapter", "fuse"]
 
 
 @dataclass(frozen=True)

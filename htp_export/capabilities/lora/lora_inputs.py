@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.lora.activation_ranges import release_ranges
 from htp_export.capabilities.lora.adapters import factor_name
 from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of, lora_layers, unquantized
-from htp_export.editing.editing import add_initializer, take_place
+from htp_export.editing.editing import add_initializer, stand_in, take_place
 from htp_export.editing.flattening import read_for_change
 from htp_export.editing.outputs import add_zeros_input
+from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
@@ -26,6 +26,7 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
 from htp_export.format.recipes import CONSTANT
 from htp_export.format.signatures import Signature
+from htp_export.model.dependence import dependence, reads_and_results
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
 from htp_export.model.tensor_names import Names
@@ -33,8 +34,7 @@ from htp_export.plans.rules import modules_within
 from htp_export.process.progress import counted
 from htp_export.results.columns import Column
 from htp_export.results.tables import ModuleTable
-
-__all__ = ["InsertedLora", "LoraLayer", "insert", "scaling_of"]
+from htp_export.shapes.operator_kinds import is_standard
 
 _CLASS = "torch.nn.modules.linear.Linear"
 
@@ -297,3 +297,36 @@ class _Insertion:
         }
         signatures = {**self._tagged.signatures, **made} if self._tagged.signatures else None
         write_model_metadata(self._tagged.model.metadata_props, Hierarchy(listed), signatures=signatures)
+
+
+def release_ranges(graph: ir.Graph, changed: Iterable[ir.Value], named: Collection[str]) -> int:
+    """Take out the pairs of ``QuantizeLinear`` and ``DequantizeLinear`` that depend on values, in place; how many.
+
+    Names of ``named`` are kept where a pair has one of them behind it, as those of results of modules.
+
+    Examples:
+        >>> x, scale = ir.val("x"), ir.Value(name="scale", const_value=ir.tensor(0.1))
+        >>> steps = [ir.node("QuantizeLinear", [x, scale])]
+        >>> steps += [ir.node("DequantizeLinear", [steps[0].outputs[0], scale])]
+        >>> steps += [ir.node("Relu", steps[1].outputs)]
+        >>> graph = ir.Graph([x], steps[2].outputs, nodes=steps, initializers=[scale], opset_imports={"": 20})
+        >>> release_ranges(graph, [x], ()), [node.op_type for node in graph], list(graph.initializers)
+        (1, ['Relu'], [])
+    """
+    count = 0
+    starts: dict[ir.Value | None, int] = dict.fromkeys(changed, 1)
+    depending = dependence(reads_and_results(graph), starts)
+    for quantize in [node for node in graph if is_standard(node, "QuantizeLinear")]:
+        [levels], before = quantize.outputs, quantize.inputs[0]
+        readers = [use.node for use in levels.uses()]
+        is_pair = readers and all(is_standard(node, "DequantizeLinear") for node in readers)
+        if before is None or before not in depending or levels.is_graph_output() or not is_pair:
+            continue
+        for [after] in [node.outputs for node in readers]:
+            if after.name in named and before.name not in named and not before.is_graph_input():
+                take_place(after, before)
+            elif not stand_in(after, before):
+                continue
+            remove_unused([after])
+            count += 1
+    return count

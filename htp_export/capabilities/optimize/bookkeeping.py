@@ -4,22 +4,95 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.fates import SignatureEvidence
 from htp_export.capabilities.optimize.merging import PassDifference, Snapshot, Tagging
 from htp_export.capabilities.optimize.results import Change
 from htp_export.editing.editing import BOUNDARY, bytes_of
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.format.call_tree import NodeCalls
+from htp_export.format.fates import Fate
+from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
-from htp_export.model.fates import find_fates
+from htp_export.model.fates import FateEvidence, Outcome, find_fates
 from htp_export.model.regions import GraphIndex, all_nodes, named_values
 from htp_export.model.tagged import TaggedModel
+
+
+class SignatureEvidence(FateEvidence[ir.Value]):
+    """The boundaries of modules in a changed graph, compared with their signatures.
+
+    The fates in ``hierarchy`` are those before the change; ``signatures`` have the present names of tensors. ``lost``
+    has, for each module that lost a tensor of its signature, the owners on the other side of that tensor; ``excused``
+    the tensors at the boundary of a module that were unknown before the change already.
+    """
+
+    def __init__(
+        self,
+        index: GraphIndex,
+        hierarchy: Hierarchy,
+        signatures: Mapping[str, Sequence[Signature]],
+        lost: Mapping[str, Iterable[str]] | None = None,
+        excused: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
+        super().__init__(index.boundaries_by_values)
+        self._hierarchy, self._lost, self._excused = hierarchy, lost or {}, excused or {}
+        self._given = {path: {name for call in calls for name in call.given} for path, calls in signatures.items()}
+        self._known: dict[str, set[str | None]] = {
+            path: {name for call in calls for name in call.taken | call.given} for path, calls in signatures.items()
+        }
+        graph = index.model.graph
+        self._known.setdefault("", set()).update(value.name for value in (*graph.inputs, *graph.outputs))
+
+    def strange(self, path: str) -> set[str]:
+        """The tensors at a module's boundary that its signature does not name; none for a module without one."""
+        if path not in self._known or self.is_closed(path):
+            return set()
+        return {str(value.name) for value, _, _ in self.unknown([path])}
+
+    def counterpart(self, tensor: ir.Value) -> str | None:
+        return tensor.name
+
+    def known(self, path: str) -> Collection[str | None]:
+        return self._known.get(path, ())
+
+    def ran(self, path: str) -> bool:
+        return path in self._known
+
+    def settled(self, path: str) -> Outcome | None:
+        """The fate of a module that had no nodes before."""
+        info = self._hierarchy[path]
+        return None if info.fate.does_work else Outcome(info.fate)
+
+    def without_work(self, path: str) -> Fate | None:
+        """``identity`` for a module without nodes that lost no tensor and has outputs, else ``constant``."""
+        if self.partners(path) is not None:
+            return None
+        return Fate.IDENTITY if self._given.get(path) else Fate.CONSTANT
+
+    def partners(self, path: str) -> list[str] | None:
+        """The modules beyond tensors that are gone, and those that a fused module was fused with before."""
+        info = self._hierarchy[path]
+        is_open = info.fate.is_merged or path in self._lost or self.strange(path) - {*self._excused.get(path, ())}
+        beyond = (partner for partner in self._lost.get(path, ()) if partner in self._hierarchy)
+        return [*info.fused_with, *beyond] if is_open else None
+
+    def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
+        """First the modules beyond tensors that members of the group lost: one node does the work of both."""
+        behind = list(super().behind_unknown(group))
+        beyond = (partner for path in group for partner in self._lost.get(path, ()) if behind)
+        shared = [partner for partner in beyond if partner in self._hierarchy and partner not in group]
+        yield from shared or behind
+
+    def around(self, group: Sequence[str]) -> Iterator[list[str]]:
+        """The owners of the producers, or else the consumers, of the boundary tensors of modules."""
+        names = set[str | None]().union(*map(self.known, group))
+        yield [owner for node in self.boundaries.beside(lambda value: value.name in names) for owner in node.owners]
 
 
 class Bookkeeping:
@@ -43,7 +116,7 @@ class Bookkeeping:
         self._note_boundary()
         self._snapshot = Snapshot(tagged.model)
         self.difference = PassDifference.between(self._snapshot, self._snapshot)
-        self._weights = _WeightBook(tagged.model)
+        self._weights = _weights(tagged.model, {})
         self._excused: dict[str, set[str]] = {}
         if self._signatures:
             evidence = SignatureEvidence(tagged.index, self.hierarchy, self._signatures)
@@ -60,8 +133,7 @@ class Bookkeeping:
         twin._lost = defaultdict(dict, {path: dict(others) for path, others in self._lost.items()})
         twin._note_boundary()
         twin._snapshot = Snapshot(twin.model)
-        twin._weights = copy.copy(self._weights)
-        twin._weights.settle(twin.model)
+        twin._weights = dict(zip(_weights(twin.model, {}), self._weights.values(), strict=True))
         return twin
 
     def _crossing(self) -> set[str]:
@@ -98,7 +170,8 @@ class Bookkeeping:
                 raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
             self._follow(difference)
             fused = self._find_fates()
-        return _changes_of(difference, self._weights.settle(self.model)), fused
+        weights, self._weights = self._weights, _weights(self.model, self._weights)
+        return _changes_of(difference, _saved(weights, self._weights)), fused
 
     def tensor(self, name: str) -> ir.Value | None:
         """The tensor that a signature of the original model calls so; None if it is gone."""
@@ -148,10 +221,7 @@ class Bookkeeping:
         for name, value in self._where.items():
             if value is None or value in here:
                 continue
-            now, seen = difference.equal.get(value), set[ir.Value]()
-            while now is not None and now not in here and now not in seen:
-                seen.add(now)
-                now = difference.equal.get(now)
+            now = difference.equal.get(value)
             before = difference.before.names.get(value, value.name)
             counterpart = now if now in here else values.get(before) if before else None
             is_needed = name not in self._unread and value in difference.live_values  # constants may come and go
@@ -206,47 +276,38 @@ class Bookkeeping:
         return TaggedModel(self.model, self.hierarchy, self._source)
 
 
-class _WeightBook:
-    """The bytes of weights of a model, by module.
+_Weights: TypeAlias = Mapping[Hashable, tuple[int, str]]
+"""Weight → its bytes and its module."""
 
-    A weight belongs to the module that reads it; of several modules, to the deepest one above them. A weight without
-    consumers belongs to the module that read it last.
-    """
 
-    def __init__(self, model: ir.Model) -> None:
-        self._last: dict[str, str] = {}
-        self._weights = self._measure(model)
+def _weights(model: ir.Model, before: _Weights) -> _Weights:
+    """The weights of a model: of the module that reads it, of the deepest above several, or of the one before."""
+    weights: dict[Hashable, tuple[int, str]] = {}
+    readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
+    for node in all_nodes(model):
+        module = _module(node)
+        for value in node.inputs:
+            if value is not None and value.const_value is not None:
+                readers[value][module] = None
+        for name, attribute in node.attributes.data.items():
+            if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                weights[node, name] = bytes_of(attribute.as_tensor()), module
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                module = tags.common_ancestor(readers[value]) if value in readers else before.get(value, (0, ""))[1]
+                weights[value] = bytes_of(value.const_value), module
+    return weights
 
-    def settle(self, model: ir.Model) -> Counter[str]:
-        """Compare with the last state; module → bytes by which its weights shrank."""
-        before, self._weights = self._weights, self._measure(model)
-        saved: Counter[str] = Counter()
-        for key in {**before, **self._weights}:
-            (was, module), (now, new_module) = before.get(key, (0, "")), self._weights.get(key, (0, ""))
-            if was != now:
-                saved[module if key in before else new_module] += was - now
-        return saved
 
-    def _measure(self, model: ir.Model) -> dict[Hashable, tuple[int, str]]:
-        """Weight → its bytes and its module."""
-        weights: dict[Hashable, tuple[int, str]] = {}
-        readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
-        for node in all_nodes(model):
-            module = _module(node)
-            for value in node.inputs:
-                if value is not None and value.const_value is not None:
-                    readers[value][module] = None
-            for name, attribute in node.attributes.data.items():
-                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
-                    weights[node, name] = bytes_of(attribute.as_tensor()), module
-        for graph in model.graphs():
-            for value in graph.initializers.values():
-                if value.const_value is not None:
-                    name = str(value.name)
-                    if value in readers:
-                        self._last[name] = tags.common_ancestor(readers[value])
-                    weights[value] = bytes_of(value.const_value), self._last.get(name, "")
-        return weights
+def _saved(before: _Weights, after: _Weights) -> Counter[str]:
+    """Module → bytes by which its weights shrank."""
+    saved: Counter[str] = Counter()
+    for key in {**before, **after}:
+        (was, module), (now, new_module) = before.get(key, (0, "")), after.get(key, (0, ""))
+        if was != now:
+            saved[module if key in before else new_module] += was - now
+    return saved
 
 
 def _changes_of(difference: PassDifference, saved: Counter[str]) -> dict[str, Change]:

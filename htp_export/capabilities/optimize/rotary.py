@@ -4,14 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.passes.merge_slices import sliced
+from htp_export.capabilities.optimize.attention_matching import Placed
+from htp_export.capabilities.optimize.passes.merge_slices import part_of
 from htp_export.editing.editing import constant_array, multiple
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import axes_of, normalized
 from htp_export.shapes.symbolic import Symbolic
+
+
+class Rotation(NamedTuple):
+    """The rotation of queries and keys by cosines and sines of batch, length and features, and what they were before.
+
+    ``features``: how many features are rotated, the first ones. ``interleaved``: neighbouring features are a pair, and
+    not the first half and the second.
+    """
+
+    queries: Placed
+    keys: Placed
+    cos: ir.Value
+    sin: ir.Value
+    features: int
+    interleaved: bool
+
+
+def match_rotation(queries: Placed, keys: Placed, known: Symbolic) -> Rotation | None:
+    """The rotation of both that ``GroupQueryAttention`` can do; None if there is none, or one of another kind."""
+    both = []
+    for placed in (queries, keys):
+        turning = rotated(placed.value, known)
+        if turning is None:
+            placed = placed.before_turning(known)
+            turning = rotated(placed.value, known)
+        if turning is None:
+            return None
+        cos, sin = (_without_heads(each, 1 if placed.is_turned else 2, known) for each in (turning.cos, turning.sin))
+        if cos is None or sin is None:
+            return None
+        both.append((Placed(turning.source, placed.is_turned), (cos, sin, turning.features, turning.interleaved)))
+    (queries, kind), (keys, other) = both
+    cos, sin, features, interleaved = kind
+    sizes = [known.shape(value) for value in (queries.value, cos, sin)]
+    if kind != other or sizes[0] is None or sizes[1] is None or sizes[1] != sizes[2]:
+        return None
+    if sizes[1][-1:] != (features,) or features % 16 or sizes[0][-1] % 16:  # type: ignore[operator]
+        return None
+    if not all(_stated_twice(each, known, interleaved) for each in (cos, sin)):
+        return None
+    return Rotation(queries, keys, *kind)
 
 
 @dataclass(frozen=True)
@@ -125,38 +168,14 @@ def _negated(value: ir.Value) -> ir.Value | None:
 
 def _part(value: ir.Value | None, known: Symbolic) -> tuple[ir.Value, int, int, int] | None:
     """The tensor of whose last dimension a tensor is a part: its start, end and step there."""
-    node = producer_of(value, "Slice", "Split")
-    whole = node.inputs[0] if node is not None else None
-    shape = known.shape(whole)
-    if node is None or whole is None or value is None or shape is None or not isinstance(shape[-1], int):
+    part = part_of(value, known)
+    if part is None or part.step < 1 or known.rank(part.source) != part.axis + 1:
         return None
-    last = len(shape) - 1
-    if node.op_type == "Split":
-        sizes = [known.shape(each) for each in node.outputs]
-        if normalized(node.attributes.get_int("axis", 0), len(shape)) != last:
-            return None
-        place = list(node.outputs).index(value)
-        ends = [each[-1] if each is not None else None for each in sizes[: place + 1]]
-        numbers = [each for each in ends if isinstance(each, int)]
-        return None if len(numbers) <= place else (whole, sum(numbers[:-1]), sum(numbers), 1)
-    found = sliced(node, known)
-    if found is None or found.bounds.keys() != {last}:
-        return None
-    start, end, step = found.bounds[last]
-    if step < 1:
-        return None
-    limits = slice(start, end, step).indices(shape[-1])
-    return whole, *limits
+    return part.source, part.start, part.end, part.step
 
 
-def without_heads(value: ir.Value, heads: int, known: Symbolic) -> ir.Value | None:
-    """What rotates all heads alike, of batch, length and features; or with a dimension of 1 for the heads, if it is so.
-
-    Args:
-        value: Of four dimensions.
-        heads: Which of them is that of the heads.
-        known: Shapes.
-    """
+def _without_heads(value: ir.Value, heads: int, known: Symbolic) -> ir.Value | None:
+    """What rotates all heads alike, of batch, length and features; or with a dimension of 1, the heads' one, if so."""
     shape, node = known.shape(value), producer_of(value, "Unsqueeze")
     if shape is None or len(shape) != 4 or shape[heads] != 1:
         return None
@@ -164,7 +183,7 @@ def without_heads(value: ir.Value, heads: int, known: Symbolic) -> ir.Value | No
     return node.inputs[0] if node is not None and axes is not None and [axis % 4 for axis in axes] == [heads] else value
 
 
-def stated_twice(value: ir.Value | None, known: Symbolic, interleaved: bool) -> bool:
+def _stated_twice(value: ir.Value | None, known: Symbolic, interleaved: bool) -> bool:
     """Whether the first half of a tensor's features is equal to the second; interleaved: each one to its neighbour."""
     for _ in range(16):
         node = producer_of(value, "Cos", "Sin", "Cast", "Mul", "Div", "Identity", "Concat", "Reshape", "Unsqueeze")

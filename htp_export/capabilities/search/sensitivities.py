@@ -319,7 +319,7 @@ def _cosines(measurer: Measurer, made: TaggedModel) -> dict[str, float]:
 
 def _blocks(tagged: TaggedModel, rows: _Rows) -> tuple[BlockSensitivity, ...]:
     """The rows of modules at the same place of repeated blocks, put together."""
-    from htp_export.capabilities.fingerprint.blocks import repeated_blocks
+    from htp_export.capabilities.fingerprint.families import repeated_blocks
 
     found = []
     for block in repeated_blocks(GraphFacts(tagged)):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.declining import decline
-from htp_export.capabilities.optimize.node_pass import NodePass
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, decline, register
 from htp_export.editing.editing import add_constant, is_constant, multiple, replace, scaled, times
 from htp_export.format.recipes import Recipe
 from htp_export.model.recipes import of_values

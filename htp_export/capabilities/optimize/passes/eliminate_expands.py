@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, register
 from htp_export.editing.editing import is_boundary
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.operators.elementwise import ELEMENTWISE, broadcast

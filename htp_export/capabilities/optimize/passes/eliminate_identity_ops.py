@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.declining import decline
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import changed, decline, register
 from htp_export.editing.editing import constant_array, stand_in
 from htp_export.shapes.operator_kinds import COMMUTATIVE, RESHAPING, is_standard
 from htp_export.shapes.symbolic import Symbolic
@@ -39,11 +38,13 @@ class EliminateIdentityOps(ir.passes.InPlacePass):
                 source = next((value for value in _candidates(node) if _is_given_back(value, node, known)), None)
                 if source is None:
                     continue
+                kind = _KINDS.get(node.op_type, "eliminate_identity_ops")
                 if stand_in(node.outputs[0], source):
+                    is_weight = kind == "identity" and source.const_value is not None
+                    modified = changed("identity_weight" if is_weight else kind, node)
                     graph.remove(node, safe=True)
-                    modified = True
                 else:
-                    decline(_KINDS.get(node.op_type, "eliminate_identity_ops"), [node], NEEDS_A_NAME)
+                    decline(kind, [node], NEEDS_A_NAME)
         return ir.passes.PassResult(model, modified)
 
 

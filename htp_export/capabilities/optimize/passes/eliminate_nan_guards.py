@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.attention_matching import guarded
+from htp_export.capabilities.optimize.registry import NodePass, register
 from htp_export.editing.editing import constant_array, is_boundary, stand_in
 from htp_export.model.neighbours import producer_of
+from htp_export.shapes.known import normalized
 
 _LARGEST = 1 << 22
 """Elements; larger masks are not read."""
@@ -26,24 +27,14 @@ class EliminateNanGuards(NodePass):
     operators = ("Where",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        softmax = _guarded(node)
-        if softmax is None or is_boundary(node.outputs[0]) or not _has_finite_rows(softmax.inputs[0]):
+        weights = guarded(node)
+        softmax, rank = producer_of(weights, "Softmax"), self.known.rank(weights)
+        if weights is None or softmax is None or rank is None or is_boundary(node.outputs[0]):
             return False
-        if self.known.dtype(softmax.outputs[0]) in (None, ir.DataType.FLOAT16):
+        is_over_keys = normalized(softmax.attributes.get_int("axis", -1), rank) == rank - 1
+        if not is_over_keys or self.known.dtype(weights) in (None, ir.DataType.FLOAT16):
             return False
-        return stand_in(node.outputs[0], softmax.outputs[0])
-
-
-def _guarded(node: ir.Node) -> ir.Node | None:
-    """The softmax whose NaN a ``Where`` replaces."""
-    weights = node.inputs[2]
-    test, softmax = producer_of(node.inputs[0], "IsNaN"), producer_of(weights, "Softmax")
-    if test is None or softmax is None or weights is None:
-        return None
-    last = softmax.attributes.get_int("axis", -1)
-    rank = len(weights.shape) if weights.shape is not None else None
-    same = test.inputs[0] is weights and (last == -1 or (rank is not None and last == rank - 1))
-    return softmax if same else None
+        return _has_finite_rows(softmax.inputs[0]) and stand_in(node.outputs[0], weights)
 
 
 def _has_finite_rows(value: ir.Value | None, *, masked: bool = True) -> bool:

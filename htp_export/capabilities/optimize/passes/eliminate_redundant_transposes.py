@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.declining import decline
-from htp_export.capabilities.optimize.node_pass import NodePass
 from htp_export.capabilities.optimize.passes.eliminate_identity_ops import NEEDS_A_NAME
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, changed, decline, register
 from htp_export.editing.editing import is_boundary, replace, stand_in
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.symbolic import Symbolic
@@ -38,7 +36,7 @@ class EliminateRedundantTransposes(NodePass):
             replace(node, [ir.node("Transpose", [source], {"perm": joint})])
         elif not stand_in(node.outputs[0], source):
             return decline(kind, nodes, NEEDS_A_NAME)
-        return True
+        return changed(kind, node)
 
 
 def permutation(node: ir.Node, known: Symbolic) -> list[int] | None:

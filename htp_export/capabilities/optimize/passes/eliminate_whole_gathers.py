@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass, integers
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, integers, register
 from htp_export.editing.editing import replace
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import axes_of, normalized

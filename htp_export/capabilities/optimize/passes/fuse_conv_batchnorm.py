@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.declining import decline
-from htp_export.capabilities.optimize.node_pass import NodePass
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, decline, register
 from htp_export.editing.editing import Array, add_initializer, is_constant, replace
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.recipes import batchnorm_folded, recipe_of

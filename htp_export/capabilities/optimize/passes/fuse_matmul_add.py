@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.declining import decline
-from htp_export.capabilities.optimize.node_pass import NodePass
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, decline, register
 from htp_export.editing.editing import is_boundary, is_constant, replace
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.shapes.symbolic import Symbolic

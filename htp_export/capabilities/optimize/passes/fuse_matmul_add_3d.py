@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.declining import decline
-from htp_export.capabilities.optimize.node_pass import NodePass, integers
 from htp_export.capabilities.optimize.passes.fuse_matmul_add import product_and_bias
 from htp_export.capabilities.optimize.passes.simplify_shape_chains import reshape_target
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, decline, integers, register
 from htp_export.editing.editing import is_constant, replace
 
 

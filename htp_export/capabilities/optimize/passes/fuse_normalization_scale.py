@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass, absorbed
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, absorbed, register
 from htp_export.editing.editing import Array, add_constant, constant_array, is_constant, replace, times
 from htp_export.model.recipes import of_values
 

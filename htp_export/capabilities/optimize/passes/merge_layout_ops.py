@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass, integers
 from htp_export.capabilities.optimize.passes.eliminate_redundant_transposes import permutation
 from htp_export.capabilities.optimize.passes.simplify_shape_chains import reshape_target
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, integers, register
 from htp_export.editing.editing import is_boundary, replace
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.shapes.sizes import Dim, product

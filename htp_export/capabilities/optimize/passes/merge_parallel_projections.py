@@ -10,49 +10,35 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.declining import decline
-from htp_export.capabilities.optimize.node_pass import integers
 from htp_export.capabilities.optimize.passes.fuse_matmul_add import product_and_bias
-from htp_export.capabilities.optimize.passes.merge_slices import put_split
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import decline, integers, register
 from htp_export.editing.editing import add_initializer, is_constant, remove_unused, replace
 from htp_export.format.recipes import step
 from htp_export.model.recipes import recipe_of
-from htp_export.shapes.operator_kinds import LAYOUT, is_standard
+from htp_export.shapes.operator_kinds import is_standard
 
 _FEWEST = 3
 """Three layers are six nodes; merged they are two, and one slice each."""
-
-_BETWEEN = (*LAYOUT, "Cast", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
-"""What models do to queries and keys before the attention that turns them by their positions."""
 
 
 @register("merge_parallel_projections", level="tolerant")
 class MergeParallelProjections(ir.passes.InPlacePass):
     """Makes one product of three or more linear layers that read the same tensor, and slices their results.
 
-    Each layer stays exact: its slice is its own, and the product belongs to all. Layers without a bias, and those whose
-    weights have few bits, are merged where one ``GroupQueryAttention`` reads all three, also after they are normalized:
-    it takes the joint result (`pack_attention_inputs`), or the parts of one ``Split``. The joint weights are
-    concatenated when they are written, so that no second set is held in memory.
+    Each layer stays exact: its slice is its own, and the product belongs to all. The joint weights are concatenated
+    when they are written, so that no second set is held in memory. `pack_attention_inputs` does the same for an
+    attention, also of layers without a bias, and of those whose weights have few bits.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
+        layers: defaultdict[ir.Value | None, list[Layer]] = defaultdict(list)
         for node in model.graph:
-            if is_group_query_attention(node):
-                parallel = [layer for value in node.inputs[:3] if (layer := _behind(value)) is not None]
-                joint = _joint(model.graph, parallel)
-                if joint is not None:
-                    put_split(model.graph, joint, -1, [(layer.columns, layer.end) for layer in parallel])
-                    modified = True
-        layers: defaultdict[ir.Value | None, list[_Layer]] = defaultdict(list)
-        for node in model.graph:
-            layer = _layer_of(node.outputs[0]) if is_standard(node, "Add") else None
+            layer = layer_of(node.outputs[0]) if is_standard(node, "Add") else None
             if layer is not None and is_standard(layer.product, "MatMul"):
                 layers[layer.product.inputs[0]].append(layer)
+        modified = False
         for parallel in layers.values():
-            joint = _joint(model.graph, parallel)
+            joint = joint_product(model.graph, parallel)
             if joint is not None:
                 _slice(joint, parallel)
                 modified = True
@@ -62,14 +48,8 @@ class MergeParallelProjections(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified)
 
 
-def is_group_query_attention(node: ir.Node) -> bool:
-    """Whether a node is ONNX Runtime's attention with a cache, with queries, keys and values apart."""
-    is_it = (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention")
-    return is_it and all(value is not None for value in node.inputs[:3])
-
-
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """A linear layer: the node that gives its result, its product, and the bias that is added to that."""
 
     end: ir.Node
@@ -83,17 +63,14 @@ class _Layer:
             return int(self.product.inputs[1].const_value.shape.numpy()[1])  # type: ignore[union-attr]
         return self.product.attributes["N"].as_int()
 
-    def fits(self, first: _Layer) -> bool:
-        """Whether the weights of two layers can be one: all settings but the number of columns are equal."""
-        here, there = ({**layer.product.attributes, "N": None} for layer in (self, first))
-        places = [[value is None for value in (*layer.product.inputs, layer.bias)] for layer in (self, first)]
-        types = [[value.dtype for value in layer.product.inputs[1:] if value is not None] for layer in (self, first)]
-        same_input = self.product.inputs[0] is first.product.inputs[0]
-        same_operator = self.product.op_type == first.product.op_type
-        return same_input and same_operator and here == there and places[0] == places[1] and types[0] == types[1]
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What layers have in common whose weights can be one: all but the number of columns."""
+        types = [None if value is None else value.dtype for value in (*self.product.inputs[1:], self.bias)]
+        return self.product.inputs[0], self.product.op_type, {**self.product.attributes, "N": None}, types
 
 
-def _layer_of(value: ir.Value | None) -> _Layer | None:
+def layer_of(value: ir.Value | None) -> Layer | None:
     """The linear layer that gives a value."""
     end = value.producer() if value is not None else None
     if end is None:
@@ -104,7 +81,7 @@ def _layer_of(value: ir.Value | None) -> _Layer | None:
         if parts is None:
             return None
         product, bias = parts
-    layer = _Layer(end, product, bias)
+    layer = Layer(end, product, bias)
     if is_standard(product, "MatMul"):
         weight = product.inputs[1]
         is_matrix = is_constant(weight) and len(weight.const_value.shape) == 2  # type: ignore[union-attr]
@@ -117,21 +94,12 @@ def _layer_of(value: ir.Value | None) -> _Layer | None:
     return layer
 
 
-def _behind(value: ir.Value | None) -> _Layer | None:
-    """The linear layer that gives queries, keys or values, before they are normalized and arranged by heads."""
-    layer = _layer_of(value)
-    while layer is None and value is not None and is_standard(value.producer(), *_BETWEEN):
-        value = value.producer().inputs[0]  # type: ignore[union-attr]
-        layer = _layer_of(value)
-    return layer
-
-
-def _joint(graph: ir.Graph, layers: Sequence[_Layer]) -> ir.Value | None:
+def joint_product(graph: ir.Graph, layers: Sequence[Layer]) -> ir.Value | None:
     """The result of one product in place of some layers, with their columns in this order; None if they differ."""
     if len(layers) < _FEWEST or len({layer.end for layer in layers}) < len(layers):
         return None
     first = layers[0]
-    if not all(layer.fits(first) for layer in layers):
+    if any(layer.settings != first.settings for layer in layers):
         return None
     products = {layer.product for layer in layers}
     earliest = next(node for node in graph if node in products)
@@ -156,7 +124,7 @@ def _joint(graph: ir.Graph, layers: Sequence[_Layer]) -> ir.Value | None:
     return nodes[-1].outputs[0]
 
 
-def _slice(joint: ir.Value, layers: Sequence[_Layer]) -> None:
+def _slice(joint: ir.Value, layers: Sequence[Layer]) -> None:
     """Replace layers by slices of their joint result, each of which is its own module's."""
     last, start = integers(layers[0].end, [-1], "axis"), 0
     for layer in layers:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass, absorbed, integers
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, absorbed, integers, register
 from htp_export.editing.editing import replace
 from htp_export.shapes.known import axes_of, normalized
 

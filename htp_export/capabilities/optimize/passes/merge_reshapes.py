@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.declining import decline
-from htp_export.capabilities.optimize.node_pass import NodePass, integers
 from htp_export.capabilities.optimize.passes.simplify_shape_chains import reshape_target
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, decline, integers, register
 from htp_export.editing.editing import is_boundary, replace
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.operator_kinds import RESHAPING, is_standard

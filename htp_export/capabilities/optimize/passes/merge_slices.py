@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import absorbed, integers
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import absorbed, integers, register
 from htp_export.editing.editing import is_boundary, remove_unused, replace, stand_in
+from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import normalized
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.symbolic import Symbolic
@@ -68,6 +69,45 @@ def sliced(node: ir.Node | None, known: Symbolic) -> Sliced | None:
     return Sliced(node.inputs[0], dict(zip(places, zip(starts, ends, steps, strict=True), strict=True)))
 
 
+class Part(NamedTuple):
+    """A part of one dimension of a tensor, whose bounds are counted from the front."""
+
+    source: ir.Value
+    axis: int
+    start: int
+    end: int
+    step: int
+
+
+def part_of(value: ir.Value | None, known: Symbolic) -> Part | None:
+    """The part of another tensor that a ``Slice`` or a ``Split`` gives, if it cuts one dimension of known size."""
+    node = producer_of(value, "Slice", "Split")
+    source = node.inputs[0] if node is not None else None
+    shape = known.shape(source)
+    if node is None or source is None or shape is None:
+        return None
+    if node.op_type == "Split":
+        axis = normalized(node.attributes.get_int("axis", 0), len(shape))
+        shapes = [known.shape(each) for each in node.outputs[: [*node.outputs].index(value) + 1]]  # type: ignore[arg-type]
+        sizes = [size for each in shapes if each is not None and isinstance(size := each[axis], int)]
+        return Part(source, axis, sum(sizes[:-1]), sum(sizes), 1) if len(sizes) == len(shapes) else None
+    cut = sliced(node, known)
+    if cut is None or len(cut.bounds) != 1:
+        return None
+    ((axis, bounds),) = cut.bounds.items()
+    size = shape[axis]
+    return Part(source, axis, *slice(*bounds).indices(size)) if isinstance(size, int) else None
+
+
+def covers(parts: Sequence[Part], known: Symbolic) -> bool:
+    """Whether parts, in this order, are all of one dimension of one tensor, without gaps and none of them empty."""
+    source, axis = parts[0][:2]
+    edges, shape = [0, *(part.end for part in parts)], known.shape(source)
+    alike = all(part.source is source and (part.axis, part.step) == (axis, 1) for part in parts)
+    apart = [part.start for part in parts] == edges[:-1] and all(part.start < part.end for part in parts)
+    return alike and apart and shape is not None and edges[-1] == shape[axis]
+
+
 def _merge_in_a_row(node: ir.Node, known: Symbolic) -> bool:
     """Make one ``Slice`` of two in a row, if all that read the first one's result are slices of other dimensions."""
     outer = sliced(node, known)
@@ -111,31 +151,18 @@ def _gather(node: ir.Node, known: Symbolic) -> bool:
 
 def _split(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
     """Make one ``Split`` of consecutive slices that cover a tensor, the first of which is a node."""
-    first = _part(node, known)
-    if first is None or first[2] != 0:
+    first = part_of(node.outputs[0], known) if is_standard(node, "Slice") else None
+    if first is None or first.start != 0:
         return False
-    source, axis, *_ = first
-    readers = dict.fromkeys(use.node for use in source.uses() if use.node.graph is graph)
-    cuts = [(*part, reader) for reader in readers if (part := _part(reader, known)) is not None]
-    parts = sorted((cut[2:] for cut in cuts if cut[:2] == (source, axis)), key=lambda part: part[:2])
-    shape = known.shape(source)
-    edges = [0, *(last for _, last, _ in parts)]
-    if len(parts) < 2 or shape is None or edges[-1] != shape[axis]:
+    readers = dict.fromkeys(use.node for use in first.source.uses() if use.node.graph is graph)
+    slices = [each for each in readers if is_standard(each, "Slice") and not is_boundary(each.outputs[0])]
+    found = [(part, each) for each in slices if (part := part_of(each.outputs[0], known)) is not None]
+    alike = [(part, each) for part, each in found if (part.axis, part.step) == (first.axis, 1)]
+    parts = sorted(alike, key=lambda each: each[0][2:4])
+    if len(parts) < 2 or not covers([part for part, _ in parts], known):
         return False
-    if [start for start, _, _ in parts] != edges[:-1] or any(start >= last for start, last, _ in parts):
-        return False
-    put_split(graph, source, axis, [(last - start, reader) for start, last, reader in parts])
+    put_split(graph, first.source, first.axis, [(part.end - part.start, each) for part, each in parts])
     return True
-
-
-def _part(node: ir.Node, known: Symbolic) -> tuple[ir.Value, int, int, int] | None:
-    """The tensor and dimension of which a ``Slice`` can be a part in a ``Split``, and its start and end."""
-    cut = sliced(node, known)
-    if cut is None or len(cut.bounds) != 1 or is_boundary(node.outputs[0]):
-        return None
-    ((axis, (start, end, step)),), shape = cut.bounds.items(), known.shape(cut.source)
-    size = shape[axis] if shape is not None else None
-    return (cut.source, axis, *slice(start, end).indices(size)[:2]) if step == 1 and isinstance(size, int) else None
 
 
 def put_split(graph: ir.Graph, source: ir.Value, axis: int, parts: Sequence[tuple[int, ir.Node]]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass, absorbed
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, absorbed, register
 from htp_export.editing.editing import add_constant, is_constant, multiple, replace, scaled, times
 from htp_export.model.recipes import of_values
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.node_pass import NodePass, integers
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import NodePass, integers, register
 from htp_export.editing.editing import add_constant, replace, stand_in
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.shapes.known import Contents

@@ -1,15 +1,111 @@
-"""What is known of the mask that is added to the scores of an attention: which keys no query can see."""
+"""Attention as files write it: a product of queries and keys, scaled, capped and masked, and heads set apart."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
-from htp_export.editing.editing import constant_array
-from htp_export.model.neighbours import producer_of
+from htp_export.capabilities.optimize.passes.eliminate_redundant_transposes import permutation
+from htp_export.editing.editing import constant_array, multiple
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.shapes.sizes import Dim
 from htp_export.shapes.symbolic import Symbolic
+
+HEADS_FIRST = [0, 2, 1, 3]
+"""From batch, length, heads, features to batch, heads, length, features; and back."""
+
+Step: TypeAlias = Callable[..., ir.Node | None]
+"""From a value to the node of given operators that makes it, as `producer_of`; None where a match may not go on."""
+
+
+class Placed(NamedTuple):
+    """A tensor of batch, heads, length and features; or, if it is not turned yet, of batch, length, heads, features."""
+
+    value: ir.Value
+    is_turned: bool = True
+
+    def before_turning(self, known: Symbolic, step: Step = producer_of) -> Placed:
+        """What a ``Transpose`` put the heads first of; itself where none did."""
+        turn = step(self.value, "Transpose") if self.is_turned else None
+        source = turn.inputs[0] if turn is not None and permutation(turn, known) == HEADS_FIRST else None
+        return self if source is None else Placed(source, is_turned=False)
+
+    def joint(self, known: Symbolic, step: Step = producer_of) -> ir.Value | None:
+        """The tensor of batch, length and features whose features a ``Reshape`` set apart by heads."""
+        apart, shape = None if self.is_turned else step(self.value, "Reshape"), known.shape(self.value)
+        joint = apart.inputs[0] if apart is not None else None
+        if joint is None or shape is None or len(shape) != 4:
+            return None
+        return joint if known.shape(joint) == (*shape[:2], shape[2] * shape[3]) else None
+
+
+def turned_back(value: ir.Value, known: Symbolic) -> tuple[ir.Node | None, ir.Node | None]:
+    """The only consumer of a result, if it puts the length before the heads; and the one that joins the heads then."""
+    turn = only_consumer(value, "Transpose")
+    if turn is None or permutation(turn, known) != HEADS_FIRST:
+        return None, None
+    join, shape = only_consumer(turn.outputs[0], "Reshape"), known.shape(turn.outputs[0])
+    if join is None or shape is None or known.shape(join.outputs[0]) != (*shape[:2], shape[2] * shape[3]):
+        return turn, None
+    return turn, join
+
+
+class Scores(NamedTuple):
+    """The parts of scores: a product of queries and turned keys, scaled, capped, and with a summand."""
+
+    product: ir.Node
+    queries: ir.Value
+    keys: ir.Value
+    bias: ir.Value | None
+    scale: float
+    softcap: float
+
+
+def match_scores(value: ir.Value | None, step: Step = producer_of) -> Scores | None:
+    """The parts of what a softmax reads; None if it is anything else, or if its scale is not positive."""
+    total = step(value, "Add")
+    if total is None:
+        return _match_product(value, None, step)
+    sides = (_match_product(total.inputs[place], total.inputs[1 - place], step) for place in (0, 1))
+    return next((side for side in sides if side is not None), None)
+
+
+def _match_product(value: ir.Value | None, bias: ir.Value | None, step: Step) -> Scores | None:
+    softcap = 0.0
+    value, scale = _unscaled(value, step)
+    capped = step(value, "Tanh")
+    if capped is not None:
+        value, inner = _unscaled(capped.inputs[0], step)
+        softcap, scale = scale, inner * scale
+    product = step(value, "MatMul")
+    if product is None:
+        return None
+    queries, first = _unscaled(product.inputs[0], step)
+    keys, second = _unscaled(product.inputs[1], step)
+    scale *= first * second
+    if queries is None or keys is None or not 0 < scale < np.inf or not 0 <= softcap < np.inf:
+        return None
+    return Scores(product, queries, keys, bias, scale, softcap)
+
+
+def _unscaled(value: ir.Value | None, step: Step) -> tuple[ir.Value | None, float]:
+    """The tensor that a tensor is a multiple of, and the factor."""
+    factor = 1.0
+    while (found := multiple(step(value, "Mul", "Div"))) is not None:
+        value, factor = found[0], factor * float(found[1])
+    return value, factor
+
+
+def guarded(node: ir.Node | None) -> ir.Value | None:
+    """The value in which a ``Where`` replaces NaN by zero; None for other nodes."""
+    test, zero = (producer_of(node.inputs[0], "IsNaN"), constant_array(node.inputs[1], 1)) if node else (None, None)
+    is_guard = node is not None and test is not None and zero is not None and not zero.any()
+    return node.inputs[2] if is_guard and test.inputs[0] is node.inputs[2] else None  # type: ignore[union-attr]
+
 
 _HIDING = -1e4
 """A summand that makes a share of a softmax zero; what hides is the lowest number of the type, or close to it."""

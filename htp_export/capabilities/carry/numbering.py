@@ -1,4 +1,4 @@
-"""Value numbers of the original model, and which of them each tensor of a tool's result has.
+"""Value numbers of the original model: equal tensors have the same one.
 
 Equal tensors have the same number, in one model and across two: two nodes with the same operator and attributes that
 read the same tensors compute the same tensors (Click, "Global code motion, global value numbering", PLDI 1995). With
@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, Shape, SummaryNode
+from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
 from htp_export.shapes.operator_kinds import COMMUTATIVE, RANDOM, RESHAPING
-
-LOOK_BACK = 40
-"""Original nodes that are searched behind one tensor: tools seldom merge more than ten, which are close by."""
 
 FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
 
@@ -119,63 +116,3 @@ class Numbering:
             for value, number in enumerate(self.number):
                 self._members.setdefault(number, []).append(value)
         return self._members
-
-
-class Counterparts:
-    """The counterparts of the tensors after a tool, to which `Alignment` adds; lists are by value after."""
-
-    by_consumers = False
-    """Whether a tensor that equals several original ones is those of them that its consumers read."""
-
-    def __init__(self, before: GraphSummary, after: GraphSummary, idle: Mapping[int, int] | None = None) -> None:
-        self.before, self.after = before, after
-        self.numbers = Numbering(before, idle)
-        self.counterpart = [NOTHING] * len(after.values)  # number of the original
-        self.exact = [False] * len(after.values)  # the same tensor; otherwise of another shape, layout or element type
-        self.named = [""] * len(after.values)  # evidence: ``tensor``, ``node``, ``initializer``, ``values`` or none
-        self.also: dict[int, tuple[int, ...]] = {}  # further original values that are equal to a value
-        self.parts: dict[int, tuple[int, ...]] = {}  # the original values that a value joins, its counterpart first
-        self.known = set[int]()  # the numbers of all counterparts
-
-    def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
-        """Match a value with a number; not with `NOTHING`."""
-        if number != NOTHING:
-            self.counterpart[value], self.exact[value] = number, exact
-            self.named[value] = named or self.named[value]
-
-    def numbers_of(self, value: int) -> set[int]:
-        """The numbers of the original tensors that a value stands for: one, or those that it joins."""
-        parts = self.parts.get(value)
-        numbers = {self.counterpart[value]} if parts is None else {self.numbers.number[part] for part in parts}
-        return numbers - {NOTHING}
-
-    def alike(self, after: int, before: int) -> bool:
-        """Whether two tensors can be the same, by shape and element type, as far as they are known."""
-        return self.fit(self.after.shape(after), self.before.shape(before))
-
-    @staticmethod
-    def fit(after: Shape, before: Shape) -> bool:
-        """Whether two shapes and element types can be those of one tensor."""
-        (sizes_after, kind), (sizes_before, before_kind) = after, before
-        if kind and before_kind and kind != before_kind and not {kind, before_kind} <= FLOATS:
-            return False
-        if sizes_after is None or sizes_before is None:
-            return True
-        sizes = zip(sizes_after, sizes_before, strict=False)
-        fits = all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in sizes)
-        return fits and len(sizes_after) == len(sizes_before)
-
-    def origin(self, value: int) -> int:
-        """The original value of a value: of those with its number, the one with its name, or the first."""
-        members = self.numbers.members.get(self.numbers.current(self.counterpart[value]), ())
-        name = self.after.values[value].name
-        for member in members:
-            if self.before.values[member].name == name:
-                return member
-        busy = [m for m in members if self.before.maker[m] == NOTHING or not self.numbers.idle[self.before.maker[m]]]
-        return (busy or [*members, NOTHING])[0]
-
-    def makers(self, number: int) -> list[int]:
-        """The original nodes that compute a tensor or give it back."""
-        makers = (self.before.maker[value] for value in self.numbers.members.get(number, ()))
-        return [maker for maker in makers if maker != NOTHING]
