@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules whose calls run in steps already, in a context around this one."""
+_WATCHED: weakref.WeakKeyDictionary[nn.Module, _StepsOfCalls] = weakref.WeakKeyDictionary()
+"""Modules whose calls run in steps already, and what runs them, in a context around this one."""
 
 
 @checks_arguments
@@ -52,18 +52,9 @@ _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def decomposed_attention(model: nn.Module, *, exact: bool = False, keep_kernel: bool = False) -> Iterator[None]:
     """Run the attention of a model as named steps, each a module with a path of its own.
 
-    ==============================================  ============================================================
-    ``nn.MultiheadAttention``, also inside          ``q_proj``, ``k_proj``, ``v_proj``, ``scores``, ``softmax``,
-    ``nn.TransformerEncoderLayer`` and others       ``context``, and its own ``out_proj``
-    ``scaled_dot_product_attention``, called by     ``scores``, ``softmax``, ``context`` in the module that calls
-    any module, those of transformers too
-    the softmax of a product of two tensors, and    ``scores``, ``softmax``, ``context`` in the module that computes
-    the product of its result with a third: eager   them; the operations are its own, so that results are equal bit
-    attention of transformers, your own modules     for bit
-    ==============================================  ============================================================
-
-    An export inside has these modules in its hierarchy, marked as synthetic. Their weights are views of the original
-    ones; the state dict does not change. Afterwards the model is as before, also on errors.
+    These are ``scores``, ``softmax`` and ``context``, and of an ``nn.MultiheadAttention`` ``q_proj``, ``k_proj`` and
+    ``v_proj`` too; ``docs/attention.md`` says which code becomes which. Afterwards the model is as before, also on
+    errors.
 
     Results differ from the original's by rounding; of a query that may see no key, they are what torch's operators
     define: zeros from ``scaled_dot_product_attention``, NaN where weights are returned.
@@ -190,7 +181,7 @@ class _StepsOfCalls(TorchFunctionMode):
         self._running = threading.local()
         self._paths: dict[nn.Module, str] = {}
         self._steps: dict[nn.Module, AttentionSteps] = {}
-        self._observed: dict[nn.Module, dict[str, ObservedStep]] = {}
+        self._observed: dict[tuple[nn.Module, str], ObservedStep] = {}
         self._places: dict[Step, tuple[nn.Module, str]] = {}
         self._reported: set[nn.Module] = set()
 
@@ -205,19 +196,20 @@ class _StepsOfCalls(TorchFunctionMode):
         for module in list(model.modules()):
             if module in _WATCHED or isinstance(module, torch.jit.ScriptModule):
                 continue  # in steps already, or not to be watched
-            changes.will_undo(functools.partial(_WATCHED.discard, module))
-            _WATCHED.add(module)
+            changes.will_undo(functools.partial(_WATCHED.pop, module, None))
+            _WATCHED[module] = self
             handles: list[Any] = []
             changes.will_undo(functools.partial(_remove_all, handles))
             handles.append(module.register_forward_pre_hook(self._enter))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         changes.will_undo(self._remove_steps)
         for module, classes in (steps or {}).items():
+            watching = _WATCHED.get(module, self)
             observed = [name for name, class_name in classes.items() if class_name == ObservedStep.__name__]
             for name in observed:
-                self._observe(module, name.rpartition("_")[2], name)
+                watching._observe(module, name.rpartition("_")[2], name)
             if len(observed) < len(classes):
-                self._steps_in(module)
+                watching._steps_in(module)
         entered: list[bool] = []
         changes.will_undo(lambda: self.__exit__(None, None, None) if entered and entered.pop() else None)  # type: ignore[no-untyped-call]
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -280,27 +272,31 @@ class _StepsOfCalls(TorchFunctionMode):
             pass
 
     def _steps_in(self, module: nn.Module) -> AttentionSteps:
-        """The steps of a module, made at its first call; with other names if it has modules of these names."""
+        """The steps of a module for ``scaled_dot_product_attention``, made at its first call."""
         if module not in self._steps:
-            steps = self._make_steps()
-            prefixes = itertools.chain(["", "sdpa_"], (f"sdpa_{number}_" for number in itertools.count(2)))
-            prefix = next(each for each in prefixes if not any(hasattr(module, each + name) for name in steps.modules))
-            self._steps[module] = steps
-            self._places.update((step, (module, prefix + name)) for name, step in steps.modules.items())
+            self._steps[module] = self._make_steps()
+            self._name(module, self._steps[module].modules, "sdpa")
         for step in self._steps[module].modules.values():
             self._put_in_place(step)
         return self._steps[module]
 
     def _observe(self, module: nn.Module, kind: str, name: str | None = None) -> ObservedStep:
-        """One step of a module that computes the parts of attention itself, made at its first call, of a free name."""
-        steps = self._observed.setdefault(module, {})
-        if kind not in steps:
-            others = (f"eager_{number}_{kind}" for number in itertools.count(2))
-            names = itertools.chain([kind, f"eager_{kind}"], others)
-            steps[kind] = ObservedStep()
-            self._places[steps[kind]] = (module, name or next(each for each in names if not hasattr(module, each)))
-        self._put_in_place(steps[kind])
-        return steps[kind]
+        """One step of a module that computes the parts of attention itself, made at its first call."""
+        step = self._observed.get((module, kind))
+        if step is None:
+            step = self._observed[module, kind] = ObservedStep()
+            if name is None:
+                self._name(module, {kind: step}, "eager")
+            else:
+                self._places[step] = module, name
+        self._put_in_place(step)
+        return step
+
+    def _name(self, module: nn.Module, steps: Mapping[str, Step], word: str) -> None:
+        """Give steps their names in a module; with a word before, if it has attributes of these names."""
+        prefixes = itertools.chain(["", f"{word}_"], (f"{word}_{number}_" for number in itertools.count(2)))
+        prefix = next(each for each in prefixes if not any(hasattr(module, each + name) for name in steps))
+        self._places.update((step, (module, prefix + name)) for name, step in steps.items())
 
     def _put_in_place(self, step: Step) -> None:
         """Register a step; again if the module was put back into an earlier state since, as for a second try."""

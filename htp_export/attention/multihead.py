@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,6 @@ def projections_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str
     return steps
 
 
-class _Heads(NamedTuple):
-    """Query, key and value by head, ``(batch, heads, length, features)``."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
 def forward_in_steps(
     attention: nn.MultiheadAttention, steps: AttentionSteps, path: str, *, exact: bool
 ) -> Callable[..., Any]:
@@ -64,10 +56,10 @@ def forward_in_steps(
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says it
         call = _Call(attention, steps, exact, query.dim() == 3, need_weights)
-        heads = call.projected(query, key, value)
+        query, key, value = call.projected(query, key, value)
         causal = is_causal and key_padding_mask is None and not need_weights  # then the mask is only implied
-        mask = None if causal else call.mask(heads, attn_mask, key_padding_mask)
-        context, weights = call.attended(heads, mask, causal)
+        mask = None if causal else call.mask(query, key, attn_mask, key_padding_mask)
+        context, weights = call.attended(query, key, value, mask, causal)
         output = call.joined(context)
         return output, None if weights is None else call.returned(weights, average_attn_weights)
 
@@ -83,7 +75,8 @@ class _Call:
         # The original works on (length, batch, features); so does `exact`. Without a batch there is nothing to turn.
         self.batch_first = attention.batch_first and batched and not exact
 
-    def projected(self, query: Tensor, key: Tensor, value: Tensor) -> _Heads:
+    def projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Query, key and value by head, ``(batch, heads, length, features)``."""
         attention = self.attention
         same_key, same_value = query is key, key is value
         query = self._oriented(query)
@@ -107,26 +100,29 @@ class _Call:
         heads = [self._by_head(tensor) for tensor in tensors]
         if attention.add_zero_attn:
             heads[1:] = [torch.cat([each, torch.zeros_like(each[..., :1, :])], dim=-2) for each in heads[1:]]
-        return _Heads(*heads)
+        return heads
 
-    def mask(self, heads: _Heads, attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
+    def mask(
+        self, query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+    ) -> Tensor | None:
         """What is added to the scores, of a shape that fits theirs; None if nothing is."""
-        queries, keys = heads.query.shape[-2], heads.key.shape[-2]
-        batch, heads_count = heads.query.shape[:2]
+        batch, heads, queries, keys = *query.shape[:-1], key.shape[-2]
         mask = None
         if attn_mask is not None:
-            mask = self._padded(_additive(attn_mask, heads.query.dtype))
-            mask = mask.view(batch, heads_count, queries, keys) if mask.dim() == 3 else mask
+            mask = self._padded(attn_mask, query.dtype)
+            mask = mask.view(batch, heads, queries, keys) if mask.dim() == 3 else mask
         if key_padding_mask is not None:
-            padding = self._padded(_additive(key_padding_mask, heads.query.dtype)).view(batch, 1, 1, keys)
+            padding = self._padded(key_padding_mask, query.dtype).view(batch, 1, 1, keys)
             mask = padding if mask is None else mask + padding
         return mask
 
-    def attended(self, heads: _Heads, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor | None]:
+    def attended(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """The context of each head, and the weights, ``(batch, heads, queries, ...)``."""
         scale = math.sqrt(1.0 / float(self.attention.head_dim))
         dropout = self.attention.dropout if self.attention.training else 0.0
-        call = SdpaCall(*heads, mask, dropout, causal, scale)
+        call = SdpaCall(query, key, value, mask, dropout, causal, scale)
         return self.steps.attend_with_weights(call) if self.need_weights else (self.steps.attend(call), None)
 
     def joined(self, context: Tensor) -> Tensor:
@@ -171,14 +167,9 @@ class _Call:
         by_head = tensor.view(first, second, heads, features)
         return by_head.transpose(1, 2) if self.batch_first else by_head.permute(1, 2, 0, 3)
 
-    def _padded(self, mask: Tensor) -> Tensor:
-        """The mask with the keys that the module adds, which all may see."""
+    def _padded(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """A mask as numbers to add, with the keys that the module adds, which all may see; True means hidden."""
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
         added = (self.attention.bias_k is not None) + bool(self.attention.add_zero_attn)
         return functional.pad(mask, (0, added)) if added else mask
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as numbers to add; in a mask of flags, True means hidden."""
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
-    return mask

@@ -175,11 +175,8 @@ class SeparateSteps:
         return context.view(batch, heads, queries, -1), weights.view(batch, heads, queries, keys)
 
 
-class KernelPart(Step):
+class KernelPart(ObservedStep):
     """A step that is computed together with others."""
-
-    def forward(self, kernel: Callable[[], Tensor]) -> Tensor:
-        return kernel()
 
 
 class KernelSteps:

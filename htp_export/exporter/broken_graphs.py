@@ -69,7 +69,7 @@ def run_with_breaks(
 
     def compiled(graph: Any, _: Any) -> Callable[..., Any]:
         traced_in: list[str] = []
-        found = break_of(graph)
+        found = _break_of(graph)
 
         def run(*inputs: Any) -> Any:
             outputs = graph(*inputs)
@@ -87,7 +87,7 @@ def run_with_breaks(
         broken.breaks.append(replace(found, module=_running(path_by_id) if path is None else path))
 
     with _prepared(), torch.no_grad():
-        dynamo_frames(model, compiled, lost)(*args, **kwargs)
+        _dynamo_frames(model, compiled, lost)(*args, **kwargs)
     return broken
 
 
@@ -98,7 +98,7 @@ def dynamo_as_it_was() -> contextlib.AbstractContextManager[None]:
         running.wait_alone(changes)
         patches.DYNAMO_RESET.hold(changes)
         set_variable(changes, running.keeps_dynamo, True)
-        leave_dynamo_as_it_was(changes)
+        _leave_dynamo_as_it_was(changes)
 
     return restored(make)
 
@@ -114,7 +114,10 @@ def _prepared() -> Iterator[None]:
         logger.setLevel(logging.ERROR)
         set_variable(changes, running.wants_frames_of_layers, True)
 
-    with restored(make), settings_for_breaks():
+    from torch._dynamo import config
+
+    limits: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 10_000)
+    with restored(make), config.patch(suppress_errors=True, **limits):  # graphs as large and as many as can be
         yield
 
 
@@ -138,7 +141,7 @@ def _running(path_by_id: Mapping[int, str]) -> str:
     return ""
 
 
-def break_of(module: Any) -> GraphBreak | None:
+def _break_of(module: Any) -> GraphBreak | None:
     """Where a graph that Dynamo made ended; None if it ends as the function does."""
     found = getattr(module, "compile_subgraph_reason", None)
     if found is None or not found.graph_break:
@@ -151,19 +154,15 @@ def _break(said: str, frames: Sequence[tuple[str, int]]) -> GraphBreak:
     return GraphBreak(lines[0] if lines else "graph break", tuple(frames))
 
 
-def dynamo_frames(
+def _dynamo_frames(
     model: Any, backend: Callable[[Any, Any], Callable[..., Any]], lost: Callable[[Any, GraphBreak], None]
 ) -> Callable[..., Any]:
     """Return a function that runs a model by Dynamo, frame by frame, with breaks.
 
     If Dynamo gives up a frame, it makes no graph of the frame at all. Symbols for values that depend on data can be the
     cause: ``x[index, :2]`` with a tensor as index (``PendingUnbackedSymbolNotFound``), ``range(n)`` in a loop. Such a
-    frame is traced again with fewer symbols: the graph then breaks where a value is needed.
-
-    Args:
-        model: The module.
-        backend: Given each graph module and its example inputs; returns what runs in its place.
-        lost: Given a frame that runs and is in no graph, and why.
+    frame is traced again with fewer symbols: the graph then breaks where a value is needed. ``lost`` is given a frame
+    that runs and is in no graph, and why.
     """
     import torch._dynamo
 
@@ -200,15 +199,7 @@ class _TriedAgain:
         raise errors[-1]
 
 
-def settings_for_breaks() -> Any:
-    """Settings of Dynamo for graphs that are as large and as many as can be, in a ``with`` block."""
-    from torch._dynamo import config
-
-    limits: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 10_000)
-    return config.patch(suppress_errors=True, **limits)
-
-
-def leave_dynamo_as_it_was(changes: Changes) -> None:
+def _leave_dynamo_as_it_was(changes: Changes) -> None:
     """Put back what Dynamo keeps of the code that it has seen, and of that alone, when the changes are taken back."""
     from torch._C._dynamo import eval_frame
     from torch._dynamo import convert_frame, pgo, utils

@@ -1,4 +1,8 @@
-"""Key-value caches of transformers as arguments of ``torch.export``, registered by ``transformers.exporters``."""
+"""What an export is asked for that torch takes in one form alone, or not: key-value caches as arguments, and opsets.
+
+Caches of transformers are registered with torch by ``transformers.exporters``. That it writes another opset, torch only
+logs.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from htp_export.errors import InputError
+from htp_export.exporter.capture import torch_internals
 from htp_export.format.leaves import caches_in, is_cache
 
 
 def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Any:
-    """Register the caches among the arguments, as ``transformers.exporters`` does.
+    """Register the caches among the arguments, and return the dynamic shapes in the structure that torch takes.
 
-    Args:
-        args: The positional arguments of a model.
-        kwargs: Its keyword arguments.
-        dynamic_shapes: As of ``torch.export``. For a keyword argument that is a cache, also one entry for all of its
-            keys and values, a pair for each layer, a list of entries ``[key, value, key, ...]``, or the keys and the
-            values, as ``{"key_cache": [...], "value_cache": [...]}`` or as two lists.
-
-    Returns:
-        The dynamic shapes in the structure that torch takes.
+    For a keyword argument that is a cache, they may have one entry for all of its keys and values, a pair for each
+    layer, a list of entries ``[key, value, key, ...]``, or the keys and the values, as
+    ``{"key_cache": [...], "value_cache": [...]}`` or as two lists.
     """
     from torch.utils import _pytree
 
@@ -105,3 +104,20 @@ def _of_layers(spec: Any, count: int) -> list[Sequence[Any]] | None:
     if len(spec) == 2 * count and not any(isinstance(part, (list, tuple)) for part in spec):
         return [spec[place : place + 2] for place in range(0, len(spec), 2)]
     return None
+
+
+def check_opset(opset: int | None, *, dynamo: bool) -> None:
+    """Refuse an opset that an exporter of torch cannot write, with an `InputError`; None is torch's own choice."""
+    if opset is None:
+        return
+    lowest, highest = torch_internals.opset_range(dynamo=dynamo)
+    if not lowest <= opset <= highest:
+        exporter = "dynamo" if dynamo else "TorchScript"
+        raise InputError(f"opset {opset}: torch's {exporter} exporter writes opsets {lowest} to {highest}")
+
+
+def other_opset(asked: int | None, written: int | None) -> str | None:
+    """Say that the file has another opset than was asked for; None if it has not, or if either is unknown."""
+    if asked is None or written is None or asked == written:
+        return None
+    return f"opset {asked} was asked for, and torch wrote opset {written}, as it could not convert the model"

@@ -16,15 +16,13 @@ from torch.onnx import OperatorExportTypes, TrainingMode
 from htp_export.discovery import provider
 from htp_export.errors import CaptureError, InputError, TorchChangedError
 from htp_export.exporter.after_export import AfterExport, ModulesAsFunctions, NamesOfModules, Run, around
-from htp_export.exporter.caches import advice_on_caches, prepare_caches, refuse_caches
+from htp_export.exporter.caches import advice_on_caches, check_opset, other_opset, prepare_caches, refuse_caches
 from htp_export.exporter.capture import patches, running, torch_internals
-from htp_export.exporter.capture.opsets import check_opset, other_opset
 from htp_export.exporter.capture.patching import Patches
 from htp_export.exporter.capture.running import Exporter, export_untagged, seam
 from htp_export.exporter.capture.saving import check_writable
 from htp_export.exporter.remembered import remember
-from htp_export.exporter.rewriting import Rewriting
-from htp_export.exporter.watched import Dynamo, Program, TorchScript
+from htp_export.exporter.watched import Dynamo, Program, Rewriting, TorchScript
 from htp_export.process.restoring import Changes, set_variable
 
 
@@ -65,9 +63,8 @@ def export(
     the same; with ``export_modules_as_functions``, which torch ignores under ``dynamo=True``, modules are functions.
     ``names`` is a parameter that torch does not have. ``docs/format.md`` describes the tags.
 
-    With ``dynamo=False``, the model is called as torch calls it: all parameters of ``forward`` by position, numbers and
-    flags as inputs of the graph. If torch's call fails or changes the result, the model is called with the arguments as
-    you passed them, and a log message says so: tensors are inputs, everything else is constant. See ``docs/export.md``.
+    With ``dynamo=False``, the model is called as torch calls it, or, if that fails or changes the result, with the
+    arguments as you passed them: ``docs/export.md``.
 
     Thread-safe: exports of several threads run one after the other. No other thread may use the model meanwhile.
 

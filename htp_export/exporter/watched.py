@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -14,18 +15,110 @@ from htp_export.errors import CaptureError, described
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes, refused_modules
-from htp_export.exporter.capture.programs import Captured, ProgramBodies, captured_with
+from htp_export.exporter.capture.onnx_graph import nodes_of_model
 from htp_export.exporter.capture.root_call import RootCalls
-from htp_export.exporter.capture.running import seam
+from htp_export.exporter.capture.running import export_untagged, seam
 from htp_export.exporter.capture.saving import save_whole
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
-from htp_export.exporter.owners.write import make_tags
-from htp_export.exporter.rewriting import IR_VERSION, Rewriting, write_tags
+from htp_export.exporter.made_tags import make_tags
 from htp_export.files.protobuf_bytes import SerializedModel
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import recipe_to_text
 from htp_export.process.restoring import Changes, hold_collection, set_variable, turn_attention_fast_path_off
+
+IR_VERSION = 10  # the first with metadata on nodes
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What is known of one model for its tags; as of a capture that goes on later, it does not hold the model."""
+
+    capture: DynamoCapture
+    hierarchy: Hierarchy | None  # the model's module tree; None if only the modules that ran are known
+    parameters: Mapping[str, ModuleParameters] | None  # module path → the parameters that it holds, where known
+
+    def __deepcopy__(self, _: Any) -> Captured:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a program that is pickled, and read elsewhere, is one that was made elsewhere
+
+
+def write_tags(known: Captured, model: ir.Model) -> None:
+    """Tag a model as it is now, in place of tags that it has."""
+    capture = known.capture
+    with seam("matching the nodes of the ONNX graph with what the modules ran"):
+        record, nodes = capture.finish(model)
+    with seam("finding the owners of each node"):
+        hierarchy = known.hierarchy or Hierarchy.from_classes(capture.calls.classes)
+        made = make_tags(record, hierarchy, known.parameters)
+    with seam("finding how the weights were made"):
+        capture.write_recipes(model)
+    for node, metadata in zip(nodes, made.nodes, strict=True):
+        tags.tag_node(node.metadata_props, metadata)
+    for key in tags.MODEL_KEYS:
+        model.metadata_props.pop(key, None)
+    model.metadata_props.update(made.model)
+    model.graph.name = made.graph_name
+    model.ir_version = max(model.ir_version, IR_VERSION)
+
+
+class Rewriting:
+    """One tagged model that libraries may rewrite after the export: its tags are written once more.
+
+    They replace values by others, as torch's own optimizer does; so the capture goes on.
+    """
+
+    _KEY = "htp.rewriting"  # in the model's ``meta``, so that it lives as long as the model
+
+    def __init__(self, known: Captured, model: ir.Model) -> None:
+        self._known, self._capture, self._model = known, known.capture, model
+        self._capture.follow(model)
+        self._tagged = _state(model)
+        model.meta[self._KEY] = self
+
+    def replaced(self, old: ir.Value | None, new: ir.Value | None) -> None:
+        """Note that ``new`` now stands where ``old`` stood, in whatever model."""
+        self._capture.step("following a value of a model that is rewritten", self._capture.replaced_later, old, new)
+
+    def settle(self) -> None:
+        """Tag the model once more, if it changed; a `CaptureError` if that fails and the capture is strict."""
+        now = _state(self._model)
+        if now == self._tagged:
+            return
+        capture = self._capture
+        capture.step("tagging a model that was rewritten", write_tags, self._known, self._model)
+        self._tagged = now
+        if capture.fault is not None:
+            _untag(self._model)
+            fault, capture.fault = capture.fault, None
+            self.end()
+            if capture.strict:
+                raise fault
+            export_untagged(fault)
+
+    def end(self) -> None:
+        """Forget the capture."""
+        self._model.meta.pop(self._KEY, None)
+        self._capture.withdraw(self._model)
+
+
+def _state(model: ir.Model) -> list[Any]:
+    """What tags depend on: nodes, values and their names. Values are compared by identity."""
+    given = [(value, value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
+    return [given, *((node, node.inputs, [value.name for value in node.outputs]) for node in nodes_of_model(model))]
+
+
+def _untag(model: ir.Model) -> None:
+    for node in nodes_of_model(model):
+        tags.tag_node(node.metadata_props, {})
+    for key in tags.MODEL_KEYS:
+        model.metadata_props.pop(key, None)
+
+
+_CAPTURED = "htp.captured"  # key in the ``meta`` of FX nodes, which come along when a graph is copied or changed
 
 
 class Dynamo:
@@ -44,15 +137,15 @@ class Dynamo:
         capture = self.capture
         program = _captured(export, self._model, self._changes, (running.dynamo_capture, capture))
         hold_collection(self._changes, kept=True)
-        hierarchy, parameters = self.modules.hierarchy, self.modules.parameters
-        capture.step("tagging the nodes of the program", write_tags, capture, program.model, hierarchy, parameters)
+        known = Captured(capture, self.modules.hierarchy, self.modules.parameters)
+        capture.step("tagging the nodes of the program", write_tags, known, program.model)
         if capture.fault is not None:
             capture.withdraw(program.model)
             capture.give_up()
         else:
             save_whole(program)
             if self._follow is not None:
-                self._follow(Rewriting(capture, program.model, hierarchy, parameters))
+                self._follow(Rewriting(known, program.model))
         return program
 
 
@@ -68,21 +161,32 @@ class Program:
 
     def run(self, export: Callable[[], Any]) -> Any:
         """Make the program."""
-        capture, bodies = self.capture, ProgramBodies()
-        capture.step("reading the names of the modules in bodies", bodies.begin, self._model)
-        variables = (running.dynamo_capture, capture), (running.program_bodies, bodies)
-        program = _captured(export, self._model, self._changes, *variables)
-        capture.fault = capture.fault or bodies.fault
-        capture.step("keeping what was captured with the exported program", self._keep, program)
-        capture.step("writing the modules of bodies into an exported program", bodies.write, program)
+        capture = self.capture
+        program = _captured(export, self._model, self._changes, (running.dynamo_capture, capture))
+        # An exported graph calls no module: the stacks that its nodes have from the earlier export say more.
+        if not torch_internals.has_module_stacks(self._model):
+            capture.step("keeping what was captured with the exported program", self._keep, program)
+            write = capture.calls.write_stacks
+            capture.step("writing the modules of bodies into an exported program", write, program, self.names.hierarchy)
         capture.give_up()
         return program
 
     def _keep(self, program: Any) -> None:
-        if torch_internals.has_module_stacks(self._model):
-            return  # an exported graph calls no module: the stacks that its nodes have from the earlier export say more
         self.capture.calls.mark_bodies(program)
-        Captured(self.capture.resumed(), self.names.hierarchy, self.names.parameters).keep_with(program)
+        captured = Captured(self.capture.resumed(), self.names.hierarchy, self.names.parameters)
+        for node in _nodes(program):
+            node.meta[_CAPTURED] = captured
+
+
+def captured_with(program: Any) -> Captured | None:
+    """What was captured while a program was made; None if nothing was, or if its nodes come from several models."""
+    noted = (node.meta.get(_CAPTURED) for node in _nodes(program))
+    found: dict[int, Captured] = {id(captured): captured for captured in noted if captured is not None}
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _nodes(program: Any) -> Iterator[Any]:
+    return (node for module in torch_internals.graph_modules_in(program.graph_module) for node in module.graph.nodes)
 
 
 class TorchScript:

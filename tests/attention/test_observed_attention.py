@@ -20,7 +20,7 @@ from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
 from tests.attention.test_attention import whole_and_in_steps
 from tests.exporting import BOTH, quick
-from tests.nets import EXPORTERS
+from tests.nets import EXPORTERS, spread
 
 SIZES = {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
 # Model type → overrides, and a module with attention.
@@ -112,24 +112,32 @@ def test_models_of_transformers_run_in_steps_with_the_same_results(run: str) -> 
 @pytest.mark.parametrize(
     ("name", "exporter"),
     quick(
-        itertools.product(("bert", "t5", "gemma2", "swin"), EXPORTERS),
-        ("gemma2", "torchscript"),
-        ("swin", "torchscript"),  # it is run twice
+        itertools.product(("bert-sdpa", "bert-eager", "t5-eager", "gemma2-eager", "swin-eager"), EXPORTERS),
+        ("bert-sdpa", "dynamo"),
+        ("gemma2-eager", "torchscript"),
+        ("swin-eager", "torchscript"),  # it is run twice
     ),
 )
-def test_eager_attention_exports_in_steps_with_the_same_nodes(name: str, exporter: str, tmp_path: Path) -> None:
-    model, inputs, path = model_of(name, "eager")
+def test_attention_of_transformers_exports_in_steps_with_the_same_nodes(
+    name: str, exporter: str, tmp_path: Path
+) -> None:
+    model, inputs, path = model_of(*name.split("-"))
     plain, tagged = whole_and_in_steps(model, inputs, exporter, tmp_path)
-    assert len(plain.nodes) == len(tagged.nodes)
+    assert name == "bert-sdpa" or len(plain.nodes) == len(tagged.nodes)
     kinds = {
         step: [node.op_type for node in tagged[f"{path}.{step}"].nodes] for step in ("scores", "softmax", "context")
     }
     assert "MatMul" in kinds["scores"]
-    assert [kind for kind in kinds["softmax"] if kind != "Cast"] == ["Softmax"]
+    assert [kind for kind in kinds["softmax"] if kind in ("Softmax", "MatMul", "Mul")] == ["Softmax"]
     assert kinds["context"] == ["MatMul"]
     result = htp_export.verify(model, tagged, kwargs=inputs)
     assert result.ok
     assert {result.modules[f"{path}.{step}"].status for step in kinds} == {"agrees"}
+    with decomposed_attention(model):
+        inside = htp_export.verify(model, tagged, kwargs=inputs)
+    assert {path: each.status for path, each in inside.modules.items()} == {
+        path: each.status for path, each in result.modules.items()
+    }
 
 
 class Own(nn.Module):
@@ -308,24 +316,37 @@ def test_the_softmax_of_a_linear_map_is_no_attention(exporter: str, tmp_path: Pa
     assert list(htp_export.load(tmp_path / "net.onnx").hierarchy) == [""]
 
 
-def test_training_has_the_same_dropout_and_gradients() -> None:
-    def attend(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return F.dropout((q @ k.transpose(-2, -1)).softmax(-1), 0.4) @ k
+def with_dropout(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.dropout((q @ k.transpose(-2, -1)).softmax(-1), 0.4) @ k
 
-    model, x = Own(attend).train(), torch.randn(2, 5, 8)
 
-    def gradient() -> torch.Tensor:
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("make", "inputs", "steps"),
+    [
+        (lambda: Own(with_dropout), 1, ["scores", "softmax", "context"]),
+        (lambda: nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True), 3, None),
+    ],
+    ids=["own", "multihead"],
+)
+def test_training_has_the_same_dropout_and_gradients(
+    make: Callable[[], nn.Module], inputs: int, steps: list[str] | None, exact: bool
+) -> None:
+    model, x = spread(make()).train(), torch.randn(2, 5, 8)
+
+    def gradients() -> list[torch.Tensor]:
         model.zero_grad()
         torch.manual_seed(3)
-        model(x).square().sum().backward()
-        assert model.linear.weight.grad is not None
-        return model.linear.weight.grad.clone()
+        result = model(*[x] * inputs)
+        (result[0] if isinstance(result, tuple) else result).square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
-    expected = gradient()
-    with decomposed_attention(model):
-        result = gradient()
-        assert steps_of(model) == ["scores", "softmax", "context"]
-    torch.testing.assert_close(result, expected)
+    expected = gradients()
+    with decomposed_attention(model, exact=exact):
+        results = gradients()
+        assert steps in (None, steps_of(model))
+    assert len(results) == len(expected) == len(list(model.parameters()))
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_names_that_are_taken_are_left_alone() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import CaptureError, UntaggedExportWarning
-from htp_export.exporter.capture.programs import ProgramBodies
+from htp_export.exporter.capture.fx_calls import FxCalls
 from tests.exporting import converts_loops, exported, exported_once, metadata, quick
 from tests.nets import NETS, Apply, ready, x
 from tests.truth import fates_of, nodes_of, owners_by_type, owners_of, tree_of
@@ -80,7 +80,10 @@ MAKES = pytest.mark.parametrize(
 def test_modules_with_and_without_parameters_own_their_nodes_in_bodies(
     make: type[nn.Module], owners: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    file = exported(ready(make()), {"x": x(2, 4)}, "dynamo", tmp_path, **options)
+    if options:
+        file = exported(ready(make()), inputs(), "dynamo", tmp_path, **options)
+    else:
+        file = onnx.load(exported_once(make, inputs, "dynamo", tmp_path)[1])
     assert owners_by_type(file, *owners) == owners
     ran = {path: entry for path, entry in tree_of(file).items() if path in ("", "b", "act", "limit", "limit.0")}
     assert {(entry["fate"], entry["calls"]) for entry in ran.values()} == {("computed", 1)}
@@ -125,8 +128,7 @@ def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_m
     make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
 ) -> None:
     program = torch.export.export(ready(make()), (x(2, 4),), strict=True)
-    htp_export.export(program, (), tmp_path / "m.onnx", verbose=False)
-    file = onnx.load(tmp_path / "m.onnx")
+    file = exported(program, {}, "dynamo", tmp_path)
     assert owners_by_type(file, *owners) == owners
     assert "_export_root" not in tree_of(file)
 
@@ -136,8 +138,7 @@ def test_in_bodies_of_any_other_exported_program_parameters_tell_their_module_an
     make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
 ) -> None:
     program = torch.export.export(ready(make()), (x(2, 4),))
-    htp_export.export(program, (), tmp_path / "m.onnx", verbose=False)
-    file = onnx.load(tmp_path / "m.onnx")
+    file = exported(program, {}, "dynamo", tmp_path)
     without_parameters = {kind: [("",)] * len(owners[kind]) for kind in ("Tanh", "Sigmoid") if kind in owners}
     assert owners_by_type(file, *owners) == {**owners, **without_parameters}  # torch keeps no record of what runs there
     read = [metadata(node)["htp.reason"] for node in nodes_of(file) if node.op_type in ("Gemm", "MatMul")]
@@ -170,8 +171,7 @@ def test_the_bodies_of_a_program_exported_while_tags_are_wanted_have_the_modules
     whole = exported(model, kwargs, "dynamo", tmp_path)
     ran = {path: entry["calls"] for path, entry in tree_of(whole).items() if entry["calls"]}
     for given in (program, torch.export.load(tmp_path / "program.pt2")):
-        htp_export.export(given, (), tmp_path / "m.onnx", verbose=False)
-        file = onnx.load(tmp_path / "m.onnx")
+        file = exported(given, {}, "dynamo", tmp_path)
         assert nodes_with_owners(file) == nodes_with_owners(whole)
         assert {path: entry["calls"] for path, entry in tree_of(file).items() if entry["calls"]} == ran
         assert htp_export.verify(model, file, (), kwargs).ok
@@ -181,12 +181,13 @@ def test_a_fault_while_the_modules_of_bodies_are_written_is_no_error_of_the_prog
     def fails(*_: Any) -> None:
         raise ValueError("not so")
 
-    monkeypatch.setattr(ProgramBodies, "write", fails)
+    monkeypatch.setattr(FxCalls, "write_stacks", fails)
+    model = ready(Apply(torch.sin))
     with htp_export.tagging(), pytest.raises(CaptureError, match="writing the modules of bodies"):
-        torch.export.export(ready(Branches()), (x(2, 4),))
+        torch.export.export(model, (x(2, 4),))
     with htp_export.tagging(strict=False), pytest.warns(UntaggedExportWarning, match="not so"):
-        program = torch.export.export(ready(Branches()), (x(2, 4),))
-    assert torch.equal(program.module()(x(2, 4)), ready(Branches())(x(2, 4)))
+        program = torch.export.export(model, (x(2, 4),))
+    assert torch.equal(program.module()(x(2, 4)), x(2, 4).sin())
 
 
 class Scripted(Holder):
@@ -235,13 +236,8 @@ class Waves(torch.autograd.Function):
 class AppliesFunctions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.function, self.b, self.again, self.c = (
-            nn.Linear(4, 4),
-            Apply(Doubled.apply),
-            nn.Linear(4, 4),
-            Apply(Doubled.apply),
-            nn.Linear(4, 4),
-        )
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.function, self.again = Apply(Doubled.apply), Apply(Doubled.apply)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, other = Waves.apply(self.again(self.b(self.function(self.a(x)))))  # type: ignore[no-untyped-call]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.cost.module_tree import tree_rows
 from htp_export.errors import InputError
-from htp_export.exporter.capture.calls import NO_CALL, CallLog
+from htp_export.exporter import owners
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, Operation, Record
+from htp_export.exporter.owners import Flow
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tagged import TaggedModel
@@ -75,6 +77,11 @@ class RecordedRun:
         for handle in handles:
             handle.remove()
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        """How often each module ran."""
+        return numbers_of(self.caller)
+
     def inside(self, call: Instance) -> Iterator[Instance]:
         """The calls that ran in a call, itself too."""
         for each in self.caller:
@@ -83,6 +90,10 @@ class RecordedRun:
                 around = self.caller[around]
             if around is not None:
                 yield each
+
+
+def numbers_of(calls: Iterable[Instance]) -> dict[str, int]:
+    return dict(Counter(call.path for call in calls))
 
 
 def cut_apart(file: onnx.ModelProto) -> TaggedModel:
@@ -95,9 +106,7 @@ def cut_apart(file: onnx.ModelProto) -> TaggedModel:
 @EVERY
 def test_the_file_says_in_which_call_every_call_ran(name: str, exporter: str, files: Any) -> None:
     tagged, ran = htp_export.load(files(name, exporter)), RecordedRun(made(name))
-    assert {path: info.calls for path, info in tagged.hierarchy.items() if info.calls} == {
-        path: sum(call.path == path for call in ran.caller) for path in dict.fromkeys(call.path for call in ran.caller)
-    }
+    assert {path: info.calls for path, info in tagged.hierarchy.items() if info.calls} == ran.numbers
     assert {call: tagged.calls.caller(call) for call in ran.caller} == ran.caller
 
 
@@ -119,7 +128,7 @@ def test_the_region_of_a_module_takes_and_gives_what_its_calls_did(name: str, ex
     file, ran = files(name, exporter), RecordedRun(made(name))
     values = Opened.of(file, [x(2, 4).numpy()]).values
     tagged = htp_export.load(file)
-    for path in dict.fromkeys(call.path for call in ran.caller):
+    for path in ran.numbers:
         known = [each for call in ran.caller if call.path == path for each in (ran.given[call], ran.returned[call])]
         region = tagged[path]
         assert all(any(equal(values[v.name], each) for each in known) for v in (*region.inputs, *region.outputs)), path
@@ -139,10 +148,8 @@ def test_every_call_can_be_cut_out(name: str, exporter: str, signed: bool, files
         assert equal(found, ran.returned[call]), call
         cut = htp_export.load(tmp_path / "part.onnx")
         below = [each for each in ran.inside(call) if (each.path + ".").startswith(call.path + ".") or not call.path]
-        assert {path: info.calls for path, info in cut.hierarchy.items() if info.calls} == {
-            path: sum(each.path == path for each in below) for path in dict.fromkeys(each.path for each in below)
-        }, call
-        for path in dict.fromkeys(each.path for each in below):
+        assert {path: info.calls for path, info in cut.hierarchy.items() if info.calls} == numbers_of(below), call
+        for path in numbers_of(below):
             mine = [each for each in below if each.path == path]
             for number, each in enumerate(mine):
                 assert len(cut[path].call(number).nodes) == len(tagged[path].call(each.call).nodes), each
@@ -154,13 +161,8 @@ def test_verify_compares_every_call(name: str, exporter: str, isolated: bool, fi
     model, file = made(name), files(name, exporter)
     report = htp_export.verify(model, file, (x(2, 4, seed=3),), isolated=isolated)
     assert report.ok, report
-    ran = RecordedRun(model)
-    assert {
-        path: [call.number for call in module.calls] for path, module in report.modules.items() if module.calls
-    } == {
-        path: list(range(sum(call.path == path for call in ran.caller)))
-        for path in dict.fromkeys(call.path for call in ran.caller)
-    }
+    compared = {path: [call.number for call in module.calls] for path, module in report.modules.items() if module.calls}
+    assert compared == {path: list(range(number)) for path, number in RecordedRun(model).numbers.items()}
 
 
 @EACH
@@ -212,16 +214,8 @@ def test_a_replacement_of_one_call_has_calls_of_its_own(exporter: str, files: An
     other = spread(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), seed=5).eval()
     part = exported(other, {"input": x(2, 4)}, exporter, tmp_path)
     whole = htp_export.load(htp_export.splice(files("uneven_calls", exporter), "block", part, call=0).model)
-    assert {path: info.calls for path, info in whole.hierarchy.items()} == {
-        "": 1,
-        "block": 2,
-        "block.0": 1,
-        "block.1": 1,
-        "block.fc": 3,
-        "block.extra": 1,
-        "block.extra.0": 1,
-        "block.extra.1": 1,
-    }
+    once = dict.fromkeys(("", "block.0", "block.1", "block.extra", "block.extra.0", "block.extra.1"), 1)
+    assert {path: info.calls for path, info in whole.hierarchy.items()} == {**once, "block": 2, "block.fc": 3}
     assert [node.op_type for node in whole["block"].call(0).nodes] == ["Gemm", "Tanh"]
     assert [node.op_type for node in whole["block"].call(1).nodes] == ["Gemm", "Sin"] * 3 + ["Gemm", "Tanh", "Exp"]
     assert [whole.calls.caller(Instance("block.fc", number)).call for number in range(3)] == [1, 1, 1]
@@ -338,19 +332,10 @@ def test_callers_are_written_where_they_do_not_follow(exporter: str, files: Any)
     said = {name: {e.key: e.value for e in files(name, exporter).metadata_props}["htp.callers"] for name in NAMES}
     assert {name: json.loads(text) for name, text in said.items()} == {
         "uneven_calls": {"block.fc": [0, 1, 1, 1], "block.extra": [1]},
-        "child_calls_itself": {
-            "deeper": [0, 0, ["deeper", 1], ["deeper", 2]],
-            "deeper.act": [0, 3, 2, 1],
-        },
-        "child_of_two_parents": {
-            "first.act": [0, ["second", 0], ["second", 0], ["", 0], 1],
-        },
-        "called_from_outside": {
-            "owner.extra": [["user.0", 0], ["", 0]],
-        },
-        "two_parents_in_a_loop": {
-            "first.act": [0, ["second", 0], 1, 1, ["second", 1]],
-        },
+        "child_calls_itself": {"deeper": [0, 0, ["deeper", 1], ["deeper", 2]], "deeper.act": [0, 3, 2, 1]},
+        "child_of_two_parents": {"first.act": [0, ["second", 0], ["second", 0], ["", 0], 1]},
+        "called_from_outside": {"owner.extra": [["user.0", 0], ["", 0]]},
+        "two_parents_in_a_loop": {"first.act": [0, ["second", 0], 1, 1, ["second", 1]]},
     }
 
 
@@ -424,3 +409,18 @@ def test_a_call_that_was_not_seen_is_taken_to_have_run_in_the_nearest_module_tha
     log = CallLog()
     root, layer = log.enter(""), log.enter("layers.0")
     assert [log.near(path) for path in ("layers.0.fc", "layers.1.fc", "layers.0", "")] == [layer, root, root, NO_CALL]
+
+
+@pytest.mark.parametrize(("between", "is_reversed"), [(owners._LOOK_BACK, True), (owners._LOOK_BACK + 1, False)])
+def test_an_operation_that_is_reversed_is_found_up_to_a_number_of_operations_before(between, is_reversed):
+    log = CallLog()
+    root = log.enter("")
+    first, last = log.add("first", root), log.add("last", root)
+    names = ["begin", *(f"step_{k}" for k in range(between)), "back"]
+    record = Record(log)
+    record.inputs, record.outputs = {"x"}, ["back"]
+    record.operations = [Operation(first, ("x",), ("begin",))]
+    record.operations += [Operation(last, (before,), (after,)) for before, after in itertools.pairwise(names)]
+    record.final = {name: name for name in names} | {"begin": "tensor", "back": "tensor"}
+    origins = owners.Origins(record, Flow.of(record))
+    assert origins.made["tensor"] == ({first} if is_reversed else {first, last})

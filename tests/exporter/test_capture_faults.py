@@ -17,8 +17,8 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import CaptureError, TorchChangedError, UntaggedExportWarning
-from htp_export.exporter import exporting, rewriting, watched
-from htp_export.exporter.capture import dynamo_patches, patches, torchscript, torchscript_file, torchscript_patches
+from htp_export.exporter import exporting, watched
+from htp_export.exporter.capture import dynamo_patches, patches, saving, torchscript, torchscript_patches
 from htp_export.exporter.capture.decomposition import Decomposition
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.fx_calls import FxCalls
@@ -78,7 +78,7 @@ DYNAMO = [
     (DynamoCapture, "converted", "after the opset was converted"),
     (DynamoCapture, "replaced", "a value that the optimiser replaced"),
     (DynamoCapture, "finish", "matching the nodes of the ONNX graph"),
-    (rewriting, "make_tags", "finding the owners"),
+    (watched, "make_tags", "finding the owners"),
 ]
 TORCHSCRIPT = [
     (ModuleNames, "__init__", "reading the names"),
@@ -91,7 +91,7 @@ TORCHSCRIPT = [
     (TorchScriptCapture, "renumbered", "matching values of a graph with those of its copy"),
     (TorchScriptCapture, "named", "the finished ONNX graph"),
     (torchscript_patches, "stand_ins", "weights to leave out"),
-    (torchscript_file, "stored", "keeping the weights"),
+    (saving, "stored", "keeping the weights"),
     (torchscript, "SerializedModel", "tagging the nodes of the file"),
     (TorchScriptCapture, "tagged", "tagging the nodes of the file"),
     (TorchScriptCapture, "finish", "matching the nodes of the ONNX graph"),
@@ -102,17 +102,12 @@ TORCHSCRIPT = [
 QUICK = ("enter", "watch_bodies", "record", "replaced", "make_tags")
 CASES = [
     pytest.param(
-        exporter,
-        owner,
-        name,
-        seam,
-        id=f"{exporter}-{getattr(owner, '__name__', '').rpartition('.')[2]}.{name}",
-        marks=() if exporter == "torchscript" or name in QUICK else pytest.mark.slow,
+        exporter, *fault, id=f"{exporter}-{fault[0].__name__.rpartition('.')[2]}.{fault[1]}",
+        marks=() if exporter == "torchscript" or fault[1] in QUICK else pytest.mark.slow,
     )
     for exporter, faults in (("dynamo", DYNAMO), ("torchscript", TORCHSCRIPT))
-    for owner, name, seam in faults
-]
-MAKES_TAGS = {"dynamo": rewriting, "torchscript": watched}
+    for fault in faults
+]  # fmt: skip
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -166,10 +161,8 @@ def test_a_fault_says_what_was_being_done_and_writes_nothing(
     plant(monkeypatch, owner, name)
     with pytest.raises(CaptureError, match=seam) as caught:
         htp_export.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
-    message = str(caught.value)
-    assert "zip() argument 2 is shorter" in message
-    assert "report" in message
-    assert "tagging(strict=False)" in message
+    for part in ("zip() argument 2 is shorter", "report", "tagging(strict=False)"):
+        assert part in str(caught.value)
     assert seam in caught.value.seam
     assert isinstance(caught.value.__cause__, ValueError)
     assert list(tmp_path.iterdir()) == []
@@ -211,7 +204,7 @@ def test_a_fault_in_one_export_is_none_in_the_next(
 ) -> None:
     with htp_export.tagging(strict=False):
         with monkeypatch.context() as planted, untagged("finding the owners"):
-            planted.setattr(MAKES_TAGS[exporter], "make_tags", None)
+            planted.setattr(watched, "make_tags", None)
             torch.onnx.export(net(), INPUTS, tmp_path / "one.onnx", **options(exporter))
         torch.onnx.export(net(), INPUTS, tmp_path / "other.onnx", **options(exporter))
     assert len(htp_export.load(tmp_path / "other.onnx")["first.fc"].nodes) == 2

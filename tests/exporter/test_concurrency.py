@@ -191,30 +191,38 @@ def test_an_export_handed_over_to_a_thread_by_a_task_is_tagged() -> None:
     assert "htp.version" in keys(asyncio.run(main()))
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_fast_path_of_attention_is_put_back_by_the_last_of_several_threads(enabled: bool) -> None:
-    torch.backends.mha.set_fastpath_enabled(enabled)
-    first, second = (restored(restoring.turn_attention_fast_path_off) for _ in range(2))
-    try:
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        assert not torch.backends.mha.get_fastpath_enabled()
-        second.__exit__(None, None, None)
-        assert torch.backends.mha.get_fastpath_enabled() is enabled
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
+def stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
 
 
-def test_compilation_is_allowed_again_after_the_last_of_several_threads() -> None:
-    first, second = (restored(torch_internals.turn_compilation_off) for _ in range(2))
-    assert torch._dynamo.eval_frame._stance.stance == "default"
+@pytest.mark.parametrize(
+    ("turn_off", "now", "on", "off"),
+    [
+        (restoring.turn_attention_fast_path_off, torch.backends.mha.get_fastpath_enabled, True, False),
+        (torch_internals.turn_compilation_off, stance, "default", "force_eager"),
+    ],
+)
+def test_a_setting_of_torch_is_put_back_by_the_last_of_several_threads(
+    turn_off: Callable[..., Any], now: Callable[[], Any], on: Any, off: Any
+) -> None:
+    first, second = restored(turn_off), restored(turn_off)
+    assert now() == on
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    assert now() == off
     second.__exit__(None, None, None)
-    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert now() == on
+
+
+def test_the_fast_path_of_attention_stays_off_where_it_was() -> None:
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with restored(restoring.turn_attention_fast_path_off):
+            pass
+        assert not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
 class Waiting(nn.Module):
@@ -227,7 +235,7 @@ class Waiting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self.runs.set()
-            self.other.wait(2)
+            self.other.wait(1)
         return x.exp()
 
 
@@ -259,7 +267,7 @@ def test_an_export_with_branches_waits_until_verify_in_another_thread_has_run_th
 
     def watch() -> None:
         assert verifying.wait(60)
-        began_early.append(exporting.wait(1.5))
+        began_early.append(exporting.wait(0.7))
 
     assert in_threads(verify, export, watch) == []
     assert began_early == [False]

@@ -176,14 +176,6 @@ def test_a_scripted_module_gives_the_file_that_torch_writes(names: list[str] | N
     assert_as_by_torch(lambda: script, args, input_names=names)
 
 
-def test_numbers_become_inputs_that_the_file_can_be_given() -> None:
-    file = written(htp_export.export, Calls(default_of_two), (x(2, 4), 3), input_names=["x", "n"])
-    model, data = Calls(default_of_two), x(2, 4)
-    session = onnxruntime.InferenceSession(file.SerializeToString())
-    (found,) = session.run(None, {"x": data.numpy(), "n": torch.tensor(7).numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), model(data, 7))
-
-
 # --- what torch refuses ---------------------------------------------------
 
 

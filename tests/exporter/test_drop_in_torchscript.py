@@ -123,42 +123,21 @@ def image() -> Tensor:
     return x(1, 3, 6, 6)
 
 
-BLOCKS = [
-    ("QuantizeLinear", ("quant",)),
-    ("Conv", ("blocks.0.conv",)),
-    ("QuantizeLinear", ("blocks.0.conv",)),
-    ("Relu", ("blocks.0.act",)),
-    ("QuantizeLinear", ("blocks.0.act",)),
-    ("Conv", ("blocks.1.0",)),
-    ("QuantizeLinear", ("blocks.1.0",)),
-    ("Relu", ("blocks.1.1",)),
-    ("QuantizeLinear", ("blocks.1.1",)),
-    ("GlobalAveragePool", ("pool",)),
-    ("QuantizeLinear", ("pool",)),
-    ("Flatten", ("flat",)),
-    ("QuantizeLinear", ("flat",)),
-    ("Gemm", ("fc",)),
-    ("QuantizeLinear", ("fc",)),
-]
-FUSED = [
-    (kind, (path.replace("act", "conv").replace("1.1", "1.0"),))
-    for kind, (path,) in BLOCKS
-    if path not in ("blocks.0.act", "blocks.1.1") or kind == "Relu"
-]
-FUSED.insert(2, FUSED.pop(3))  # the activation comes before the result is quantized
-FUSED.insert(5, FUSED.pop(6))
-TWICE = [
-    ("Conv", ("stem",)),
-    ("Conv", ("residual.conv",)),
-    ("Relu", ("residual.act",)),
-    ("Add", ("residual",)),
-    ("Conv", ("residual.conv",)),
-    ("Relu", ("residual.act",)),
-    ("Add", ("residual",)),
-    ("Conv", ("heads.a.0",)),
-    ("Conv", ("heads.b.0",)),
-    ("Relu", ("last",)),
-]
+def work(*steps: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Operators and their owners, written as ``Conv blocks.0.conv``."""
+    return [(kind, (path,)) for kind, _, path in (step.partition(" ") for step in steps)]
+
+
+BLOCKS = work("QuantizeLinear quant", "Conv blocks.0.conv", "QuantizeLinear blocks.0.conv", "Relu blocks.0.act")
+BLOCKS += work("QuantizeLinear blocks.0.act", "Conv blocks.1.0", "QuantizeLinear blocks.1.0", "Relu blocks.1.1")
+REST = work("GlobalAveragePool pool", "QuantizeLinear pool", "Flatten flat", "QuantizeLinear flat")
+REST += work("Gemm fc", "QuantizeLinear fc")
+BLOCKS += [*work("QuantizeLinear blocks.1.1"), *REST]
+FUSED = work("QuantizeLinear quant", "Conv blocks.0.conv", "Relu blocks.0.conv", "QuantizeLinear blocks.0.conv")
+FUSED += [*work("Conv blocks.1.0", "Relu blocks.1.0", "QuantizeLinear blocks.1.0"), *REST]
+RESIDUAL = ("Conv residual.conv", "Relu residual.act", "Add residual")
+BESIDE = work("Gemm a", "Gemm b", "Gemm c", "Concat ")
+TWICE = work("Conv stem", *RESIDUAL, *RESIDUAL, "Conv heads.a.0", "Conv heads.b.0", "Relu last")
 KINDS = ("QuantizeLinear", "Conv", "Relu", "GlobalAveragePool", "Flatten", "Gemm")
 
 
@@ -181,12 +160,7 @@ def one_step(one: truth.Array, other: truth.Array) -> bool:
             FUSED,
         ),
         (lambda: quantized(CalledTwice(), image()), image(), ("Conv", "Relu", "Add"), TWICE),
-        (
-            lambda: quantized(Concatenates(), x(2, 4)),
-            x(2, 4),
-            ("Gemm", "Concat"),
-            [("Gemm", ("a",)), ("Gemm", ("b",)), ("Gemm", ("c",)), ("Concat", ("",))],
-        ),
+        (lambda: quantized(Concatenates(), x(2, 4)), x(2, 4), ("Gemm", "Concat"), BESIDE),
     ],
     ids=["blocks", "fused_before", "called_twice", "two_outputs"],
 )

@@ -50,7 +50,6 @@ PATCHED = [patch for group in patches.EVERY for patch in group.patches]
 VARIABLES = (
     running.exporter,
     running.dynamo_capture,
-    running.program_bodies,
     running.script_capture,
     running.translations_read,
 )
@@ -110,23 +109,31 @@ class Watched(nn.Module):
         return self.act(self.fc(x))
 
 
-def state(model: nn.Module) -> dict[str, Any]:
-    """Everything that an export changes for a while."""
+def state(model: nn.Module | None = None) -> dict[str, Any]:
+    """Everything that an export changes for a while, of torch and of a model."""
     found: dict[str, Any] = {}
     for patch in PATCHED:
         owner, name, _ = patch.find()
         found[f"{patch.module}.{patch.name}"] = vars(owner)[name]
     for variable in VARIABLES:
         found[variable.name] = variable.get()
-    for path, module in model.named_modules():
+    for path, module in () if model is None else model.named_modules():
         found[f"mode of {path}"] = module.training
         found[f"hooks of {path}"] = len(module._forward_hooks), len(module._forward_pre_hooks)
-        found[f"own forward of {path}"] = "forward" in vars(module)
+        found[f"attributes of {path}"] = set(vars(module))
+    found["call of a module"] = nn.Module.__call__
+    found["traced modules"] = torch.jit._trace._trace_module_map
+    found["torch.onnx.export"] = torch.onnx.export
     found["collector"] = gc.isenabled(), gc.get_freeze_count()
     found["fast path"] = torch.backends.mha.get_fastpath_enabled()
     found["gradients"] = torch.is_grad_enabled()
     found["autocast cache"] = torch.is_autocast_cache_enabled()
     return found
+
+
+def changed_since(before: dict[str, Any], model: nn.Module | None = None) -> list[str]:
+    """The names of what is not as it was."""
+    return [name for name, value in state(model).items() if value != before[name]]
 
 
 def interrupted_everywhere(do: Callable[[], Any], model: nn.Module) -> tuple[int, list[str]]:
@@ -143,9 +150,8 @@ def interrupted_everywhere(do: Callable[[], Any], model: nn.Module) -> tuple[int
             if not Interrupts((file, line, nth)).run(do):
                 continue
             count += 1
-            after = state(model)
             where = f"{file.rpartition('/')[2]}:{line}, time {nth}"
-            changed += [f"{name} ({where})" for name, value in before.items() if after[name] != value]
+            changed += [f"{name} ({where})" for name in changed_since(before, model)]
             if changed:
                 return count, changed
     return count, changed

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.exporter.capture.programs import captured_with
-from tests.exporting import SharedFiles, metadata
+from htp_export.exporter.watched import captured_with
+from tests.exporting import SharedFiles, exported, metadata
 from tests.nets import NETS
 from tests.truth import Judge, nodes_of, tree_of
 
@@ -25,11 +25,6 @@ def made(model: nn.Module, kwargs: dict[str, Any], **options: Any) -> Any:
     """The program of a model, as a library makes it under `tagging`."""
     with htp_export.tagging():
         return torch.export.export(model, (), kwargs, strict=False, **options)
-
-
-def file_of(program: Any, folder: Path) -> onnx.ModelProto:
-    htp_export.export(program, (), folder / "model.onnx", verbose=False)
-    return onnx.load(folder / "model.onnx")
 
 
 def told(file: onnx.ModelProto) -> tuple[Any, ...]:
@@ -53,12 +48,12 @@ def test_the_file_of_a_program_says_what_the_file_of_its_model_says(
 ) -> None:
     model, kwargs = NETS[name].build()
     program = made(model, kwargs, **NETS[name].export_options("dynamo"))
-    assert told(file_of(program, tmp_path)) == told(shared_files.read(name, "dynamo"))
+    assert told(exported(program, {}, "dynamo", tmp_path)) == told(shared_files.read(name, "dynamo"))
 
 
 def test_a_program_made_elsewhere_has_neither_signatures_nor_parameters(tmp_path: Path) -> None:
     model, kwargs = NETS["siblings"].build()
-    file = file_of(torch.export.export(model, (), kwargs, strict=False), tmp_path)
+    file = exported(torch.export.export(model, (), kwargs, strict=False), {}, "dynamo", tmp_path)
     keys = set(metadata(file))
     assert "htp.modules" in keys
     assert not {"htp.signatures", "htp.parameters"} & keys
@@ -76,14 +71,14 @@ def test_every_export_of_one_program_says_the_same_also_once_the_model_is_gone(
     gc.collect()
     assert gone() is None
     whole = told(shared_files.read("siblings", "dynamo"))
-    assert told(file_of(program, tmp_path)) == told(file_of(program, tmp_path)) == whole
+    assert told(exported(program, {}, "dynamo", tmp_path)) == told(exported(program, {}, "dynamo", tmp_path)) == whole
 
 
 def test_copies_of_a_program_are_as_exact_as_the_program(shared_files: SharedFiles, tmp_path: Path) -> None:
     model, kwargs = NETS["siblings"].build()
     program = made(model, kwargs)
     whole = told(shared_files.read("siblings", "dynamo"))
-    assert told(file_of(copy.copy(program), tmp_path)) == whole
+    assert told(exported(copy.copy(program), {}, "dynamo", tmp_path)) == whole
     module = copy.deepcopy(program.graph_module)
     again = torch.export.ExportedProgram(
         module,
@@ -96,14 +91,14 @@ def test_copies_of_a_program_are_as_exact_as_the_program(shared_files: SharedFil
         constants=program.constants,
         verifiers=program.verifiers,
     )
-    assert told(file_of(again, tmp_path)) == whole
+    assert told(exported(again, {}, "dynamo", tmp_path)) == whole
 
 
 def test_a_decomposed_program_keeps_module_tree_parameters_and_exact_tags(tmp_path: Path) -> None:
     model, kwargs = NETS["called_twice"].build()
     with htp_export.tagging():
         program = torch.export.export(model, (), kwargs, strict=False).run_decompositions()
-    file = file_of(program, tmp_path)
+    file = exported(program, {}, "dynamo", tmp_path)
     assert Judge(model, kwargs, file).faults() == []
     assert "htp.parameters" in set(metadata(file))
 
@@ -121,14 +116,14 @@ def test_programs_of_two_models_are_told_apart(shared_files: SharedFiles, tmp_pa
         model, kwargs = NETS[name].build()
         wanted.append(told(shared_files.read(name, "dynamo")))
         programs.append(made(model, kwargs))
-    assert [told(file_of(program, tmp_path)) for program in programs] == wanted
+    assert [told(exported(program, {}, "dynamo", tmp_path)) for program in programs] == wanted
 
 
 def test_an_exported_module_that_is_exported_again_keeps_the_modules_of_its_stacks(tmp_path: Path) -> None:
     model, kwargs = NETS["siblings"].build()
     with htp_export.tagging():
         again = torch.export.export(made(model, kwargs).module(), (), kwargs, strict=False)
-    tree = tree_of(file_of(again, tmp_path))
+    tree = tree_of(exported(again, {}, "dynamo", tmp_path))
     assert {path for path, entry in tree.items() if entry["calls"]} >= {"first", "second"}
 
 
@@ -136,6 +131,6 @@ def test_a_program_made_in_strict_mode_has_parameters(shared_files: SharedFiles,
     model, kwargs = NETS["siblings"].build()
     with htp_export.tagging():
         program = torch.export.export(model, (), kwargs, strict=True)
-    said, whole = metadata(file_of(program, tmp_path)), metadata(shared_files.read("siblings", "dynamo"))
+    said, whole = metadata(exported(program, {}, "dynamo", tmp_path)), metadata(shared_files.read("siblings", "dynamo"))
     assert said["htp.parameters"] == whole["htp.parameters"]
     assert said["htp.modules"] == whole["htp.modules"]

@@ -7,13 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import nn
 
 import htp_export
@@ -90,17 +91,6 @@ class TestFilesAreEqual:
         streamed, loaded = (load_model(str(source), stream_weights=flag, **options) for flag in (True, False))
         assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
 
-    def test_where_parameters_are_equal_by_value(self, tmp_path: Path) -> None:
-        source = checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
-        weights = {key: value for file in source.glob("*.safetensors") for key, value in load_file(file).items()}
-        weights = {key: weights[key.replace("layers.1", "layers.0")].clone() for key in weights}
-        for file in source.glob("*.safetensors*"):
-            file.unlink()
-        save_file(weights, source / "model.safetensors", {"format": "pt"})
-        streamed, loaded = load_model(str(source), stream_weights=True), load_model(str(source))
-        assert streamed.lm_head.weight is streamed.model.embed_tokens.weight
-        assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
-
     def test_under_torchscript(self, tmp_path: Path) -> None:
         source = checkpoint(tmp_path, "bert")
         files = []
@@ -127,52 +117,49 @@ class TestRefused:
             load_model(str(source), stream_weights=True)
         return str(raised.value)
 
-    def rewritten(self, source: Path, key: str, value: torch.Tensor | None) -> Path:
-        """Put another tensor in the place of one, and return its file."""
+    @staticmethod
+    def change_index(source: Path, change: Callable[[dict[str, str]], object]) -> None:
+        """Change which file has which tensor."""
         index = source / "model.safetensors.index.json"
         content = json.loads(index.read_text())
-        file = source / content["weight_map"][key]
-        weights = load_file(file)
-        del weights[key]
-        if value is None:
-            del content["weight_map"][key]
-        else:
-            weights[key] = value
-        save_file(weights, file.with_suffix(".new"), {"format": "pt"})
-        file.with_suffix(".new").replace(file)
+        change(content["weight_map"])
         index.write_text(json.dumps(content))
+
+    @staticmethod
+    def change_tensors(source: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+        """Change the tensors of the file that has one of this name, and return the file."""
+        [file] = [file for file in source.glob("*.safetensors") if name in load_file(file)]
+        tensors = load_file(file)
+        change(tensors)
+        file.write_bytes(save(tensors, {"format": "pt"}))
         return file
 
     def test_a_missing_weight(self, source: Path) -> None:
-        self.rewritten(source, "model.layers.0.mlp.up_proj.weight", None)
-        said = self.refused(source)
-        assert said == f"{source}/model.safetensors.index.json: has no weights for 'model.layers.0.mlp.up_proj.weight'"
+        missing = "model.layers.0.mlp.up_proj.weight"
+        self.change_tensors(source, missing, lambda tensors: tensors.pop(missing))
+        self.change_index(source, lambda files: files.pop(missing))
+        assert self.refused(source) == f"{source}/model.safetensors.index.json: has no weights for '{missing}'"
 
     def test_a_weight_of_another_shape(self, source: Path) -> None:
-        file = self.rewritten(source, "model.norm.weight", torch.ones(63))
-        said = self.refused(source)
-        assert said == f"{file}: tensor 'model.norm.weight' has shape [63], and the model needs [64]"
+        norm = "model.norm.weight"
+        file = self.change_tensors(source, norm, lambda tensors: tensors.update({norm: torch.ones(63)}))
+        assert self.refused(source) == f"{file}: tensor '{norm}' has shape [63], and the model needs [64]"
 
     def test_an_index_that_names_a_tensor_that_is_not_there(self, source: Path) -> None:
-        index = source / "model.safetensors.index.json"
-        content = json.loads(index.read_text())
-        first = next(iter(content["weight_map"].values()))
-        index.write_text(json.dumps({**content, "weight_map": {**content["weight_map"], "more": first}}))
+        first = sorted(source.glob("*.safetensors"))[0]
+        self.change_index(source, lambda files: files.update(more=first.name))
         said = self.refused(source)
-        assert said == f"{source / first}: has no tensor 'more', which is there according to {index.name}"
+        assert said == f"{first}: has no tensor 'more', which is there according to model.safetensors.index.json"
 
     @pytest.mark.parametrize("name", ["../other.safetensors", "{folder}/other.safetensors", "link.safetensors"])
     def test_a_file_outside_of_the_folder(self, source: Path, name: str) -> None:
-        index = source / "model.safetensors.index.json"
-        content = json.loads(index.read_text())
-        shard = source / content["weight_map"]["model.norm.weight"]
-        shutil.copy(shard, source.parent / "other.safetensors")
-        (source / "link.safetensors").symlink_to(source.parent / "other.safetensors")
+        shard, other = sorted(source.glob("*.safetensors"))[0], source.parent / "other.safetensors"
+        shutil.copy(shard, other)
+        (source / "link.safetensors").symlink_to(other)
         name = name.format(folder=source.parent)
-        content["weight_map"] = {
-            key: name if file == shard.name else file for key, file in content["weight_map"].items()
-        }
-        index.write_text(json.dumps(content))
+        self.change_index(
+            source, lambda files: files.update((key, name) for key, file in files.items() if file == shard.name)
+        )
         assert f"its file {name!r} lies outside its folder; it will not be read" in self.refused(source)
 
     def test_weights_that_a_config_names_elsewhere(self, source: Path) -> None:
@@ -216,18 +203,19 @@ def test_loading_leaves_the_environment_and_torch_as_they_were(tmp_path: Path, m
 
 
 class Tied(nn.Module):
-    """Two names for one parameter, a persistent buffer, and one that is computed."""
+    """Two names for one parameter, one equal to it by value, a persistent buffer, and one that is computed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(6000, 64)
         self.head = nn.Linear(64, 6000, bias=False)
         self.head.weight = self.embed.weight
+        self.equal = nn.Embedding(6000, 64)
         self.register_buffer("scale", torch.tensor(3.0))
         self.register_buffer("steps", torch.arange(64.0, device="cpu"), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(ids) * self.scale + self.steps)
+        return self.head(self.embed(ids) * self.scale + self.equal(ids) + self.steps)
 
 
 class TestMapWeights:
@@ -236,7 +224,7 @@ class TestMapWeights:
         torch.manual_seed(0)
         state = Tied().state_dict()
         del state["head.weight"]
-        state["scale"] = torch.tensor(5.0)
+        state["scale"], state["equal.weight"] = torch.tensor(5.0), state["embed.weight"].clone()
         save_file(state, tmp_path / "model.safetensors")
         return tmp_path / "model.safetensors"
 
@@ -251,6 +239,7 @@ class TestMapWeights:
         checkpoint = map_weights(net, file)
         assert net.head.weight is net.embed.weight
         assert is_in_a_file(net.embed.weight)
+        assert is_in_a_file(net.equal.weight)
         assert {weight.dtype for weight in net.state_dict().values()} == {dtype}
         loaded = Tied().to(dtype).eval()
         loaded.load_state_dict(load_file(file), strict=False)

@@ -1,4 +1,4 @@
-"""A user of htp_export sees the warnings that torch shows, and no others."""
+"""A user sees the warnings that torch shows, and one more if torch writes another opset than was asked for."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
+from torch import nn
 
 import htp_export
-from tests.exporting import quick
+from tests.exporting import BOTH, exported_net, quick
 from tests.nets import EXPORTERS, NETS, x
 
 
@@ -52,3 +54,36 @@ def test_a_trace_warns_where_the_user_makes_it_and_not_again_in_the_export(tmp_p
         return [str(warning.message) for warning in caught]
 
     assert shown(htp_export.export) == shown(torch.onnx.export)
+
+
+class NeverExported(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the export has begun")
+
+
+@BOTH
+@pytest.mark.parametrize("opset", [0, 5, 999])
+def test_an_opset_that_torch_cannot_write_is_refused_before_the_export(exporter, opset, tmp_path: Path) -> None:
+    file = tmp_path / "model.onnx"
+    message = rf"opset {opset}: torch's (?i:{exporter}) exporter writes opsets \d+ to \d+"
+    with pytest.raises(htp_export.InputError, match=message):
+        htp_export.export(
+            NeverExported(), (torch.randn(2),), file, opset_version=opset, dynamo=exporter == "dynamo", verbose=False
+        )
+    assert not file.exists()
+
+
+def test_a_warning_names_both_opsets_if_torch_writes_another_one(tmp_path: Path) -> None:
+    # torch's converter cannot go down to 7, and only logs that.
+    model, kwargs = NETS["siblings"].build()
+    with pytest.warns(UserWarning, match="opset 7 was asked for, and torch wrote opset 18") as warned:
+        program = htp_export.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, opset_version=7, verbose=False)
+    assert program.model.opset_imports[""] == 18
+    assert onnx.load(tmp_path / "model.onnx").opset_import[0].version == 18
+    assert next(each for each in warned if "opset 7" in str(each.message)).filename == __file__
+
+
+@pytest.mark.parametrize(("exporter", "opset"), [("dynamo", 18), ("dynamo", 20), ("torchscript", 11), ("dynamo", None)])
+def test_nothing_is_said_of_an_opset_that_is_written(exporter, opset, tmp_path: Path) -> None:
+    file = exported_net("siblings", exporter, tmp_path, opset_version=opset)  # warnings are errors in tests
+    assert opset in (None, file.opset_import[0].version)

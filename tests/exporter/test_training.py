@@ -16,7 +16,7 @@ import htp_export
 from htp_export.errors import InputError, SelectorError
 from tests.exporting import BOTH, quick
 from tests.nets import EXPORTERS, x
-from tests.truth import inexact, untagged
+from tests.truth import inexact, nodes_of, owners_of, untagged, values_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning"),
@@ -47,29 +47,15 @@ def trained(backend: str) -> nn.Module:
     return model.eval().apply(quantization.disable_observer)
 
 
-def scales(file: Path) -> dict[str, list[float]]:
+def scales(file: onnx.ModelProto, kwargs: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Module of fake quantization → scale of its QuantizeLinear."""
-    tagged = htp_export.load(file)
+    values = values_of(file, kwargs)
     found = {}
-    for node in tagged.nodes:
+    for node in nodes_of(file):
         if node.op_type == "QuantizeLinear":
-            [owner] = tagged.owners_of(node)
-            value = node.inputs[1]
-            array = tagged.inferred.array(value)
-            if array is None:
-                array = ir_constant(value)
-            found[owner] = np.ravel(array).tolist()
+            [owner] = owners_of(node)
+            found[owner] = np.ravel(values[node.input[1]])
     return found
-
-
-def ir_constant(value: object) -> object:
-    """The numbers of an initializer, or of a Constant or what was cast from one."""
-    while value.const_value is None:  # type: ignore[attr-defined]
-        node = value.producer()  # type: ignore[attr-defined]
-        if node.op_type == "Constant":
-            return node.attributes["value"].value.numpy()
-        value = node.inputs[0]
-    return value.const_value.numpy()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +74,7 @@ def test_fake_quantized_models_export_with_tags_and_scales(backend: str, exporte
         name: module for name, module in model.named_modules() if isinstance(module, quantization.FakeQuantizeBase)
     }
     assert all("forward" not in vars(module) for module in modules.values())
-    found = scales(file)
+    found = scales(onnx.load(file), kwargs)
     assert found.keys() == modules.keys()
     for name, module in modules.items():
         assert np.allclose(found[name], module.scale.numpy(), rtol=1e-6), name
@@ -166,10 +152,12 @@ def test_weights_that_torchao_trained_export_with_tags_and_scales(exporter: str,
     with htp_export.frozen_fake_quantize(model):
         assert torch.allclose(model(**kwargs), wanted, atol=1e-5)
         htp_export.export(model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False)
-    found = scales(file)
+    found = scales(onnx.load(file), kwargs)
     assert list(found) == ["0.weight_fake_quantizer"]
     assert np.allclose(found["0.weight_fake_quantizer"], model[0].weight_fake_quantizer.scale.detach().numpy().ravel())
     assert untagged(onnx.load(file)) == []
     # The largest weight of a row lies between two steps and rounds to either: PyTorch multiplies by the inverse scale.
-    verified = htp_export.verify(model, file, (), kwargs, tolerances={"**": (1.5 * max(found.popitem()[1]) * 8, 0.0)})
+    verified = htp_export.verify(
+        model, file, (), kwargs, tolerances={"**": (1.5 * float(max(found.popitem()[1])) * 8, 0.0)}
+    )
     assert verified.ok, str(verified)

@@ -118,6 +118,7 @@ UNDER_DYNAMO: dict[str, Callable[[], nn.Module]] = {
     "compiled_in_place": compiled_in_place,
     "traced": lambda: Two(linear(), torch.jit.trace(Block(), torch.ones(3, 4))),  # type: ignore[no-untyped-call]
 }
+REFUSED = {"scripted": lambda: Two(linear(), torch.jit.script(Block()))}
 QUICK = ("low_rank", "shared_parametrization", "cached_parametrization", "compiled_root", "traced")
 DYNAMO = quick([(name, "dynamo") for name in (*BUILT, *UNDER_DYNAMO)], *((name, "dynamo") for name in QUICK))
 CASES = [*((name, "torchscript") for name in BUILT), *DYNAMO]
@@ -125,7 +126,7 @@ CASES = [*((name, "torchscript") for name in BUILT), *DYNAMO]
 
 def built(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return spread({**BUILT, **UNDER_DYNAMO}[name]()).eval()
+    return spread({**BUILT, **UNDER_DYNAMO, **REFUSED}[name]()).eval()
 
 
 @pytest.mark.parametrize(("name", "exporter"), CASES)
@@ -155,28 +156,27 @@ def test_the_nodes_of_a_traced_submodule_belong_to_it(tmp_path: Path) -> None:
     assert [found for _, found in work_of(file)] == [("one",), ("",), ("two",), ("two",), ("two",), ("two",)]
 
 
+COMPILED = "is compiled, which TorchScript cannot trace: use dynamo=True"
+SCRIPTED = "module 'two' is a ScriptModule, which torch exports only within one: put the original module in its place"
+
+
 @pytest.mark.parametrize(
-    ("name", "advice"),
+    ("name", "exporter", "advice"),
     [
-        ("compiled", "module 'two' is compiled, which TorchScript cannot trace: use dynamo=True"),
-        ("compiled_in_place", "module 'two' is compiled, which TorchScript cannot trace: use dynamo=True"),
-        ("compiled_root", "module '(the root)' is compiled, which TorchScript cannot trace: use dynamo=True"),
-        ("traced", "module 'two' is a ScriptModule, which torch exports only within one"),
+        ("compiled", "torchscript", f"module 'two' {COMPILED}"),
+        ("compiled_in_place", "torchscript", f"module 'two' {COMPILED}"),
+        ("compiled_root", "torchscript", f"module '(the root)' {COMPILED}"),
+        ("traced", "torchscript", SCRIPTED),
+        ("scripted", "torchscript", SCRIPTED),
+        ("scripted", "dynamo", SCRIPTED),
     ],
 )
-def test_an_error_of_torchscript_says_which_module_it_refuses(name: str, advice: str, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        exported(built(name), {"x": x(3, 4)}, "torchscript", tmp_path)
+def test_an_error_says_which_module_torch_refuses_and_what_to_do(
+    name: str, exporter: str, advice: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Exception, match=r"export|trace|script|compile") as caught:
+        exported(built(name), {"x": x(3, 4)}, exporter, tmp_path)
     assert advice in "\n".join(caught.value.__notes__)
-
-
-@BOTH
-def test_an_error_about_a_scripted_submodule_says_what_to_do(exporter: str, tmp_path: Path) -> None:
-    model = Two(linear(), torch.jit.script(Block())).eval()
-    with pytest.raises(Exception, match=r"export|trace") as caught:
-        exported(model, {"x": x(3, 4)}, exporter, tmp_path)
-    assert "module 'two' is a ScriptModule" in "\n".join(caught.value.__notes__)
-    assert "export torch.jit.trace(model, inputs) with dynamo=False" in "\n".join(caught.value.__notes__)
 
 
 @pytest.mark.filterwarnings("ignore:no signature found:UserWarning")

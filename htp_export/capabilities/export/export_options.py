@@ -54,7 +54,7 @@ class GraphOptions:
             problem = f"--keep-attention needs {_ATTENTION_SINCE}, the first with Attention"
             raise InputError(f"--opset {self.opset}: {problem}")
         if self.wanted_opset is not None:
-            from htp_export.exporter.capture.opsets import check_opset
+            from htp_export.exporter.caches import check_opset
 
             check_opset(self.wanted_opset, dynamo=self.dynamo)
         if self.stream_weights and not self.dynamo:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from htp_export.exporter.capture.modules import Before
-from htp_export.exporter.capture.program_graph import drop_identities
 from htp_export.exporter.capture.torch_internals import changes_of
+from htp_export.exporter.torch_programs import drop_identities
 from htp_export.format import tags
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from htp_export.exporter.capture.calls import NO_CALL, CallLog
 from htp_export.exporter.capture.torch_internals import has_bodies, is_choice, scopes_of
 from htp_export.process.restoring import Changes
@@ -33,8 +35,6 @@ def bodies_run_in_place(module: Any) -> Iterator[Any]:
 
 def bodies_of(module: Any) -> dict[Any, list[Any]]:
     """The branches and loop bodies in the graph of a module: node → graph modules; none for what has no graph."""
-    import torch
-
     bodies: dict[Any, list[Any]] = {}
     for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
         if has_bodies(node.target):
@@ -57,15 +57,11 @@ def nodes_in_bodies(module: Any) -> dict[Any, list[Any]]:
 
 def bodies_given(function: Any, args: Any) -> list[Any]:
     """The branches or loop bodies among the arguments of an operator, in order."""
-    import torch
-
     return [each for each in args if has_bodies(function) and isinstance(each, torch.fx.GraphModule)]
 
 
 def file_of_code(module: Any) -> str | None:
     """Return the file name that FX generates for the code of a graph module; None for other modules."""
-    import torch
-
     if not isinstance(module, torch.fx.GraphModule) or not module.code:  # Dynamo's have no code until it is asked for
         return None
     code = getattr(module.forward, "__code__", None)
@@ -203,7 +199,6 @@ def watch_bodies(changes: Changes, module: Any, watched: Callable[[Callable[[], 
     ``watched`` is called for each node of a body with a function that executes it, the interpreter of the body, and the
     node; it returns the result of the function.
     """
-    import torch
 
     class Watched(torch.fx.Interpreter):
         """Runs a body node by node, as its own code does."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from htp_export.format import tags
 from htp_export.format.leaves import containers_in, named_tensors_in, tensors_in
@@ -19,6 +19,7 @@ from htp_export.format.reasons import Reason
 
 NO_CALL = -1
 Key = Hashable
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,15 @@ class CallLog:
     def running(self) -> tuple[str, ...]:
         """The paths of the running modules, outermost first."""
         return tuple(self.calls[index].path for index in self.stack)
+
+
+def last_in_place(key: _Key, became: Mapping[_Key, _Key], stop: Container[_Key]) -> _Key:
+    """Where a chain of replacements ends: at one in ``stop``, or at one that nothing replaced."""
+    seen: set[_Key] = set()
+    while key not in stop and key in became and key not in seen:
+        seen.add(key)
+        key = became[key]
+    return key
 
 
 def keys_of(tensors: list[Any], key: Callable[[Any], Any]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from htp_export.exporter.capture.calls import NO_CALL, CallTensors, Operation, Record
+from htp_export.exporter.capture.calls import NO_CALL, CallTensors, Operation, Record, last_in_place
 from htp_export.exporter.capture.decomposition import Decomposition
 from htp_export.exporter.capture.fx_calls import FxCalls, Result
 from htp_export.exporter.capture.made_weights import MadeWeights
@@ -65,7 +65,6 @@ class DynamoCapture(Guarded):
     def __init__(self, calls: FxCalls) -> None:
         super().__init__()
         self.calls = calls  # the calls of its modules, and of the nodes of FX graphs
-        self.enter_operator, self.leave_operator = calls.enter_operator, calls.leave_operator
         self.decomposition = Decomposition(calls)  # what becomes of the exported FX graph
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
         self._first: _FirstGraph | None = None
@@ -189,11 +188,7 @@ class DynamoCapture(Guarded):
         first.graph = model.graph
 
     def _last(self, value: ir.Value, stop: Container[ir.Value]) -> ir.Value:
-        seen = set()
-        while value not in stop and value in self._replaced and value not in seen:
-            seen.add(value)
-            value = self._replaced[value]
-        return value
+        return last_in_place(value, self._replaced, stop)
 
     # --- the result -------------------------------------------------------------------------------
 

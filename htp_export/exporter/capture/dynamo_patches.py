@@ -14,7 +14,6 @@ from htp_export.exporter.capture.patching import replacing
 from htp_export.exporter.capture.running import (
     dynamo_capture,
     keeps_dynamo,
-    program_bodies,
     translations_read,
     wanted,
     wants_frames_of_layers,
@@ -85,8 +84,7 @@ def call_region(original: Callable[..., Any], func: Any, *args: Any, **kwargs: A
     torch lets Dynamo trace such a region, and runs the graph of it in which no call of a module is seen. The exported
     graph is the same without that.
     """
-    nobody_watches = dynamo_capture.get() is None and program_bodies.get() is None
-    if torch.compiler.is_dynamo_compiling() or nobody_watches:
+    if torch.compiler.is_dynamo_compiling() or dynamo_capture.get() is None:
         return original(func, *args, **kwargs)
     return func(*args, **kwargs)
 
@@ -96,14 +94,15 @@ def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        captures = [capture for capture in (dynamo_capture.get(), program_bodies.get()) if capture is not None]
-        noting = "noting the bodies of an operator"
-        entered = [capture for capture in captures if capture.step(noting, capture.enter_operator, self, args)]
+        capture = dynamo_capture.get()
+        if capture is None or not capture.step(
+            "noting the bodies of an operator", capture.calls.enter_operator, self, args
+        ):
+            return original(self, *args, **kwargs)
         try:
             return original(self, *args, **kwargs)
         finally:
-            for capture in entered:
-                capture.step("noting that an operator with bodies returns", capture.leave_operator)
+            capture.step("noting that an operator with bodies returns", capture.calls.bodies.leave)
 
     return wrapper
 

@@ -17,6 +17,7 @@ from htp_export.exporter.capture.bodies import Bodies, bodies_run_in_place, node
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, Given
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.torch_internals import changes_of, fx_node_of, fx_tracer, without_export_root
+from htp_export.format.hierarchy import Hierarchy
 
 _captures = itertools.count()
 
@@ -129,13 +130,9 @@ class FxCalls:
         self.log.exit(result, functools.partial(self._result_of, tracer))
 
     def enter_operator(self, function: Any, args: Any) -> bool:
-        """Note that an operator runs that may have bodies; only if it is true, `leave_operator` is to be called."""
+        """Note that an operator runs that may have bodies; only if it is true, ``bodies.leave`` is to be called."""
         tracer = fx_tracer()
         return self.bodies.enter(function, args, self.log, traced=tracer is not None and tracer is self._trace.tracer)
-
-    def leave_operator(self) -> None:
-        """Note that the operator returns."""
-        self.bodies.leave()
 
     def _result_of(self, tracer: Any, tensor: Any) -> Result | None:
         node = fx_node_of(tensor, tracer)
@@ -163,6 +160,28 @@ class FxCalls:
                 if not each.meta.get("nn_module_stack"):
                     call = known.get(each.meta.get("stack_trace") or "", NO_CALL)
                     each.meta.setdefault(self.call_key, holder if call == NO_CALL else call)
+
+    def write_stacks(self, program: Any, hierarchy: Hierarchy) -> None:
+        """Write module stacks on the nodes of bodies, for whoever reads the program without this capture.
+
+        Without strict mode, torch leaves these nodes without one. Their calls are numbered after those outside.
+        """
+        numbers, counts = dict[int, int](), self._trace.scope_counts.copy()
+        scoped = set(self._trace.scoped.values())
+        for index, call in enumerate(self.log.calls):
+            if index not in scoped:
+                numbers[index] = counts[call.path]
+                counts[call.path] += 1
+        for holder, inner in nodes_in_bodies(program.graph_module).items():
+            outside, around = holder.meta.get("nn_module_stack") or {}, self.log.chain(self.of_node(holder))
+            for node in inner:
+                if node.op == "call_function" and not node.meta.get("nn_module_stack"):
+                    stack = node.meta["nn_module_stack"] = dict(outside)
+                    for index in reversed(self.log.chain(self.of_node(node))):
+                        if index not in around:
+                            path, number = self.log.calls[index].path, numbers[index]
+                            name = f"{path}@{number}" if number else path
+                            stack[f"L__self___{name}"] = name, hierarchy[path].class_name
 
     def exported(self, program: Any) -> None:
         """Note which calls did something that the model's result needs, before anything is decomposed away."""

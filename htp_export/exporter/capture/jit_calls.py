@@ -11,21 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, Given, keys_of
-from htp_export.exporter.capture.jit_graph import (
-    CONSTANTS,
-    Reading,
-    nodes_of,
-    numbers_of_inputs,
-    numbers_of_outputs,
-)
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.torchscript_internals import (
+    CONSTANTS,
+    Reading,
     flattened,
     is_listed,
     is_script_method,
     names_of_inlined_scope,
     names_of_traced_scope,
     next_number,
+    nodes_of,
+    numbers_of_inputs,
+    numbers_of_outputs,
     out_of_place,
     scope_names,
     traced_number,

@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from htp_export.exporter.capture.calls import Key, Operation
-from htp_export.exporter.capture.jit_graph import JitStep, Reading, nodes_of, numbers_of_outputs
-from htp_export.exporter.capture.torchscript_internals import viewed
+from htp_export.exporter.capture.calls import Key, Operation, last_in_place
+from htp_export.exporter.capture.torchscript_internals import JitStep, Reading, nodes_of, numbers_of_outputs, viewed
 
 _CONSTANT = "constant"
 # Attributes of operators with several inputs that say how one input is read: those of the first input, the second, ...
@@ -170,7 +169,7 @@ def follow(before: Reading, after: Reading) -> dict[int, int]:
                 queue.extend(pair for step in same for pair in _replaced(step, stands_in, constant_inputs))
     remaining = {*producers_after, *after.inputs, *after.constants}
     moved = {number: number for number in (*producers_before, *before.inputs) if number in remaining}
-    moved.update((number, _last(number, became, producers_after)) for number in became)
+    moved.update((number, last_in_place(number, became, producers_after)) for number in became)
     constants = before.constants | after.constants
     for old_number, new_number in became.items():
         producer, remade = producers_before.get(new_number), producers_after.get(new_number)
@@ -246,15 +245,6 @@ def _read_alike(old: JitStep, new: JitStep, place: int) -> bool:
         return False
     name = own[place] if place < len(own) else ""
     return bool(dict(old.attributes).get(name, 0) == dict(new.attributes).get(name, 0))
-
-
-def _last(number: int, became: dict[int, int], stop: dict[int, JitStep]) -> int:
-    """Where a chain of replacements ends."""
-    seen = set()
-    while number not in stop and number in became and number not in seen:
-        seen.add(number)
-        number = became[number]
-    return number
 
 
 def _changed(producer: JitStep, remade: JitStep, became: dict[int, int], constants: set[int]) -> bool:

@@ -73,14 +73,6 @@ def equal_tensors(nodes: Iterable[ir.Node]) -> dict[ir.Value, tuple[ir.Value, ..
 
     A tensor that is reshaped, and then gets a shape back that it had before, is the tensor that had this shape; so is
     one that is padded by nothing. ``nodes`` have producers before consumers.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> x, shape = ir.val("x", ir.DataType.FLOAT, [2, 3]), ir.val("shape", ir.DataType.INT64, [1])
-        >>> flat, back = (ir.val(name, ir.DataType.FLOAT, dims) for name, dims in (("flat", [6]), ("back", [2, 3])))
-        >>> nodes = [ir.node("Reshape", [x, shape], outputs=[flat]), ir.node("Reshape", [flat, shape], outputs=[back])]
-        >>> [(value.name, [other.name for other in others]) for value, others in equal_tensors(nodes).items()]
-        [('x', ['back']), ('back', ['x'])]
     """
     source: dict[ir.Value, ir.Value] = {}
     groups: dict[tuple[ir.Value, tuple[str, ...]], list[ir.Value]] = {}

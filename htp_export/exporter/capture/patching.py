@@ -70,13 +70,9 @@ def replacing(instead: Callable[..., Any]) -> Wrap:
 
 
 def noting(running: ContextVar[Any], seam: str, method: str, place: int | None = None) -> Wrap:
-    """Make the wrapper of a function whose result a running capture takes note of.
+    """Make the wrapper of a function whose result is given to a method of the running capture.
 
-    Args:
-        running: Holds the capture that runs.
-        seam: What is done, for an error.
-        method: The method of the capture that is given the result.
-        place: Which positional argument of the function it is given before the result; None for none.
+    ``seam`` says what is done, for an error; ``place`` is the positional argument that goes before the result, if any.
     """
 
     @replacing
@@ -100,11 +96,7 @@ class Patches:
         self._changes = Changes()
 
     def hold(self, changes: Changes) -> None:
-        """Hold the patches in place until the changes are taken back.
-
-        Raises:
-            TorchChangedError: A place is gone, or cannot be wrapped; none of the patches is in.
-        """
+        """Hold the patches in place until the changes are taken back; a `TorchChangedError` if one cannot be put in."""
         user = object()
         changes.will_undo(lambda: locked(self._lock, functools.partial(self._leave, user)))
         locked(self._lock, functools.partial(self._enter, user))

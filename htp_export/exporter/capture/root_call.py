@@ -18,6 +18,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+import torch
+
 from htp_export.errors import described
 from htp_export.exporter.capture.modules import Before
 from htp_export.exporter.capture.torchscript_internals import flattened, numbers_as_tensors
@@ -95,12 +97,10 @@ RootCall: TypeAlias = GivenCall | FormattedCall
 
 
 class RootCalls:
-    """How the model is called in one export.
+    """How the model is called in one export; ``args`` are as of `GivenCall`.
 
-    Args:
-        args: The arguments, as ``torch.onnx.export`` passes them on.
-        names_inputs: Whether the user names the graph's inputs, counting on torch's order of them.
-        refusal: Why an export failed in which the model was called as torch calls it; empty if there was none.
+    With ``names_inputs``, the user names the graph's inputs, and counts on torch's order of them. ``refusal`` says why
+    an export failed in which the model was called as torch calls it; it is empty if there was none.
     """
 
     def __init__(self, args: Any, *, names_inputs: bool, refusal: str = "") -> None:
@@ -162,7 +162,6 @@ def _changed_meaning(model: Any, call: FormattedCall, as_passed: GivenCall, befo
 
 def _equal(theirs: list[Any], ours: list[Any]) -> bool:
     """Whether two results are the same, but for types and rounding."""
-    import torch
 
     def wide(tensor: Any) -> Any:
         return tensor.dequantize() if tensor.is_quantized else tensor.to(torch.complex128)
@@ -184,8 +183,6 @@ def _refused(result: Any) -> bool:
 
 def _traceable(value: Any) -> bool:
     """Whether the tracer takes a value among inputs and outputs, and gives it on as it is."""
-    import torch
-
     if isinstance(value, Mapping):
         return isinstance(value, dict) and all(map(_traceable, value.values()))
     if isinstance(value, (tuple, list)):
@@ -195,8 +192,6 @@ def _traceable(value: Any) -> bool:
 
 def _tensors(value: Any) -> Iterator[Any]:
     """Every tensor in a structure, attributes of objects (transformers' caches) included, in order."""
-    import torch
-
     for _, leaf in named_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf

@@ -49,7 +49,6 @@ class Exporter(Protocol):
 
 exporter: ContextVar[Exporter | None] = ContextVar("htp_export_exporter", default=None)
 dynamo_capture: ContextVar[Any] = ContextVar("htp_export_dynamo", default=None)  # DynamoCapture | None
-program_bodies: ContextVar[Any] = ContextVar("htp_export_program_bodies", default=None)  # ProgramBodies | None
 script_capture: ContextVar[Any] = ContextVar("htp_export_torchscript", default=None)  # TorchScriptCapture | None
 translations_read: ContextVar[dict[tuple[tuple[str, Any], ...], Any] | None] = ContextVar(
     "htp_export_translations", default=None

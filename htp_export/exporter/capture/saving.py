@@ -1,7 +1,11 @@
-"""How a tagged program of the dynamo exporter is saved: as torch saves it, but whole or not at all, and part by part.
+"""How tagged files are written: as torch writes them, but whole or not at all, and without copies of the weights.
 
-Pages of parameters that are mapped from a file are released behind each part: else all would be resident at the end.
-The optimizer transposes weights without copying them; numpy would write these one element at a time.
+Of a program of the dynamo exporter, large weights are written part by part. Pages of parameters that are mapped from a
+file are released behind each part: else all would be resident at the end. The optimizer transposes weights without
+copying them; numpy would write these one element at a time.
+
+The TorchScript exporter copies each weight four times on its way into a file. It is given an empty tensor in its place;
+the shape and the bytes are put in when the file is written.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,9 +26,12 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from htp_export.errors import HtpExportError
+from htp_export.errors import CaptureError, HtpExportError
+from htp_export.exporter.capture.patching import Wrap
 from htp_export.files.external_writers import written_whole
 from htp_export.files.filesystem import is_special, why_not_writable
+from htp_export.files.protobuf_bytes import Weight
+from htp_export.files.replacing import replace_file
 from htp_export.process.mapped_memory import MappedFiles, release_pages
 
 _LARGE_BYTES = 1 << 20
@@ -31,6 +39,8 @@ _PART_BYTES = 1 << 24
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Size of an element → a type of this size that numpy has, too."""
 _MARK = "_htp_export_saves_whole"
+_SMALL = 1024  # bytes, of which a copy costs nothing
+_MOST = 1 << 30  # bytes; torch decides by the whole size whether a model still fits into one file
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -101,15 +111,22 @@ def written_in_parts(model: ir.Model) -> Iterator[None]:
 def _values(tensor: Any) -> np.ndarray[Any, Any] | None:
     """The values of a large tensor, with the bytes of each as they are to be written; None if they are not at hand."""
     raw: Any = getattr(tensor, "raw", None)
-    if type(raw) in (torch.Tensor, torch.nn.Parameter):
-        weight: torch.Tensor = raw.detach()
-        plain = weight.layout is torch.strided and weight.device.type == "cpu" and weight.dtype.itemsize in _WHOLE
-        if not plain or weight.is_neg() or weight.is_quantized:
-            return None
-        raw = weight.view(_WHOLE[weight.dtype.itemsize]).numpy()
+    if _is_plain(raw) and raw.dtype.itemsize in _WHOLE:
+        raw = raw.detach().view(_WHOLE[raw.dtype.itemsize]).numpy()
     if not isinstance(raw, np.ndarray) or sys.byteorder != "little" or not raw.dtype.isnative:
         return None
     return raw if raw.ndim > 0 and raw.nbytes == tensor.nbytes >= _LARGE_BYTES else None
+
+
+def _is_plain(weight: Any) -> bool:
+    """Whether the bytes of a weight can be had without torch's exporter, and are worth it."""
+    return (
+        type(weight) in (torch.Tensor, torch.nn.Parameter)
+        and weight.layout is torch.strided
+        and weight.device.type == "cpu"
+        and weight.nbytes > _SMALL
+        and not (weight.is_quantized or weight.is_conj() or weight.is_neg())
+    )
 
 
 def _memory(values: np.ndarray[Any, Any]) -> tuple[int, int]:
@@ -154,6 +171,78 @@ class _InParts(ir.Tensor):  # type: ignore[type-arg]
         release_pages(*self._mapped)  # what is transposed has each of its pages in every part
 
 
+# --- the TorchScript exporter ---------------------------------------------------
+
+
+@dataclass
+class KeptWeights:
+    """The weights that are not in the bytes that torch made."""
+
+    weights: dict[str, Weight]  # name of an initializer → its contents
+    whole: Callable[[], bytes]  # makes the bytes as torch makes them, with all weights
+
+    @classmethod
+    def of(
+        cls, weights: Mapping[str, Any], empty: Iterable[str], copied: Mapping[str, bytes], whole: Callable[[], bytes]
+    ) -> KeptWeights:
+        """Keep the weights for which torch was given stand-ins, and those that it copied."""
+        kept = {name: Weight.of(data) for name, data in copied.items()}
+        kept.update((name, stored(weights[name])) for name in empty)
+        return cls(kept, whole)
+
+
+def stand_ins(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Name → an empty tensor, for weights whose bytes can be had without torch's exporter."""
+    plain = {name: weight for name, weight in weights.items() if _is_plain(weight)}
+    if sys.byteorder != "little" or sum(weight.nbytes for weight in plain.values()) > _MOST:
+        return {}
+    return {name: torch.empty(0, dtype=weight.dtype) for name, weight in plain.items()}
+
+
+def stored(weight: torch.Tensor) -> Weight:
+    """A weight's shape and bytes; the bytes are copied only where they do not lie in order, as of a transposed one."""
+
+    def read() -> memoryview:
+        bytewise = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+        return memoryview(bytewise.numpy().data)
+
+    return Weight(weight.nbytes, read, tuple(weight.shape))
+
+
+def write_tagged(capture: Any, f: Any, chunks: Iterable[bytes | memoryview]) -> bool:
+    """Write the tagged file, if the capture can make its pieces; else leave no trace of it."""
+    began = f.tell() if hasattr(f, "seekable") and f.seekable() else None
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        pieces_left = iter(chunks)
+        while (piece := capture.step("writing the tagged file", next, pieces_left, None)) is not None:
+            yield piece
+        if capture.fault is not None:
+            raise capture.fault
+
+    try:
+        write(f, pieces())
+    except CaptureError as fault:
+        if fault is not capture.fault or (began is None and not isinstance(f, (str, os.PathLike))):
+            raise  # what was written to a stream stays
+        if began is not None:
+            f.seek(began)
+            f.truncate()
+        return False
+    return True
+
+
+def write(f: Any, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file whole: beside its place first, then into it, so that a failure leaves what was there."""
+    if not isinstance(f, (str, os.PathLike)):
+        for chunk in chunks:
+            f.write(chunk)
+        return
+    with replace_file(Path(f)) as new, new.open("wb") as opened:
+        for chunk in chunks:
+            opened.write(chunk)
+
+
 # --- torch 2.10, whose exporter ends later than that of the releases after it -------------------
 #
 # From 2.11 on, ``_core.export`` converts the opset and optimizes, and its caller only saves what it returns, so the
@@ -162,8 +251,6 @@ class _InParts(ir.Tensor):  # type: ignore[type-arg]
 # after the tags are written. To be deleted with the support of torch 2.10.
 
 LATE_PLACE = ("torch.onnx._internal.exporter._compat", "export_compat")
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def is_late() -> bool:

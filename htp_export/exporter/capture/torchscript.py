@@ -14,15 +14,14 @@ import onnx
 
 from htp_export.exporter.capture.calls import CallTensors, Given, Key, Node, Operation, Record
 from htp_export.exporter.capture.jit_calls import Matching, ScriptCalls, Trace
-from htp_export.exporter.capture.jit_graph import SHAPE_KINDS, Reading, nodes_of, read
 from htp_export.exporter.capture.jit_rewriting import Stages, Translation, Versions
-from htp_export.exporter.capture.jit_weights import JitWeights
+from htp_export.exporter.capture.made_weights import JitWeights
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.root_call import RootCalls
 from htp_export.exporter.capture.running import Guarded
+from htp_export.exporter.capture.saving import KeptWeights
 from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks
-from htp_export.exporter.capture.torchscript_file import KeptWeights
-from htp_export.exporter.capture.torchscript_internals import state_names
+from htp_export.exporter.capture.torchscript_internals import SHAPE_KINDS, Reading, nodes_of, read, state_names
 from htp_export.files.protobuf_bytes import SerializedModel, subgraph_protos
 from htp_export.format.recipes import Recipe
 
@@ -39,21 +38,14 @@ class _FirstGraph:
 
 
 class TorchScriptCapture(Guarded):
-    """One export through ``torch.jit.trace``, as it happens.
-
-    Attributes:
-        trace: The calls of its modules.
-        root: How the model is called.
-        tag: Makes, of a file as torch made it, the pieces of the file with tags.
-        kept: The weights that torch was not given to serialize.
-        recipes: How the initializers of the file were made, where they are not the parameters of their names.
-    """
+    """One export through ``torch.jit.trace``, as it happens."""
 
     def __init__(self, names: ModuleNames, model: Any, root: RootCalls) -> None:
         super().__init__()
-        self.trace, self.root = Trace(names), root
+        self.trace, self.root = Trace(names), root  # the calls of its modules, and how the model is called
+        # Makes, of a file as torch made it, the pieces of the file with tags
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
-        self.kept: KeptWeights | None = None
+        self.kept: KeptWeights | None = None  # the weights that torch was not given to serialize
         self._paths = list(dict.fromkeys(names.paths.values()))
         self._state = state_names(model)
         self._user_inputs = 0
@@ -63,7 +55,7 @@ class TorchScriptCapture(Guarded):
         self._translation = Translation()
         self._graph: Any = None
         self._weights: JitWeights | None = None
-        self.recipes: dict[str, Recipe] = {}
+        self.recipes: dict[str, Recipe] = {}  # of initializers that are not the parameters of their names
 
     @property
     def running(self) -> tuple[str, ...]:

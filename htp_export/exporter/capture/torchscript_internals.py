@@ -1,20 +1,41 @@
-"""Private parts of torch that are used, as in ``torch_internals.py``: TorchScript's tracer, its graphs and schemas."""
+"""Private parts of torch that are used, as in ``torch_internals.py``: TorchScript's tracer, schemas and graphs.
+
+JIT graphs are read into plain data; constants, most of a traced graph, are only listed, as each access takes time.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+CONSTANTS = frozenset({"prim::Constant", "onnx::Constant"})
+CONTROL_FLOW = frozenset({"onnx::If", "onnx::Loop", "onnx::Scan"})
+# Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large as another.
+SHAPE_KINDS = frozenset(
+    {
+        *("aten::size", "aten::dim", "aten::numel", "aten::len", "onnx::Shape", "onnx::Size"),
+        *("aten::zeros_like", "aten::ones_like", "aten::empty_like"),
+        *("aten::new_zeros", "aten::new_ones", "aten::new_empty"),
+    }
+)
+_LISTS = frozenset(f"prim::{kind}" for kind in ("ListConstruct", "ListUnpack", "TupleConstruct", "TupleUnpack"))
+_NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", "prim::NumToTensor"}
+_PLAIN = frozenset({"i", "is", "f", "fs", "s", "ss"})  # numbers and words: types of attributes
+_NAME = "onnx_name"
 
 
-@functools.cache
+@cache
 def usual_name(kind: str) -> str:
     """The operator that torch puts for one that is another name of it, ``aten::mul`` for ``aten::multiply``.
 
     It does so at the end of every trace, and whenever it compiles a function; so one is compiled.
     """
-    import torch
-
     name = kind.removeprefix("aten::")
     if name == kind or not name.isidentifier():
         return kind
@@ -32,23 +53,17 @@ def usual_name(kind: str) -> str:
 
 def tracing_state() -> Any:
     """The state of the TorchScript trace that runs in this thread; None where none does."""
-    import torch
-
     return torch._C._get_tracing_state()
 
 
 def flattened(value: Any) -> list[Any]:
     """The tensors of arguments or results as the tracer takes them, numbers and flags too; or a `RuntimeError`."""
-    import torch
-
     tensors, _ = torch._C._jit_flatten(value)
     return list(tensors)
 
 
 def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments as the TorchScript tracer passes them on, or refuses them: numbers and flags are tensors."""
-    import torch
-
     tensors, structure = torch._C._jit_flatten(arguments)
     changed: tuple[Any, ...] = torch._C._jit_unflatten(tensors, structure)
     return changed
@@ -56,15 +71,13 @@ def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def state_names(model: Any) -> frozenset[str]:
     """Names of the parameters and buffers that a traced graph of this model takes as inputs, shared ones once."""
-    import torch
-
     if not isinstance(model, torch.nn.Module):
         return frozenset()
     # With its tensors as they are: a quantized model holds more than tensors, which cannot be detached.
     return frozenset(torch.jit._unique_state_dict(model, keep_vars=True))  # type: ignore[attr-defined, no-untyped-call]
 
 
-@functools.cache
+@cache
 def written(kind: str, count: int) -> int:
     """Which of its ``count`` arguments an operator changes in place and gives back; -1 for none.
 
@@ -73,7 +86,7 @@ def written(kind: str, count: int) -> int:
     return next((place for place, alias in _aliases(kind, count) if alias.is_write), -1)
 
 
-@functools.cache
+@cache
 def viewed(kind: str, count: int) -> int:
     """Of which of its ``count`` arguments an operator may give back a view; -1 for none."""
     if kind in ("prim::ListUnpack", "prim::TupleUnpack"):
@@ -81,7 +94,7 @@ def viewed(kind: str, count: int) -> int:
     return next((place for place, alias in _aliases(kind, count) if not alias.is_write), -1)
 
 
-@functools.cache
+@cache
 def out_of_place(kind: str) -> str:
     """What an operator in place is called where it is not: ``aten::add`` for ``aten::add_``; others keep their name.
 
@@ -96,8 +109,6 @@ def out_of_place(kind: str) -> str:
 
 
 def _schemas(kind: str) -> list[Any]:
-    import torch
-
     schemas: list[Any] = torch._C._jit_get_schemas_for_operator(kind) if kind.startswith("aten::") else []
     return schemas
 
@@ -121,8 +132,6 @@ def scope_names(paths: dict[int, str]) -> dict[str, str]:
 
     ``paths`` has the paths by ``id(module.__dict__)``.
     """
-    import torch
-
     modules = torch.jit._trace._trace_module_map or {}
     scopes = ((module, name) for module, name in modules.items() if module != _TRACED_ROOT)
     return {paths.get(id(module.__dict__), ""): name for module, name in scopes}
@@ -130,8 +139,6 @@ def scope_names(paths: dict[int, str]) -> dict[str, str]:
 
 def is_listed(module: Any) -> bool:
     """Whether the tracer of the running export listed a module when it began: only then it opens a scope for it."""
-    import torch
-
     return module in (torch.jit._trace._trace_module_map or {})
 
 
@@ -161,8 +168,6 @@ def next_number() -> int:
 
 def is_script_method(forward: Any) -> bool:
     """Whether a module's ``forward`` is scripted: then the tracer opens no scope for it."""
-    import torch
-
     return isinstance(forward, torch._C.ScriptMethod)
 
 
@@ -172,8 +177,6 @@ def traced_number(*tensor: Any) -> int | None:
     The tracer names a value that has no name yet by the variable that holds it in the frame that asks, or in the next
     one. Here that variable holds a tuple, and in the next frame there is none: values keep the names that torch gives.
     """
-    import torch
-
     try:
         return int(torch._C._get_value_trace(*tensor).unique())  # type: ignore[attr-defined]
     except RuntimeError:  # a parameter that is none of the model's: the tracer takes it for no constant
@@ -186,8 +189,6 @@ def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
     What computed the first ones is removed, unless something else reads it: exporters would merge it with what computes
     the second ones, and keep the scopes of the first. Pairs are in the order of computation.
     """
-    import torch
-
     if tracing_state() is None:
         return
     removed: set[int] = set()
@@ -214,3 +215,128 @@ def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
 def _value_of(get: Callable[[Any], Any], *tensor: Any) -> Any:
     """The value of a tensor in the trace, which gets no name from a variable: see `traced_number`."""
     return get(*tensor)
+
+
+# --- graphs ---------------------------------------------------
+
+
+class JitStep(NamedTuple):
+    """One node of a JIT graph at one moment; tensors are named by their numbers in the graph, or by their states."""
+
+    kind: str  # what it does, ``aten::linear``; an operation in place is called as the one that is not: `out_of_place`
+    inputs: tuple[Any, ...]  # what it reads, what its blocks return included
+    outputs: tuple[Any, ...]  # what it makes
+    returned: tuple[int, ...] = ()  # for a node whose one block makes its outputs, the block's; empty for others
+    writes: int = -1  # which of its inputs it changes in place; -1 for none
+    # Names and values of its attributes. ONNX operators have such; those of ATen have inputs instead.
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass
+class Reading:
+    """A JIT graph at one moment."""
+
+    # Its nodes that are no constants, those inside blocks before the node that has the blocks
+    steps: list[JitStep] = field(default_factory=list)
+    # For each node of the outermost block that is no constant, how many steps it is
+    sizes: list[int] = field(default_factory=list)
+    constants: dict[int, None] = field(default_factory=dict)  # numbers of the tensors that constants make, in order
+    inputs: list[int] = field(default_factory=list)  # numbers of the inputs that the user gives
+    parameters: list[int] = field(default_factory=list)  # numbers of the other inputs
+    outputs: list[Any] = field(default_factory=list)  # what it returns, with tuples taken apart
+    # For each node of the outermost block that is no constant, the name of its scope; if they were asked for
+    scopes: list[str] = field(default_factory=list)
+
+    @property
+    def outermost(self) -> list[JitStep]:
+        """The steps of the outermost block, for each of ``sizes`` one."""
+        return [self.steps[end - 1] for end in itertools.accumulate(self.sizes)]
+
+    def paired_with(self, copy: Reading) -> dict[int, int]:
+        """Old number → new, for the reading of a copy of this graph that was made node by node."""
+        old, new = ((*each.inputs, *each.parameters, *each.constants) for each in (self, copy))
+        numbers = dict(zip(old, new, strict=True))
+        for was, now in zip(self.steps, copy.steps, strict=True):
+            numbers.update(zip(was.outputs, now.outputs, strict=True))
+        return numbers
+
+
+def read(graph: Any, user_inputs: int, *, scopes: bool = False) -> Reading:
+    """Read a JIT graph whose first ``user_inputs`` inputs are the user's and the others parameters."""
+    reading = Reading()
+    numbers = [value.unique() for value in graph.inputs()]
+    reading.inputs, reading.parameters = numbers[:user_inputs], numbers[user_inputs:]
+    _read(graph, reading, top=True, scopes=scopes)
+    tuples = {step.outputs[0]: step.inputs for step in reading.steps if step.kind == "prim::TupleConstruct"}
+    waiting = [value.unique() for value in graph.outputs()][::-1]
+    while waiting:
+        number = waiting.pop()
+        if number in tuples:
+            waiting.extend(reversed(tuples[number]))
+        else:
+            reading.outputs.append(number)
+    return reading
+
+
+def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> None:
+    steps, constants = reading.steps, reading.constants
+    for node in block.nodes():
+        kind = node.kind()
+        if kind in CONSTANTS:
+            constants[node.output().unique()] = None
+            continue
+        outputs = numbers_of_outputs(node)
+        before = len(steps)
+        reads = numbers_of_inputs(node)
+        returned: list[int] = []
+        if may_have_blocks(kind):
+            for inner in node.blocks():
+                _read(inner, reading, top=False)
+                returned.extend(value.unique() for value in inner.outputs())
+        one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
+        changed = written(kind, len(reads))
+        steps.append(
+            JitStep(out_of_place(kind), (*reads, *returned), outputs, one_to_one, changed, attributes_of(node, kind))
+        )
+        if top:
+            reading.sizes.append(len(steps) - before)
+            if scopes:
+                reading.scopes.append(node.scopeName())
+
+
+def attributes_of(node: Any, kind: str) -> tuple[tuple[str, Any], ...]:
+    """The attributes of an ONNX node that say what it does; not its name, which torch keeps in one too."""
+    if not kind.startswith("onnx::") or not node.hasAttributes():
+        return ()
+    types = [(name, node.kindOf(name)) for name in node.attributeNames() if name != _NAME]
+    return tuple([(name, _plain(getattr(node, of)(name))) for name, of in types if of in _PLAIN])
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def numbers_of_inputs(node: Any) -> tuple[int, ...]:
+    """The numbers of what a node reads."""
+    return tuple([node.inputsAt(place).unique() for place in range(node.inputsSize())])
+
+
+def numbers_of_outputs(node: Any) -> tuple[int, ...]:
+    """The numbers of what a node makes."""
+    # By index: the bindings make a new iterator type for each list, at thirty times the cost of one access.
+    count = node.outputsSize()
+    return (node.output().unique(),) if count == 1 else tuple([node.outputsAt(k).unique() for k in range(count)])
+
+
+def nodes_of(block: Any) -> Iterator[Any]:
+    """Every node of a graph or block, those inside its blocks before the node."""
+    for node in block.nodes():
+        for inner in node.blocks() if may_have_blocks(node.kind()) else ():
+            yield from nodes_of(inner)
+        yield node
+
+
+@cache
+def may_have_blocks(kind: str) -> bool:
+    """Whether nodes of a kind can have blocks: those of ATen cannot, and of ONNX only control flow can."""
+    return kind in CONTROL_FLOW or not (kind in _NO_BLOCKS or kind.startswith(("aten::", "onnx::")))

@@ -11,7 +11,7 @@ from htp_export.exporter.capture import torchscript_internals
 from htp_export.exporter.capture.calls import Given
 from htp_export.exporter.capture.patching import replacing
 from htp_export.exporter.capture.running import script_capture, wanted
-from htp_export.exporter.capture.torchscript_file import KeptWeights, stand_ins, write, write_tagged
+from htp_export.exporter.capture.saving import KeptWeights, stand_ins, write, write_tagged
 
 
 def script_export(original: Callable[..., Any]) -> Callable[..., Any]:
