@@ -11,8 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.profile.kernels import Entry, Kernel, entry_kernels
-from htp_export.capabilities.profile.measurements import Measurement, consistent
+from htp_export.capabilities.profile.measurements import Entry, Kernel, Measurement, consistent, entry_kernels
 from htp_export.errors import InputError, ToolError, in_one_line
 from htp_export.files.model_files import write_for_tool
 from htp_export.model.regions import all_nodes

@@ -18,8 +18,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.profile.kernels import Entry, Kernel, entry_kernels
-from htp_export.capabilities.profile.measurements import Measurement
+from htp_export.capabilities.profile.measurements import Entry, Kernel, Measurement, entry_kernels
 from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json
 from htp_export.model.tagged import TaggedModel

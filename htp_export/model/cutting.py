@@ -280,6 +280,17 @@ class _Walk:
                 queue.extend(self._cutter.reads(producer))
 
 
+def check_outside(tagged: TaggedModel, names: Iterable[str | None]) -> None:
+    """Refuse tensors that a part of a model needs and that no run of the whole gives.
+
+    Raises:
+        InputError: If one of them is not in the main graph.
+    """
+    for name in names:
+        if name not in tagged.values:
+            raise InputError(f"it needs {name!r}, which is inside a branch, a loop or a function")
+
+
 def same_dimensions(shape_node: ir.Node, inputs: Sequence[ir.Value]) -> list[int | tuple[ir.Value, int]] | None:
     """For each dimension that a ``Shape`` node gives, the number that it is, or an input and which of its dimensions.
 

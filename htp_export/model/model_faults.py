@@ -71,7 +71,7 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
             except Exception as error:  # whatever the work came across
                 for source in models():
                     if fault := _fault(source):
-                        name = name_of(source, "the model")
+                        name = name_of(getattr(source, "_file", None) or source, "the model")
                         raise InputError(f"{name}: not a valid ONNX model: {fault} ({described(error)})") from error
                 raise
 

@@ -16,7 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import htp_export
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-WORDS = {**SIZES, "vocab_size": 100}
+VOCAB = {"vocab_size": 100}
+WORDS = {**SIZES, **VOCAB}
+WHISPER = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1, "max_source_positions": 50, **VOCAB,
+}  # fmt: skip
 
 
 def text() -> dict[str, torch.Tensor]:
@@ -25,79 +31,45 @@ def text() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(3, 100, (1, 16)), "attention_mask": mask}
 
 
-def image(size: int = 32) -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.randn(1, 3, size, size)}
-
-
-def bert() -> nn.Module:
-    return transformers.BertModel(transformers.BertConfig(**WORDS))
-
-
-def roberta() -> nn.Module:
-    return transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**WORDS))
-
-
-def distilbert() -> nn.Module:
-    return transformers.DistilBertModel(
-        transformers.DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=64, vocab_size=100)
-    )
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=2, vocab_size=100, use_cache=False, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config)  # its head is tied to its embeddings
-
-
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**WORDS, num_key_value_heads=1, use_cache=False))
-
-
-def t5_encoder() -> nn.Module:
-    return transformers.T5EncoderModel(
-        transformers.T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=100)
-    )
-
-
-def vit() -> nn.Module:
-    return transformers.ViTModel(transformers.ViTConfig(**SIZES, image_size=32, patch_size=8))
-
-
-def resnet() -> nn.Module:
-    return transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic")
-    )
-
-
-def mobilenet_v2() -> nn.Module:
-    return transformers.MobileNetV2Model(transformers.MobileNetV2Config(image_size=32, depth_multiplier=0.25))
-
-
-def whisper_encoder() -> nn.Module:
-    config = transformers.WhisperConfig(
-        d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=100, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=1, max_source_positions=50,
-    )  # fmt: skip
-    return transformers.WhisperModel(config).encoder
+def image() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(1, 3, 32, 32)}
 
 
 def sound() -> dict[str, torch.Tensor]:
     return {"input_features": torch.randn(1, 80, 100)}
 
 
-ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
-    "bert": (bert, text),
-    "roberta": (roberta, text),
-    "distilbert": (distilbert, text),
-    "gpt2": (gpt2, text),
-    "llama": (llama, text),
-    "t5_encoder": (t5_encoder, text),
-    "vit": (vit, image),
-    "resnet": (resnet, image),
-    "mobilenet_v2": (mobilenet_v2, image),
-    "whisper_encoder": (whisper_encoder, sound),
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "bert": ("BertModel", WORDS, text),
+    "roberta": ("RobertaForSequenceClassification", WORDS, text),
+    "distilbert": ("DistilBertModel", {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, **VOCAB}, text),
+    "gpt2": (  # its head is tied to its embeddings
+        "GPT2LMHeadModel",
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 2,
+            "use_cache": False,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            **VOCAB,
+        },
+        text,
+    ),
+    "llama": ("LlamaForCausalLM", {**WORDS, "num_key_value_heads": 1, "use_cache": False}, text),
+    "t5_encoder": (
+        "T5EncoderModel",
+        {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, **VOCAB},
+        text,
+    ),
+    "vit": ("ViTModel", {**SIZES, "image_size": 32, "patch_size": 8}, image),
+    "resnet": (
+        "ResNetForImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"},
+        image,
+    ),
+    "mobilenet_v2": ("MobileNetV2Model", {"image_size": 32, "depth_multiplier": 0.25}, image),
+    "whisper_encoder": ("WhisperModel", WHISPER, sound),
 }
 FAST = ("llama", "t5_encoder", "mobilenet_v2")
 
@@ -120,8 +92,10 @@ def flops_of(model: nn.Module, kwargs: dict[str, Any]) -> int:
 )
 def test_flops_and_parameters_are_those_of_pytorch(name: str, dynamo: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    build, inputs = ARCHITECTURES[name]
-    model, kwargs = build().eval(), inputs()
+    class_name, settings, inputs = ARCHITECTURES[name]
+    made = getattr(transformers, class_name)
+    model, kwargs = made(made.config_class(**settings)).eval(), inputs()
+    model = model.encoder if name == "whisper_encoder" else model
     file = tmp_path / "model.onnx"
     htp_export.export(model, (), file, kwargs=kwargs, dynamo=dynamo, verbose=False)
     report = htp_export.cost(file)

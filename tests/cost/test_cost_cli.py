@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from rich.console import Console
 
 import htp_export
 from htp_export.capabilities.cost.drawing import render
-from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree, tree_rows
+from htp_export.capabilities.cost.result import ModuleRow, ModuleTree, tree_rows
 from htp_export.command.main import main
 from htp_export.model.tagged import load
 from htp_export.results.columns import si
@@ -48,7 +49,9 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_cost_draws_the_tree_and_says_the_rest_in_words(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_draws_the_tree_and_says_the_peak_and_the_rest_in_words(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["cost", str(file), "--columns", "nodes,parameters,flops,other_flops"]) == 0
     assert lines(capsys)[:7] == [
         "module        nodes   parameters   FLOPs   other",
@@ -59,11 +62,6 @@ def test_cost_draws_the_tree_and_says_the_rest_in_words(file: Path, capsys: pyte
         "│   └── fc        1           16      64       0",
         "└── dropout       0            0       0       0",
     ]
-
-
-def test_cost_says_the_peak_what_is_not_counted_and_what_is_assumed(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     assert main(["cost", str(file), "--fused", "--depth", "1"]) == 0
     text = "\n".join(lines(capsys))
     assert "128 FLOPs (2 for each multiply-add of matrix products), 32 other operations" in text
@@ -96,7 +94,6 @@ def test_cost_takes_open_sizes_as_numbers_shapes_or_values_and_else_says_that_th
     ("arguments", "message"),
     [
         (["--dims", "batch"], "write name=size"),
-        (["--dims", "length=3"], "this model has no open dimensions, and so none named 'length'"),
         (["--columns", "colour"], "no column 'colour'"),
         (["--sort", "colour"], "no column 'colour'"),
         (["--data", "nowhere.npz"], "cannot be read"),
@@ -210,18 +207,13 @@ def drawn(tree: ModuleTree, width: int) -> list[str]:
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
-def test_alike_layers_are_one_line_with_their_mean_time_and_largest_error() -> None:
+def test_alike_layers_are_one_line_with_their_mean_time_and_largest_error_unless_one_is_wrong() -> None:
     layers = [row(f"layer.{k}", time_ms=1.0 + k, error=0.1 * k) for k in range(3)]
     found = drawn(ModuleTree((row(""), *layers)), 100)
     assert found[2].startswith("└── layer.0 … layer.2 × 3   Block")  # noqa: RUF001 - "times"
     assert found[2].split()[-5:] == ["1,000,000", "2.000", "M", "2.000", "2.0e-01"]
-
-
-def test_a_layer_that_is_wrong_is_not_folded_with_those_that_are_right() -> None:
-    wrong = ModuleRow("layer.2", "net.Block", 1, "computed", nodes=2, parameters=10, status="differs")
-    right = [ModuleRow(f"layer.{k}", "net.Block", 1, "computed", nodes=2, parameters=10) for k in range(2)]
-    found = drawn(ModuleTree((ModuleRow("", "net.Net", 1, "computed", nodes=6, parameters=30), *right, wrong)), 100)
-    assert len(found) == 4
+    wrong = replace(layers[2], status="differs")
+    assert len(drawn(ModuleTree((row(""), *layers[:2], wrong)), 100)) == 4
 
 
 def test_a_narrow_terminal_shows_what_matters_most_and_says_what_it_left_out() -> None:

@@ -73,16 +73,14 @@ class Trunk(nn.Module):
 
 
 @BOTH
-def test_what_modules_do_themselves_adds_up_to_the_whole(exporter: str, tmp_path: Path) -> None:
-    modules = costs(Trunk(), torch.randn(2, 3, 8, 8), exporter, tmp_path).modules
-    for name in SUMMED:
-        assert sum(getattr(m, f"self_{name}") for m in modules.values()) == getattr(modules[""], name), name
-
-
-@BOTH
-def test_parameters_are_those_of_pytorch_where_the_exporter_folds_a_batch_norm(exporter: str, tmp_path: Path) -> None:
+def test_modules_add_up_to_the_whole_and_have_pytorchs_parameters_where_a_norm_is_folded(
+    exporter: str, tmp_path: Path
+) -> None:
     net = Trunk()
     report = costs(net, torch.randn(2, 3, 8, 8), exporter, tmp_path)
+    for name in SUMMED:
+        own = sum(getattr(module, f"self_{name}") for module in report.modules.values())
+        assert own == getattr(report.modules[""], name), name
     assert report.from_pytorch
     for path, module in net.named_modules():
         assert report.modules[path].parameters == sum(p.numel() for p in module.parameters()), path
@@ -133,15 +131,11 @@ def test_weights_that_several_modules_read_are_shared() -> None:
     assert report.modules["layer.1.fc"].self_weight_bytes == 0
 
 
-def test_a_pruned_weight_counts_with_the_size_it_has() -> None:
+def test_a_pruned_weight_counts_with_its_size_and_parameters_of_modules_that_are_not_there_are_not_believed() -> None:
     made = encoder()
     made.metadata_props["htp.parameters"] = '{"layer.0.fc":{"weight":[4,8]},"layer.1.fc":{"gone":[3]}}'
     modules = htp_export.cost(made).modules
     assert (modules["layer.0.fc"].parameters, modules["layer.1.fc"].parameters) == (16, 3)
-
-
-def test_parameters_of_modules_that_are_not_there_are_not_believed() -> None:
-    made = encoder()
     made.metadata_props["htp.parameters"] = '{"elsewhere":{"weight":[4,8]}}'
     assert not htp_export.cost(made).from_pytorch
     made.metadata_props["htp.parameters"] = '{"layer":'
@@ -247,10 +241,8 @@ def test_an_untagged_model_has_costs_of_the_whole_and_of_its_nodes() -> None:
 def test_nodes_without_owner_count_in_the_whole() -> None:
     made = encoder()
     list(made.graph)[6].metadata_props.clear()
-    report = htp_export.cost(made)
-    assert report.modules[""].other_flops == 32
-    assert report.modules[""].self_other_flops == 8
-    assert report.modules[""].nodes == 7
+    whole = htp_export.cost(made).modules[""]
+    assert (whole.other_flops, whole.self_other_flops, whole.nodes) == (32, 8, 7)
 
 
 def test_a_model_without_nodes_costs_nothing() -> None:
@@ -260,8 +252,11 @@ def test_a_model_without_nodes_costs_nothing() -> None:
     assert (report.modules[""].flops, report.peak.bytes, report.peak.modules) == (0, 0, ())
 
 
-def test_the_result_is_plain_data_and_prints() -> None:
-    report = htp_export.cost(encoder())
+def test_the_result_is_plain_data_and_prints_and_the_model_is_left_as_it_is() -> None:
+    made = encoder()
+    before = ir.to_proto(made).SerializeToString()
+    report = htp_export.cost(made)
+    assert ir.to_proto(made).SerializeToString() == before
     data = json.loads(json.dumps(report.to_dict()))
     assert data["modules"]["layer.0.fc"]["flops"] == 64
     assert data["nodes"][2] | {"name": "fc0"} == {
@@ -289,10 +284,3 @@ def test_fusing_and_quantizing_leave_the_flops_as_they_are(tmp_path: Path) -> No
         after = htp_export.cost(file)
         assert operator in {node.op_type for node in after.nodes}
         assert (after.modules[""].flops, after.uncounted) == (before.modules[""].flops, {})
-
-
-def test_the_model_is_left_as_it_is() -> None:
-    made = encoder()
-    before = ir.to_proto(made).SerializeToString()
-    htp_export.cost(made)
-    assert ir.to_proto(made).SerializeToString() == before

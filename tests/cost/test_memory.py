@@ -98,6 +98,7 @@ def test_traffic_is_what_nodes_read_and_write_and_fusing_saves_the_intermediates
     assert modules["block.fc"].fused_traffic_bytes == fc
     assert modules["block"].fused_peak_bytes == 3 * UNIT  # x, the result of the block, the end
     assert modules[""].fused_peak_bytes == 2 * UNIT
+    assert modules["block.fc"].intensity == pytest.approx(2 * 2 * 4 * 4 / fc)
 
 
 def test_a_lookup_reads_the_rows_it_gives_and_not_the_table() -> None:
@@ -108,9 +109,3 @@ def test_a_lookup_reads_the_rows_it_gives_and_not_the_table() -> None:
     report = htp_export.cost(model([ids], [out], [table], [ModuleInfo("", "net.Net", 1, "computed")]))
     assert report.modules[""].traffic_bytes == 3 * 64 * 4 + 3 * 8 + 3 * 64 * 4
     assert report.modules[""].weight_bytes == 64 * 64 * 4
-
-
-def test_intensity_is_operations_for_each_byte() -> None:
-    module = htp_export.cost(block()).modules["block.fc"]
-    assert module.intensity == pytest.approx(2 * 2 * 4 * 4 / 128)
-    assert htp_export.cost(block()).to_dict()["modules"]["block.fc"]["intensity"] == module.intensity

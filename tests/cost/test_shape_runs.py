@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.capabilities.cost.execution import Run
-from htp_export.capabilities.cost.shapes import run_by_shapes
+from htp_export.capabilities.cost.execution import Run, run_by_shapes
 from htp_export.errors import InputError
 from htp_export.model.tagged import load
 from tests.handmade import branching, with_function

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import htp_export
 from htp_export.capabilities.cost.drawing import render
-from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree, tree_rows
+from htp_export.capabilities.cost.result import ModuleRow, ModuleTree, tree_rows
 from htp_export.errors import InputError, SelectorError
 from htp_export.model.tagged import load
 from htp_export.model.visible_modules import visible

@@ -19,13 +19,13 @@ from rich.console import Console
 
 import htp_export
 from htp_export.capabilities.cost.drawing import render
-from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree
+from htp_export.capabilities.cost.result import ModuleRow, ModuleTree
 from htp_export.capabilities.fingerprint.families import repeated_blocks
 from htp_export.capabilities.functions import placing
 from htp_export.capabilities.functions.placing import MOST_NESTED
 from htp_export.capabilities.optimize.passes.fuse_for_onnxruntime import MOST, near, near_matching
 from htp_export.capabilities.view.inventory import take_inventory
-from htp_export.capabilities.view.model_explorer.overlays import drawing
+from htp_export.capabilities.view.model_explorer.graphs import drawing
 from htp_export.editing.function_records import Expectations
 from htp_export.editing.submodels import remove_unused
 from htp_export.format import tags

@@ -46,8 +46,9 @@ def graphs_of(name: str, folder: Path) -> tuple[htp_export.TaggedModel, htp_expo
 
 
 # Nets that torch's exporter folds and merges nothing of that counts.
-PLAIN = ("called_twice", "modules_in_branches")
+PLAIN = ("called_twice",)
 FURTHER = (
+    "modules_in_branches",
     *("two_names", "tied_weights", "uneven_calls", "view_changed_and_read", "cond", "cond_over_self"),
     *("branches_inside_branches", "outside_and_in_a_branch", "transformer_encoder", "other_names_of_operators"),
     *("dropout_and_identity", "identity_at_the_end"),
@@ -201,17 +202,10 @@ class GivenAndChosen(Given):
 def test_modules_that_give_back_their_input_are_identities(net: type[Given], way: str):
     inspected = htp_export.inspect(spread(net()), torch.randn(2, 4))
     assert inspected.way == way
-    fates = {path: module.fate for path, module in inspected.tagged.hierarchy.items()}
-    assert fates == {
-        "": "computed",
-        "nothing": "identity",
-        "both": "identity",
-        "both.0": "identity",
-        "both.1": "identity",
-        "fc": "computed",
-        "relu": "computed",
-        "unused": "uncalled",
-    }
+    fates = {path: str(module.fate) for path, module in inspected.tagged.hierarchy.items()}
+    assert {fates.pop(path) for path in ("", "fc", "relu")} == {"computed"}
+    assert fates.pop("unused") == "uncalled"
+    assert fates == dict.fromkeys(("nothing", "both", "both.0", "both.1"), "identity")
 
 
 def test_what_symbolic_tracing_gets_wrong_is_refused():
@@ -286,6 +280,7 @@ def compiled_operators(model: nn.Module, x: torch.Tensor) -> int:
     return len(found)
 
 
+@pytest.mark.slow
 def test_a_loop_over_numbers_breaks_a_graph_and_loses_none():
     model, x = spread(traceless.Counting()), torch.rand(2, 4)
     inspected = htp_export.inspect(model, x)
@@ -511,19 +506,18 @@ def test_views_take_no_memory_of_their_own():
     assert set(made.values()) == {0}
 
 
-def test_a_page_says_which_way_its_graph_was_got(orthogonal, tmp_path: Path):
-    shown = htp_export.view(orthogonal[1], output=tmp_path / "page.html", explorer=False)
+def test_a_page_says_which_way_its_graph_was_got(orthogonal):
+    shown = htp_export.view(orthogonal[1], explorer=False)
     assert (shown.way, shown.nodes, shown.modules) == ("torch.export", 4, 5)
     assert [stop.module for stop in shown.stopped] == ["orthogonal"]
     assert "onnx stopped in module orthogonal" in str(shown)
-    assert "onnx stopped in module orthogonal" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "onnx stopped in module orthogonal" in shown.html
 
 
-def test_a_page_has_a_choice_between_dynamos_graphs(detector, tmp_path: Path):
-    shown = htp_export.view(detector[1], output=tmp_path / "page.html", explorer=False)
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    graphs = page_data_of(page, "graphs")
-    sizes = [len(page_data_of(page, part)["nodes"]) for part in ("data", "data-1", "data-2")]
+def test_a_page_has_a_choice_between_dynamos_graphs(detector):
+    shown = htp_export.view(detector[1], explorer=False)
+    graphs = page_data_of(shown.html, "graphs")
+    sizes = [len(page_data_of(shown.html, part)["nodes"]) for part in ("data", "data-1", "data-2")]
     assert shown.nodes == sizes[0] == sizes[1] + sizes[2]
     assert sizes[1] > sizes[2]
     titles = ["all 2 graphs", f"graph 1 of 2: {sizes[1]} nodes", f"graph 2 of 2: {sizes[2]} nodes"]
@@ -534,7 +528,6 @@ def test_a_page_has_a_choice_between_dynamos_graphs(detector, tmp_path: Path):
 FACTORIES = """
 import torch
 from tests import traceless
-from tests.exporting import quick
 
 def orthogonal():
     return traceless.spread(traceless.WithOrthogonal()), (torch.randn(4, 4),)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.profile.kernels import Entry, Kernel, entry_kernels
+from htp_export.capabilities.profile.measurements import Entry, Kernel, entry_kernels
 from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
 from tests.handmade import encoder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import tempfile
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import htp_export
@@ -25,7 +23,7 @@ from htp_export.capabilities.profile.latency_results import Profile
 from htp_export.command.main import main
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.runtime.inputs import Inputs
-from tests.handmade import branching, encoder, with_function
+from tests.handmade import encoder, with_function
 from tests.nets import spread
 
 SLOW = pytest.mark.slow
@@ -223,13 +221,6 @@ def test_work_in_loops_and_branches_belongs_to_its_own_module_and_is_counted_as_
     assert report.modules["loop.no"].total_ms == 0
 
 
-def test_a_branch_is_profiled_where_it_is_taken():
-    feed = {"x": np.ones((2, 4), np.float32), "condition": np.asarray(True)}
-    report = htp_export.profile(branching(), feed, runs=1)
-    assert report.modules["gate.yes"].kernels == 1
-    assert_adds_up(report)
-
-
 def test_functions_are_seen_through():
     report = htp_export.profile(with_function(), runs=1)
     assert [kernel.owners for kernel in report.kernels] == [("block.fc",), ("block.act",), ("",)]
@@ -294,7 +285,6 @@ class TestInputs:
         [
             ({"runs": 0}, "runs 0"),
             ({"providers": ["NoSuchProvider"]}, "no NoSuchProvider, only"),
-            ({"dims": {"batch": 2}}, "no open dimensions?, and so none named 'batch'"),
             ({"shapes": {"z": [2]}}, "no input 'z'"),
             ({"shapes": {"x": [2, 5]}}, r"is float \[2, 5\]"),
         ],
@@ -329,15 +319,13 @@ class TestCommandLine:
         htp_export.load(encoder()).save("net.onnx")
         return "net.onnx"
 
-    def test_shows_the_tree_with_times(self, file, capsys):
+    def test_shows_the_tree_with_times_to_a_depth_and_in_an_order(self, file, capsys):
         assert main(["profile", file, "--runs", "2", "--warmup", "0", "--threads", "1"]) == 0
         lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
         assert lines[0].split() == ["module", "class", "total", "ms", "self", "ms", "share", "kernels", "mostly"]
         names = [line.strip("│├└─ ").split()[0] for line in lines[1:6]]
         assert names == ["(root)", "layer.0", "fc", "layer.1", "fc"]
         assert "ms a run, median of 2" in lines[-2]
-
-    def test_depth_and_order_can_be_chosen(self, file, capsys):
         assert main(["profile", file, "--runs", "1", "--depth", "1"]) == 0
         assert "fc" not in capsys.readouterr().out
         assert main(["profile", file, "--runs", "1", "--sort", "total"]) == 0
@@ -360,7 +348,6 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--dims", "batch=1"], "no open dimensions, and so none named 'batch'"),
             (["--data", "pickle.npz"], "pickle.npz: is no .npz file of plain arrays"),
             (["--provider", "cuda2"], "no cuda2, only"),
             (["--engine", "tvm"], "no plug-in 'tvm'"),
@@ -373,11 +360,6 @@ class TestCommandLine:
         assert message in capsys.readouterr().err
 
 
-def test_names_that_look_like_markup_are_drawn_as_they_are():
-    text = '<ir_version: 10, opset_import: ["": 20]> g (float[2] x) => (float[2] y) { y = Neg(x) }'
-    report = htp_export.profile(tagged(text, y="[red]x[/]"), runs=1)
-    stream = io.StringIO()
-    Console(file=stream, width=100).print(render_profile(report))
-    assert "[red]x[/]" in stream.getvalue()
+def test_an_order_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="sort"):
-        render_profile(report, sort="size")
+        render_profile(htp_export.profile(encoder(), runs=1), sort="size")

@@ -12,8 +12,7 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.profile import latency, onnxruntime_engine
-from htp_export.capabilities.profile.kernels import Entry, Kernel, entry_kernels
-from htp_export.capabilities.profile.measurements import Measurement, consistent
+from htp_export.capabilities.profile.measurements import Entry, Kernel, Measurement, consistent, entry_kernels
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.traces import ProfiledSession

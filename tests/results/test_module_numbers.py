@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.cost.module_tree import tree_rows
+from htp_export.capabilities.cost.result import tree_rows
 from htp_export.capabilities.view.inventory import take_inventory
-from htp_export.capabilities.view.page.payload import page_data
+from htp_export.capabilities.view.page.document import page_data
 from htp_export.editing.flattening import read_flat
 from htp_export.format import tags
 from htp_export.tools import float16, quantize_dynamic, quantize_static

@@ -7,8 +7,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from htp_export.capabilities.view import weight_statistics as module
-from htp_export.capabilities.view.weight_statistics import weight_statistics
+from htp_export.capabilities.view import inventory as module
+from htp_export.capabilities.view.inventory import weight_statistics
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.model.tagged import load

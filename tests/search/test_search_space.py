@@ -20,7 +20,7 @@ from htp_export.capabilities.search.front_files import front_svg
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.search_results import Search, Trial, search_from
 from htp_export.capabilities.search.spaces import choice_of
-from htp_export.capabilities.view.page.payload import front_data
+from htp_export.capabilities.view.page.document import front_data
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.files.stored import slots

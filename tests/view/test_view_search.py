@@ -52,11 +52,6 @@ encoder, re:(decoder|pooler);re:encoder\.layer\.(1|2);[ed]*coder;*coder.l*.?.[!n
 )
 
 
-@pytest.fixture(autouse=True)
-def wide(page: Page) -> None:
-    page.size(1400, 850)
-
-
 def found_by_page(page: Page, selector: str, classes: dict[str, str]) -> list[str]:
     modules = [{"kind": "module", "path": path, "class": name} for path, name in classes.items()]
     return list(
@@ -89,7 +84,6 @@ def test_a_selector_that_names_nothing_or_cannot_be_read_finds_nothing(page, enc
     look(page, "re:(")
     assert shown(page) == []
     assert "It cannot be read: " in page.run("document.getElementById('nothing').innerText")
-    assert page.said == []
 
 
 def look(page: Page, text: str) -> dict[str, Any]:
@@ -115,7 +109,6 @@ def test_words_of_a_node_are_those_of_its_modules_too(page, encoder_page):
     assert look(page, "layers.*, op:Gather") == {"modules": [f"layers.{k}" for k in layers], "nodes": ["Gather"]}
     assert look(page, "layers.2") == {"modules": ["layers.2"], "nodes": []}
     assert "layers.2.mlp" in look(page, "layers.2.")["modules"]  # no module has this name: words
-    assert page.said == []
 
 
 def copied(page: Page, button: str) -> str:
@@ -159,7 +152,6 @@ def test_selectors_that_are_copied_name_what_is_selected(page, file):
     look(page, "QUERY !layers.2.**")
     found = copied(page, "document.querySelector('#hits button')")
     assert select(found, classes) == [f"layers.{k}.attention.query" for k in (0, 1, 3, 4, 5)]
-    assert page.said == []
 
 
 def test_commands_that_are_copied_run(page, file, tmp_path, monkeypatch, capsys):
@@ -191,27 +183,12 @@ def test_the_command_that_measures_is_offered_where_there_are_no_times(page, fil
     assert heads[2:4] == ["time ms, % ↓", "FLOPs"]
     assert page.run("htp.columns.map((column) => column.key)").count("peak_bytes") == 1
     assert page.run("document.querySelector('#detail .offer')") is None
-    assert page.said == []
 
 
 NAMES = (
-    "a b",
-    "$(touch x)",
-    "x'y",
-    '"',
-    "a,b",
-    "[0]",
-    "a*",
-    "!a",
-    "re:x",
-    "-o",
-    "a\nb",
-    "a\x1b[2J",
-    "é",
-    "<b>",
-    "a\\d",
-    "😀",
-)
+    "a b", "$(touch x)", "x'y", '"', "a,b", "[0]", "a*", "!a", "re:x",
+    "-o", "a\nb", "a\x1b[2J", "é", "<b>", "a\\d", "😀",
+)  # fmt: skip
 
 
 def test_selectors_and_commands_of_any_names_are_one_word_of_a_shell(page, tmp_path, monkeypatch):
@@ -235,4 +212,3 @@ def test_selectors_and_commands_of_any_names_are_one_word_of_a_shell(page, tmp_p
             assert named.get(words[1], selector) in words
             assert words[2] == "./-n.onnx"
             assert not any(word.startswith("-") and word not in ("-o", "--select", "--rule") for word in words)
-    assert page.said == []

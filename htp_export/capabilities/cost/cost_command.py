@@ -39,7 +39,7 @@ def cost_command(
     The peak memory, too. Of an ONNX file, which is not run, or of a PyTorch model, which need not export to ONNX.
     """
     from htp_export.capabilities.cost.costing import cost
-    from htp_export.capabilities.cost.drawing import cost_csv, nodes_csv, render_cost
+    from htp_export.capabilities.cost.drawing import modules_csv, nodes_csv, render_cost
     from htp_export.model.tagged import load
     from htp_export.model.visible_modules import visible
 
@@ -53,6 +53,8 @@ def cost_command(
     names = split_names(columns) or (list(FUSED) if fused else None)
     table.report(
         {**looked.facts, **report.to_dict()},
-        lambda: nodes_csv(report.nodes) if nodes else cost_csv(rows, names, table.sort),
+        lambda: (
+            nodes_csv(report.nodes) if nodes else modules_csv(report, rows, names or names_of(COST_COLUMNS), table.sort)
+        ),
         lambda: render_cost(report, rows, fold=table.fold, columns=names, sort=table.sort),
     )

@@ -9,12 +9,12 @@ from dataclasses import replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from htp_export.capabilities.cost.columns import COST_COLUMNS, FUSED
-from htp_export.capabilities.cost.module_tree import ModuleRow, ModuleTree
-from htp_export.capabilities.cost.result import Cost, ModuleCost, NodeCost
+from htp_export.capabilities.cost.columns import FUSED
+from htp_export.capabilities.cost.result import Cost, ModuleCost, ModuleRow, ModuleTree, NodeCost
 from htp_export.drawing.command_words import tag_note
 from htp_export.drawing.folding import likeness
 from htp_export.drawing.module_table import TreeTable, with_lines
+from htp_export.model.module_facts import ModuleFacts
 from htp_export.results.columns import MODULE, Column, chosen, csv_text, names_of, sorted_by
 
 _OF_THE_MODEL = ("peak_bytes", "fused_peak_bytes")
@@ -45,7 +45,8 @@ def render_cost(
     Raises:
         InputError: If there is no such column.
     """
-    shown = _columns(modules, columns)
+    usual = [*_USUAL, *(["uncounted"] if any(module.uncounted for module in modules) else [])]
+    shown = chosen(cost.columns, usual if columns is None else columns)
     if columns is None and cost.shared:
         shown = [*shown, _tied(cost)]
     rows = sorted_by(modules, cost.columns, sort)
@@ -70,14 +71,13 @@ def _tied(cost: Cost) -> Column[ModuleCost]:
     return Column("tied", title, lambda module: notes.get(module.path), style="yellow", right=False, keep=7)
 
 
-def cost_csv(modules: Sequence[ModuleCost], columns: Sequence[str] | None = None, sort: str | None = None) -> str:
-    """Costs as CSV, a line for each module; every column, unless some are named.
+def modules_csv(table: Cost | ModuleTree, rows: Sequence[ModuleFacts], names: Sequence[str], sort: str | None) -> str:
+    """Some columns as CSV, a line for each module.
 
     Raises:
         InputError: If there is no such column.
     """
-    names = names_of(COST_COLUMNS) if columns is None else columns
-    return csv_text([MODULE, *_columns(modules, names)], sorted_by(modules, COST_COLUMNS, sort))
+    return csv_text([MODULE, *chosen(table.columns, names)], sorted_by(rows, table.columns, sort))
 
 
 def nodes_csv(nodes: Sequence[NodeCost]) -> str:
@@ -99,12 +99,6 @@ def _merged(modules: Sequence[ModuleCost]) -> ModuleCost:
     )
 
 
-def _columns(modules: Sequence[ModuleCost], names: Sequence[str] | None) -> list[Column[ModuleCost]]:
-    if names is None:
-        names = [*_USUAL, *(["uncounted"] if any(module.uncounted for module in modules) else [])]
-    return chosen(COST_COLUMNS, names)
-
-
 _ALWAYS = ("class_name", "nodes", "parameters")
 _WHERE_KNOWN = ("flops", "time_ms", "error")
 _FATE: Column[ModuleRow] = Column("fate", "fate", lambda row: row.fate.remark, style="yellow", right=False, keep=5)
@@ -123,7 +117,7 @@ def render(
 
     Examples:
         >>> from rich.console import Console
-        >>> from htp_export.capabilities.cost.module_tree import ModuleRow
+        >>> from htp_export.capabilities.cost.result import ModuleRow
         >>> net = ModuleRow("", "net.Net", 1, "computed", nodes=2, self_nodes=0, parameters=8)
         >>> fc = ModuleRow("fc", "nn.Linear", 1, "computed", nodes=2, self_nodes=2, parameters=8)
         >>> Console(width=60).print(render(ModuleTree((net, fc))))  # doctest: +NORMALIZE_WHITESPACE
@@ -131,29 +125,18 @@ def render(
         (root)   Net          2            8
         └── fc   Linear       2            8
     """
-    shown = [_FATE if column.name == "fate" else column for column in _tree_columns(tree, columns)]
+    names = usual_columns(tree) if columns is None else columns
+    shown = [_FATE if column.name == "fate" else column for column in chosen(tree.columns, names)]
     rows = sorted_by(tree.rows, tree.columns, sort)
     table = TreeTable(rows, shown, _alike if fold else None, _merged_rows, flat=sort is not None)
     notes = [*tag_note(tree.tags), *(Text(note, style="yellow") for note in tree.notes)]
     return Group(table, *notes) if notes else table
 
 
-def tree_csv(tree: ModuleTree, columns: Sequence[str] | None = None, sort: str | None = None) -> str:
-    """The same as CSV, a line for each module.
-
-    Raises:
-        InputError: If there is no such column.
-    """
-    return csv_text([MODULE, *_tree_columns(tree, columns)], sorted_by(tree.rows, tree.columns, sort))
-
-
-def _tree_columns(tree: ModuleTree, names: Sequence[str] | None) -> list[Column[ModuleRow]]:
-    if names is None:
-        known = [
-            c.name for c in chosen(tree.columns, _WHERE_KNOWN) if any(c.data(row) is not None for row in tree.rows)
-        ]
-        names = [*_ALWAYS, *known, "fate"]
-    return chosen(tree.columns, names)
+def usual_columns(tree: ModuleTree) -> list[str]:
+    """The names of the columns that are drawn unless others are named."""
+    columns = chosen(tree.columns, _WHERE_KNOWN)
+    return [*_ALWAYS, *(c.name for c in columns if any(c.data(row) is not None for row in tree.rows)), "fate"]
 
 
 def _alike(row: ModuleRow) -> Hashable:

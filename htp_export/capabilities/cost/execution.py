@@ -1,18 +1,26 @@
 """What happens when a model runs: its nodes in order, each with the tensors it reads and makes, by shape.
 
-Functions are looked into: a node of a function's body runs once for each call. See ``shapes`` for how this is found.
+Weights are not read. Shapes that cannot be inferred are those that the file says.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+
+from htp_export.model.tagged import TaggedModel
+from htp_export.runtime.inputs import Inputs
+from htp_export.shapes.inference import Inference
+from htp_export.shapes.known import MOST_ELEMENTS, Dims, Fact, Operation
+from htp_export.shapes.operator_kinds import RESHAPING, VIEW, is_standard
+from htp_export.shapes.sizes import Dim
 
 Origin: TypeAlias = Literal["input", "weight", "constant", "made"]
 
@@ -81,10 +89,10 @@ class RunStep:
 
     Attributes:
         node: The node.
-        owners: The modules it computes; in the body of a shared function, those of this call.
+        owners: The modules it computes.
         inputs: What it reads; None for inputs that are left out.
         outputs: What it makes.
-        attributes: Its attributes; in a function's body, with what this call gives.
+        attributes: Its attributes.
         bodies: Its subgraphs: both branches of an ``If``, the body of a ``Loop`` or ``Scan``.
         trips_known: Whether ``times`` of its bodies is known; where not, it is 1.
         modules: The modules in whose regions it is.
@@ -180,3 +188,141 @@ def walk(steps: Sequence[RunStep], times: int = 1) -> Iterator[tuple[RunStep, in
         yield step, times
         for body in step.bodies:
             yield from walk(body.steps, times * body.times)
+
+
+# ONNX Runtime gives the output of these the memory of the input.
+_VIEWS = RESHAPING | {"Identity"}
+
+
+def run_by_shapes(
+    tagged: TaggedModel,
+    inputs: Mapping[str, Any] | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> Run:
+    """What happens in one run of a model without functions; a function that cannot be dissolved is a step.
+
+    Args:
+        tagged: The model.
+        inputs: Input name → example: anything with a ``shape``, or nested lists. Not all have to be there.
+        dims: Name of an open size → size. What nothing tells is 1, with a note.
+        shapes: Input name → its whole shape.
+
+    Raises:
+        InputError: If there is no such input or size, they contradict each other or the model, or the number of
+            dimensions of an input is not known.
+    """
+    examples = {
+        name: example if hasattr(example, "shape") else np.asarray(example) for name, example in (inputs or {}).items()
+    }
+    example_shapes = {name: tuple(int(size) for size in example.shape) for name, example in examples.items()}
+    wanted = Inputs.of(tagged.model)
+    bound, notes = wanted.assume(wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})}))
+    bound.check()
+    tensors = {}
+    for declared in wanted:
+        known = _small(examples[declared.name]) if declared.name in examples and declared.type is not None else None
+        shape = bound.shapes[declared.name]
+        sizes = None if shape is None else tuple(size for size in shape if size is not None)  # all are: see above
+        tensors[declared.name] = Tensor(declared.name, declared.type, sizes, "input", known)
+    runner = _Runner(tagged, tensors, bound.sizes)
+    runner.walk(tagged.model.graph)
+    outputs = [runner.tensor(value) for value in tagged.model.graph.outputs]
+    return Run(runner.steps, outputs, bound.sizes, notes, runner.first_unknown)
+
+
+def _small(array: Any) -> Any:
+    """The values of an example that may say sizes: whole numbers, and few of them."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        array = array.numpy() if str(array.dtype).startswith(("torch.int", "torch.bool", "torch.uint")) else None
+    if isinstance(array, np.ndarray | np.generic) and array.dtype.kind in "iub" and array.size <= MOST_ELEMENTS:
+        return np.asarray(array)
+    return None
+
+
+class _Runner(Inference):
+    """One run, of which each node of the main graph and of its subgraphs is a step."""
+
+    def __init__(self, tagged: TaggedModel, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+        super().__init__(tagged.model.opset_imports, tagged.model.functions, sizes)
+        self._tagged = tagged
+        self._tensors: dict[ir.Value, Tensor] = {}
+        self.first_unknown = ""
+        self.steps: list[RunStep] = []
+        self._bodies: list[Body] = []
+        self._trips_known = True
+        for value in tagged.model.graph.inputs:
+            tensor = inputs.get(str(value.name))
+            if tensor is not None:
+                kind = None if tensor.dtype is None else ir.TensorType(tensor.dtype)
+                self.state(value, Fact(kind, tensor.shape, None, tensor.value))
+                self._tensors[value] = tensor
+
+    def visit(self, node: ir.Node) -> None:
+        """Infer what a node makes, and note it as a step."""
+        inputs = tuple(None if value is None else self.tensor(value) for value in node.inputs)
+        outer, self._bodies, self._trips_known = self._bodies, [], True
+        super().visit(node)
+        bodies, self._bodies, trips_known = tuple(self._bodies), outer, self._trips_known
+        is_view = node.meta.get(VIEW) or is_standard(node, *_VIEWS)
+        views = inputs[0] if inputs and is_view else None
+        origin: Origin = "constant" if node.op_type == "Constant" and node.domain == "" else "made"
+        outputs = tuple(self._new(value, origin, views) for value in node.outputs)
+        self._tensors.update(zip(node.outputs, outputs, strict=True))
+        work = self._tagged.work_of(node)
+        attributes = self.operation(node).attributes
+        self.steps.append(RunStep(node, work.owners, inputs, outputs, attributes, bodies, trips_known, work.modules))
+
+    def call(self, function: ir.Function, operation: Operation) -> None:
+        """Infer what a function makes; its nodes are no steps."""
+        steps, self.steps = self.steps, []
+        super().call(function, operation)
+        self.steps = steps
+
+    def body(self, name: str, graph: ir.Graph, facts: Sequence[Fact], times: int | None) -> list[Fact]:
+        """Run a subgraph, and note its steps."""
+        for value, fact in zip(graph.inputs, facts, strict=False):
+            self.state(value, fact)
+        tensors = [self._new(value, "made") for value in graph.inputs[: len(facts)]]
+        self._tensors.update(zip(graph.inputs, tensors, strict=False))
+        outer, self.steps = self.steps, []
+        results = super().body(name, graph, facts, times)
+        steps, self.steps = self.steps, outer
+        outputs = [self.tensor(value) for value in graph.outputs]
+        self._bodies.append(Body(steps, 1 if times is None else times, tensors, outputs))
+        self._trips_known = times is not None
+        return results
+
+    def either(self, first: Fact, second: Fact) -> Fact:
+        """The larger of what two branches give: the one that costs more."""
+        return max(first, second, key=lambda fact: -1 if fact.shape is None else _elements(fact.shape))
+
+    def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
+        """One run of the body stands for all."""
+        return run(state)
+
+    def trips(self, trips: Dim | None, certain: bool) -> Dim | None:
+        """A loop runs as often as it says it may, and once where that is not known."""
+        return 1 if trips is None else trips
+
+    def tensor(self, value: ir.Value) -> Tensor:
+        """The tensor that a value is in this run."""
+        if value not in self._tensors:
+            # A weight, a constant that is an input, a value from outside of a function, or no valid model.
+            origin: Origin = "weight" if value.const_value is not None and value.producer() is None else "made"
+            self._tensors[value] = self._new(value, origin)
+        return self._tensors[value]
+
+    def _new(self, value: ir.Value, origin: Origin, viewed: Tensor | None = None) -> Tensor:
+        kind, shape = self.type(value), self.shape(value)
+        sizes = None if shape is None else tuple(dim for dim in shape if isinstance(dim, int))
+        dtype = kind.dtype if isinstance(kind, ir.TensorType) else None
+        numbers = sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
+        if numbers is None and value.name and not self.first_unknown:
+            self.first_unknown = self.why(value) or f"tensor {value.name!r}: sizes that the inputs do not tell"
+        return Tensor(value.name or "", dtype, numbers, origin, self.array(value), viewed)
+
+
+def _elements(shape: Dims) -> int:
+    return math.prod(dim if isinstance(dim, int) else 1 for dim in shape)

@@ -39,8 +39,8 @@ def tree_command(
     Of an ONNX file, or of a PyTorch model, which need not export to ONNX.
     Times and errors, too, where the results of profile, verify or compare are given.
     """
-    from htp_export.capabilities.cost.drawing import render, tree_csv
-    from htp_export.capabilities.cost.module_tree import tree_rows
+    from htp_export.capabilities.cost.drawing import modules_csv, render, usual_columns
+    from htp_export.capabilities.cost.result import tree_rows
     from htp_export.editing.flattening import read_flat
 
     looked = model.look(quiet=table.as_json or table.as_csv)
@@ -53,7 +53,7 @@ def tree_command(
     names = split_names(columns)
     table.report(
         {**looked.facts, **tree.to_dict()},
-        lambda: tree_csv(tree, names, table.sort),
+        lambda: modules_csv(tree, tree.rows, names or usual_columns(tree), table.sort),
         lambda: render(tree, fold=table.fold, columns=names, sort=table.sort),
     )
 

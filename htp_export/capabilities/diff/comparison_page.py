@@ -36,8 +36,7 @@ def comparison_page(
         notes: Sentences at the top.
         files: The name of each file, and what it knows about its tags.
     """
-    from htp_export.capabilities.view.page.document import document
-    from htp_export.capabilities.view.page.payload import tags_data
+    from htp_export.capabilities.view.page.document import document, tags_data
 
     names = ("path", "status", "before", "after")
     drawn = [{name: plain(getattr(row, name)) for name in names} for row in rows]

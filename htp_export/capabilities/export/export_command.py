@@ -20,7 +20,7 @@ from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning,
 from htp_export.files.targets import Kind, check_folder, check_parent, new_folder
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.cost.module_tree import ModuleTree
+    from htp_export.capabilities.cost.result import ModuleTree
     from htp_export.model.tagged import TaggedModel
 
 
@@ -264,7 +264,7 @@ class FileExports:
 
     def _verified(self, name: str, call: SourceCall, file: Path) -> bool:
         """Compare a file with PyTorch, and note the result."""
-        from htp_export.capabilities.verify.comparisons import verified_runs
+        from htp_export.capabilities.verify.verify_command import verified_runs
 
         with self.steps.step("verifying"):
             try:
@@ -328,7 +328,7 @@ def _export_failed(error: Exception) -> str:
 def _tree(call: SourceCall, tagged: TaggedModel) -> ModuleTree:
     """The module tree of the file, with the FLOPs of one run on the example inputs."""
     from htp_export.capabilities.cost.costing import cost
-    from htp_export.capabilities.cost.module_tree import tree_rows
+    from htp_export.capabilities.cost.result import tree_rows
 
     names = {str(value.name) for value in tagged.model.graph.inputs}
     given = {name: value for name, value in call.named_inputs.items() if name in names}

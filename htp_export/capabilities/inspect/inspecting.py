@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.inspect.breaks import graphs_with_breaks
-from htp_export.capabilities.inspect.inspected import Inspected, Stop, Way
-from htp_export.capabilities.inspect.merging import Piece, merged
+from htp_export.capabilities.inspect.breaks import Piece, graphs_with_breaks, merged
+from htp_export.capabilities.inspect.inspected import Inspected, Stop, Way, reason_of, stop_of
 from htp_export.capabilities.inspect.runs import (
     owners_in,
     run_once,
@@ -23,7 +22,6 @@ from htp_export.capabilities.inspect.runs import (
     unchanged,
     without_identities,
 )
-from htp_export.capabilities.inspect.stops import reason_of, stop_of
 from htp_export.errors import InputError
 from htp_export.exporter.broken_graphs import dynamo_as_it_was
 from htp_export.exporter.capture.modules import ModuleNames

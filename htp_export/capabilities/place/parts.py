@@ -118,7 +118,7 @@ def needs_of(
     required: bool = False,
 ) -> Needs | None:
     """What the nodes of a model without functions need; None if sizes are unknown, not required, and none was given."""
-    from htp_export.capabilities.cost.shapes import run_by_shapes
+    from htp_export.capabilities.cost.execution import run_by_shapes
 
     try:
         run = run_by_shapes(tagged, inputs, dims, shapes)

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from htp_export.capabilities.profile.kernels import Kernel
 from htp_export.capabilities.profile.measured_memory import MeasuredMemory, ModuleMemory
-from htp_export.capabilities.profile.measurements import Measurement
+from htp_export.capabilities.profile.measurements import Kernel, Measurement
 from htp_export.errors import InputError
 from htp_export.format.selectors import select
 from htp_export.model.module_facts import ModuleFacts, contents_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from htp_export.capabilities.profile.kernels import modules_around_owners
+from htp_export.capabilities.profile.measurements import modules_around_owners
 from htp_export.model.tagged import TaggedModel
 from htp_export.results.columns import si
 from htp_export.results.result import PlainData

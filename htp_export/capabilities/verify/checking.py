@@ -252,18 +252,20 @@ def check_calls(run: FileRun, calls: Sequence[PairedCall], tolerances: Tolerance
 
     run.fetch(sizes, compare)
 
-    def best(pair: Pair, tolerance: Tolerance | None) -> tuple[ir.Value, TensorResult]:
-        options = ((value, differences[_key(pair, value, tolerance)]) for value in pair.candidates)
-        value, nearest = min(options, key=lambda option: _rank(option[1]))
-        return value, TensorResult(pair.name, str(value.name), nearest)
-
     checked = []
     for paired in calls:
         tolerance = tolerances(paired.call.path)
         if paired.reason:
             paired = _each_once(paired, tolerance, differences)
-        outputs = tuple(best(pair, tolerance) for pair in paired.outputs)
-        checked.append(CheckedCall(paired, outputs, tuple(best(pair, tolerance) for pair in paired.inputs)))
+        outputs, inputs = (
+            tuple(
+                (value, TensorResult(pair.name, str(value.name), differences[_key(pair, value, tolerance)]))
+                for pair in pairs
+                for value in pair.candidates
+            )
+            for pairs in (paired.outputs, paired.inputs)
+        )
+        checked.append(CheckedCall(paired, outputs, inputs))
     return checked
 
 

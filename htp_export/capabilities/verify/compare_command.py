@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from htp_export.capabilities.verify.comparisons import AllOption, ToleranceOption, parse_tolerances, report_comparison
+from htp_export.capabilities.verify.verify_command import (
+    AllOption,
+    ToleranceOption,
+    parse_tolerances,
+    report_comparison,
+)
 from htp_export.command.options import DATA_HAS_VALUES, DataOptions, JsonOption, SelectOption, seed_option
 from htp_export.command.terminal import Steps
 

@@ -16,16 +16,15 @@ from htp_export.capabilities.verify.file_run import (
     with_sorted_results,
     with_taken_branches,
 )
-from htp_export.capabilities.verify.locating import blame_by_graph
+from htp_export.capabilities.verify.locating import blame_by_graph, module_results, tolerance_of
 from htp_export.capabilities.verify.pytorch_run import ModuleCall
-from htp_export.capabilities.verify.reporting import module_results, tolerance_of
 from htp_export.capabilities.verify.results import NOT_COMPARED, Comparison, ModuleResult
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
-from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, StoredArray
+from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.inputs import Feed, Inputs, infer_bound
 from htp_export.runtime.sessions import SessionSettings
@@ -178,12 +177,7 @@ def calls_in_file(run: FileRun, store: ArrayStore) -> list[ModuleCall]:
     tensors = _tensors_of_calls(run.tagged)
     known = infer_bound(run.tagged.model, {name: array.shape for name, array in run.feed.items()})
     wanted = dict.fromkeys(value for _, _, entered, back in tensors for value in (*entered.values(), *back) if value)
-    arrays: dict[str, StoredArray] = {}
-
-    def keep(name: str, array: Array) -> None:
-        arrays[name] = store.keep(array)
-
-    run.fetch({str(value.name): known.bytes_of(value) or 0 for value in wanted}, keep)
+    arrays = run.stored({str(value.name): known.bytes_of(value) or 0 for value in wanted}, store)
     calls, halves = [], half_precisions(run.tagged)
     for path, number, entered, back in tensors:
         outputs = tuple(arrays[str(value.name)] if value is not None else None for value in back)

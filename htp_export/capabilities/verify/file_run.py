@@ -14,7 +14,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.model.dependence import dependence, reads_and_results
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
-from htp_export.runtime.arrays import Array
+from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
 from htp_export.runtime.runner import Runner, portions
 from htp_export.runtime.sessions import SessionSettings
 from htp_export.shapes.operator_kinds import is_standard
@@ -60,6 +60,12 @@ class FileRun:
             arrays = self._runner.run(self.feed, names)
             for name in names:
                 use(name, arrays.pop(name))
+
+    def stored(self, sizes: Mapping[str, int], store: ArrayStore) -> dict[str, StoredArray]:
+        """Tensor name → its values, which `fetch` gives; they are kept in a store."""
+        arrays: dict[str, StoredArray] = {}
+        self.fetch(sizes, lambda name, array: arrays.update({name: store.keep(array)}))
+        return arrays
 
 
 def _weight(value: ir.Value, tensor: ir.TensorProtocol) -> Array:
@@ -120,17 +126,16 @@ def with_taken_branches(run: FileRun) -> FileRun:
         if current is run:
             current = replace(run, tagged=run.tagged.clone())
             continue
-        conditions: dict[str, bool] = {}
-
-        def keep(condition: str, array: Array, conditions: dict[str, bool] = conditions) -> None:
-            conditions[condition] = bool(array.all())
-
-        current.fetch({str(node.inputs[0].name): 0 for node in branching if node.inputs[0] is not None}, keep)
+        conditions: dict[str, Array] = {}
+        current.fetch({_condition(node): 0 for node in branching}, conditions.__setitem__)
         for node in branching:
-            is_taken = node.inputs[0] is not None and conditions[str(node.inputs[0].name)]
-            if not _inline(model, node, "then_branch" if is_taken else "else_branch"):
+            if not _inline(model, node, "then_branch" if conditions[_condition(node)].all() else "else_branch"):
                 not_inlined.add(node.name)
         current = replace(current, tagged=TaggedModel(model, run.tagged.hierarchy, run.tagged.source))
+
+
+def _condition(node: ir.Node) -> str:
+    return str(node.inputs[0].name)  # type: ignore[union-attr] # an `If` has one
 
 
 def _inline(model: ir.Model, node: ir.Node, branch: str) -> bool:

@@ -174,8 +174,6 @@ def _misplaced(
 
 
 def _reads(tagged: TaggedModel, node: ir.Node, modules: frozenset[str]) -> bool:
-    if node.op_identifier() in tagged.model.functions:  # what is in the function reads it
-        return any(tags.is_under(path, owner) for owner in tagged.owners_of(node) for path in modules)
     return any(tags.is_under(owner, path) for owner in tagged.owners_of(node) for path in modules)
 
 

@@ -10,14 +10,10 @@ import numpy.typing as npt
 
 from htp_export.attention.decomposing import attention_as_in
 from htp_export.capabilities.verify.checking import (
-    CheckedCall,
     Tolerances,
-    check_calls,
     input_arguments,
-    pair_call,
     unmatched_calls,
 )
-from htp_export.capabilities.verify.dumped_outputs import NOT_DUMPED, Dump, DumpedRun, narrowed, with_dumped_tensors
 from htp_export.capabilities.verify.file_run import (
     FileRun,
     check_has_modules,
@@ -25,16 +21,13 @@ from htp_export.capabilities.verify.file_run import (
     with_sorted_results,
     with_taken_branches,
 )
-from htp_export.capabilities.verify.isolating import check_isolated
 from htp_export.capabilities.verify.locating import (
-    Blame,
-    blame_by_graph,
-    blame_by_nesting,
+    module_results,
+    tolerance_of,
     with_contradictions,
     with_missing_outputs,
 )
-from htp_export.capabilities.verify.pytorch_run import ModuleCall, evaluating, parameter_readers, record_calls
-from htp_export.capabilities.verify.reporting import module_results, tolerance_of
+from htp_export.capabilities.verify.pytorch_run import evaluating, parameter_readers, record_calls
 from htp_export.capabilities.verify.results import Verification
 from htp_export.capabilities.verify.same_model import (
     check_same_model,
@@ -42,6 +35,7 @@ from htp_export.capabilities.verify.same_model import (
     known_parameters,
     misplaced_parameters,
 )
+from htp_export.capabilities.verify.special_runs import Dump, DumpedRun, check_run
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.exporter.caches import prepare_caches
@@ -125,6 +119,8 @@ def verify(
         >>> htp_export.verify(program).ok
         True
     """
+    if isolated and outputs_from is not None:
+        raise InputError("isolated runs parts of the file, and outputs_from has what was computed: give one of them")
     model, onnx, args, kwargs = _what_was_exported(model, onnx, args, kwargs)
     prepare_caches(args, kwargs, None)  # a model adds to its cache: `record_calls` copies what torch takes apart
     tagged, name = read_flat(onnx), name_of(onnx, "the ONNX model")
@@ -134,14 +130,7 @@ def verify(
         check_same_model(tagged, model, name)
         feed = feed_of_call(tagged, model, args, kwargs, name)
         run = FileRun(tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes)
-        if outputs_from is None:
-            run = with_sorted_results(run)
-        elif isolated:
-            raise InputError(
-                "isolated runs parts of the file, and outputs_from has what was computed: give one of them"
-            )
-        else:
-            run = DumpedRun.of(run, outputs_from)
+        run = with_sorted_results(run) if outputs_from is None else DumpedRun.of(run, outputs_from)
         return _verified(run, model, args, kwargs, chosen, tolerance_of(tagged, tolerances or {}), isolated=isolated)
 
 
@@ -182,8 +171,14 @@ def _verified(
     """The result for the chosen modules; the model has the modules of the file."""
     tagged, name = run.tagged, run.name
     exact = tagged.source != "torch"  # torch's own scopes name modules wrongly
+
+    def wanted(path: str, number: int, argument: str) -> bool:
+        signature = tagged.signature(path, number)
+        return path in chosen and signature is not None and signature.inputs.get(argument) is not None
+
     with ArrayStore.opened(run.portion_bytes) as store:
-        calls, readers = _run_pytorch(model, args, kwargs, store, tagged, chosen)
+        with evaluating(model), parameter_readers(model) as readers:
+            calls = record_calls(model, args, kwargs, store, wanted)
         ran = Counter(call.path for call in calls)
         if exact:
             check_same_modules_ran(tagged, model, ran, name)
@@ -192,7 +187,7 @@ def _verified(
         unmatched = unmatched_calls(tagged, ran, calls_taken)
         compared = [call for call in calls if call.path in chosen and call.path not in unmatched]
         unmatched |= dict.fromkeys((call.path for call in compared if None in call.outputs), _NO_VALUES)
-        checked, blame, reasons, following = _check(taken, compared, store, allowed, isolated=isolated)
+        checked, blame, reasons, following = check_run(taken, compared, store, allowed, isolated=isolated)
     blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
     known = known_parameters(tagged, model) if exact else {}
     modules = module_results(tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated)
@@ -205,43 +200,6 @@ def _verified(
         parameters=len(known),
         misplaced=misplaced_parameters(tagged, known, readers, model),
     )
-
-
-def _run_pytorch(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    store: ArrayStore,
-    tagged: TaggedModel,
-    chosen: Collection[str],
-) -> tuple[list[ModuleCall], Mapping[str, frozenset[str]]]:
-    """The calls of a PyTorch model, with the arguments that the file has, and parameter → modules that read it."""
-
-    def wanted(path: str, number: int, argument: str) -> bool:
-        signature = tagged.signature(path, number)
-        return path in chosen and signature is not None and signature.inputs.get(argument) is not None
-
-    with evaluating(model), parameter_readers(model) as readers:
-        calls = record_calls(model, args, kwargs, store, wanted)
-    return calls, readers
-
-
-def _check(
-    run: FileRun, calls: Sequence[ModuleCall], store: ArrayStore, tolerances: Tolerances, *, isolated: bool
-) -> tuple[list[CheckedCall], Blame, dict[str, str], tuple[str, ...]]:
-    """The compared calls, the modules that are wrong themselves, why others were not compared, and `next_outputs`."""
-    if isolated:
-        checked, reasons = check_isolated(run, calls, store, tolerances)
-        return checked, blame_by_nesting(checked), reasons, ()
-    paired = [pair_call(run.tagged, call) for call in calls if call.path in run.tagged]
-    if not isinstance(run, DumpedRun):
-        checked = check_calls(run, paired, tolerances)
-        return checked, blame_by_graph(run.tagged, checked), {}, ()
-    checked = check_calls(run, with_dumped_tensors(run, paired), tolerances)
-    compared = {call.path for call in checked if call.outputs}
-    reasons = {call.call.path: NOT_DUMPED for call in paired if call.outputs and call.call.path not in compared}
-    blame, following = narrowed(run, paired, checked, blame_by_graph(run.tagged, checked))
-    return checked, blame, reasons, following
 
 
 _NO_VALUES = "some of its tensors have no values of their own in PyTorch: torch.vmap runs it, or they are sparse"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -44,13 +43,13 @@ IDLE = (
 
 _Overlay: TypeAlias = Literal["latency", "error", "flops", "precision", "sparsity", "dtype"]
 _MEASURES = {
-    "latency": ("total_ms", "--profile", "profile"),
-    "error": ("max_abs", "--verify", "verify"),
-    "flops": ("flops", "--cost", "cost"),
-    "precision": ("precision", "--result", "quantize"),
-    "sparsity": ("sparsity", "--result", "prune"),
+    "latency": ("total_ms", "--profile", "profile", "time"),
+    "error": ("max_abs", "--verify", "verify", ""),
+    "flops": ("flops", "--cost", "cost", "cost"),
+    "precision": ("precision", "--result", "quantize", ""),
+    "sparsity": ("sparsity", "--result", "prune", ""),
 }
-"""The key of the measure that is drawn, the option that gives it, and the command that writes it."""
+"""The key of the measure that is drawn, the option that gives it, the command that writes it, and what measures it."""
 
 
 def view_command(
@@ -87,7 +86,8 @@ def view_command(
     Of an ONNX file, or of a PyTorch model, which need not export to ONNX. It shows the module tree, a map of it and the
     graph, and loads nothing from elsewhere.
     """
-    from htp_export.capabilities.view.viewing import measured, measured_kinds
+    from htp_export.capabilities.view.viewing import measured_kinds
+    from htp_export.files.text_files import write_text
 
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
@@ -118,9 +118,8 @@ def view_command(
         _report(target, f"open {target} in a browser", as_json, *draw(target))
         return
     model.check_file()
-    with Steps(quiet=as_json).step(f"measuring {file}") if kinds else nullcontext(), quiet_runtime():
-        results += measured(file, kinds, **given)
-    _write_sidecar(target, file, overlay, results)
+    sidecar = _sidecar(file, overlay, results, kinds, given, Steps(quiet=as_json))
+    write_text(target, json.dumps(sidecar, indent=1), Kind.JSON)
     viewer = f"Netron, and drop {target} onto it" if netron else f"Model Explorer, and add {target} as node data"
     _report(target, f"open {file} in {viewer}", as_json)
 
@@ -146,26 +145,34 @@ def _show_counts(shown: View) -> None:
         show(f"without Model Explorer: {in_commands(shown.missing)}")
 
 
-def _write_sidecar(target: Path, file: Path, overlay: _Overlay | None, results: list[Any]) -> None:
-    """Write what another viewer shows beside the file: an overlay of Model Explorer, or else Netron's sidecar."""
-    from htp_export.capabilities.view.model_explorer.overlays import dtype_overlay, overlay_of
-    from htp_export.capabilities.view.netron import netron_attachment
-    from htp_export.capabilities.view.viewing import inventory_of, read_results
-    from htp_export.files.text_files import write_text
+def _sidecar(
+    file: Path,
+    overlay: _Overlay | None,
+    results: Sequence[Path],
+    kinds: Sequence[str],
+    runs_on: Mapping[str, Any],
+    steps: Steps,
+) -> dict[str, Any]:
+    """What another viewer shows beside the file: an overlay of Model Explorer, or else Netron's sidecar."""
+    from htp_export.capabilities.view.inventory import take_inventory
+    from htp_export.capabilities.view.model_explorer.graphs import dtype_overlay, netron_attachment, overlay_of
+    from htp_export.capabilities.view.viewing import measured, read_results
+    from htp_export.editing.flattening import read_flat
 
     measures, _ = read_results(results)
-    inventory = inventory_of(file)
+    key, option, command, kind = _MEASURES.get(overlay or "", ("",) * 4)
+    if key and kind not in kinds and all(measure.key != key for measure in measures):
+        raise InputError(f"--overlay {overlay} needs a result: give {option} with the JSON of htp-export {command}")
+    tagged = read_flat(file)
+    if kinds:
+        with steps.step(f"measuring {file}"), quiet_runtime():
+            measures, _ = read_results([*results, *measured(file, tagged, kinds, **runs_on)])
+    inventory = take_inventory(tagged, file.name)
     if overlay is None:
-        data = netron_attachment(inventory, [measure for measure in measures if measure.main])
-    elif overlay == "dtype":
-        data = dtype_overlay(inventory)
-    else:
-        key, option, command = _MEASURES[overlay]
-        drawn = next((measure for measure in measures if measure.key == key), None)
-        if drawn is None:
-            raise InputError(f"--overlay {overlay} needs a result: give {option} with the JSON of htp-export {command}")
-        data = overlay_of(drawn, inventory)
-    write_text(target, json.dumps(data, indent=1), Kind.JSON)
+        return netron_attachment(inventory, [measure for measure in measures if measure.main])
+    if overlay == "dtype":
+        return dtype_overlay(inventory)
+    return overlay_of(next(measure for measure in measures if measure.key == key), inventory)
 
 
 def _serve(draw: Callable[[Path | None], tuple[View, dict[str, Any]]], port: int, as_json: bool) -> None:

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from htp_export.capabilities.view.inventory import Inventory, take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of
 from htp_export.capabilities.view.model_explorer.application import MissingApplicationError, application, packed
-from htp_export.capabilities.view.model_explorer.overlays import drawing
-from htp_export.capabilities.view.page.document import asset, document
-from htp_export.capabilities.view.page.payload import front_data, page_data
+from htp_export.capabilities.view.model_explorer.graphs import drawing
+from htp_export.capabilities.view.page.document import asset, document, front_data, page_data
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import FileError, InputError
 from htp_export.files.targets import Kind, check_target
 from htp_export.files.text_files import read_json, write_text
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource
+from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.process.argument_types import check_fits, checks_arguments, is_torch_module
 from htp_export.results.columns import si
 from htp_export.results.result import Result
@@ -198,16 +197,15 @@ def view(
     inspected = model if isinstance(model, Inspected) else None
     if inspected is not None and inspected.way != "onnx" and "time" in kinds:
         raise InputError(f"times are those of an ONNX model, and this is the {inspected.summary}")
-    source = cast(ModelSource, model) if inspected is None else inspected.tagged
-    found = measured(source, kinds, data=data, dims=dims, shapes=shapes)
+    tagged = load(cast(ModelSource, model)) if inspected is None else inspected.tagged
+    file = os.fspath(model) if isinstance(model, str | os.PathLike) else ""
+    found = measured(file or tagged, tagged, kinds, data=data, dims=dims, shapes=shapes)
     if found:
         measures, searches = read_results([*results, *found])
     costs = next((result for result in found if isinstance(result, Cost)), None)
-    if inspected is None:
-        shown = shown_graph(source, statistics=weights, costs=costs)
-    else:
-        shown = _graph_of_inspected(inspected, weights, costs)
-    further = [] if inspected is None else _graphs_between_breaks(inspected)
+    shown, further = shown_graph(tagged, file, statistics=weights, costs=costs), []
+    if inspected is not None:
+        shown, further = _with_way(shown, inspected), _graphs_between_breaks(inspected)
     whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
     page, missing = page_of([each_graph.with_results(measures) for each_graph in (whole, *further)], explorer, searches)
     if path is not None:
@@ -218,9 +216,8 @@ def view(
     return made if inspected is None else replace(made, way=inspected.way, stopped=inspected.stopped)
 
 
-def _graph_of_inspected(inspected: Inspected, statistics: bool, costs: Cost | None) -> ShownGraph:
+def _with_way(shown: ShownGraph, inspected: Inspected) -> ShownGraph:
     """The graph of a PyTorch model, with the way it was got, and with what failed."""
-    shown = shown_graph(inspected.tagged, statistics=statistics, costs=costs)
     inventory = shown.inventory
     modules = {
         path: replace(module, failure=inspected.failures.get(path, "")) for path, module in inventory.modules.items()
@@ -241,16 +238,6 @@ def _graphs_between_breaks(inspected: Inspected) -> list[ShownGraph]:
     return graphs
 
 
-@names_model_faults("model")
-def inventory_of(model: ModelSource) -> Inventory:
-    """The inventory of a model, with the name of its file."""
-    return take_inventory(read_flat(model), Path(_file_of(model)).name)
-
-
-def _file_of(model: ModelSource) -> str:
-    return os.fspath(model) if isinstance(model, str | os.PathLike) else ""
-
-
 def measured_kinds(measure: str | Sequence[str]) -> list[str]:
     """What is to be measured, each once, of names or of a text with commas.
 
@@ -265,8 +252,10 @@ def measured_kinds(measure: str | Sequence[str]) -> list[str]:
     return kinds
 
 
-def measured(model: ModelSource, kinds: Sequence[str], **runs_on: Any) -> list[Numbers]:
-    """The results of ``profile`` and ``cost`` of a model; ``runs_on`` are their ``data``, ``dims`` and ``shapes``.
+def measured(model: ModelSource, opened: TaggedModel, kinds: Sequence[str], **runs_on: Any) -> list[Numbers]:
+    """The results of ``profile`` and ``cost``; ``runs_on`` are their ``data``, ``dims`` and ``shapes``.
+
+    A file is given with what was read of it: ONNX Runtime runs the file itself.
 
     Raises:
         UntaggedModelError: The model has no module tags.
@@ -275,7 +264,7 @@ def measured(model: ModelSource, kinds: Sequence[str], **runs_on: Any) -> list[N
     from htp_export.capabilities.cost.costing import cost
     from htp_export.capabilities.profile.latency import profile
 
-    return [profile(model, **runs_on) if kind == "time" else cost(model, **runs_on) for kind in kinds]
+    return [profile(model, **runs_on) if kind == "time" else cost(opened, **runs_on) for kind in kinds]
 
 
 def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
@@ -337,7 +326,9 @@ class ShownGraph:
 
 
 @names_model_faults("model")
-def shown_graph(model: ModelSource, *, statistics: bool = False, costs: Cost | None = None) -> ShownGraph:
+def shown_graph(
+    model: ModelSource, file: str = "", *, statistics: bool = False, costs: Cost | None = None
+) -> ShownGraph:
     """A graph with its FLOPs and activations, as `htp_export.cost` counts them, unless they were counted before.
 
     Open dimensions are 1, as in ``cost``; the note says so. If the costs cannot be computed, the note has the reason.
@@ -347,7 +338,7 @@ def shown_graph(model: ModelSource, *, statistics: bool = False, costs: Cost | N
     """
     from htp_export.capabilities.cost.costing import cost
 
-    tagged, file = read_flat(model), _file_of(model)
+    tagged = read_flat(model)
     inventory = take_inventory(tagged, Path(file).name, statistics)
     try:
         costs = cost(tagged) if costs is None else costs

@@ -1,16 +1,18 @@
-"""A model as Model Explorer's graph, in the JSON that its application reads.
+"""A model as Model Explorer's graph, and what other viewers show beside a file: its overlays, Netron's sidecar.
 
 Modules are layers: the namespaces of nodes. See ``graph_builder.py`` of ``ai-edge-model-explorer`` for the fields.
 """
 
 from __future__ import annotations
 
+import colorsys
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from htp_export.capabilities.view.inventory import Inventory, ModuleEntry, NodeEntry
-from htp_export.capabilities.view.measures import Measure
+from htp_export.capabilities.view.measures import Measure, spread
 from htp_export.format import tags
 from htp_export.results.columns import number_text
 from htp_export.results.tables import drawn_parents
@@ -173,3 +175,149 @@ def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, s
 def _end(source: str) -> str:
     """The end of a path, which says enough: the file and the folder that it is in."""
     return "/".join(source.replace("\\", "/").split("/")[-2:])
+
+
+_LAYER = "___group___"  # what Model Explorer puts after a namespace to name the layer
+_COLOURS = ("#ffffff", "#ffe9a8", "#f9a35c", "#d7301f")  # from nothing to the most
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int8", "uint8", "bool")
+"""In the order of their colours, which are the same in every file."""
+
+
+def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
+    """A measure as node data, coloured from the smallest to the largest value.
+
+    Errors, which span many powers of ten, are coloured by these.
+    """
+    if measure.named:
+        of_nodes = (
+            next((measure.words[owner] for owner in node.owners if owner in measure.words), None)
+            for node in inventory.nodes
+        )
+        return _words_overlay(measure.title, of_nodes, measure.words.values(), inventory)
+    results: dict[str, dict[str, Any]] = {}
+    values = spread(measure, inventory)
+    finite = [abs(value) for value in values if value is not None and math.isfinite(value)]
+    most = max(finite, default=0.0)
+    for name, value in zip(node_ids(inventory), values, strict=True):
+        if value is not None:
+            shown = _shown(value) if math.isfinite(value) else str(value)
+            results[name] = {"value": shown, "bgColor": _colour(value, most, measure.additive)}
+    title = f"{measure.title} ({measure.unit})" if measure.unit else measure.title
+    overlay: dict[str, Any] = {"name": title, "results": results}
+    if not measure.additive:
+        overlay["hideAggregatedStats"] = ["sum", "avg"]
+    return overlay
+
+
+def dtype_overlay(inventory: Inventory) -> dict[str, Any]:
+    """The element type of what each node makes."""
+    dtypes = [node.outputs[0].type.partition("[")[0] if node.outputs else "" for node in inventory.nodes]
+    return _words_overlay("dtype", dtypes, _DTYPES, inventory)
+
+
+def _words_overlay(
+    name: str, words: Iterable[str | None], first: Iterable[str], inventory: Inventory
+) -> dict[str, Any]:
+    """The word of each node, with a colour for each word; words have no sum and no mean."""
+    listed = list(words)
+    colours = {word: _hue(place) for place, word in enumerate(dict.fromkeys((*first, *filter(None, listed))))}
+    results = {
+        identifier: {"value": word, "bgColor": colours[word]}
+        for identifier, word in zip(node_ids(inventory), listed, strict=True)
+        if word
+    }
+    return {"name": name, "results": results, "hideInAggregatedStatsTable": True, "hideInChildrenStatsTable": True}
+
+
+def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
+    """What ``page/assets/explorer.js`` reads: the answers to Model Explorer's application, and where modules are in it.
+
+    Overlays are the element types, and each measure of the first rank. The viewer shows the last one at first, which
+    is that of the first measure.
+    """
+    overlays = [overlay_of(measure, inventory) for measure in reversed(measures) if measure.main]
+    spaces = tags.namespaces(drawn_parents(inventory.modules), inventory.called)
+    return {
+        "graphs": {"graphs": [graph_of(inventory, measures, keep_layers=False)]},
+        "overlays": [
+            {"name": overlay["name"], "data": {GRAPH_ID: overlay}}
+            for overlay in (dtype_overlay(inventory), *overlays)
+            if overlay["results"]
+        ],
+        "label": "model",
+        "collection": "model",
+        "graph": GRAPH_ID,
+        # Namespaces alone: the script lists the layers around each, which for deep models are too long to write down.
+        "layer": _LAYER,
+        "places": {
+            "modules": [space or None for space in spaces.values()],
+            "nodes": list(zip(node_ids(inventory), layers_of(inventory), strict=True)),
+        },
+    }
+
+
+def _shown(value: float) -> float:
+    """Counts as they are, measured numbers to six digits."""
+    return value if value.is_integer() else float(f"{value:.6g}")
+
+
+def _colour(value: float, most: float, additive: bool) -> str:
+    if not math.isfinite(value):
+        return _COLOURS[-1]
+    if not value or not most:
+        return _COLOURS[0]
+    part = abs(value) / most if additive else max(0.0, 1 + math.log10(abs(value) / most) / 6)
+    position = min(max(part, 0.0), 1.0) * (len(_COLOURS) - 1)
+    low = min(int(position), len(_COLOURS) - 2)
+    return _mixed(_COLOURS[low], _COLOURS[low + 1], position - low)
+
+
+def _hue(place: int) -> str:
+    """Light colours a golden angle apart, as the page has them for classes."""
+    channels = colorsys.hls_to_rgb((210 + place * 137.5) % 360 / 360, 0.86, 0.52)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+
+
+def _mixed(low: str, high: str, part: float) -> str:
+    channels = ((int(low[k : k + 2], 16), int(high[k : k + 2], 16)) for k in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in channels)
+
+
+def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) -> dict[str, Any]:
+    """The sidecar of a model; the metrics of a node are the measures, with the numbers of its module beside them."""
+    times = Counter(node.name for node in inventory.nodes)
+    named = [
+        (position, node)
+        for position, node in enumerate(inventory.nodes)
+        if node.name and times[node.name] == 1 and "\n" not in node.name
+    ]
+    metadata, metrics = [], []
+    for _, node in named:
+        owner = inventory.modules.get(node.owners[0]) if len(node.owners) == 1 else None
+        facts = {
+            "module": (node.module or "(root)") if node.owners else "",
+            "class": owner.simple_class if owner else "",
+            "owners": ", ".join(path or "(root)" for path in node.owners) if len(node.owners) > 1 else "",
+            "call": node.call,
+            "source": f"{node.source.file.rpartition('/')[2]}:{node.source.line}" if node.source else "",
+        }
+        facts |= {measure.title: measure.words.get(node.module, "") for measure in measures if measure.named}
+        metadata += [_entry("node", node.name, name, value) for name, value in facts.items() if value]
+    for measure in measures:
+        values = spread(measure, inventory)
+        for position, node in named:
+            value = values[position]
+            if value is not None:
+                metrics.append(_entry("node", node.name, measure.title, number_text(value, measure.unit)))
+            total = measure.total.get(node.module)
+            if total is not None and measure.additive and math.isfinite(total):
+                text = number_text(total, measure.unit)
+                metrics.append(_entry("node", node.name, f"{measure.title} of the module", text))
+        model_total = measure.total.get("")
+        if model_total is not None:
+            metrics.append(_entry("model", "", measure.title, number_text(model_total, measure.unit)))
+    return {"signature": "netron:attachment", "metadata": metadata, "metrics": metrics}
+
+
+def _entry(kind: str, target: str, name: str, value: str) -> dict[str, str]:
+    return {"kind": kind, "target": target, "name": name, "value": value}

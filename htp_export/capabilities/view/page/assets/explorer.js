@@ -133,7 +133,7 @@
   // Select in it what is selected beside it; its layers open.
   async function point(item) {
     const chosen = unpacked && chosenIn((await unpacked)[1], item);
-    if (chosen) frame?.contentWindow.postMessage({ cmd: "model-explorer-select-node-by-node-id", nodeId: chosen.id }, "*");
+    if (chosen) frame?.contentWindow?.postMessage({ cmd: "model-explorer-select-node-by-node-id", nodeId: chosen.id }, "*");
   }
 
   const ownerOf = (node) => htp.byPath.get(node.owners[0]) ?? htp.root;

@@ -1,0 +1,19 @@
+"""What tests of pages have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def without_errors(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A page is as wide as most screens, unless a test says otherwise, and says no error whatever a test does."""
+    if "page" not in request.fixturenames:
+        yield
+        return
+    page = request.getfixturevalue("page")
+    page.size(1400, 850)
+    yield
+    assert [said for said in page.said if "favicon" not in said] == []  # which browsers ask a server for
