@@ -42,9 +42,9 @@ def functions_of(file: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run every command of the plan on every file of it.
+    """Run the commands of the plan, which are listed for each file.
 
-    The plan has ``files``, ``commands`` and ``others``: the files that stand for other words of commands.
+    The plan has ``commands`` and ``others``: the files that stand for other words of commands.
     """
     plan, seen, doing = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), set[str](), ["starting"]
     logging.disable()
@@ -58,8 +58,8 @@ def main() -> None:
             seen.add(f"{doing[0]}: {event} {said}"[:300])
 
     sys.addaudithook(hook)
-    for file in plan["files"]:
-        for command in plan["commands"]:
+    for file, commands in plan["commands"].items():
+        for command in commands:
             doing[0] = f"{Path(file).name} {command}"
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 status = run_command(arguments(command, {"FILE": file, **plan["others"]}))

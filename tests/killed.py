@@ -24,7 +24,7 @@ from typing import Any
 import htp_export
 from htp_export.errors import FileError
 from htp_export.files.model_files import read_model
-from htp_export.files.slots import slots
+from htp_export.files.stored import slots
 
 CHANGES = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.truncate"}
 FINISHED = 77

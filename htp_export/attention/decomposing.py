@@ -36,8 +36,7 @@ from htp_export.attention.steps import (
 from htp_export.errors import InputError
 from htp_export.format.hierarchy import module_paths
 from htp_export.process.argument_types import checks_arguments
-from htp_export.process.restoring import Changes, restored
-from htp_export.process.shared_settings import turn_attention_fast_path_off
+from htp_export.process.restoring import Changes, restored, turn_attention_fast_path_off
 
 if TYPE_CHECKING:
     from htp_export.format.hierarchy import Hierarchy

@@ -24,7 +24,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from htp_export.command.idle_options import Idle, check_options
+from htp_export.command.options import Idle, check_options
 from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, reading
 from htp_export.command.plan_options import rules_as_typed
 from htp_export.discovery import capability_modules

@@ -16,13 +16,12 @@ from typing import Annotated
 import typer
 
 import htp_export
-from htp_export.command.characters import encodable_output, unwritten_output
 from htp_export.command.commands import CommandGroup
 from htp_export.command.interrupts import Interrupts
-from htp_export.command.quiet import quiet_libraries
+from htp_export.command.streams import encodable_output, quiet_libraries, unwritten_output
 from htp_export.command.terminal import CheckFailed, error_line
 from htp_export.errors import HtpExportError, InputError, described
-from htp_export.process.garbage_collection import rare_collections
+from htp_export.process.restoring import rare_collections
 
 _INTERNAL_ERROR = 3
 _INTERRUPTED = 130  # as shells have it: 128 and the number of the signal

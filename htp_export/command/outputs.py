@@ -16,8 +16,7 @@ from htp_export.command.terminal import print_json, show
 from htp_export.errors import FileError
 from htp_export.files.filesystem import is_special
 from htp_export.files.targets import Kind, check_target, files_named_in
-from htp_export.process.factories import factory_file
-from htp_export.process.user_code import noting_files
+from htp_export.process.user_code import factory_file, noting_files
 from htp_export.results.columns import si
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from htp_export.errors import InputError, RuleError
-from htp_export.process.factories import call_factory
+from htp_export.process.user_code import call_factory
 
 PlanArgument: TypeAlias = Annotated[
     str | None,

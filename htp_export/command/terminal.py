@@ -12,8 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from htp_export.command.characters import printable
-from htp_export.command.quiet import terminal_stderr
+from htp_export.command.streams import printable, terminal_stderr
 from htp_export.drawing.command_words import in_commands
 from htp_export.process.progress import listening
 

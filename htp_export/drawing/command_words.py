@@ -1,6 +1,13 @@
-"""Messages of the library with commands in place of Python, or beside it."""
+"""Messages of the library with commands in place of Python, or beside it, and what is said of tags under a table."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from htp_export.results.tag_facts import TagFacts, tag_lines
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _COMMANDS = {
     "htp_export.tagging(strict=False), or --allow-untagged on the command line": "--allow-untagged",
@@ -56,3 +63,11 @@ def in_both(text: str) -> str:
                 advice = f"{command}, or in Python with {python}"
             return f"{in_both(before)}{advice}{in_both(after)}"
     return text
+
+
+def tag_note(*facts: TagFacts | None) -> list[Text]:
+    """The lines of ``tag_lines``, in yellow where something is to be done about the tags, and said as commands."""
+    from rich.text import Text
+
+    missing = any(fact is not None and (fact.advice or fact.untagged) for fact in facts)
+    return [Text(in_commands(line), style="yellow" if missing else "dim") for line in tag_lines(*facts)]

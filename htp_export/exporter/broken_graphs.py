@@ -15,8 +15,7 @@ import torch
 
 from htp_export.exporter.capture import patches, running
 from htp_export.exporter.capture.torch_internals import is_compiled
-from htp_export.process.restoring import Changes, restored, set_variable
-from htp_export.process.shared_settings import turn_attention_fast_path_off
+from htp_export.process.restoring import Changes, restored, set_variable, turn_attention_fast_path_off
 
 _VALUES, _SIZES = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
 _SYMBOLS_FOR_DATA: tuple[dict[str, Any], ...] = (

@@ -31,9 +31,7 @@ from htp_export.exporter.capture.torch_internals import (
 )
 from htp_export.exporter.watched import Captured, write_tags
 from htp_export.format import tags
-from htp_export.process.garbage_collection import hold_collection
-from htp_export.process.restoring import Changes, restored, set_variable
-from htp_export.process.shared_settings import turn_attention_fast_path_off
+from htp_export.process.restoring import Changes, hold_collection, restored, set_variable, turn_attention_fast_path_off
 from htp_export.shapes.operator_kinds import VIEW
 
 _IR_VERSION = 10

@@ -26,9 +26,7 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import recipe_to_text
-from htp_export.process.garbage_collection import hold_collection
-from htp_export.process.restoring import Changes, set_variable
-from htp_export.process.shared_settings import turn_attention_fast_path_off
+from htp_export.process.restoring import Changes, hold_collection, set_variable, turn_attention_fast_path_off
 
 IR_VERSION = 10  # the first with metadata on nodes
 

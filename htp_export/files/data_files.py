@@ -23,8 +23,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.filesystem import Identity
-from htp_export.files.slots import Slot, about
-from htp_export.files.stored import write_values
+from htp_export.files.stored import Slot, about, write_values
 from htp_export.process.progress import counted
 
 _FICLONE = 0x40049409  # of Linux: <linux/fs.h>; file systems that share blocks copy a file at once

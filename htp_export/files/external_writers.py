@@ -12,13 +12,12 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.files.data_notes import describe_own, put_notes
-from htp_export.files.data_plan import in_safe_order
+from htp_export.files.data_plan import describe_own, in_safe_order, put_notes
 from htp_export.files.filesystem import is_special, temporary_folder
 from htp_export.files.model_files import obsolete_files, places_of, read_model, write_model
 from htp_export.files.parsing import is_protobuf
 from htp_export.files.replacing import Move, work_folder
-from htp_export.files.slots import slots
+from htp_export.files.stored import slots
 from htp_export.format import tags
 
 

@@ -21,14 +21,23 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError, InputError, ResultError, first_line
 from htp_export.files.data_files import DataFile, DataTensor, check_data, find_data, place_data
-from htp_export.files.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
-from htp_export.files.data_plan import DataPlan, in_safe_order, is_named_by_us, plan_data
+from htp_export.files.data_plan import (
+    DataPlan,
+    Place,
+    check_notes,
+    describe_own,
+    describe_shared,
+    in_safe_order,
+    is_named_by_us,
+    plan_data,
+    put_notes,
+    shared_files,
+)
 from htp_export.files.filesystem import is_special
 from htp_export.files.parsing import is_protobuf, parsed, put_in_order
 from htp_export.files.protobuf_bytes import Marks
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
-from htp_export.files.slots import Slot, about, slots
-from htp_export.files.stored import write_filled
+from htp_export.files.stored import Slot, about, slots, write_filled
 from htp_export.files.targets import check_target
 from htp_export.files.written_check import check_written, hollow_proto
 from htp_export.format import tags

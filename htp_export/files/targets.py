@@ -151,7 +151,7 @@ def _weights_of(file: Path) -> set[Path]:
     import onnx_ir as ir
 
     from htp_export.files.parsing import parsed
-    from htp_export.files.slots import slots
+    from htp_export.files.stored import slots
 
     try:
         model = parsed(file)

@@ -1,15 +1,17 @@
-"""JSON files, pages and other texts: those that users give, and those that are written, never over a model."""
+"""JSON files, YAML files and pages: those that users give, and those that are written, never over a model."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from htp_export.errors import FileError
+import yaml
+
+from htp_export.errors import FileError, in_one_line
 from htp_export.files.replacing import replace_file
 from htp_export.files.targets import Kind, check_target
 
@@ -25,15 +27,21 @@ def named_if_unwritable(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON file; a `FileError` if it cannot be read or is not JSON."""
-    file = Path(path)
+    with _named_if_unreadable(path, "JSON"):
+        return json.loads(Path(path).read_bytes())
+
+
+@contextlib.contextmanager
+def _named_if_unreadable(path: str | os.PathLike[str], form: str, advice: str = "") -> Iterator[None]:
+    """Raise a `FileError` for a file that cannot be read or is not of this form."""
     try:
-        return json.loads(file.read_bytes())
+        yield
     except OSError as error:
-        raise FileError.unreadable(file, error) from error
+        raise FileError.unreadable(path, error) from error
     except UnicodeDecodeError as error:
-        raise FileError(file, "is not JSON: it is no text") from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(file, f"is not JSON: {error}") from error
+        raise FileError(path, f"is not {form}: it is no text") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise FileError(path, f"is not {form}: {in_one_line(error)}{advice}") from error
 
 
 def write_json(file: Path, content: Any) -> Path:
@@ -54,3 +62,50 @@ def write_text(path: str | os.PathLike[str], text: str, kind: Kind = Kind.PAGE) 
     check_target(path, kind)
     with named_if_unwritable(path), replace_file(Path(path)) as new:
         new.write_text(text, encoding="utf-8", newline="\n")
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
+    """Reads keys as text as it is written: ``1.10`` is a module path, and no number."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Read a mapping; a key that stands there twice is a fault."""
+        found: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is text", key_node.start_mark)
+            if key_node.value in found:
+                problem = f"{key_node.value!r} stands there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            found[key_node.value] = self.construct_object(value_node, deep=True)
+        return found
+
+
+_Loader.add_constructor(
+    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, lambda loader, node: loader.construct_mapping(node)
+)
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Any:
+    """Read a YAML file (JSON is YAML); a `FileError` if it cannot be read, is not YAML, or names a key twice."""
+    with _named_if_unreadable(path, "YAML", "; put selectors with '*' or '!' into quotes"):
+        return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+
+
+def line_in_yaml(path: str | os.PathLike[str], place: Sequence[int | str]) -> int:
+    """Return the line, from 1, of an entry of a file that `read_yaml` has read.
+
+    The place is keys of mappings and positions in lists that lead to it; what is not in the file is left out.
+    """
+    node = yaml.compose(Path(path).read_text(encoding="utf-8"), _Loader)
+    line = node.start_mark.line
+    for key in place:
+        if isinstance(node, yaml.MappingNode):
+            found = next(((name, value) for name, value in node.value if name.value == key), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int):
+            found = (node.value[key], node.value[key])
+        else:
+            found = None
+        if found is None:
+            break
+        line, node = found[0].start_mark.line, found[1]
+    return int(line) + 1

@@ -23,8 +23,7 @@ import onnx_ir as ir
 
 from htp_export.errors import ResultError
 from htp_export.files.protobuf_bytes import Marks, subgraph_protos
-from htp_export.files.slots import slots
-from htp_export.files.stored import stand_in
+from htp_export.files.stored import slots, stand_in
 from htp_export.format import tags
 
 _log = logging.getLogger(__name__)

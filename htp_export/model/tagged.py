@@ -16,9 +16,8 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
-from htp_export.files.function_calls import check_flat_size
 from htp_export.files.model_files import read_model, write_model
-from htp_export.files.parsing import model_from_proto
+from htp_export.files.parsing import check_flat_size, model_from_proto
 from htp_export.files.written_check import made_from
 from htp_export.format import selectors, tags
 from htp_export.format.call_tree import CallTree, NodeCalls
@@ -30,9 +29,8 @@ from htp_export.format.torch_metadata import scopes_of
 from htp_export.model.module_tensors import ModuleTensor, chosen_tensors, tensors_of
 from htp_export.model.regions import GraphIndex, Region, all_nodes
 from htp_export.process.argument_types import checks_arguments
-from htp_export.results.drawn_levels import drawn_levels, drawn_parents
-from htp_export.results.html import html_table, html_tree
-from htp_export.results.result import Result
+from htp_export.results.result import Result, html_table, html_tree
+from htp_export.results.tables import drawn_levels, drawn_parents
 from htp_export.results.tag_facts import TagFacts
 from htp_export.shapes.symbolic import Symbolic
 

@@ -28,8 +28,7 @@ from typing import Any, Generic, TypeVar
 import onnx_ir as ir
 
 from htp_export.errors import FileError, InputError
-from htp_export.files.text_files import read_json
-from htp_export.files.yaml_file import read_yaml
+from htp_export.files.text_files import read_json, read_yaml
 from htp_export.format import tags
 from htp_export.format.call_tree import MOST_CALLS, Instance, LinkedSet, Part
 from htp_export.format.selectors import chosen_and_excluded

@@ -1,4 +1,4 @@
-"""Types of arguments: of those that are typed or read from a file, plain data; and of those of a public function."""
+"""Arguments: the types of plain data and of a public function's parameters, and the range of whole numbers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from htp_export.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -224,3 +225,36 @@ _KNOWN: dict[str, _Check] = {
     "int": (lambda value: hasattr(value, "__index__"), "a whole number"),
 }
 """Name of a type, as it is written in a signature → how it is checked."""
+
+
+MOST_SEED = 2**32 - 1
+"""What all random generators take: torch's, numpy's and those of the samplers of Optuna."""
+
+MOST_RUNS = 1_000_000
+"""Of timed runs, and of trials: more take days for the smallest model, and their times are kept in memory."""
+
+_THREADS_OF_A_CORE = 16
+
+
+def most_threads() -> int:
+    """The number of threads beyond which they only wait for each other, and a session takes minutes to start."""
+    return _THREADS_OF_A_CORE * (os.cpu_count() or 1)
+
+
+def check_seed(seed: int) -> None:
+    """Refuse what is no seed."""
+    check_whole("seed", seed, 0, MOST_SEED)
+
+
+def check_whole(name: str, value: int, least: int, most: int) -> int:
+    """Refuse a number that is not whole, or out of its range.
+
+    Examples:
+        >>> check_whole("seed", -1, 0, 9)
+        Traceback (most recent call last):
+        ...
+        htp_export.errors.InputError: seed -1: it is a whole number from 0 to 9
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value <= most:
+        raise InputError(f"{name} {value!r}: it is a whole number from {least} to {most}")
+    return int(value)

@@ -12,6 +12,9 @@ An interrupt can occur between any two lines: between a change and the ``try`` a
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -85,3 +88,91 @@ def set_item(changes: Changes, mapping: MutableMapping[str, Any], key: str, valu
 
     changes.will_undo(put_back)
     mapping[key] = value
+
+
+class SharedSetting:
+    """A setting of torch that all threads share: it has the value that is needed while anyone needs it."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object], needed: Callable[[], Any]) -> None:
+        self._read, self._write, self._needed = read, write, needed
+        self._lock = threading.Lock()
+        self._users: set[object] = set()
+        self._before: Any = None
+
+    def hold(self, changes: Changes) -> None:
+        """Give it the value until the changes are taken back; the last user puts back what the first one found."""
+        user = object()
+        changes.will_undo(functools.partial(locked, self._lock, functools.partial(self._leave, user)))
+        locked(self._lock, functools.partial(self._enter, user))
+
+    def _enter(self, user: object) -> None:
+        if not self._users:
+            self._before = self._read()
+        self._users.add(user)
+        self._write(self._needed())
+
+    def _leave(self, user: object) -> None:
+        if self._users == {user}:
+            self._write(self._before)
+        self._users.discard(user)
+
+
+def _attention() -> Any:
+    from torch.backends import mha
+
+    return mha
+
+
+_FAST_PATH = SharedSetting(
+    lambda: _attention().get_fastpath_enabled(),
+    lambda enabled: _attention().set_fastpath_enabled(enabled),
+    lambda: False,
+)
+
+
+def turn_attention_fast_path_off(changes: Changes) -> None:
+    """Run ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` in their plain form, which ONNX can express."""
+    _FAST_PATH.hold(changes)
+
+
+_OBJECTS = 70_000  # allocations minus deallocations that trigger a collection of the youngest generation
+
+
+def no_collection(*, kept: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Suspend cyclic garbage collection: bulk allocation would trigger full collections.
+
+    A full collection visits every object of the process and takes a quarter of a second with transformers loaded. A
+    trace of an export creates few cycles, and a profile is read in a third of the time. If the objects that are created
+    inside are ``kept`` alive, they are moved into the oldest generation.
+    """
+    return restored(functools.partial(hold_collection, kept=kept))
+
+
+def hold_collection(changes: Changes, *, kept: bool = False) -> None:
+    """Do the same until the changes are reverted."""
+    running, kept = gc.isenabled(), kept and not gc.get_freeze_count()
+
+    def go_on() -> None:
+        if running:
+            if kept:
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
+            gc.enable()
+
+    changes.will_undo(go_on)
+    gc.disable()
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Run the garbage collector about a hundred times less often, for a program that imports much and then ends.
+
+    Importing torch and exporting a small model creates about a million objects that stay alive. Visiting them with
+    Python's own thresholds takes 0.8 s of 6 s of processor time.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -1,13 +1,53 @@
-"""Results by module as tables: as text, and for pandas where that is there."""
+"""Results by module as tables, for text and for pandas: which modules are drawn, and what became of each one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.format.hierarchy import ModuleInfo
 from htp_export.results.columns import MODULE, Column, names_of, record
 from htp_export.results.result import Result, Table
+
+
+class Drawn(Protocol):
+    """What is known of a module that may be drawn."""
+
+    @property
+    def calls(self) -> int: ...
+    @property
+    def nodes(self) -> object: ...
+
+
+def drawn_parents(modules: Mapping[str, Drawn]) -> dict[str, str | None]:
+    """The modules that are drawn, in order, each with the one that it is drawn below; None at the top.
+
+    A container, which holds what runs and never ran itself, is left out: its name stands before those of its children.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> modules = {path: SimpleNamespace(calls=path != "layer", nodes=9) for path in ("", "layer", "layer.0")}
+        >>> drawn_parents(modules)
+        {'': None, 'layer.0': ''}
+    """
+    holding = tags.all_above(modules)
+    drawn = {
+        path: module
+        for path, module in modules.items()
+        if not path or module.calls or not module.nodes or path not in holding
+    }
+    return {path: tags.nearest_above(path, drawn) for path in drawn}
+
+
+def drawn_levels(parents: Mapping[str, str | None]) -> dict[str, int]:
+    """The level of each module that is drawn, from 0 at the top; ``parents`` are those of `drawn_parents`."""
+    levels: dict[str, int] = {}
+    for path, parent in parents.items():
+        levels[path] = 0 if parent is None else levels[parent] + 1
+    return levels
 
 
 class ModuleTable(Result):
@@ -98,3 +138,39 @@ def data_frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str], ind
     except ImportError as error:
         raise InputError("to_pandas needs pandas; install it with: pip install pandas") from error
     return pandas.DataFrame(records, index=pandas.Index(index, name=name), columns=list(columns))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedModule(ModuleInfo):
+    """What became of one module, with all modules below it; ``""`` is the whole model.
+
+    Attributes:
+        precision: The precision of its weights now, or the one in which it computes: ``fp32``, ``int8``; ``mixed`` for
+            several. None where that is not known.
+        bytes_before: Size of all weights that its nodes read, biases too, before.
+        bytes_after: The same afterwards, with scales and zero points.
+    """
+
+    precision: str | None = None
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    @property
+    def sparsity(self) -> float | None:
+        """Share of its weights that are zero or gone; None where that was not counted."""
+        return None
+
+    @property
+    def ratio(self) -> float | None:
+        """The bytes after by the bytes before; None for a module without weights."""
+        return self.bytes_after / self.bytes_before if self.bytes_before else None
+
+
+PRECISION: Column[CompressedModule] = Column("precision", "precision", right=False, keep=4)
+SPARSITY: Column[CompressedModule] = Column("sparsity", "sparsity", unit="%", keep=9)
+BYTES_COLUMNS: tuple[Column[CompressedModule], ...] = (
+    Column("bytes_before", "bytes before", unit="B", keep=7),
+    Column("bytes_after", "bytes after", unit="B", keep=8),
+    Column("ratio", "ratio", unit="%", keep=2),
+)
+"""The bytes, in every table of these modules."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from htp_export.errors import OnnxRuntimeError
-from htp_export.runtime.saved_graphs import session_and_graph
 from htp_export.runtime.sessions import RECORDED, Assigned, OptionChanges, RunnableModel, SessionSettings
+from htp_export.runtime.traces import session_and_graph
 
 HOST = "CPUExecutionProvider"
 

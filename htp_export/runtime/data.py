@@ -18,10 +18,9 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.files.npz_file import NpzArrays
-from htp_export.process.bounds import MOST_SEED, check_whole
-from htp_export.process.factories import call_factory, names_factory
+from htp_export.process.argument_types import MOST_SEED, check_whole
 from htp_export.process.progress import counted
-from htp_export.process.user_code import iterated, user_code
+from htp_export.process.user_code import call_factory, iterated, names_factory, user_code
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.inputs import Feed, Inputs
 

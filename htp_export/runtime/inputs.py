@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError, OpenDimensionError
 from htp_export.files.npz_file import NpzArrays
-from htp_export.process.bounds import MOST_SEED, check_whole
+from htp_export.process.argument_types import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, array_for, check_array, in_precision_of, random_array
 from htp_export.shapes.sizes import evaluate, names_in

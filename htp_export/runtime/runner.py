@@ -1,24 +1,28 @@
-"""Run a model and return any of its tensors; its weights are shared with ONNX Runtime, not copied."""
+"""Runs of models: any of their tensors, times that can be compared, and the number that a user's metric gives."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import statistics
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import OnnxRuntimeError
+from htp_export.errors import InputError, OnnxRuntimeError
 from htp_export.files.data_files import check_data
 from htp_export.files.filesystem import temporary_folder
-from htp_export.runtime.arrays import Array, to_ort
-from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, as_written
+from htp_export.process.user_code import user_code
+from htp_export.runtime.arrays import Array, nan_in, to_ort
+from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings, as_written
 
 _SMALL_BYTES = 1024  # what is smaller stays in the model: shape inference reads it, and sharing saves nothing
 _NO_FILE = "weights"
@@ -141,3 +145,60 @@ def portions(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
         total += size
     if group:
         yield group
+
+
+Outputs: TypeAlias = Sequence[Mapping[str, Array]]
+Metric: TypeAlias = Callable[[Outputs], float]
+"""Called with the outputs of the model, name → array, for each of the inputs; larger is better."""
+
+
+def outputs_of(
+    runnable: RunnableModel, feeds: Iterable[Mapping[str, Array]], settings: SessionSettings
+) -> list[dict[str, Array]]:
+    """The outputs of a model for each of the inputs, as an application that runs the file gets them.
+
+    All optimisations are on but those of layouts: many models run, and a crash of one would end all.
+    """
+    import onnxruntime
+
+    level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    session = Session(runnable, settings, OptionChanges({"graph_optimization_level": level}))
+    return [session.run(feed) for feed in feeds]
+
+
+def metric_value(metric: Metric, outputs: Outputs) -> float:
+    """Return the number that a metric gives to outputs; an InputError says which output has NaN."""
+    with user_code("the metric"):
+        found = metric(outputs)
+    try:
+        number = float(found)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the metric returned {found!r}, which is no number") from error
+    if math.isnan(number):
+        listed = (f"output {name!r} of run {k} has NaN" for k, run in enumerate(outputs) for name in nan_in(run))
+        raise InputError(f"the metric returned {number}: {next(listed, 'the outputs that it was given have none')}")
+    return number
+
+
+def measured_metric(metric: Metric, model: ir.Model, name: str, feeds: Iterable[Mapping[str, Array]]) -> float:
+    """Return the number that a metric gives to a model, which runs on the CPU; ``name`` is its name in errors."""
+    with temporary_folder() as folder:
+        return metric_value(metric, outputs_of(RunnableModel.of(model, name, folder), feeds, SessionSettings()))
+
+
+_WARMUP = 2
+
+
+def median_times(sessions: Sequence[Session], feeds: Sequence[Mapping[str, Array]], runs: int) -> list[float]:
+    """The median time of a run of each session in ms, after some to warm up.
+
+    The sessions run in turn, so that what else the machine does slows down all of them.
+    """
+    values = [session.values(feed) for session, feed in zip(sessions, feeds, strict=True)]
+    times: list[list[float]] = [[] for _ in sessions]
+    for _ in range(_WARMUP + runs):
+        for session, given, taken in zip(sessions, values, times, strict=True):
+            begun = time.perf_counter()
+            session.run_values(given)
+            taken.append((time.perf_counter() - begun) * 1000)
+    return [statistics.median(taken[_WARMUP:]) for taken in times]

@@ -21,8 +21,7 @@ import htp_export
 from htp_export import decomposed_attention
 from htp_export.command.main import main
 from htp_export.errors import InputError
-from htp_export.process.restoring import restored
-from htp_export.process.shared_settings import turn_attention_fast_path_off
+from htp_export.process.restoring import restored, turn_attention_fast_path_off
 from tests.exporting import exported, quick
 from tests.nets import EXPORTERS, spread
 

@@ -16,7 +16,7 @@ from htp_export.format import call_tree
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model import graph_facts, hashes
-from htp_export.results import html
+from htp_export.results import result
 from htp_export.shapes import inference, known, sizes
 from htp_export.shapes.inference import _MOST_TRIPS
 from htp_export.shapes.operators import sums
@@ -136,9 +136,9 @@ def test_few_whole_numbers_count_with_their_values_in_a_hash_and_many_by_their_s
 
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_tables_in_notebooks_say_how_many_lines_they_leave_out(beyond: int) -> None:
-    table = html.html_table(["module"], [["fc"]] * (html._MOST_LINES + beyond))
-    tree = html.html_tree([(0, "fc", "fc", "")] * (html._MOST_IN_TREE + beyond))
-    assert (table.count("<td"), tree.count("<div title")) == (html._MOST_LINES, html._MOST_IN_TREE)
+    table = result.html_table(["module"], [["fc"]] * (result._MOST_LINES + beyond))
+    tree = result.html_tree([(0, "fc", "fc", "")] * (result._MOST_IN_TREE + beyond))
+    assert (table.count("<td"), tree.count("<div title")) == (result._MOST_LINES, result._MOST_IN_TREE)
     assert ("and 1 more lines" in table, "and 1 more" in tree) == (bool(beyond), bool(beyond))
 
 

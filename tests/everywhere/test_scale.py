@@ -38,7 +38,7 @@ from htp_export.model.hashes import Hasher
 from htp_export.model.module_facts import contents_of
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.tensor_names import UsedNames
-from htp_export.process.garbage_collection import rare_collections
+from htp_export.process.restoring import rare_collections
 from tests.graphs import Builder
 from tools import scale
 

@@ -100,11 +100,10 @@ def hostile(net: Path, target: Path, wanted: dict[str, str]) -> Path:
     return target
 
 
-def audited(files: list[Path], commands: list[str], others: dict[str, str]) -> list[str]:
-    """What commands imported, ran and opened because files name it."""
-    Path("plan.json").write_text(
-        json.dumps({"files": [str(file) for file in files], "commands": commands, "others": others})
-    )
+def audited(commands: dict[Path, list[str]], others: dict[str, str]) -> list[str]:
+    """What commands, listed for each file, imported, ran and opened because files name it."""
+    listed = {str(file): words for file, words in commands.items()}
+    Path("plan.json").write_text(json.dumps({"commands": listed, "others": others}))
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, "-m", "tests.audited", "plan.json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
@@ -136,9 +135,8 @@ def test_nothing_that_metadata_names_is_imported_run_or_opened(net: Path, work: 
     files = [hostile(net, work / f"{number}.onnx", {key: value}) for number, (key, value) in enumerate(wanted.items())]
     read = {key: wanted[key] for key, file in zip(wanted, files, strict=True) if loads(file)}
     assert {tags.PROVENANCE, tags.PLACEMENT, tags.CALLS, tags.LORA} < set(read)
-    others = companions(work)
-    assert not audited([hostile(net, work / "all.onnx", read)], [*COMMANDS, AGAIN], others)
-    assert not audited(files, ["tree"], others)
+    together = hostile(net, work / "all.onnx", read)
+    assert not audited({together: [*COMMANDS, AGAIN], **{file: ["tree"] for file in files}}, companions(work))
     assert not (work / "ran").exists()
 
 
@@ -154,9 +152,8 @@ def test_whatever_is_in_a_key_nothing_is_imported_run_or_opened(net: Path, work:
         refused += [file for key, file in files.items() if key not in read]
         combined.append(hostile(net, work / f"{number}.onnx", {key: wanted[key] for key in read}))
     commands = ["tree", "view", "place --show", "functions", "optimize", "carry", "lora insert", "verify", AGAIN]
-    others = companions(work)
-    assert not audited(combined, commands, others)
-    assert not audited(refused, ["tree"], others)
+    listed_commands = dict.fromkeys(combined, commands) | {file: ["tree"] for file in refused}
+    assert not audited(listed_commands, companions(work))
     assert not (work / "ran").exists()
 
 

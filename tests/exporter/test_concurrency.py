@@ -20,7 +20,7 @@ from torch import nn
 
 import htp_export
 from htp_export.exporter.capture import running, torch_internals
-from htp_export.process import shared_settings
+from htp_export.process import restoring
 from htp_export.process.restoring import restored
 from tests.exporting import quick
 from tests.nets import EXPORTERS
@@ -198,7 +198,7 @@ def stance() -> str:
 @pytest.mark.parametrize(
     ("turn_off", "now", "on", "off"),
     [
-        (shared_settings.turn_attention_fast_path_off, torch.backends.mha.get_fastpath_enabled, True, False),
+        (restoring.turn_attention_fast_path_off, torch.backends.mha.get_fastpath_enabled, True, False),
         (torch_internals.turn_compilation_off, stance, "default", "force_eager"),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_setting_of_torch_is_put_back_by_the_last_of_several_threads(
 def test_the_fast_path_of_attention_stays_off_where_it_was() -> None:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with restored(shared_settings.turn_attention_fast_path_off):
+        with restored(restoring.turn_attention_fast_path_off):
             pass
         assert not torch.backends.mha.get_fastpath_enabled()
     finally:

@@ -32,18 +32,16 @@ from htp_export.exporter.capture import (
     torch_internals,
     torchscript,
 )
-from htp_export.process import garbage_collection as garbage
-from htp_export.process import restoring, shared_settings
+from htp_export.process import restoring
 from tests.exporting import quick
 
 # The modules of which every line counts, and single functions of others.
-WHOLE = (restoring, garbage, running, patching, exporter, watched)
+WHOLE = (restoring, running, patching, exporter, watched)
 SINGLE = {
     modules: {"keep_training_modes", "put_back"},
     patches: {"translations_read_once", "make"},
     bodies: {"watch_bodies"},
     torch_internals: {"turn_compilation_off", "keep_autocast_cache", "run_after_hooks", "last"},
-    shared_settings: {"hold", "_enter", "_leave", "turn_attention_fast_path_off"},
     torchscript: {"run_trace", "returns"},
     pytorch_run: {"evaluating"},
 }

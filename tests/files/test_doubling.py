@@ -14,8 +14,8 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import FileError, InputError
-from htp_export.files import function_calls
-from htp_export.files.function_calls import flat_size
+from htp_export.files import parsing
+from htp_export.files.parsing import flat_size
 from tests.all_commands import COMMANDS, arguments
 
 NODES = 2**39  # of 40 functions
@@ -121,7 +121,7 @@ def test_functions_that_call_one_another_in_a_circle_are_refused() -> None:
 
 
 def test_what_a_file_holds_anyway_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_calls, "MOST_FLAT_NODES", 4)
+    monkeypatch.setattr(parsing, "MOST_FLAT_NODES", 4)
     assert htp_export.inline(doubling(3)).nodes_after == 4
     with pytest.raises(InputError, match="16 nodes"):
         htp_export.inline(doubling(5))

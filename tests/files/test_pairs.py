@@ -16,7 +16,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import FileError
-from htp_export.files import data_notes, filesystem, replacing
+from htp_export.files import data_plan, filesystem, replacing
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format import tags
 from tests.files.test_data_files import listing, save, values, weight_of
@@ -228,11 +228,11 @@ class TestTornPairs:
             content[at] = value
             (tmp_path / name).write_bytes(content)
         places = [(0, size)]
-        said = data_notes.describe_own(tmp_path / "new", places, tmp_path / "old")
+        said = data_plan.describe_own(tmp_path / "new", places, tmp_path / "old")
         assert said["differs"] == at // 4096 * 4096
-        assert "differs" not in data_notes.describe_own(tmp_path / "new", places)
-        assert said["serial"] != data_notes.describe_own(tmp_path / "old", places, tmp_path / "new")["serial"]
-        assert "differs" not in data_notes.describe_own(tmp_path / "new", places, tmp_path / "new")
+        assert "differs" not in data_plan.describe_own(tmp_path / "new", places)
+        assert said["serial"] != data_plan.describe_own(tmp_path / "old", places, tmp_path / "new")["serial"]
+        assert "differs" not in data_plan.describe_own(tmp_path / "new", places, tmp_path / "new")
 
 
 def stopped_after_first(monkeypatch: pytest.MonkeyPatch) -> list[str]:

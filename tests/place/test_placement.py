@@ -629,7 +629,7 @@ def test_a_part_that_a_plugin_cannot_take_is_explained(
 
 @lists_nodes
 def test_pages_and_notebooks_show_devices(file: Path) -> None:
-    from htp_export.results.html import drawn_html
+    from htp_export.results.result import drawn_html
 
     placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"})
     for result in (placed, placed.to_dict()):

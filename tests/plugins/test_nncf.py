@@ -477,7 +477,7 @@ def test_fields_that_do_not_go_together_are_refused(rule: dict[str, Any], proble
 
 def test_a_fault_of_our_own_that_nncf_calls_back_is_not_one_of_nncf() -> None:
     from htp_export.capabilities.quantize.precisions import precisions_of
-    from htp_export.process.bounds import check_whole
+    from htp_export.process.argument_types import check_whole
     from htp_export_plugins.nncf import _calling_nncf
 
     called: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import pytest
 
 import htp_export
 from htp_export.errors import FileError, InputError, ModelSourceError, UserCodeError
-from htp_export.process.factories import names_factory
+from htp_export.process.user_code import names_factory
 from htp_export.runtime.data import Samples, check_runs, single_run
 from tests.handmade import encoder
 

@@ -23,7 +23,7 @@ from htp_export.capabilities.search.measuring import Measurer
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.results import Search
-from htp_export.runtime import timing
+from htp_export.runtime import runner
 from tests.nets import spread, x
 
 pytest.importorskip("optuna")
@@ -42,7 +42,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_machine_that_becomes_slower_does_not_change_times(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run takes one tick, and each tick is longer than the one before."""
     ticks = itertools.accumulate(1.01**number for number in itertools.count())
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     found = htp_export.search(file, SPACE, objectives=["latency", "size"], trials=4, runs=15)
     times = [trial.values["latency"] for trial in found.trials]
     assert len(times) > 4

@@ -15,7 +15,7 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.search.output_errors import OutputErrors
-from htp_export.files.slots import slots
+from htp_export.files.stored import slots
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.capabilities.carry import LEAST_KNOWN
-from htp_export.command.data_options import DataOption, DataOptions, DimsOption
-from htp_export.command.file_options import JsonOption, OutputOption, ShareOption
-from htp_export.command.model_options import LookOptions
+from htp_export.command.model_options import LookOptions, SourceCall
+from htp_export.command.options import DataOption, DataOptions, DimsOption, JsonOption, OutputOption, ShareOption
 from htp_export.command.outputs import report
-from htp_export.command.sources import SourceCall
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.errors import InputError
 

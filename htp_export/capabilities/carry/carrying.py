@@ -26,7 +26,7 @@ from htp_export.format.tags import Reason
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, load, model_of, name_of
 from htp_export.process.argument_types import is_torch_module
-from htp_export.process.garbage_collection import no_collection
+from htp_export.process.restoring import no_collection
 from htp_export.runtime.data import Data, single_run
 
 if TYPE_CHECKING:

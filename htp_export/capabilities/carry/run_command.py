@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.capabilities.carry import adapters as tools
-from htp_export.command.file_options import FileArgument, JsonOption, MapOption, OutputOption, ShareOption
+from htp_export.command.model_options import parse_overrides
+from htp_export.command.options import FileArgument, JsonOption, MapOption, OutputOption, ShareOption
 from htp_export.command.outputs import report
-from htp_export.command.quiet import quiet_runtime
-from htp_export.command.sources import parse_overrides
+from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.errors import HtpExportError, InputError
 from htp_export.process.argument_types import check_type, parameter_type

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from htp_export.capabilities.cost.columns import COST_COLUMNS, FUSED
-from htp_export.command.data_options import DataOption, DimsOption, runs_on
-from htp_export.command.file_options import TableOptions
-from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.model_options import FILE_IDLE, LookOptions
+from htp_export.command.options import JSON_HAS_ALL, DataOption, DimsOption, Idle, TableOptions, runs_on
 from htp_export.command.terminal import Steps, split_names
 from htp_export.results.columns import names_of
 

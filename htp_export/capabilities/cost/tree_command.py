@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from htp_export.capabilities.cost.columns import TREE_COLUMNS
-from htp_export.command.data_options import DataOption, DimsOption, runs_on
-from htp_export.command.file_options import TableOptions
 from htp_export.command.model_options import FILE_IDLE, LookOptions
+from htp_export.command.options import DataOption, DimsOption, TableOptions, runs_on
 from htp_export.command.terminal import split_names
 from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json

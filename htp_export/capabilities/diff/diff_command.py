@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from htp_export.command.file_options import DepthOption, JsonOption
-from htp_export.command.idle_options import JSON_HAS_ALL, Idle
+from htp_export.command.options import JSON_HAS_ALL, DepthOption, Idle, JsonOption
 from htp_export.command.outputs import Writes, report, show_written, written_page
 from htp_export.command.terminal import Steps, show
 from htp_export.files.targets import Kind

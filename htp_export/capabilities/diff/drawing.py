@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from htp_export.capabilities.diff.differing import DIFFERENCE_COLUMNS, ModelDifference, ModuleDifference, byte_lines
+from htp_export.drawing.command_words import tag_note
 from htp_export.drawing.folding import gathered
 from htp_export.drawing.module_table import flat_table
-from htp_export.drawing.tag_note import tag_note
 from htp_export.results.columns import MODULE
 
 _SHARED = "shared: bytes of weights that other modules read too; in the modules above them they count once"

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.capabilities.export.export_options import DeployOptions, GraphOptions
-from htp_export.command.file_options import JsonOption
-from htp_export.command.idle_options import Idle
-from htp_export.command.model_options import ModelOptions
+from htp_export.command.model_options import ModelOptions, SourceCall
+from htp_export.command.options import Idle, JsonOption
 from htp_export.command.outputs import Writes, check_output, show_next, show_written, written_files
-from htp_export.command.sources import SourceCall
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning, described
 from htp_export.files.targets import Kind, check_folder, check_parent, new_folder

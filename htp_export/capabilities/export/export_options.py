@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export.command.file_options import MapOption
-from htp_export.command.model_options import ModelOptions
+from htp_export.command.model_options import ModelOptions, SourceCall
+from htp_export.command.options import MapOption
 from htp_export.command.outputs import Writes
-from htp_export.command.sources import SourceCall
 from htp_export.errors import InputError
 from htp_export.files.filesystem import is_special
 

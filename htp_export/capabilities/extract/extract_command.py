@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from htp_export.command.file_options import FileArgument, JsonOption, ModuleArgument, NewOutputOption
+from htp_export.command.options import FileArgument, JsonOption, ModuleArgument, NewOutputOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 

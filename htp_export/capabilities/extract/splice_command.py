@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from htp_export.command.file_options import FileArgument, JsonOption, ModuleArgument, OutputOption, ShareOption
+from htp_export.command.options import FileArgument, JsonOption, ModuleArgument, OutputOption, ShareOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 

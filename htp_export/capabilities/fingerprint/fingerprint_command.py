@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from htp_export.command.file_options import FileArgument, JsonOption
+from htp_export.command.options import FileArgument, JsonOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 from htp_export.drawing.command_words import in_commands

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from htp_export.capabilities.forensics.finding import KIND_COLUMNS, Finding, Forensics, title_of
+from htp_export.drawing.command_words import tag_note
 from htp_export.drawing.folding import gathered
 from htp_export.drawing.module_table import flat_table
-from htp_export.drawing.tag_note import tag_note
 from htp_export.format import tags
 from htp_export.results.columns import Column
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from htp_export.command.file_options import DepthOption, FileArgument, JsonOption, SelectOption
-from htp_export.command.idle_options import JSON_HAS_ALL, Idle
+from htp_export.command.options import JSON_HAS_ALL, DepthOption, FileArgument, Idle, JsonOption, SelectOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 

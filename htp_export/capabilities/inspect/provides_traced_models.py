@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from htp_export.capabilities.inspect.inspected import Inspected
 from htp_export.capabilities.inspect.inspecting import inspect
-from htp_export.command.sources import SourceCall
+from htp_export.command.model_options import SourceCall
 
 
 def traced(call: SourceCall) -> Inspected:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from htp_export.command.file_options import FileArgument, JsonOption, SelectOption
-from htp_export.command.idle_options import Idle
+from htp_export.command.options import FileArgument, Idle, JsonOption, SelectOption
 from htp_export.command.terminal import Steps, print_json, print_text, show
 
 EXAMPLE = 'bert.onnx --select "encoder.layer.0.**"'

@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from htp_export.command.data_options import DataOptions
-from htp_export.command.file_options import JsonOption, ShareOption, seed_option
-from htp_export.command.idle_options import JSON_HAS_ALL, Idle
+from htp_export.command.options import JSON_HAS_ALL, DataOptions, Idle, JsonOption, ShareOption, seed_option
 from htp_export.command.outputs import Writes, check_output, show_next, show_written, written_files
 from htp_export.command.terminal import Steps, print_json, print_text, show
 from htp_export.files.targets import Kind, check_parent, new_folder

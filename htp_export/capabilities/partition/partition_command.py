@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from htp_export.command.file_options import FileArgument, JsonOption
-from htp_export.command.idle_options import Idle
+from htp_export.command.options import FileArgument, Idle, JsonOption
 from htp_export.command.outputs import Writes, show_next, show_written, written_folder
 from htp_export.command.terminal import Steps, print_json, show
 from htp_export.errors import InputError

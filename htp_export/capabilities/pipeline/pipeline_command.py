@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export.command.file_options import JsonOption
-from htp_export.command.idle_options import Idle
+from htp_export.command.options import Idle, JsonOption
 from htp_export.command.outputs import Writes, report
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
@@ -66,7 +65,7 @@ def _with_pytorch(step: PipelineStep) -> PipelineStep:
     """A check against PyTorch with the model and arguments that it names."""
     if step.name != "verify" or not {"entry", "source"} & set(step.options):
         return step
-    from htp_export.command.sources import call_entry
+    from htp_export.command.model_options import call_entry
 
     options = dict(step.options)
     if "entry" in options:

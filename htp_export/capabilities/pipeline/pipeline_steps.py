@@ -29,8 +29,8 @@ from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel, load
 from htp_export.plans.rules import modules_within
 from htp_export.process.argument_types import check_type, parameter_type
-from htp_export.process.factories import names_factory
 from htp_export.process.quiet import quiet
+from htp_export.process.user_code import names_factory
 
 
 class StepOptionError(InputError):
@@ -147,7 +147,7 @@ _LOAD_LIBRARIES = ("providers", "session_options")
 _DATA = ("data", "validation")
 """Parameters that may name a factory, which is called."""
 
-_SEED = ".process.bounds:check_seed"
+_SEED = ".process.argument_types:check_seed"
 _RUN_CHECKS = ("verify.locating:check_tolerances", ".runtime.sessions:check_providers")
 
 _TOOLS = "carry.adapters"

@@ -17,8 +17,8 @@ from htp_export.capabilities.pipeline.step_options import is_described, is_repea
 from htp_export.errors import FileError, HtpExportError, InputError, ResultError, StepError
 from htp_export.files.model_files import has_external_data, read_model, write_model
 from htp_export.files.targets import check_target, files_named_in
+from htp_export.files.text_files import line_in_yaml, read_yaml
 from htp_export.files.written_check import made_from
-from htp_export.files.yaml_file import line_in_yaml, read_yaml
 from htp_export.format.model_metadata import ProvenanceNote, read_provenance, write_provenance
 from htp_export.model.hashes import content_hash
 from htp_export.model.parts import weight_bytes

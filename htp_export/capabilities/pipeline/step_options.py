@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from htp_export.files.data_notes import sha256_of
+from htp_export.files.data_plan import sha256_of
 
 
 def described_options(value: Any) -> Any:

@@ -7,15 +7,16 @@ from typing import Annotated
 
 import typer
 
-from htp_export.command.data_options import DataOptions
-from htp_export.command.file_options import (
+from htp_export.command.options import (
+    JSON_HAS_ALL,
+    DataOptions,
     FileArgument,
+    Idle,
     ProviderOption,
     ShareOption,
     TableOptions,
     read_providers,
 )
-from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import Writes, show_next, show_written, written_files
 from htp_export.command.plan_options import read_rules, rule_option, typed_pairs
 from htp_export.command.terminal import Steps

@@ -17,7 +17,7 @@ from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, load, name_of
-from htp_export.process.bounds import MOST_RUNS, check_whole
+from htp_export.process.argument_types import MOST_RUNS, check_whole
 from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.sessions import RunnableModel, SessionSettings
 

@@ -12,8 +12,8 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.results.columns import si
 from htp_export.results.result import PlainData
 from htp_export.runtime.inputs import Feed
-from htp_export.runtime.memory_stats import measured_memory
 from htp_export.runtime.sessions import RunnableModel, SessionSettings
+from htp_export.runtime.traces import measured_memory
 
 BLOCK_BYTES = 256
 """ONNX Runtime allocates whole blocks of so many bytes."""

@@ -8,22 +8,23 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from htp_export.command.data_options import DataOptions
-from htp_export.command.file_options import (
+from htp_export.command.options import (
+    JSON_HAS_ALL,
+    DataOptions,
     DepthOption,
     FileArgument,
+    Idle,
     JsonOption,
     ProviderOption,
     read_providers,
 )
-from htp_export.command.idle_options import JSON_HAS_ALL, Idle
 from htp_export.command.outputs import report
 from htp_export.command.plan_options import typed_pairs
-from htp_export.command.quiet import quiet_runtime
+from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.discovery import plug_in
 from htp_export.errors import InputError
-from htp_export.process.bounds import MOST_RUNS, check_whole, most_threads
+from htp_export.process.argument_types import MOST_RUNS, check_whole, most_threads
 
 EXAMPLE = "bert.onnx --runs 50"
 PLACE = ("Check and measure", 3)

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from htp_export.command.file_options import FileArgument, OutputOption, TableOptions, seed_option
-from htp_export.command.idle_options import JSON_HAS_ALL, Idle
+from htp_export.command.options import JSON_HAS_ALL, FileArgument, Idle, OutputOption, TableOptions, seed_option
 from htp_export.command.outputs import show_model
 from htp_export.command.plan_options import read_rules, rule_option
 from htp_export.command.terminal import Steps

@@ -29,7 +29,7 @@ from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.plans.rules import Assigned, assigned
-from htp_export.process.bounds import MOST_SEED, check_whole
+from htp_export.process.argument_types import MOST_SEED, check_whole
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import nan_in
 from htp_export.weights.products import Weight, changed_when_written, weights_of

@@ -7,9 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from htp_export.command.data_options import DATA_HAS_VALUES, DataOptions, typed_data
-from htp_export.command.file_options import FileArgument, ShareOption, TableOptions, seed_option
-from htp_export.command.idle_options import JSON_HAS_ALL, Idle
+from htp_export.command.options import (
+    DATA_HAS_VALUES,
+    JSON_HAS_ALL,
+    DataOptions,
+    FileArgument,
+    Idle,
+    ShareOption,
+    TableOptions,
+    seed_option,
+    typed_data,
+)
 from htp_export.command.outputs import (
     Writes,
     check_output,

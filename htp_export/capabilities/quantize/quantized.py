@@ -15,14 +15,13 @@ from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.tagged import HoldsModel, TaggedModel
 from htp_export.results.columns import CLASS_NAME, Column, many, percent, si
-from htp_export.results.compressed import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule
 from htp_export.results.result import PlainData
-from htp_export.results.tables import ModuleTable
+from htp_export.results.tables import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule, ModuleTable
 from htp_export.results.tag_facts import TagFacts
 from htp_export.runtime.data import Samples
 from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.runner import median_times
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
-from htp_export.runtime.timing import median_times
 
 _MOST_COMPARED = 4  # runs of the data: every module is compared in each, which takes seconds for a large model
 _TIMED = 20

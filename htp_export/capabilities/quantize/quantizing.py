@@ -28,8 +28,8 @@ from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
 from htp_export.runtime.data import Data, Samples
-from htp_export.runtime.metrics import Metric
 from htp_export.runtime.processors import saturates
+from htp_export.runtime.runner import Metric
 
 _log = logging.getLogger(__name__)
 

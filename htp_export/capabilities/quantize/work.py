@@ -21,8 +21,7 @@ from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.data import Data, Run, Samples, arrays_of
 from htp_export.runtime.generating import Decoder
 from htp_export.runtime.inputs import Feed
-from htp_export.runtime.metrics import Metric, measured_metric
-from htp_export.runtime.runner import Runner
+from htp_export.runtime.runner import Metric, Runner, measured_metric
 from htp_export.runtime.sessions import SessionSettings
 
 

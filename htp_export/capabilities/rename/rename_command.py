@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from htp_export.command.file_options import FileArgument, JsonOption, OutputOption, ShareOption
+from htp_export.command.options import FileArgument, JsonOption, OutputOption, ShareOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 

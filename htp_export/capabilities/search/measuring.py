@@ -20,15 +20,14 @@ from htp_export.capabilities.search.output_errors import Deviation, OutputErrors
 from htp_export.capabilities.search.studies import KeptRuns, open_study
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
-from htp_export.files.slots import slots
+from htp_export.files.stored import slots
 from htp_export.model.hashes import content_hash
 from htp_export.model.tagged import TaggedModel
-from htp_export.process.bounds import MOST_RUNS, check_whole
+from htp_export.process.argument_types import MOST_RUNS, check_whole
 from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.generating import Decoder
-from htp_export.runtime.metrics import Metric, metric_value, outputs_of
+from htp_export.runtime.runner import Metric, median_times, metric_value, outputs_of
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
-from htp_export.runtime.timing import median_times
 from htp_export.weights.products import weights_of
 
 if TYPE_CHECKING:

@@ -8,19 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from htp_export.command.data_options import DataOptions
-from htp_export.command.file_options import (
+from htp_export.command.options import (
+    DataOptions,
     DepthOption,
     FileArgument,
+    Idle,
     JsonOption,
     SelectOption,
     seed_option,
 )
-from htp_export.command.idle_options import Idle
 from htp_export.command.outputs import Writes, show_next, show_written, written_folder
 from htp_export.command.plan_options import MetricOption, read_metric
 from htp_export.command.terminal import Steps, notice_line, print_json, show, split_names
-from htp_export.process.bounds import MOST_RUNS
+from htp_export.process.argument_types import MOST_RUNS
 
 EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
 PLACE = ("Compress", 3)

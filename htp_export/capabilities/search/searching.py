@@ -25,10 +25,10 @@ from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
-from htp_export.process.bounds import MOST_RUNS, check_whole
+from htp_export.process.argument_types import MOST_RUNS, check_whole
 from htp_export.process.progress import report_counts
 from htp_export.runtime.generating import Decoder
-from htp_export.runtime.metrics import Metric
+from htp_export.runtime.runner import Metric
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
-from htp_export.process.bounds import MOST_RUNS, check_whole
+from htp_export.process.argument_types import MOST_RUNS, check_whole
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
-from htp_export.runtime.metrics import Metric
+from htp_export.runtime.runner import Metric
 from htp_export.runtime.sessions import SessionSettings
 from htp_export.weights.products import Product, products_of
 

@@ -7,18 +7,19 @@ from typing import Annotated
 
 import typer
 
-from htp_export.command.data_options import DATA_HAS_VALUES, DataOptions
-from htp_export.command.file_options import (
+from htp_export.command.options import (
+    DATA_HAS_VALUES,
+    DataOptions,
     DepthOption,
     FileArgument,
+    Idle,
     JsonOption,
     SelectOption,
     seed_option,
 )
-from htp_export.command.idle_options import Idle
 from htp_export.command.plan_options import MetricOption, read_metric
 from htp_export.command.terminal import Steps, print_json, print_text, show, split_names
-from htp_export.process.bounds import MOST_RUNS
+from htp_export.process.argument_types import MOST_RUNS
 
 EXAMPLE = "bert.onnx --precision int8,int4 --data inputs.npz --depth 3"
 PLACE = ("Compress", 2)

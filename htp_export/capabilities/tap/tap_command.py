@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from htp_export.command.file_options import FileArgument, JsonOption, OutputOption, ShareOption
-from htp_export.command.idle_options import Idle
+from htp_export.command.options import FileArgument, Idle, JsonOption, OutputOption, ShareOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 

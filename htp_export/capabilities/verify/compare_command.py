@@ -11,8 +11,7 @@ from htp_export.capabilities.verify.verify_command import (
     parse_tolerances,
     report_comparison,
 )
-from htp_export.command.data_options import DATA_HAS_VALUES, DataOptions
-from htp_export.command.file_options import JsonOption, SelectOption, seed_option
+from htp_export.command.options import DATA_HAS_VALUES, DataOptions, JsonOption, SelectOption, seed_option
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx int8.onnx --dims batch=1,sequence=16"

@@ -17,8 +17,7 @@ from htp_export.exporter.capture.modules import keep_training_modes, set_eval_mo
 from htp_export.exporter.capture.torch_internals import gives_what_a_body_gives, has_bodies, turn_compilation_off
 from htp_export.format.hierarchy import module_paths
 from htp_export.format.leaves import named_leaves, named_tensors_in
-from htp_export.process.restoring import Changes
-from htp_export.process.shared_settings import turn_attention_fast_path_off
+from htp_export.process.restoring import Changes, turn_attention_fast_path_off
 from htp_export.runtime.arrays import ArrayStore, StoredArray, from_torch
 
 if TYPE_CHECKING:

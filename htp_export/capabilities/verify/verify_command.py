@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
 
-from htp_export.command.data_options import DimsOption, parse_dims, read_shapes
-from htp_export.command.file_options import FileArgument, JsonOption, SelectOption
-from htp_export.command.model_options import ModelOptions
+from htp_export.command.model_options import ModelOptions, SourceCall
+from htp_export.command.options import DimsOption, FileArgument, JsonOption, SelectOption, parse_dims, read_shapes
 from htp_export.command.outputs import report
-from htp_export.command.sources import SourceCall
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:
     from htp_export.capabilities.verify.results import Comparison, Verification
-    from htp_export.command.sources import SourceCall
+    from htp_export.command.model_options import SourceCall
     from htp_export.model.tagged import TaggedModel
 
 

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from htp_export.command.data_options import DataOption, DimsOption, runs_on
-from htp_export.command.file_options import JsonOption
-from htp_export.command.idle_options import Idle
 from htp_export.command.interrupts import accept_interrupt
 from htp_export.command.model_options import FILE_IDLE, LookOptions, names_file
+from htp_export.command.options import DataOption, DimsOption, Idle, JsonOption, runs_on
 from htp_export.command.outputs import Writes, check_output, show_written, written_page
-from htp_export.command.quiet import quiet_runtime
+from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import Steps, print_json, show
 from htp_export.drawing.command_words import in_commands
 from htp_export.errors import InputError

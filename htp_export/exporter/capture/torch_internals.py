@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from htp_export.format.leaves import tensors_in
-from htp_export.process.restoring import Changes
-from htp_export.process.shared_settings import SharedSetting
+from htp_export.process.restoring import Changes, SharedSetting
 
 
 def graph_modules_in(module: Any) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from htp_export.command.file_options import FileArgument, JsonOption
+from htp_export.command.options import FileArgument, JsonOption
 from htp_export.command.outputs import Writes, report, show_written, written_page
 from htp_export.command.terminal import Steps
 from htp_export.files.targets import Kind

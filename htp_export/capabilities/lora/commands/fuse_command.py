@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from htp_export.command.file_options import FileArgument, JsonOption, OutputOption
+from htp_export.command.options import FileArgument, JsonOption, OutputOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 

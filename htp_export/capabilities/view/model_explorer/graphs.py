@@ -15,7 +15,7 @@ from htp_export.capabilities.view.inventory import Inventory, ModuleEntry, NodeE
 from htp_export.capabilities.view.measures import Measure, spread
 from htp_export.format import tags
 from htp_export.results.columns import number_text
-from htp_export.results.drawn_levels import drawn_parents
+from htp_export.results.tables import drawn_parents
 from htp_export.results.tag_facts import evidence_of
 
 GRAPH_ID = "model"

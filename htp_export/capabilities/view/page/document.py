@@ -26,7 +26,7 @@ from htp_export.drawing.folding import likeness, repeats
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.fates import Fate
-from htp_export.results.drawn_levels import drawn_parents
+from htp_export.results.tables import drawn_parents
 from htp_export.results.tag_facts import TagFacts, evidence_of
 
 if TYPE_CHECKING:
