@@ -25,7 +25,7 @@ from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tensor_names import path_prefix, rename
 from htp_export.shapes.operator_kinds import subgraphs
 from tests import nets
-from tests.exporter.test_exactness import bert, gpt2, resnet
+from tests.exporter.test_exactness import small
 from tests.exporting import SharedFiles, exported, quick
 from tests.functions.test_functions import arrays, equal, run
 from tests.nets import spread
@@ -33,18 +33,7 @@ from tests.nets import spread
 BOTH = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 
 
-def vit() -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import ViTConfig, ViTModel
-
-    config = ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4
-    )
-    return ViTModel(config), {"pixel_values": torch.randn(1, 3, 8, 8)}
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
-    "bert": bert, "gpt2": gpt2, "resnet": resnet, "vit": vit,
-}  # fmt: skip
+MODELS = ["bert", "gpt2", "resnet", "vit"]
 MORE_NETS = [
     "called_from_outside", "calls_itself", "child_of_two_parents", "cond", "conv_bn_relu", "gru", "loop_of_three",
     "mask_made_in_every_layer", "modules_in_branches", "odd_keys", "siblings", "tied_weights",
@@ -57,8 +46,7 @@ def slow(names: Iterable[str]) -> list[Any]:
 
 @functools.cache
 def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    torch.manual_seed(0)
-    model, kwargs = MODELS[name]()
+    model, kwargs = small(name)
     return spread(model).eval(), kwargs
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import onnx
 import pytest
-import torch
 
 import htp_export
 from htp_export.format import tags
-from tests.exporter.test_exactness import bert
+from tests.exporter.test_exactness import small
 from tests.exporting import exported
 from tests.nets import spread
 
@@ -24,8 +23,7 @@ LAYER = "encoder.layer.0"
 @pytest.fixture(scope="module", params=["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
 def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BERT of two layers whose nodes have names that are made of paths; its weights are in the file."""
-    torch.manual_seed(0)
-    model, kwargs = bert()
+    model, kwargs = small("bert")
     folder = tmp_path_factory.mktemp("bert")
     exported(spread(model).eval(), kwargs, request.param, folder, names="path")
     onnx.save(onnx.load(folder / "model.onnx"), folder / "named.onnx")
