@@ -64,23 +64,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 @pytest.fixture(scope="session")
-def translations() -> dict[object, object]:
-    """Torch's translations of operators, as far as an export has asked for them."""
-    return {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def translations_read_once(translations: dict[object, object]) -> Iterator[None]:
-    """Torch reads its translations of all operators anew for every export, which takes longer than most nets do."""
-    from htp_export.exporter.capture.patches import TRANSLATIONS
-    from htp_export.exporter.capture.running import translations_read
-    from htp_export.process.restoring import restored, set_variable
-
-    with restored(TRANSLATIONS.hold), restored(lambda changes: set_variable(changes, translations_read, translations)):
-        yield
-
-
-@pytest.fixture(scope="session")
 def shared_files(tmp_path_factory: pytest.TempPathFactory) -> "SharedFiles":
     from tests.exporting import SharedFiles
 
@@ -144,18 +127,6 @@ def encoder_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("encoder") / "encoder.html"
     screens.write_page(file)
     return file
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_other_devices() -> Iterator[None]:
-    """`torch.export` overrides operators for devices that are not here, a fifth of the time of a small net's export."""
-    from torch.export import exported_program
-
-    with pytest.MonkeyPatch.context() as patch:
-        for keys in ("_BACKEND_KEYS_TO_OVERRIDE", "_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE"):
-            here = [key for key in getattr(exported_program, keys, ()) if key.name.endswith(("CPU", "Meta"))]
-            patch.setattr(exported_program, keys, here, raising=False)
-        yield
 
 
 def pytest_sessionfinish() -> None:
