@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_threa
 # As the command line has it: walking over all that torch and transformers leave in memory is a tenth of the time.
 gc.set_threshold(70_000, *gc.get_threshold()[1:])
 MOST_PROCESSES = 8  # each takes one to two GB
-FILES_PER_COLLECTION = 15  # what the exports of a file leave in cycles is 20 MB on average; to find it takes a second
+FILES_PER_COLLECTION = 20  # what the exports of a file leave in cycles is 20 MB on average; to find it takes a second
 
 # The tests whose results depend on how the installed torch exports. `pytest -m torch` runs them alone.
 TORCH = {
