@@ -22,7 +22,7 @@ from tests.nets import spread, x
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore:Could not find a config file")
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 IDS = torch.tensor([[3, 7, 1, 9, 2]])
 WORDS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
@@ -54,7 +54,7 @@ def llama(**settings: Any) -> nn.Module:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=30, n_positions=16, use_cache=False))
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=30, n_positions=16, use_cache=False))
 
 
 PICTURES = {"x": x(2, 4, 8, 8)}
