@@ -181,7 +181,7 @@ def test_the_fused_model_is_the_one_that_peft_merges(
     assert [node.name for node in fused.nodes] == [node.name for node in plain.nodes]
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
 def test_parameters_that_were_equal_are_trained_apart(exporter: str, tmp_path: Path) -> None:
     """New layers have biases of zeros and norms of ones, which exporters store once."""
     torch.manual_seed(0)
