@@ -494,7 +494,7 @@ class TestCommands:
         assert_refused(arguments, message, tmp_path, capsys)
 
 
-@BOTH
+@pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chosen", ["**", "class:Linear"])
 def test_what_adapters_change_in_eight_bits_is_not_clipped_to_ranges_without_one(
     chosen: str, exporter: str, tmp_path: Path
