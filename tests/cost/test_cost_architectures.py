@@ -71,7 +71,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]
     "mobilenet_v2": ("MobileNetV2Model", {"image_size": 32, "depth_multiplier": 0.25}, image),
     "whisper_encoder": ("WhisperModel", WHISPER, sound),
 }
-FAST = ("llama", "t5_encoder", "mobilenet_v2")
+FAST = ("llama", "t5_encoder", "resnet")
 
 
 def flops_of(model: nn.Module, kwargs: dict[str, Any]) -> int:

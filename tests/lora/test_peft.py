@@ -22,7 +22,7 @@ from tests.nets import spread, x
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore:Could not find a config file")
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 IDS = torch.tensor([[3, 7, 1, 9, 2]])
 WORDS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
@@ -54,7 +54,7 @@ def llama(**settings: Any) -> nn.Module:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=30, n_positions=16, use_cache=False))
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=30, n_positions=16, use_cache=False))
 
 
 PICTURES = {"x": x(2, 4, 8, 8)}
@@ -181,7 +181,7 @@ def test_the_fused_model_is_the_one_that_peft_merges(
     assert [node.name for node in fused.nodes] == [node.name for node in plain.nodes]
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
 def test_parameters_that_were_equal_are_trained_apart(exporter: str, tmp_path: Path) -> None:
     """New layers have biases of zeros and norms of ones, which exporters store once."""
     torch.manual_seed(0)

@@ -209,7 +209,7 @@ def test_heads_are_cut(is_open: bool, groups: int, exporter: str, tmp_path: Path
 @DYNAMO
 def test_channels_of_a_hidden_layer_and_of_the_whole_stream(exporter: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = spread(Layers(2)).eval()
+    model = spread(Layers(1)).eval()
     file = export(model, words(), exporter, tmp_path, **open_dimensions(exporter))
     plan = {"layers.*.up": "channels:0.25", "embed": "channels:0.5"}
     htp_export.prune(file, plan, tmp_path / "cut.onnx")

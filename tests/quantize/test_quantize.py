@@ -23,7 +23,7 @@ from htp_export.errors import FileError, InputError, SelectorError, ToolError, U
 from htp_export.format import tags
 from htp_export.runtime.data import Samples
 from htp_export.weights.rebuilding import narrowed
-from tests.exporting import SharedFiles
+from tests.exporting import SharedFiles, quick
 from tests.nets import EXPORTERS, TiedWeights, image, spread
 from tests.quantized import (
     IDS,
@@ -82,7 +82,7 @@ def test_exactly_the_chosen_modules_change(
     )
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("exporter", quick(EXPORTERS, "dynamo"))
 def test_a_plan_of_several_precisions_is_applied_in_turn(nets: dict[str, Path], exporter: str, tmp_path: Path) -> None:
     net, file = nets[exporter], tmp_path / "mixed.onnx"
     plan = {".": "int8", "table": "int4", "second": "int8-dynamic", "norm": "fp32", "head": "fp16"}
@@ -381,15 +381,15 @@ def test_values_that_fill_masks_are_not_divided_into_steps(tmp_path: Path) -> No
     assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
-def test_a_weight_that_other_modules_read_stays_for_them(tmp_path: Path) -> None:
-    for exporter in EXPORTERS:
-        file = written(TiedWeights(50, 64), (torch.from_numpy(IDS),), tmp_path / f"{exporter}.onnx", exporter, ["ids"])
-        for precision in ("int4", "int8-dynamic", "int8", "fp16"):
-            target = tmp_path / "quantized.onnx"
-            htp_export.quantize(file, {"head": precision}, target, data={"ids": IDS})
-            assert_others_are_the_same(file, target, "head")
-            assert_tagged(file, target, "head")
-            assert 0 < np.abs(outputs(file, {"ids": IDS})[0] - outputs(target, {"ids": IDS})[0]).max() < 0.5
+@pytest.mark.parametrize("exporter", quick(EXPORTERS, "dynamo"))
+def test_a_weight_that_other_modules_read_stays_for_them(exporter: str, tmp_path: Path) -> None:
+    file = written(TiedWeights(50, 64), (torch.from_numpy(IDS),), tmp_path / "net.onnx", exporter, ["ids"])
+    for precision in ("int4", "int8-dynamic", "int8", "fp16"):
+        target = tmp_path / "quantized.onnx"
+        htp_export.quantize(file, {"head": precision}, target, data={"ids": IDS})
+        assert_others_are_the_same(file, target, "head")
+        assert_tagged(file, target, "head")
+        assert 0 < np.abs(outputs(file, {"ids": IDS})[0] - outputs(target, {"ids": IDS})[0]).max() < 0.5
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
@@ -590,7 +590,7 @@ def test_threads_quantize_one_model_at_once(net: Path) -> None:
     assert together == [made(plan) for plan in plans]
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("exporter", quick(EXPORTERS, "dynamo"))
 def test_bytes_of_norms_and_computed_weights_are_predicted(exporter: str, tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:

@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
 }
 PARTS = {name: (".", part) for name, (_, part) in MODELS.items()}
 PARTS["llama"] = (".", "model.layers.*.self_attn", "lm_head")
-QUICK = {("bert", "torchscript"), ("resnet", "dynamo")}
+QUICK = {("resnet", "dynamo")}
 FILES = [
     *itertools.product(("net", "sizes", "conv", *MODELS), EXPORTERS),
     ("llama", "dynamo"),  # with its cache, which TorchScript does not export

@@ -225,11 +225,10 @@ class Attention(nn.Module):
         )
 
 
-@pytest.mark.parametrize("per_channel", [True, False])
-def test_caches_of_keys_and_values_are_stored_as_integers(per_channel: bool, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    source, made = tmp_path / "attention.onnx", tmp_path / "made.onnx"
-    empty = torch.zeros(1, 2, 0, 16)
+    source = tmp_path_factory.mktemp("attention") / "attention.onnx"
     example = (torch.randn(1, 5, 32), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16))
     dims = {
         "x": {1: torch.export.Dim.DYNAMIC},
@@ -238,6 +237,12 @@ def test_caches_of_keys_and_values_are_stored_as_integers(per_channel: bool, tmp
     }
     net = spread(Attention().eval())
     htp_export.export(net, example, source, dynamic_shapes=dims, opset_version=21, verbose=False)
+    return source
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_caches_of_keys_and_values_are_stored_as_integers(per_channel: bool, attention: Path, tmp_path: Path) -> None:
+    source, made, empty = attention, tmp_path / "made.onnx", torch.zeros(1, 2, 0, 16)
     x = np.random.default_rng(0).standard_normal((1, 9, 32)).astype(np.float32)
     start = {"x": x, "key": empty.numpy(), "value": empty.numpy()}
     plan = {".": {"precision": "int8-cache", "per_channel": per_channel}}

@@ -87,7 +87,18 @@ def test_sensitivity_has_the_spread_of_a_metric(file: Path) -> None:
 
 
 def test_the_command_shows_the_spread(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--choices", "int8-dynamic,fp32", "--objectives", "latency,size", "--trials", "4", "--repeats", "3"]
+    words = [
+        "--choices",
+        "int8-dynamic,fp32",
+        "--objectives",
+        "latency,size",
+        "--trials",
+        "4",
+        "--runs",
+        "3",
+        "--repeats",
+        "3",
+    ]
     assert main(["search", str(file), *words]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "latency ±" in said

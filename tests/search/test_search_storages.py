@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.studies import open_study
 from htp_export.command.main import main
 from htp_export.errors import InputError
@@ -209,44 +210,29 @@ def test_a_storage_that_is_not_there_is_said(named: str, problem: str, file: Pat
     assert "\n" not in str(raised.value)
 
 
-_PATIENCE = 120  # seconds
-
-
-def stopped(arguments: list[str], journal: Path, trials: int) -> tuple[int, str, str]:
-    """Run a command until some trials are in its journal, and end it with Ctrl-C."""
-    command = [sys.executable, "-m", "htp_export", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        until = time.monotonic() + _PATIENCE
-        while process.poll() is None and time.monotonic() < until:
-            if journal.exists() and journal.read_text(encoding="utf-8").count('"measured"') >= trials:
-                break
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=_PATIENCE)
-    return process.returncode, out, err
-
-
-@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT for another process")
-def test_the_front_so_far_is_written_and_the_same_command_goes_on(file: Path, tmp_path: Path) -> None:
+def test_the_front_so_far_is_written_and_the_same_command_goes_on(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     journal, folder = tmp_path / "study.journal", tmp_path / "found"
-    words = [
-        "search",
-        str(file),
-        "--choices",
-        "int4,int8-weights,fp16,fp32",
-        "--storage",
-        str(journal),
-        "-o",
-        str(folder),
-    ]
-    status, out, err = stopped([*words, "--trials", "700"], journal, 3)
-    assert (status, out) == (130, "")
+    measure = Measurer.measure
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        if journal.exists() and journal.read_text(encoding="utf-8").count('"measured"') >= 3:
+            signal.raise_signal(signal.SIGINT)
+        return measure(*given, **named)
+
+    words = ["search", str(file), "--choices", "int4,fp16,fp32", "--storage", str(journal), "-o", str(folder)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Measurer, "measure", interrupted)
+        assert main([*words, "--trials", "200"]) == 130
+    out, err = capsys.readouterr()
+    assert not out
     assert "htp-export: error: interrupted" in err
     assert f"the same command goes on from there: all that was measured is in {journal}" in err
     front = json.loads((folder / "front.json").read_text(encoding="utf-8"))
     measured = len(front["trials"])
-    assert f"{measured} of 700 trials are measured; their front is in " in err
-    assert 2 <= measured < 700  # a trial is not finished when its measurement is kept
+    assert f"{measured} of 200 trials are measured; their front is in " in err
+    assert 2 <= measured < 200  # a trial is not finished when its measurement is kept
     assert len(list(folder.glob("plan*.json"))) == len(front["pareto"]) > 0
     assert main([*words, "--trials", str(measured + 1)]) == 0
     after = json.loads((folder / "front.json").read_text(encoding="utf-8"))

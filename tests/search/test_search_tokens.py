@@ -81,7 +81,7 @@ def test_tokens_and_time_are_objectives(llama: tuple[Any, Path], tmp_path: Path)
 
 def test_a_pipeline_calibrates_on_the_prompts_of_the_search(llama: tuple[Any, Path], tmp_path: Path) -> None:
     """It makes what was measured: with other ranges, the logits of the tokens would differ. Random ones are written."""
-    (tmp_path / "space.yaml").write_text('"**.down_proj": [0.5+int8, fp32]\n')
+    (tmp_path / "space.yaml").write_text('"model.layers.0.mlp.down_proj": [0.5+int8, fp32]\n')
     out, words = tmp_path / "found", ["--objectives", "tokens,nonzeros", "--new-tokens", "4", "--trials", "4"]
     assert main(["search", str(llama[1]), str(tmp_path / "space.yaml"), *words, "-o", str(out)]) == 0
     best = json.loads((out / "front.json").read_text())["pareto"][0]

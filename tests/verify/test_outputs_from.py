@@ -18,7 +18,8 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.editing.editing import add_constant, take_place
 from htp_export.errors import FileError, InputError
-from tests.exporting import quick
+from tests.decoders import TEXT
+from tests.exporting import SharedFiles, quick
 from tests.nets import spread
 
 
@@ -142,15 +143,13 @@ def test_tensors_that_a_tap_put_together_are_those_of_their_modules(file: Path, 
 
 
 def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shared_files: SharedFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
-    options = ["llama", "--random-weights", "--task", "text-generation-with-past", "--set", "num_hidden_layers=1"]
-    options += ["--set", "hidden_size=32", "--set", "intermediate_size=32", "--set", "vocab_size=64"]
-    options += ["--set", "num_attention_heads=2", "--set", "num_key_value_heads=2"]
-    made = tmp_path / "made.onnx"
-    assert main(["export", *options, "-o", str(made)]) == 0
-    htp_export.tap(htp_export.steer(made, "model.layers.0:out"), "model.layers.0:out", tmp_path / "file.onnx")
+    options = ["llama", "--random-weights", "--task", "text-generation-with-past"]
+    options += [word for name, value in TEXT.items() for word in ("--set", f"{name}={value}")]
+    steered = htp_export.steer(shared_files.decoder("llama"), "model.layers.0:out")
+    htp_export.tap(steered, "model.layers.0:out", tmp_path / "file.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "file.onnx")
     for past in (0, 3):
         feed = {}
@@ -169,7 +168,6 @@ def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(
         dump["model.layers.0:out"][0, 0] += 1
         np.savez(tmp_path / "wrong.npz", **dump, **feed)
         typed = ["verify", str(tmp_path / "file.onnx"), *options, "--outputs-from"]
-        capsys.readouterr()
         assert main([*typed, str(tmp_path / "wrong.npz"), "--json"]) == 1
         found = json.loads(capsys.readouterr().out)
         assert [path for path, each in found["modules"].items() if each["status"] == "differs"] == ["model.layers.0"]

@@ -17,7 +17,7 @@ from htp_export.capabilities.verify.pytorch_run import parameter_readers
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format.tags import is_under
 from tests import faults
-from tests.exporting import exported
+from tests.exporting import exported, quick
 from tests.nets import EXPORTERS, NETS, spread, x
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
@@ -147,7 +147,7 @@ FAULTS = [
 ]
 
 
-@BOTH
+@pytest.mark.parametrize("exporter", quick(EXPORTERS, "dynamo"))
 def test_each_fault_is_found_in_its_module(stack_files, exporter):
     path = stack_files[exporter]
     for isolated in (False, True):
