@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_threa
 # As the command line has it: walking over all that torch and transformers leave in memory is a tenth of the time.
 gc.set_threshold(70_000, *gc.get_threshold()[1:])
 MOST_PROCESSES = 8  # each takes one to two GB
-FILES_PER_COLLECTION = 10  # what exports leave in cycles is 60 MB for each; to find it takes 0.3 s
+FILES_PER_COLLECTION = 15  # what the exports of a file leave in cycles is 20 MB on average; to find it takes a second
 
 # The tests whose results depend on how the installed torch exports. `pytest -m torch` runs them alone.
 TORCH = {
@@ -160,6 +160,12 @@ def no_other_devices() -> Iterator[None]:
             here = [key for key in getattr(exported_program, keys, ()) if key.name.endswith(("CPU", "Meta"))]
             patch.setattr(exported_program, keys, here, raising=False)
         yield
+
+
+def pytest_sessionfinish() -> None:
+    """Look for cycles once: pytest does so five times at the end, a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

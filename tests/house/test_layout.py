@@ -318,6 +318,18 @@ def test_the_drawing_in_the_documentation_is_that_of_the_code():
     )
 
 
+def test_files_that_the_documentation_names_are_there():
+    root = PACKAGE.parent
+    named = {
+        (page.name, file)
+        for page in [root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]
+        for file in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text(encoding="utf-8"))
+    }
+    missing = {each for each in named if not ((PACKAGE / each[1]).is_file() or (root / each[1]).is_file())}
+    assert ("architecture.md", "model/fates.py") in named - missing
+    assert not missing
+
+
 def drawing() -> str:
     """The rows and the capabilities, each with the first line of its docstring."""
     core = [f"{' · '.join(row):28}{said_of(row[-1]) if len(row) == 1 else ''}".rstrip() for row in ROWS[:-1]]
