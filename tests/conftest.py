@@ -108,11 +108,10 @@ def cycles_collected(files_run: Iterator[int]) -> Iterator[None]:
 
 
 @pytest.fixture
-def collecting_own() -> Iterator[None]:
+def collecting_own() -> None:
     """`gc.collect` looks only at what the test itself makes: over all that is imported, it takes seconds."""
     gc.collect()
     gc.freeze()
-    yield
 
 
 @pytest.fixture(scope="session")
