@@ -107,7 +107,7 @@ class Page:
                 if self.run(f"Boolean({expression})"):
                     return
             assert time.monotonic() < end, f"never: {expression}; the page said {self.said}"
-            time.sleep(0.05)
+            time.sleep(0.01)
 
     def press(self, *keys: str) -> None:
         for key in keys:

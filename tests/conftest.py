@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_threa
 # As the command line has it: walking over all that torch and transformers leave in memory is a tenth of the time.
 gc.set_threshold(70_000, *gc.get_threshold()[1:])
 MOST_PROCESSES = 8  # each takes one to two GB
-FILES_PER_COLLECTION = 15  # what the exports of a file leave in cycles is 20 MB on average; to find it takes a second
+FILES_PER_COLLECTION = 20  # what the exports of a file leave in cycles is 20 MB on average; to find it takes a second
 
 # The tests whose results depend on how the installed torch exports. `pytest -m torch` runs them alone.
 TORCH = {
@@ -61,23 +61,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_PROCESSES)
-
-
-@pytest.fixture(scope="session")
-def translations() -> dict[object, object]:
-    """Torch's translations of operators, as far as an export has asked for them."""
-    return {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def translations_read_once(translations: dict[object, object]) -> Iterator[None]:
-    """Torch reads its translations of all operators anew for every export, which takes longer than most nets do."""
-    from htp_export.exporter.capture.patches import TRANSLATIONS
-    from htp_export.exporter.capture.running import translations_read
-    from htp_export.process.restoring import restored, set_variable
-
-    with restored(TRANSLATIONS.hold), restored(lambda changes: set_variable(changes, translations_read, translations)):
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -147,18 +130,6 @@ def encoder_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("encoder") / "encoder.html"
     screens.write_page(file)
     return file
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_other_devices() -> Iterator[None]:
-    """`torch.export` overrides operators for devices that are not here, a fifth of the time of a small net's export."""
-    from torch.export import exported_program
-
-    with pytest.MonkeyPatch.context() as patch:
-        for keys in ("_BACKEND_KEYS_TO_OVERRIDE", "_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE"):
-            here = [key for key in getattr(exported_program, keys, ()) if key.name.endswith(("CPU", "Meta"))]
-            patch.setattr(exported_program, keys, here, raising=False)
-        yield
 
 
 def pytest_sessionfinish() -> None:

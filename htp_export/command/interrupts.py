@@ -32,11 +32,11 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         # Another handler is the caller's, and only the main thread may set one.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._noted = True
             try:
                 signal.signal(signal.SIGINT, self._note)
             except ValueError:
-                return self
-            self._noted = True
+                self._noted = False
         return self
 
     def __exit__(
@@ -61,6 +61,8 @@ class Interrupts:
             self.seen = True
             # No `threading.Thread`: the signal may have come while this thread holds a lock that its start needs.
             _thread.start_new_thread(self._remind, ())
+        if _sets_a_handler(frame):
+            return  # the handler would stay for ever; the reminder, or who asks for `seen`, knows of the interrupt
         signal.default_int_handler(number, frame)
 
     def _remind(self) -> None:
@@ -71,6 +73,16 @@ class Interrupts:
                     return
                 self._reminder = True
                 _thread.interrupt_main()
+
+
+_SETS = (Interrupts.__enter__.__code__, Interrupts.__exit__.__code__)
+
+
+def _sets_a_handler(frame: FrameType | None) -> bool:
+    """Whether the signal came while its handler was set or put back."""
+    while frame is not None and frame.f_code not in _SETS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def accept_interrupt() -> None:

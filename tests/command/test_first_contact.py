@@ -3,6 +3,7 @@
 import _thread
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -297,6 +298,38 @@ class TestErrors:
         monkeypatch.setattr("htp_export.capabilities.fingerprint.families.fingerprint", work)
         assert main(["fingerprint", "net.onnx"]) == 130
         assert cleaned
+
+    def test_an_interrupt_while_its_handler_is_set_or_put_back_leaves_that_of_python(self, monkeypatch):
+        monkeypatch.setattr(_thread, "start_new_thread", lambda *_: None)
+        codes = [getattr(interrupts.Interrupts, name).__code__ for name in ("__enter__", "__exit__")]
+
+        def interrupted(stop: int, reminder: bool) -> bool:
+            """Whether there are that many moments: before each call and each line of them and of what they call."""
+            seen, noting = 0, interrupts.Interrupts()
+
+            def watch(frame, event, _):
+                nonlocal seen
+                if frame.f_code in codes or frame.f_back.f_code in codes:
+                    seen += 1
+                    if seen == stop:
+                        noting._reminder = reminder
+                        signal.raise_signal(signal.SIGINT)
+                    return watch
+                return None
+
+            traced = sys.gettrace()
+            sys.settrace(watch)
+            try:
+                with contextlib.suppress(KeyboardInterrupt), noting:
+                    noting.seen = reminder
+            finally:
+                sys.settrace(traced)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, stop
+            return seen >= stop
+
+        for reminder in (False, True):
+            count = next(stop for stop in itertools.count(1) if not interrupted(stop, reminder))
+            assert count > 10
 
     def test_an_interrupt_while_the_commands_are_imported_is_said_in_one_line(self, folder):
         stub = "import signal, sys; sys.meta_path.insert(0, type('F', (), {'find_spec': staticmethod(find)})())"

@@ -102,9 +102,8 @@ def test_the_page_opens_without_an_error_or_a_request(page, net):
     start(page, net)
     assert shown(page)[:3] == ["(root)", "layer.1", "fc"]
     assert page.run("['repeats', 'choice'].map((name) => document.getElementById(name).offsetParent)") == [None, None]
-    for tab in ("map", "graph", "explorer", "modules"):
+    for tab in ("map", "graph", "modules"):
         page.run(f"document.getElementById('tab-{tab}').click()")
-    page.wait("document.getElementById('explorer').dataset.ready")
     assert page.asked == []
 
 
@@ -223,25 +222,45 @@ def test_a_tied_weight_has_its_area_once_and_is_marked(page, tmp_path):
     ]
 
 
-def test_model_explorer_unfolds_to_a_module_with_its_time_and_what_is_chosen_in_it_is_chosen_in_the_page(page, net):
+def test_model_explorer_unfolds_to_a_module_counts_as_the_page_and_what_is_chosen_in_one_is_chosen_in_the_other(
+    page, net
+):
+    page.size(1000, 500)  # it takes as long as there are pixels
     start(page, net)
+    page.run("document.getElementById('flat').click()")
+    nodes, modules = page.run("[htp.root.nodes, htp.table.state.rows.length]")
+    assert f"{nodes} nodes · {modules} modules" in page.run("document.getElementById('facts').innerText")
     page.run("htp.explorer.show(htp.byPath.get('layer.1.fc')).then(() => 0)")
     page.wait("document.getElementById('explorer').dataset.ready")
-    text = "document.querySelector('#explorer iframe').contentDocument.body.innerText"
+    frame = "document.querySelector('#explorer iframe')"
+    text = f"({frame}.contentDocument?.body?.innerText ?? '')"
     page.wait(f"{text}.includes('LAYER ATTRIBUTES') && {text}.includes('Aggregated stats')")
     said = page.run(text)
     assert "layer.1.fc" in said
     assert "torch.nn.modules.linear.Linear" in said
     assert re.search(r"Sum\s+256\s+-\s+3\b", said)  # of the errors there is no sum
+    key = f"(key) => {frame}.contentDocument.body.dispatchEvent(new KeyboardEvent('keydown', {{ key, bubbles: true }}))"
+    page.run(f"({key})('ArrowUp')")
+    page.wait(f"htp.selected.path === 'layer.1' && {text}.includes('Block')")
+    page.run(f"({key})('ArrowLeft'), ({key})('ArrowDown')")
+    assert page.run("htp.selected.path") == "layer.0.fc"
+    page.run(f"({key})('ArrowUp'), ({key})('ArrowRight')")
+    assert page.run("decodeURIComponent(location.hash)") == "#tab=explorer&module=layer.1"
     page.run("htp.explorer.show(htp.nodes.find((node) => node.op === 'Relu')).then(() => 0)")
     message = "{ cmd: 'model-explorer-node-selected', nodeId: 'layer.1/act___group___' }"
-    page.run(f"document.querySelector('#explorer iframe').contentWindow.parent.postMessage({message}, '*'), 0")
+    page.run(f"{frame}.contentWindow.parent.postMessage({message}, '*'), 0")
     page.run("new Promise((then) => setTimeout(then, 200))")
     assert page.run("htp.selected.op") == "Relu"  # it was not the frame that sent it
-    sender = "document.querySelector('#explorer iframe').contentWindow"
-    event = f"new MessageEvent('message', {{ data: {message}, source: {sender} }})"
+    event = f"new MessageEvent('message', {{ data: {message}, source: {frame}.contentWindow }})"
     page.run(f"window.dispatchEvent({event})")
     page.wait("htp.selected.path === 'layer.1.act'")
+    page.run("htp.explorer.show(htp.root).then(() => 0)")
+    page.wait(f"{text}.includes('op node count')")
+    said = page.run(text).replace("\n", " ").replace("\t", " ")
+    assert f"{nodes}, and 2 inputs and outputs" in said
+    assert f"{modules}; those with nodes are layers" in said
+    assert str(nodes + 2) in said
+    assert page.asked == []
 
 
 def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):

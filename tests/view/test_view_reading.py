@@ -101,23 +101,6 @@ def test_a_tied_weight_is_marked_once_and_says_with_what(page, encoder_page):
     assert "also read by head.decoder" in detail(page).replace("\n", " ")
 
 
-def test_counts_of_nodes_and_modules_agree_between_the_panes(page, encoder_page):
-    start(page, encoder_page)
-    facts = page.run("document.getElementById('facts').innerText")
-    page.run("document.getElementById('repeats').click(), document.getElementById('flat').click()")
-    modules = page.run("htp.table.state.rows.length")
-    nodes = page.run("htp.root.nodes")
-    assert f"{nodes} nodes · {modules} modules" in facts
-    page.run("htp.select(htp.root), htp.tab('explorer')")
-    page.wait("document.getElementById('explorer').dataset.ready")
-    text = "document.querySelector('#explorer iframe').contentDocument.body.innerText"
-    page.wait(f"{text}.includes('op node count')")
-    said = page.run(text).replace("\n", " ").replace("\t", " ")
-    assert f"{nodes}, and 3 inputs and outputs" in said
-    assert f"{modules}; those with nodes are layers" in said
-    assert str(nodes + 3) in said
-
-
 def test_the_address_says_what_is_shown(page, encoder_page):
     start(page, encoder_page)
     page.run("htp.select(htp.byPath.get('layers.3'))")
@@ -241,22 +224,6 @@ def test_on_a_phone_the_graph_has_the_whole_width(page, encoder_page):
     page.wait(f"{frame}.querySelector('webgl-renderer canvas')?.clientWidth > 380")
     assert page.run(f"{frame}.querySelector('info-panel')?.offsetParent") is None
     assert "layers.2" in detail(page)
-
-
-def test_arrows_go_through_the_graph(page, encoder_page):
-    go(page, encoder_page, "#tab=explorer&module=layers.2")
-    page.wait("document.getElementById('explorer').dataset.ready")
-    frame = "document.querySelector('#explorer iframe')"
-    text = f"{frame}.contentDocument.body.innerText"
-    page.wait(f"{text}.includes('LAYER ATTRIBUTES')")
-    key = f"(key) => {frame}.contentDocument.body.dispatchEvent(new KeyboardEvent('keydown', {{ key, bubbles: true }}))"
-    page.run(f"({key})('ArrowDown')")
-    assert page.run("htp.selected.path") == "layers.2.attention"
-    page.wait(f"{text}.includes('encoder.SelfAttention')")
-    page.run(f"({key})('ArrowUp'), ({key})('ArrowRight')")
-    assert page.run("htp.selected.path") == "layers.3"
-    page.wait(f"{text}.includes('layers.3') && {text}.includes('encoder.Layer')")
-    assert at(page) == "#tab=explorer&module=layers.3"
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from htp_export.exporter.capture.running import (
     wants_frames_of_layers,
 )
 from htp_export.exporter.capture.torch_internals import (
+    call_uncompiled,
     called_by_export,
     called_by_forward,
     executed_since,
@@ -62,14 +63,18 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
             name = self.path_of_module(called)
         except Exception:  # a module that was not in the model when the tracing began: torch has no scope for it
             name = None
-        calls = [(called, name)]
+        calls, changes = [(called, name)], Changes()
         if (inner := called_by_forward(called)) is not None:
             calls.append((inner, None))
+        call_uncompiled(changes, called)
         step = "noting that a module is called"
         entered = [
             each for each, scope in calls if capture.step(step, capture.calls.enter, self, each, scope, args, kwargs)
         ]
-        result = original(self, module, forward, args, kwargs)
+        try:
+            result = original(self, module, forward, args, kwargs)
+        finally:
+            changes.take_back()
         for _ in entered:
             capture.step("noting that a module returns", capture.calls.leave, self, result)
         return result

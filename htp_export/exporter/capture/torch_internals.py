@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from htp_export.format.leaves import tensors_in
-from htp_export.process.restoring import Changes, SharedSetting
+from htp_export.process.restoring import Changes, SharedSetting, set_item
 
 
 def graph_modules_in(module: Any) -> Iterator[Any]:
@@ -351,6 +351,14 @@ def called_by_forward(module: Any) -> Any:
     inner = getattr(forward, "__self__", None)
     is_call = getattr(forward, "__func__", None) is torch.nn.Module._wrapped_call_impl
     return inner if is_call and inner is not module else None
+
+
+def call_uncompiled(changes: Changes, module: Any) -> None:
+    """Let what `torch.compile` made call the module in it as it is: torch 2.10 would compile it inside an export."""
+    from torch._dynamo import OptimizedModule
+
+    if isinstance(module, OptimizedModule):
+        set_item(changes, vars(module), "forward", inspect.unwrap(module.forward))
 
 
 def is_compiled(module: Any) -> bool:
