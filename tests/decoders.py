@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 import htp_export
+from htp_export.format.leaves import tensors_in
 from htp_export.huggingface import load_model
 
 TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -97,8 +98,11 @@ class Programs(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         call = self.calls[name]
+        given = [tensor.shape for kwargs in (call.kwargs, *call.runs.values()) for tensor in tensors_in(kwargs)]
         with call.exporting():
             program = htp_export.export(call.model, verbose=False, **call.options)
+        kept = [tensor.shape for kwargs in (call.kwargs, *call.runs.values()) for tensor in tensors_in(kwargs)]
+        assert kept == given, "the export changed the cache of the example"
         call.name_dimensions(program.model.graph)
         return self.setdefault(name, program)
 

@@ -31,8 +31,8 @@ CHOICES = ["int4", "int4:accuracy_level=0", "fp32"]
 
 
 @pytest.fixture(scope="module")
-def llama(shared_files: SharedFiles) -> tuple[Any, Path]:
-    return decoder("llama"), shared_files.decoder("llama")
+def mistral(shared_files: SharedFiles) -> tuple[Any, Path]:
+    return decoder("mistral"), shared_files.decoder("mistral")
 
 
 def session_of(file: Path) -> tuple[Decoder, Session]:
@@ -46,8 +46,8 @@ def tokens_of(file: Path, ids: np.ndarray[Any, Any]) -> list[list[int]]:
     return loop.generate(session, ids, 64).tokens.tolist()
 
 
-def test_the_loop_generates_what_pytorch_does(llama: tuple[Any, Path]) -> None:
-    model, file = llama
+def test_the_loop_generates_what_pytorch_does(mistral: tuple[Any, Path]) -> None:
+    model, file = mistral
     loop, session = session_of(file)
     ids = prompt()
     made = loop.generate(session, ids, 12)
@@ -62,10 +62,10 @@ def test_the_loop_generates_what_pytorch_does(llama: tuple[Any, Path]) -> None:
     assert not np.array_equal(other.logits[:, 1], made.logits[:, 1])
 
 
-def test_tokens_and_time_are_objectives(llama: tuple[Any, Path], tmp_path: Path) -> None:
+def test_tokens_and_time_are_objectives(mistral: tuple[Any, Path], tmp_path: Path) -> None:
     np.savez(tmp_path / "prompts.npz", input_ids=prompt())
     found = htp_export.search(
-        llama[1],
+        mistral[1],
         {"**.down_proj": ["int4", "fp32"]},
         objectives=["tokens", "time"],
         data=tmp_path / "prompts.npz",
@@ -79,16 +79,16 @@ def test_tokens_and_time_are_objectives(llama: tuple[Any, Path], tmp_path: Path)
     assert not any("random" in note for note in found.notes)
 
 
-def test_a_pipeline_calibrates_on_the_prompts_of_the_search(llama: tuple[Any, Path], tmp_path: Path) -> None:
+def test_a_pipeline_calibrates_on_the_prompts_of_the_search(mistral: tuple[Any, Path], tmp_path: Path) -> None:
     """It makes what was measured: with other ranges, the logits of the tokens would differ. Random ones are written."""
     (tmp_path / "space.yaml").write_text('"model.layers.0.mlp.down_proj": [0.5+int8, fp32]\n')
     out, words = tmp_path / "found", ["--objectives", "tokens,nonzeros", "--new-tokens", "4", "--trials", "4"]
-    assert main(["search", str(llama[1]), str(tmp_path / "space.yaml"), *words, "-o", str(out)]) == 0
+    assert main(["search", str(mistral[1]), str(tmp_path / "space.yaml"), *words, "-o", str(out)]) == 0
     best = json.loads((out / "front.json").read_text())["pareto"][0]
     assert best["prune"]
     made = tmp_path / "made.onnx"
-    assert main(["pipeline", str(out / "steps0.json"), "-m", str(llama[1]), "-o", str(made)]) == 0
-    tagged = htp_export.load(llama[1])
+    assert main(["pipeline", str(out / "steps0.json"), "-m", str(mistral[1]), "-o", str(made)]) == 0
+    tagged = htp_export.load(mistral[1])
     loop = Decoder.of(tagged.model)
     prompts = [np.load(file)["input_ids"] for file in sorted(out.glob("prompts*.npz"))]
     samples = Samples.of(list(map(loop.first_feed, prompts)), tagged.model)
@@ -98,9 +98,9 @@ def test_a_pipeline_calibrates_on_the_prompts_of_the_search(llama: tuple[Any, Pa
     assert found.error == pytest.approx(best["measured"]["error"], rel=1e-4) != 0
 
 
-def test_random_prompts_are_said(llama: tuple[Any, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_prompts_are_said(mistral: tuple[Any, Path], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--choices", "int4,fp32", "--select", "lm_head", "--new-tokens", "3", "--trials", "5"]
-    assert main(["search", str(llama[1]), "--objectives", "tokens,time", *words]) == 0
+    assert main(["search", str(mistral[1]), "--objectives", "tokens,time", *words]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "the prompts are random tokens of the vocabulary" in said
     assert "2 plans are measured, and not 5: the space has no others" in said
@@ -132,7 +132,7 @@ def test_a_searched_plan_keeps_the_tokens_that_int8_arithmetic_flips(tmp_path: P
     """
     file, ids = tmp_path / "past.onnx", np.random.default_rng(0).integers(3, 60, (8, 6))
     sizes = {**TEXT, "hidden_size": 64, "intermediate_size": 128}
-    model = load_model("llama", task="text-generation-with-past", random_weights=True, overrides=sizes)
+    model = load_model("mistral", task="text-generation-with-past", random_weights=True, overrides=sizes)
     teach_with_outliers(model)
     Programs(model, example_calls(model))["model"].save(file)
     expected = tokens_of(file, ids)

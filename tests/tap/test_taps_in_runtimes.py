@@ -28,9 +28,9 @@ PLACES = ["model.layers.1:in", "model.layers.1:out"]
 def tapped(tmp_path_factory: pytest.TempPathFactory, shared_files: SharedFiles) -> tuple[Any, Path]:
     """A decoder, and its file with hidden states, and vectors that nobody gives."""
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
-    model = decoder("llama")
+    model = decoder("mistral")
     file = tmp_path_factory.mktemp("tapped") / "model.onnx"
-    steered = htp_export.steer(shared_files.decoder("llama"), "model.layers.0:out")
+    steered = htp_export.steer(shared_files.decoder("mistral"), "model.layers.0:out")
     htp_export.tap(steered, {"hidden_states": PLACES}, file, concat=-1)
     return model, file
 
