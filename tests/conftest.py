@@ -80,21 +80,18 @@ def files_run() -> Iterator[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def cycles_collected(files_run: Iterator[int]) -> Iterator[None]:
-    """An export takes what it makes for long-lived, so that Python would look for cycles in it after gigabytes only.
-
-    What is imported stays: to walk over it each time would take two seconds.
-    """
+    """An export takes what it makes for long-lived, so that Python would look for cycles in it after gigabytes only."""
     yield
     if next(files_run) % FILES_PER_COLLECTION == 0:
         gc.collect()
-        gc.freeze()
 
 
 @pytest.fixture
-def collecting_own() -> None:
-    """`gc.collect` looks only at what the test itself makes: over all that is imported, it takes seconds."""
-    gc.collect()
+def collecting_own() -> Iterator[None]:
+    """`gc.collect` looks only at what the test itself makes: over all that a long run imports, it takes seconds."""
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

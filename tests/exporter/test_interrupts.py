@@ -166,12 +166,6 @@ def in_another_thread(do: Callable[[], Any]) -> bool:
     return bool(done)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def nothing_frozen() -> None:
-    """An export freezes objects for a moment only where none are, as after collections between files of tests."""
-    gc.unfreeze()
-
-
 @contextmanager
 def switches(enabled: bool) -> Iterator[None]:
     """The collector, attention's fast path and autocast's cache on or off before the export."""
