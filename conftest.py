@@ -14,11 +14,9 @@ def translations() -> dict[object, object]:
 @pytest.fixture(scope="module", autouse=True)
 def translations_read_once(translations: dict[object, object]) -> Iterator[None]:
     """Torch reads its translations of all operators anew for every export, which takes longer than most nets do."""
-    from htp_export.exporter.capture.patches import TRANSLATIONS
-    from htp_export.exporter.capture.running import translations_read
-    from htp_export.process.restoring import restored, set_variable
+    from htp_export.exporter.capture import patches
 
-    with restored(TRANSLATIONS.hold), restored(lambda changes: set_variable(changes, translations_read, translations)):
+    with patches.translations_read_once(translations):
         yield
 
 

@@ -29,6 +29,8 @@ from tests.quantized import (
     slow,
     written,
 )
+from tests.written import weight
+from tests.written import written as from_text
 
 FEED = {"ids": IDS}
 E4M3 = ir.DataType.FLOAT8E4M3FN
@@ -148,6 +150,20 @@ class TestFloat8:
         assert np.allclose(found, reference, rtol=1e-4, atol=1e-4)
         assert_tagged(source, made, ".")
         assert_predicted(result, source, {".": "fp8"})
+
+    def test_a_weight_that_is_read_along_both_axes_has_scales_and_names_for_each(self, tmp_path: Path) -> None:
+        text = "g (float[2,4] x) => (float[2,4] z) { y = MatMul(x, w) t = Relu(y) z = Gemm<transB=1>(t, w) }"
+        source, made = tmp_path / "both.onnx", tmp_path / "made.onnx"
+        ir.save(from_text(text, 20, {"y": "first", "t": "", "z": "second"}, w=weight(4, 4)), source)
+        x = weight(2, 4, seed=1)
+        graph = htp_export.quantize(source, "fp8", made, data={"x": x}).model.graph
+        back = [node for node in graph if node.op_type == "DequantizeLinear"]
+        assert [node.attributes.get_int("axis", 9) for node in back] == [9, -1, 9, 0]
+        names = [value.name for node in graph for value in node.outputs]
+        assert len(set(names)) == len(names)
+        [reference] = ReferenceEvaluator(checked(made)).run(None, {"x": x})
+        [expected] = outputs(source, {"x": x})
+        assert np.abs(reference - expected).max() < 0.1 * np.abs(expected).max()
 
     def test_the_largest_value_of_a_range_is_the_largest_of_the_type(self, net: Path) -> None:
         graph = htp_export.quantize(net, {"head": "fp8"}, data=FEED).model.graph

@@ -102,9 +102,12 @@ def _unscaled(value: ir.Value | None, step: Step) -> tuple[ir.Value | None, floa
 
 def guarded(node: ir.Node | None) -> ir.Value | None:
     """The value in which a ``Where`` replaces NaN by zero; None for other nodes."""
-    test, zero = (producer_of(node.inputs[0], "IsNaN"), constant_array(node.inputs[1], 1)) if node else (None, None)
-    is_guard = node is not None and test is not None and zero is not None and not zero.any()
-    return node.inputs[2] if is_guard and test.inputs[0] is node.inputs[2] else None  # type: ignore[union-attr]
+    if node is None:
+        return None
+    test, zero, value = producer_of(node.inputs[0], "IsNaN"), constant_array(node.inputs[1], 1), node.inputs[2]
+    if test is None or test.inputs[0] is not value or zero is None or zero.any():
+        return None
+    return value
 
 
 _HIDING = -1e4

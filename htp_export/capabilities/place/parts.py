@@ -72,20 +72,26 @@ def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slac
         ([0, 1], [])
     """
     nets = [tensor.consumers | {tensor.producer} for tensor in tensors]
+    nets_of: defaultdict[int, list[int]] = defaultdict(list)
+    for number, parts in enumerate(nets):
+        for part in parts:
+            nets_of[part].append(number)
     starts = range(0, len(items), math.ceil(len(items) / _MOST_STARTS) or 1)
-    choices = [choice for start in starts for choice in _choices_from(start, items, nets, memory)]
+    choices = [choice for start in starts for choice in _choices_from(start, items, nets, nets_of, memory)]
     least = (1 - slack) * max((choice.work for choice in choices), default=0)
     good = [choice for choice in choices if choice.work >= least]
     best = min(good, key=lambda choice: (choice.crossings, -choice.work), default=_Choice(0, 0, [], 0))
     return sorted(best.taken[: best.size])
 
 
-def _choices_from(start: int, items: Sequence[Item], nets: Sequence[frozenset[int]], memory: int) -> Iterator[_Choice]:
-    """The items that fit from one on, and after each what was taken so far."""
-    nets_of: defaultdict[int, list[int]] = defaultdict(list)
-    for number, parts in enumerate(nets):
-        for part in parts:
-            nets_of[part].append(number)
+def _choices_from(
+    start: int,
+    items: Sequence[Item],
+    nets: Sequence[frozenset[int]],
+    nets_of: Mapping[int, Sequence[int]],
+    memory: int,
+) -> Iterator[_Choice]:
+    """The items that fit from one on, and after each what was taken so far; ``nets_of``: item → its nets."""
     taken: list[int] = []
     weights: dict[object, int] = {}
     inside: Counter[int] = Counter()  # net → how many of its parts are taken
@@ -98,7 +104,7 @@ def _choices_from(start: int, items: Sequence[Item], nets: Sequence[frozenset[in
         taken.append(number)
         weights.update(item.weights)
         used, peak, work = used + more, max(peak, item.peak), work + item.work
-        for net in nets_of[number]:
+        for net in nets_of.get(number, ()):
             crosses_before = inside[net] > 0
             inside[net] += 1
             crossings += (inside[net] < len(nets[net])) - crosses_before

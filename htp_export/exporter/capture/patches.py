@@ -9,6 +9,7 @@ of ours runs in this thread: `slow_forward`, `traced`, `export_file` and `call_r
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from htp_export.exporter.capture import dynamo_patches, saving, torchscript_patches
 from htp_export.exporter.capture.patching import Patch, Patches, noting
@@ -80,11 +81,14 @@ TORCHSCRIPT = Patches(
 EVERY = tuple(group for group in globals().copy().values() if isinstance(group, Patches))
 
 
-def translations_read_once() -> contextlib.AbstractContextManager[None]:
-    """Read torch's translations of operators once for all exports inside: translations that come later are not seen."""
+def translations_read_once(read: dict[Any, Any] | None = None) -> contextlib.AbstractContextManager[None]:
+    """Read torch's translations of operators once for all exports inside: translations that come later are not seen.
+
+    ``read``: those that earlier exports have read; the ones that are read now are added.
+    """
 
     def make(changes: Changes) -> None:
         TRANSLATIONS.hold(changes)
-        set_variable(changes, translations_read, {})
+        set_variable(changes, translations_read, {} if read is None else read)
 
     return restored(make)
