@@ -89,7 +89,8 @@ class ExportEvidence(FateEvidence[Key]):
         marks: dict[int, bool] = {}
         for operation, is_wanted in zip(self._record.operations, wanted, strict=True):
             marks[operation.call] = marks.get(operation.call, False) or is_wanted
-        for call, is_wanted in (*dict.fromkeys(self._record.dead, False).items(), *marks.items()):
+        marks.update(dict.fromkeys(self._record.dead, False))  # of their operations, others need constants at most
+        for call, is_wanted in marks.items():
             for up in log.chain(call):
                 path = log.calls[up].path
                 useful[path] = useful.get(path, False) or is_wanted

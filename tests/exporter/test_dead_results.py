@@ -14,7 +14,7 @@ import htp_export
 from tests.exporting import BOTH, exported, quick
 from tests.extract.test_cutting import wrong_parts
 from tests.nets import spread, x
-from tests.truth import equal, run_pytorch, signatures_of, values_of
+from tests.truth import equal, fates_of, run_pytorch, signatures_of, values_of
 
 Tensor = torch.Tensor
 
@@ -175,3 +175,48 @@ def test_a_node_of_a_second_call_is_none_of_a_first_that_nothing_reads(exporter:
     exported(spread(ReadsTheSecondCall()).eval(), {"x": x(2, 4)}, exporter, tmp_path)
     region = htp_export.load(tmp_path / "model.onnx")["fc"]
     assert (len(region.call(0).nodes), len(region.call(1).nodes)) == (0, len(region.nodes))
+
+
+def changed_in_place(y: Tensor) -> None:
+    y = y.clone()
+    y[:, 0] = 1.0
+
+
+# What torch calls impure, each for a reason of its own, and a tensor that it makes an input of the traced graph.
+UNREAD = {
+    "random, if it drops out": lambda y: torch.nn.functional.scaled_dot_product_attention(y, y, y),
+    "asserted to be of a type": lambda y: (y * 2).to(torch.float64),
+    "changed in place": changed_in_place,
+    "picked by a constant": lambda y: y.index_select(1, torch.tensor([1, 0])),
+}
+
+
+class DoesUnread(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, y: Tensor) -> Tensor:
+        UNREAD[self.kind](y)
+        return y
+
+
+class ReadsNothingOfIt(nn.Module):
+    """Reads what a module takes, and nothing that it computes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc, self.unread = nn.Linear(4, 4), DoesUnread(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unread(self.fc(x))
+        return x * 2
+
+
+@BOTH
+@pytest.mark.parametrize("kind", UNREAD)
+def test_modules_are_dead_whatever_operators_do_the_work_that_nothing_reads(
+    kind: str, exporter: str, tmp_path: Path
+) -> None:
+    file = exported(spread(ReadsNothingOfIt(kind)).eval(), {"x": x(2, 4, 4)}, exporter, tmp_path)
+    assert {path: fates_of(file)[path] for path in ("fc", "unread")} == dict.fromkeys(("fc", "unread"), "dead")

@@ -234,7 +234,7 @@ class Record:
 
     log: CallLog  # the calls
     operations: list[Operation] = field(default_factory=list)  # what PyTorch ran, in order
-    # Calls that did something which the captured graph does not have, because nothing needed it
+    # Calls that did something of which the captured graph has nothing, because nothing needed it
     dead: set[int] = field(default_factory=set)
     # Call → other calls to which work of it was given, because the tensor that it made is not in the captured graph: a
     # view of a tensor that was changed afterwards

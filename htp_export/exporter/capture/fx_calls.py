@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 from htp_export.exporter.capture.bodies import Bodies, bodies_run_in_place, nodes_in_bodies
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, Given
 from htp_export.exporter.capture.modules import ModuleNames
-from htp_export.exporter.capture.torch_internals import changes_of, fx_node_of, fx_tracer, without_export_root
+from htp_export.exporter.capture.torch_internals import (
+    changes_of,
+    fx_node_of,
+    fx_tracer,
+    needed_nodes,
+    without_export_root,
+)
 from htp_export.format.hierarchy import Hierarchy
 
 _captures = itertools.count()
@@ -196,11 +202,8 @@ class FxCalls:
                 for each in (*inner.get(node, ()), node):
                     self.of_node(each)  # where no Python call was seen, calls are numbered in the order of the graph
         for graph in graphs:
-            wanted: set[Any] = set()
-            for node in reversed(graph.nodes):
-                if node.op == "output" or node in wanted or node.is_impure():
-                    wanted.update(node.all_input_nodes)
-                    self.needed.update(self.log.chain(self.of_node(node)))
+            for node in needed_nodes(graph):
+                self.needed.update(self.log.chain(self.of_node(node)))
 
     def of_node(self, fx_node: Any) -> int:
         """The call of an FX node, of whatever graph."""

@@ -165,10 +165,7 @@ class Matching:
                     self._put(index, find(index))
         # The call of each node of the graph's outermost block that is no constant
         self.calls = [NO_CALL if place is None else traced[place].call for place in self._places]
-        live = set(self._places)
-        self.dead = {
-            node.call for place, node in enumerate(traced) if place not in live
-        }  # calls of nodes that are gone
+        self.dead = {node.call for node in traced} - set(self.calls)  # calls all of whose nodes are gone
         self.numbers: dict[int, int] = dict(inputs)  # while tracing → in the graph
         for step, place in zip(self._steps, self._places, strict=True):
             if place is not None:

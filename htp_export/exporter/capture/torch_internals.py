@@ -175,6 +175,35 @@ def is_assertion(node: Any) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and schema is not None and not schema.returns
 
 
+def needed_nodes(graph: Any) -> set[Any]:
+    """The nodes of an FX graph that its result depends on; those too that change in place what is read later."""
+    memory: dict[Any, Any] = {}  # node → the node that made the memory of its result
+    needed, read = set[Any](), set[Any]()
+    for node in graph.nodes:
+        memory[node] = memory[node.args[0]] if is_view(node) else node
+    for node in reversed(graph.nodes):
+        changed = _changed_by(node)
+        if changed:
+            acts = any(memory[each] in read for each in changed)
+        else:  # random operators count as impure by default: attention and LSTM, which may drop out, among them
+            acts = node.op != "placeholder" and node.is_impure(impure_random=False) and not is_assertion(node)
+        if acts or node in needed:
+            needed.update((node, *node.all_input_nodes))
+            read.update(memory[each] for each in node.all_input_nodes)
+    return needed
+
+
+def _changed_by(node: Any) -> list[Any]:
+    """The nodes whose results a node of an FX graph changes in place."""
+    import torch
+
+    schema = getattr(node.target, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    written = {each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write}
+    values = [argument.value for argument in arguments_of(node) if argument.name in written]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.fx.Node)]
+
+
 def reversed_view(node: Any) -> Any:
     """The view that a node writes back into its base tensor, as functionalization does after a change; or None."""
     import torch

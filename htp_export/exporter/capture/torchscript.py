@@ -34,7 +34,7 @@ class _FirstGraph:
     operations: list[Operation]  # its nodes
     outputs: list[Key]  # the keys of what it returns
     numbers: dict[int, int]  # number while tracing → number in the graph
-    dead: set[int]  # calls that ran nodes which the graph does not have
+    dead: set[int]  # calls that ran nodes, of which the graph has none
 
 
 class TorchScriptCapture(Guarded):
