@@ -39,6 +39,7 @@ TORCH = {
     "test_exactness_torchscript",
     "test_example_calls",
     "test_fates",
+    "test_random_nets",
     "test_rename",
     "test_signatures",
     "test_torch_internals",

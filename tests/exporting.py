@@ -16,6 +16,7 @@ import torch
 
 import htp_export
 from tests.nets import EXPORTERS, NETS, spread
+from tests.random_nets import RandomNet
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
@@ -113,6 +114,11 @@ class SharedFiles:
     def net(self, name: str, exporter: str) -> Path:
         """The tagged file of a net of the registry."""
         return self._once(f"{name}-{exporter}", lambda folder: exported_net(name, exporter, folder))
+
+    def random_net(self, seed: int, exporter: str) -> Path:
+        """The tagged file of a network of ``tests.random_nets``."""
+        net, inputs = RandomNet(seed), RandomNet.inputs(seed)
+        return self._once(f"random-{seed}-{exporter}", lambda folder: exported(net, inputs, exporter, folder))
 
     def decoder(self, name: str) -> Path:
         """The file of a decoder of ``tests.decoders``, with its cache, as ``example_calls`` has it."""

@@ -1,0 +1,295 @@
+"""What holds of every network, whatever is done with its file, holds of random ones.
+
+``HTP_RANDOM_NETS=100:200 pytest -m slow tests/everywhere/test_random_nets.py`` tries other networks than those below.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import htp_export
+from htp_export import lora, tools
+from htp_export.errors import InputError, RuleError
+from htp_export.weights.rebuilding import rebuilt
+from tests.exporting import BOTH, SharedFiles
+from tests.extract.test_cutting import run_file, wrong_parts
+from tests.random_nets import RandomNet
+from tests.truth import Array, equal, inexact, run_pytorch, untagged
+
+_FIRST, _END = map(int, os.environ.get("HTP_RANDOM_NETS", "2:40").split(":"))
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(_FIRST, _END))]
+
+
+@dataclass
+class Case:
+    """A network, its file, and a folder to write to."""
+
+    net: RandomNet
+    kwargs: dict[str, torch.Tensor]
+    file: Path
+    folder: Path
+    _written: list[Path] = field(default_factory=list)
+
+    def new(self) -> Path:
+        """The path of a file to write."""
+        self._written.append(self.folder / f"{len(self._written)}.onnx")
+        return self._written[-1]
+
+    @functools.cached_property
+    def feeds(self) -> dict[str, Array]:
+        [given] = onnx.load(str(self.file), load_external_data=False).graph.input
+        return {given.name: self.kwargs["x"].numpy()}
+
+    def results(self, file: Path) -> list[Array]:
+        return run_file(file, self.feeds)
+
+    @functools.cached_property
+    def expected(self) -> list[Array]:
+        return self.results(self.file)
+
+    def other_results(self, file: Path) -> list[str]:
+        """Empty if a file computes what the exported one does."""
+        found = self.results(file)
+        return [] if all(map(equal, found, self.expected)) else ["other results"]
+
+    def far(self, file: Path, share: float) -> list[str]:
+        """Empty if results differ by no more than a share of the largest one."""
+        most = max(float(np.abs(array).max()) for array in self.expected)
+        pairs = zip(self.results(file), self.expected, strict=True)
+        off = max(float(np.nan_to_num(np.abs(one - other), nan=np.inf).max()) for one, other in pairs)
+        return [] if off <= share * most else [f"results differ by {off:.2g}, the largest is {most:.2g}"]
+
+    def faults(self, file: Path) -> list[Any]:
+        """Empty if a file computes what the exported one does, and `verify` agrees; no node is without an owner."""
+        result = htp_export.verify(self.net, file, (), self.kwargs)
+        return [*self.other_results(file), *untagged(onnx.load(str(file))), *([] if result.ok else [result.summary])]
+
+    @functools.cached_property
+    def once(self) -> list[str]:
+        """The modules with a region that ran once, in a mixed order."""
+        tagged = htp_export.load(self.file)
+        paths = [
+            path for path in tagged if path and tagged[path].fate == "computed" and tagged.hierarchy[path].calls < 2
+        ]
+        return sorted(paths, key=lambda path: path[::-1])
+
+
+Property = Callable[[Case], Iterator[Any]]
+"""What is wrong of a case; nothing, if the property holds."""
+
+HOLDS: dict[str, Property] = {}
+
+
+def holds(check: Property) -> Property:
+    HOLDS[check.__name__] = check
+    return check
+
+
+@holds
+def owners_are_exact(case: Case) -> Iterator[Any]:
+    yield from inexact(case.net, case.kwargs, case.file)
+
+
+@holds
+def modules_alone_give_what_they_give_in_pytorch(case: Case) -> Iterator[Any]:
+    yield from wrong_parts(case.net, case.kwargs, case.file, case.new(), sizes=True)
+
+
+@holds
+def verify_agrees(case: Case) -> Iterator[Any]:
+    for isolated in (False, True):
+        result = htp_export.verify(case.net, case.file, (), case.kwargs, isolated=isolated)
+        if not result.ok or "wrong" in result.summary:
+            yield result.summary
+    if not htp_export.compare(case.file, case.file, case.feeds).ok:
+        yield "compare"
+
+
+def optimized(level: Any) -> Property:
+    def check(case: Case) -> Iterator[Any]:
+        htp_export.optimize(case.file, smaller := case.new(), level=level)
+        yield from case.faults(smaller)
+        if level != "fused":  # there, work crosses the borders of modules
+            yield from inexact(case.net, case.kwargs, smaller)
+
+    return check
+
+
+def run_by(tool: Callable[..., Any], **options: Any) -> Property:
+    def check(case: Case) -> Iterator[Any]:
+        tool(case.file, made := case.new(), **options)
+        yield from case.faults(made)
+
+    return check
+
+
+HOLDS.update({f"optimized_{level}": optimized(level) for level in ("exact", "tolerant", "fused")})
+HOLDS.update(
+    {
+        "onnxruntime_basic": run_by(tools.onnxruntime, level="basic"),
+        "onnxruntime_extended": run_by(tools.onnxruntime, level="extended"),
+        **{name: run_by(getattr(tools, name)) for name in ("onnxslim", "onnxsim", "onnxoptimizer", "onnxscript")},
+    }
+)
+
+
+def in_precision(precision: str, share: float) -> Property:
+    def check(case: Case) -> Iterator[Any]:
+        htp_export.quantize(case.file, precision, small := case.new())
+        yield from (*case.far(small, share), *untagged(onnx.load(str(small))))
+
+    return check
+
+
+PRECISIONS = {"fp16": 0.05, "int8-weights": 0.2, "int4": 2, "int8-dynamic": 0.5, "u8s8": 2, "auto": 2}
+HOLDS.update({f"in_{name}": in_precision(name, share) for name, share in PRECISIONS.items()})
+
+
+@holds
+def a_precision_changes_the_module_of_its_rule_alone(case: Case) -> Iterator[Any]:
+    tagged = htp_export.load(case.file)
+    for path in case.once[:2]:
+        try:
+            htp_export.quantize(case.file, {path: "int8-weights"}, small := case.new())
+        except InputError:  # it has no weights
+            continue
+        inside = {value.name for node in tagged[path].nodes for value in node.outputs}
+        after = {str(node) for node in _nodes(small)}
+        yield from (
+            (path, node.name) for node in _nodes(case.file) if str(node) not in after and node.output[0] not in inside
+        )
+
+
+@holds
+def functions_and_back_is_the_same_graph(case: Case) -> Iterator[Any]:
+    htp_export.functions(case.file, "*,**", nested := case.new())
+    htp_export.inline(nested, flat := case.new())
+    yield from (*case.other_results(nested), *case.other_results(flat))
+    yield from [] if _nodes(case.file) == _nodes(flat) else ["another graph"]
+
+
+def _nodes(file: Path) -> list[onnx.NodeProto]:
+    """The nodes of a file, their metadata in order."""
+    nodes = onnx.load(str(file)).graph.node
+    for node in nodes:
+        entries = sorted(node.metadata_props, key=lambda entry: entry.key)
+        del node.metadata_props[:]
+        node.metadata_props.extend(entries)
+    return list(nodes)
+
+
+@holds
+def a_module_can_be_taken_out_and_put_back(case: Case) -> Iterator[Any]:
+    for path in case.once[:3]:
+        htp_export.extract(case.file, path, part := case.new())
+        htp_export.splice(case.file, path, part, whole := case.new())
+        yield from ((path, why) for why in (*case.other_results(whole), *inexact(case.net, case.kwargs, whole)))
+
+
+@holds
+def stages_give_what_the_whole_gives(case: Case) -> Iterator[Any]:
+    found = htp_export.partition(case.file, 2, case.folder / "stages").run(case.feeds)
+    yield from [] if all(map(equal, found.values(), case.expected)) else ["other results"]
+
+
+@holds
+def names_by_module_change_nothing_else(case: Case) -> Iterator[Any]:
+    htp_export.rename(case.file, named := case.new())
+    yield from (*case.other_results(named), *inexact(case.net, case.kwargs, named))
+
+
+@holds
+def taps_are_hooks(case: Case) -> Iterator[Any]:
+    calls, _ = run_pytorch(case.net, case.kwargs)
+    paths = [path for path in case.once if len(calls[path][0].returned) == 1][:6]
+    if not paths:
+        return
+    htp_export.tap(case.file, {f"tap {path}": [f"{path}:out"] for path in paths}, tapped := case.new())
+    found = case.results(tapped)[len(case.expected) :]
+    yield from (path for path, array in zip(paths, found, strict=True) if not equal(array, calls[path][0].returned[0]))
+    htp_export.untap(tapped, output=(untapped := case.new()))
+    yield from [] if _nodes(untapped) == _nodes(case.file) else ["another graph"]
+
+
+@holds
+def steering_by_nothing_changes_nothing(case: Case) -> Iterator[Any]:
+    for path in case.once[:2]:
+        try:
+            htp_export.steer(case.file, [f"{path}:out"], steered := case.new())
+        except InputError:  # the tensor stands for two
+            continue
+        yield from case.other_results(steered)
+
+
+@holds
+def places_change_no_results(case: Case) -> Iterator[Any]:
+    htp_export.place(case.file, {".": "cpu", **dict.fromkeys(case.once[:1], "gpu")}, placed := case.new())
+    yield from case.other_results(placed)
+
+
+@holds
+def adapters_that_are_not_given_change_nothing(case: Case) -> Iterator[Any]:
+    layers = [path for path in case.once if type(case.net.get_submodule(path)) is torch.nn.Linear]
+    if layers:
+        lora.insert(case.file, layers, adaptable := case.new())
+        yield from case.other_results(adaptable)
+
+
+@holds
+def what_is_pruned_runs(case: Case) -> Iterator[Any]:
+    for value in (0.5, "channels:0.5"):
+        try:
+            htp_export.prune(case.file, {".": value}, small := case.new())
+        except RuleError:  # nothing can be cut, and it says why
+            continue
+        case.results(small)
+        yield from untagged(onnx.load(str(small)))
+
+
+@holds
+def weights_are_made_of_parameters_as_their_recipes_say(case: Case) -> Iterator[Any]:
+    state = {name: tensor.numpy() for name, tensor in case.net.state_dict().items()}
+    for value, tensor in rebuilt(htp_export.load(case.file), state).tensors.items():
+        if not np.array_equal(value.const_value.numpy(), tensor.numpy()):  # type: ignore[union-attr]
+            yield value.name
+
+
+@holds
+def costs_add_up(case: Case) -> Iterator[Any]:
+    result = htp_export.cost(case.file)
+    yield from result.uncounted
+    if result.modules[""].parameters > sum(each.numel() for each in case.net.parameters()):
+        yield "more parameters than the model has"
+    if result.modules[""].nodes != len(htp_export.load(case.file).nodes):
+        yield "another number of nodes"
+
+
+@holds
+def reports_are_made(case: Case) -> Iterator[Any]:
+    for report in (htp_export.nodes, htp_export.forensics, htp_export.info, htp_export.fingerprint):
+        result = report(case.file)
+        yield from [] if str(result) and result.to_dict() else [report.__name__]
+    htp_export.view(case.file, page := case.folder / "page.html")
+    yield from [] if page.stat().st_size else ["view"]
+    if htp_export.profile(case.file, case.feeds, runs=1, warmup=0).end_to_end_ms <= 0:
+        yield "profile"
+
+
+@BOTH
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", HOLDS)
+def test_it_holds_of_every_network(
+    name: str, seed: int, exporter: str, shared_files: SharedFiles, tmp_path: Path
+) -> None:
+    file = shared_files.random_net(seed, exporter)
+    assert [*HOLDS[name](Case(RandomNet(seed), RandomNet.inputs(seed), file, tmp_path))] == []
