@@ -134,14 +134,15 @@ def in_copy(part: Submodel, whole: ir.Model, copy: ir.Model) -> Submodel:
 def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> list[ir.Node]:
     """Replace the nodes of a part by what a tool made of it, which is used up; the new nodes.
 
-    Each stands after the last one in the whole that it depends on, so that the others keep their order.
+    Each stands after the last one in the whole that it depends on, so that the others keep their order. What was made
+    of a weight for another part already, with the same name and the same numbers, is not there twice.
     """
     graph = part.nodes[0].graph
     assert isinstance(graph, ir.Graph)
     new_nodes = list(made.graph)
     values: dict[ir.Value, ir.Value | None] = {value: part.inputs[str(value.name)] for value in made.graph.inputs}
     for name, value in list(made.graph.initializers.items()):
-        original = part.weights.get(name)
+        original = part.weights.get(name) or whole.graph.initializers.get(name)
         made.graph.initializers.pop(name)
         if original is not None and _is_same(original, value):
             values[value] = original

@@ -90,6 +90,24 @@ def test_an_lstm_is_computed_in_integers_and_a_gru_stays(tmp_path: Path) -> None
         assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
+def test_an_lstm_that_is_called_twice_has_its_integers_once(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(self.lstm(x)[0] + x)[0]
+
+    x = np.random.default_rng(0).standard_normal((1, 5, 16)).astype(np.float32)
+    file, made = exported(Twice(), x, tmp_path / "twice.onnx", dynamo=False), tmp_path / "made.onnx"
+    result = htp_export.quantize(file, "int8-dynamic", made)
+    assert [node.op_type for node in result.model.graph].count("DynamicQuantizeLSTM") == 2
+    assert_predicted(result, file, "int8-dynamic")
+    [expected], [found] = outputs(file, {"input": x}), outputs(made, {"input": x})
+    assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
 _ROOT = Path(__file__).parents[2]
 _QUANTIZE = """
 import json, sys

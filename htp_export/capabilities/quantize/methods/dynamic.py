@@ -58,7 +58,10 @@ class Dynamic(Method):
         return math.prod(shape) + 5 * (scales or (directions if node.op_type == "LSTM" else 0))
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
-        return groups_in_memory(nodes)
+        """ONNX Runtime transposes the weights of an LSTM in place, also where another LSTM reads them: each is alone."""
+        recurrent = [node for node in nodes if node.op_type == "LSTM"]
+        yield from groups_in_memory([node for node in nodes if node.op_type != "LSTM"])
+        yield from ([node] for node in recurrent)
 
     def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
         """ONNX Runtime runs ``ConvInteger`` with unsigned weights alone, so convolutions get these."""
