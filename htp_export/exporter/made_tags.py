@@ -125,7 +125,11 @@ class ExportEvidence(FateEvidence[Key]):
         if not boundary.outputs:
             return Fate.CONSTANT
         inputs = {final[key] for key in boundary.inputs}
-        return Fate.IDENTITY if all(final[key] in inputs for key in boundary.outputs) else None
+        if not all(final[key] in inputs for key in boundary.outputs):
+            return None
+        log = self._record.log  # beside what it gives back, it may have computed what nothing reads
+        computed = any(log.calls[up].path == path for call in self._record.dead for up in log.chain(call))
+        return Fate.DEAD if computed else Fate.IDENTITY
 
     def partners(self, path: str) -> Collection[str] | None:
         return self._moved(path) or self._lost(path) or None
