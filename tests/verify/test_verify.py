@@ -444,13 +444,29 @@ class Borrowing(nn.Module):
         return nn.functional.linear(x, self.fc.weight, self.fc.bias)
 
 
+class Positions(nn.Module):
+    """Reads its whole table: that folds into a constant; of two calls, into two that are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table(torch.arange(x.shape[1]))
+
+
 @BOTH
 def test_parameters_are_read_where_pytorch_reads_them(tmp_path, shared_files, exporter):
     """Also where two modules share one, or the TorchScript exporter merges equal ones under one name."""
     files = {name: shared_files.net(name, exporter) for name in ("siblings", "tied_weights", "twin_branches")}
     cases = [(*NETS[name].build(), file) for name, file in files.items()]
-    model, kwargs = Borrowing().eval(), {"x": x(2, 4)}
-    for each, inputs, file in (*cases, (model, kwargs, file_of(model, kwargs, tmp_path, exporter))):
+    positions = Positions()
+    made = (Borrowing(), {"x": x(2, 4)}), (nn.Sequential(positions, nn.Tanh(), positions), {"input": x(2, 4, 8)})
+    for model, kwargs in made:
+        folder = tmp_path / type(model).__name__
+        folder.mkdir()
+        cases.append((model.eval(), kwargs, file_of(model, kwargs, folder, exporter)))
+    for each, inputs, file in cases:
         result = htp_export.verify(each, file, (), inputs)
         assert result.ok, str(result)
         assert result.parameters >= 1

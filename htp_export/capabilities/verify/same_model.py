@@ -161,7 +161,7 @@ def _misplaced(
     tagged: TaggedModel, initializer: ir.Value, name: str, readers: Mapping[str, frozenset[str]], model: nn.Module
 ) -> Iterator[str]:
     right = readers[name]
-    if any(path in tagged and tagged.hierarchy[path].fate.is_folded for path in right):
+    if any(path in tagged and _gives_constants(tagged, path) for path in right):
         return  # what it was folded into is read wherever the module's result is
     outside_readers = [use.node for use in initializer.uses() if not _reads(tagged, use.node, right)]
     if outside_readers:  # exporters merge equal tensors under one name: then it may be read wherever any of them is
@@ -170,6 +170,13 @@ def _misplaced(
         if not _reads(tagged, node, right):
             owners = ", ".join(repr(owner) for owner in tagged.owners_of(node)) or "no module"
             yield f"{name} is read by {node.op_type} {node.name!r} of {owners}"
+
+
+def _gives_constants(tagged: TaggedModel, path: str) -> bool:
+    """Whether a module was folded into constants, if need be with copies of one constant for several calls."""
+    region, constant = tagged[path], tagged.index.constant
+    made = [value for node in region.nodes for value in node.outputs]
+    return region.fate.is_folded or (bool(made) and all(value in constant for value in made))
 
 
 def _reads(tagged: TaggedModel, node: ir.Node, modules: frozenset[str]) -> bool:
