@@ -19,7 +19,7 @@ from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import write_model
 from htp_export.huggingface import example_call
-from tests.decoders import DECODERS, Config, decoder, generated, prompt
+from tests.decoders import CACHE, DECODERS, Config, decoder, generated, prompt
 
 exporters = pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
 
@@ -96,7 +96,7 @@ def test_transformers_loads_the_folder_and_computes_what_pytorch_does(tmp_path: 
             expected = model(**copy.deepcopy(kwargs))
         found = loaded(**copy.deepcopy(kwargs))
         torch.testing.assert_close(found.logits, expected.logits)
-        for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        for ours, theirs in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
             torch.testing.assert_close(ours.keys, theirs.keys)
 
 

@@ -144,10 +144,12 @@ def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str
     from htp_export.capabilities.huggingface.tasks import split_task
 
     names = {str(value.name) for value in tagged.model.graph.inputs if not value.is_initializer()}
-    is_cached = any("past_key_values." in name for name in names) or "encoder_hidden_states" in names
+    by_transformers = any(name.endswith((".keys", ".values")) for name in names)  # optimum's end in .key and .value
+    by_optimum = any(name.startswith("past_key_values.") for name in names)
+    is_cached = by_transformers or by_optimum or "encoder_hidden_states" in names
     if not (is_cached or split_task(options.task)[1] or (options.task is not None and not sizes)):
         return None
-    cache_names = "transformers" if any(".layers." in name for name in names) else "optimum"
+    cache_names = "transformers" if by_transformers else "optimum"
     known: dict[str, str] = {}
     for two_files in (None, False, True) if is_cached else (None,):
         calls = options.calls_by_task(two_files=two_files, cache_names=cache_names, sizes=sizes)
