@@ -350,20 +350,10 @@ def test_without_a_command_the_help_is_shown(capsys, words, listed):
     assert capsys.readouterr().out == shown
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["quantise", "a.onnx"], "No such command 'quantise'. Did you mean 'quantize'?; htp-export --help lists the"),
-        (
-            ["lora", "insrt"],
-            "No such command 'insrt'. Did you mean 'insert'?; htp-export lora --help lists the commands",
-        ),
-        (["insert-lora", "a.onnx"], "No such command 'insert-lora'; htp-export --help lists the commands"),
-    ],
-)
-def test_an_unknown_command_names_the_nearest(capsys, words, said):
-    assert main(words) == 2
-    assert said in capsys.readouterr().err
+@pytest.mark.parametrize(("words", "nearest"), [("quantise a.onnx", "quantize"), ("lora insrt", "insert")])
+def test_an_unknown_command_names_the_nearest(capsys, words, nearest):
+    assert main(words.split()) == 2
+    assert f"Did you mean '{nearest}'?" in capsys.readouterr().err
 
 
 def test_carry_and_run_write_tagged_files(tmp_path, capsys):
