@@ -154,18 +154,7 @@ def _declared(name: str, kind: Any, default: Any) -> inspect.Parameter:
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the fields of its dataclasses of options as parameters of its own, which typer knows how to read.
-
-    Examples:
-        >>> @dataclasses.dataclass
-        ... class Size:
-        ...     width: int = 1
-        >>> def draw(name: str, size: Size) -> None:
-        ...     print(name, size)
-        >>> draw.__annotations__ = {"name": str, "size": Size}
-        >>> flattened(draw)(name="box", width=3)
-        box Size(width=3)
-    """
+    """A command with the fields of its dataclasses of options as parameters of its own, which typer can read."""
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}

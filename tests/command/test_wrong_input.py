@@ -13,7 +13,6 @@ import pytest
 import htp_export
 from htp_export.command.commands import command_names
 from htp_export.command.main import main
-from htp_export.drawing import command_words
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format import tags
 from tests.handmade import encoder
@@ -449,10 +448,6 @@ def test_weights_are_shared_on_request(folder: Path, tmp_path: Path, command: st
     weight = model.graph.initializers["layer.1.fc.weight"].const_value
     assert isinstance(weight, ir.ExternalTensor)
     assert weight.location == "net.onnx.data"
-
-
-def test_advice_is_given_in_commands() -> None:
-    assert command_words.in_commands("use htp_export.embed_map(before)") == "use --embed-map of export and run"
 
 
 def test_the_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,13 +90,7 @@ def generates(config: Any) -> bool:
 
 
 def task_of(model: Any) -> str:
-    """The task that a model is for, guessed from its class; with ``-with-past`` if its config uses a cache.
-
-    Examples:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> task_of(BertForMaskedLM(BertConfig(num_hidden_layers=1, hidden_size=12)))
-        'fill-mask'
-    """
+    """The task that a model is for, guessed from its class; with ``-with-past`` if its config uses a cache."""
     generating = _generating_task(type(model))
     if generating is not None:
         decoder = model.config.get_text_config(decoder=True)

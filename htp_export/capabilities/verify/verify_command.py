@@ -13,6 +13,7 @@ import typer
 from htp_export.command.model_options import ModelOptions, SourceCall
 from htp_export.command.options import DimsOption, FileArgument, JsonOption, SelectOption, parse_dims, read_shapes
 from htp_export.command.outputs import report
+from htp_export.command.plan_options import typed_pairs
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 
@@ -70,24 +71,15 @@ def report_runs(results: Mapping[str, Comparison], *, everything: bool, as_json:
 
 
 def parse_tolerances(settings: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """``SELECTOR=ABS,REL`` as typed.
-
-    Raises:
-        InputError: If one is not of that form.
-
-    Examples:
-        >>> parse_tolerances(["class:LayerNorm=1e-3,1e-2"])
-        {'class:LayerNorm': (0.001, 0.01)}
-    """
-    tolerances = {}
-    for setting in settings:
-        selector, equals, numbers = setting.rpartition("=")
+    """``SELECTOR=ABS,REL`` as typed; an `InputError` if one is not of that form."""
+    tolerances, form = {}, "SELECTOR=ABSOLUTE,RELATIVE"
+    for selector, numbers in typed_pairs(settings, "--tolerance", form).items():
         try:
             absolute, relative = map(float, numbers.split(","))
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise InputError(f"--tolerance {setting}: write SELECTOR=ABSOLUTE,RELATIVE, as in 'class:Linear=1e-3,1e-3'")
+        except ValueError as error:
+            raise InputError(
+                f"--tolerance {selector}={numbers}: write {form}, as in 'class:Linear=1e-3,1e-3'"
+            ) from error
         tolerances[selector] = (absolute, relative)
     return tolerances
 
