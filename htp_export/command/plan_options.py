@@ -14,8 +14,7 @@ from htp_export.errors import InputError, RuleError
 from htp_export.process.user_code import call_factory
 
 PlanArgument: TypeAlias = Annotated[
-    str | None,
-    typer.Argument(help="A plan, .yaml or .json; or a precision for the whole model: auto, u8s8, int4, ..."),
+    str | None, typer.Argument(help="A plan, .yaml or .json; or a precision for the whole model: auto, u8s8, int4, ...")
 ]
 _WITH_FIELDS = re.compile(r"(.+?)=([\w-]+(?::\w+=[^:=]+)+)")
 _PLANS = (".yaml", ".yml", ".json")

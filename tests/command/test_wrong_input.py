@@ -343,10 +343,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("rename net.onnx --style nosuch -o o.onnx", "there is no style of names 'nosuch'; there is 'path'"),
     ("rename net.onnx -o empty/o.onnx --share-weights", "they lie in another folder; write into that folder, or copy"),
     ("partition net.onnx layer.7 -o stages", "no module 'layer.7' in this model; nearest: 'layer.1'"),
-    (
-        "partition net.onnx 2 -o stages --balance nosuch",
-        "--balance nosuch: balance parameters or flops, or name",
-    ),
+    ("partition net.onnx 2 -o stages --balance nosuch", "--balance nosuch: balance parameters or flops, or name"),
     # in another order
     ("extract net.onnx layer.* -o o.onnx", "no module 'layer.*' in this model; this takes one module, and no selector"),
     ("extract net.onnx class:Linear -o o.onnx", "; this takes one module, and no selector"),

@@ -121,10 +121,7 @@ class EncoderAndDecoder(Calls):
         nothing.cross_attention_cache = emptied(cache.cross_attention_cache)
         some.cross_attention_cache = emptied(cache.cross_attention_cache, length // 2)
         following = {**self._first, "input_ids": self._ids[1]}
-        runs = {
-            "prefill": {**self._first, self.cache: nothing},
-            "decode": {**following, self.cache: cache},
-        }
+        runs = {"prefill": {**self._first, self.cache: nothing}, "decode": {**following, self.cache: cache}}
         self._check_merged(runs)
         example = {**following, self.cache: some}
         call = self.call(runs, adapt=self._all_missing, axes=_ANY_TOKENS, example=example)

@@ -237,10 +237,7 @@ class Calls:
             run(self.model, {**first, self.cache: cache})
         except Exception as error:  # whatever a model raises that has a cache of its own
             raise self.refused(f"cannot be called with a {type(cache).__name__} ({described(error)})") from error
-        runs = {
-            "prefill": {**first, self.cache: caches.emptied(cache)},
-            "decode": {**rest, self.cache: cache},
-        }
+        runs = {"prefill": {**first, self.cache: caches.emptied(cache)}, "decode": {**rest, self.cache: cache}}
         order = named_parameters(self.model)
         return {name: {key: given[key] for key in order if key in given} for name, given in runs.items()}
 

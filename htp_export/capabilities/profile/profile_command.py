@@ -121,10 +121,7 @@ def _options(engine: str, provider: list[str] | None, threads: int | None, level
                 raise InputError(f"--threads: the engine {engine} has no such option")
             given["engine_options"] = {option: threads}
         return given
-    return {
-        "providers": read_providers(provider),
-        "session_options": _session_options(threads, level),
-    }
+    return {"providers": read_providers(provider), "session_options": _session_options(threads, level)}
 
 
 def _session_options(threads: int | None, level: _Level) -> Any:

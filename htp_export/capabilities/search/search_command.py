@@ -61,8 +61,7 @@ def search_command(
     storage: Annotated[str | None, "sqlite:///study.db, postgresql://..., grpc://host:port, or a journal file."] = None,
     study: Annotated[str, "Name of the study in the storage."] = "htp_export",
     grace: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds without a sign of another process before its trial is taken up."),
+        float, typer.Option(min=0, help="Seconds without a sign of another process before its trial is taken up.")
     ] = 60.0,
     runs: Annotated[int, count_option("Timed runs of each plan, for the objective latency.")] = 20,
     repeats: Annotated[
