@@ -18,7 +18,6 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -28,7 +27,6 @@ from htp_export.command.options import Idle, check_options
 from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, reading
 from htp_export.command.plan_options import rules_as_typed
 from htp_export.discovery import capability_modules
-from htp_export.errors import FileError, InputError
 
 GROUPS = ("Export", "Look", "Check and measure", "Cut", "Optimise", "Compress", "Deploy")
 """The headings of the help, in order. Commands without a ``PLACE`` stand below one more."""
@@ -66,26 +64,6 @@ class _Command(TyperCommand):
         rest: list[str] = super().parse_args(context, arguments)
         check_options(self.params, typed, context.params, self.idle)
         return rest
-
-    def invoke(self, context: Any) -> Any:
-        """Run the command; of a file that is not there, say whether it stands in the place of another argument."""
-        try:
-            return super().invoke(context)
-        except FileError as error:
-            hint = self._other_order(context, error)
-            if not hint:
-                raise
-            raise InputError(f"{error}{hint}") from error
-
-    def _other_order(self, context: Any, error: FileError) -> str:
-        """A hint, where the first argument is no file, and the second one, which need not be a file, is one."""
-        names = [each.name for each in self.params if each.param_type_name == "argument"]
-        first, second = [*(context.params[name] for name in names), None, None][:2]
-        second = second[0] if isinstance(second, list | tuple) and second else second
-        if not isinstance(second, str) or not Path(second).is_file() or Path(str(first)).exists():
-            return ""
-        words = context.command_path.partition(" ")[2]
-        return f"; the file comes first: {words} {second} {first}" if str(error.path) in (str(first), second) else ""
 
 
 class CommandGroup(TyperGroup):
@@ -176,18 +154,7 @@ def _declared(name: str, kind: Any, default: Any) -> inspect.Parameter:
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the fields of its dataclasses of options as parameters of its own, which typer knows how to read.
-
-    Examples:
-        >>> @dataclasses.dataclass
-        ... class Size:
-        ...     width: int = 1
-        >>> def draw(name: str, size: Size) -> None:
-        ...     print(name, size)
-        >>> draw.__annotations__ = {"name": str, "size": Size}
-        >>> flattened(draw)(name="box", width=3)
-        box Size(width=3)
-    """
+    """A command with the fields of its dataclasses of options as parameters of its own, which typer can read."""
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}

@@ -109,10 +109,6 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
         example = getattr(getattr(getattr(error, "ctx", None), "command", None), "epilog", None)
         if message.startswith("Missing") and example:
             message = f"{message.rstrip('.')}; {example[0].lower()}{example[1:]}"
-        for what in ("command", "option"):
-            if message.startswith(f"No such {what}"):
-                above = getattr(getattr(error, "ctx", None), "command_path", "htp-export")
-                message = f"{message.rstrip('.').replace('. (', ' (')}; {above} --help lists the {what}s"
         return message, 2
     if isinstance(error, OSError) and error.strerror is not None:  # without a name it is a stream: stdout
         return f"{error.filename or 'the output cannot be written'}: {error.strerror}", 2

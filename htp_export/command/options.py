@@ -112,6 +112,11 @@ def read_providers(typed: list[str] | None) -> list[str]:
     return [known.get(low) or known.get(f"{low}executionprovider", name) for name, low in named.items()]
 
 
+def count_option(what: str, least: int = 1) -> Any:
+    """An option that is a number of runs."""
+    return typer.Option(min=least, max=MOST_RUNS, help=what)
+
+
 def seed_option(what: str) -> Any:
     """The option ``--seed``, of a number that all random generators take."""
     return typer.Option(min=0, max=MOST_SEED - MOST_RUNS, help=what)

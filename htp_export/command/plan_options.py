@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -15,8 +14,7 @@ from htp_export.errors import InputError, RuleError
 from htp_export.process.user_code import call_factory
 
 PlanArgument: TypeAlias = Annotated[
-    str | None,
-    typer.Argument(help="A plan, .yaml or .json; or a precision for the whole model: auto, u8s8, int4, ..."),
+    str | None, typer.Argument(help="A plan, .yaml or .json; or a precision for the whole model: auto, u8s8, int4, ...")
 ]
 _WITH_FIELDS = re.compile(r"(.+?)=([\w-]+(?::\w+=[^:=]+)+)")
 _PLANS = (".yaml", ".yml", ".json")
@@ -45,7 +43,10 @@ def read_rules(
     rules: dict[str, Any] = {}
     if plan is not None:
         is_named = str(plan).partition(":")[0] in named
-        given: Any = str(plan) if is_named else read_plan(_plan_file(str(plan), named))
+        if not (is_named or Path(plan).suffix.lower() in _PLANS or Path(plan).exists()):
+            known = f" and no precision {plan!r}; there are {', '.join(named)}" if named else f" {str(plan)!r}"
+            raise InputError(f"no file{known}; a rule is an option: --rule SELECTOR={value}")
+        given: Any = str(plan) if is_named else read_plan(Path(plan))
         rules.update({".": given} if is_named or (named and "precision" in given) else given)
     for selector, given in typed_pairs(typed or (), "--rule", f"SELECTOR={value}").items():
         rules.pop(selector, None)  # it holds at its new place
@@ -54,17 +55,6 @@ def read_rules(
         precisions = f", a precision ({', '.join(named)})" if named else ""
         raise InputError(f"the rules are missing: give a plan (.yaml or .json){precisions}, or --rule SELECTOR={value}")
     return rules
-
-
-def _plan_file(plan: str, named: Iterable[str]) -> Path:
-    """The file of a plan; an `InputError` says what else was meant."""
-    if Path(plan).suffix.lower() in _PLANS or Path(plan).exists():
-        return Path(plan)
-    if "=" in plan:
-        raise InputError(f"{plan}: a rule is an option: --rule {shlex.quote(plan)}")
-    if named:
-        raise InputError(f"no file and no precision {plan!r}; there are {', '.join(named)}")
-    raise InputError(f"no file {plan!r}; for the whole model, write --rule .={plan}")
 
 
 def typed_pairs(texts: Iterable[str], option: str, form: str) -> dict[str, str]:
@@ -78,9 +68,7 @@ def typed_pairs(texts: Iterable[str], option: str, form: str) -> dict[str, str]:
     for text in texts:
         name, found, value = (part.strip() for part in _divided(text))
         if not (found and name and value):
-            what, _, number = form.partition("=")
-            example = f"{name or what}={value or number}" if found else f"{value or what}={number}"
-            raise InputError(f"{option} {text}: write {form}, as in {option} {example}")
+            raise InputError(f"{option} {text}: write {form}")
         pairs.pop(name, None)
         pairs[name] = value
     return pairs

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import sys
-import unicodedata
 import warnings
 from collections.abc import Iterator
 from typing import TextIO
@@ -22,8 +21,14 @@ from typing import TextIO
 from htp_export.drawing.command_words import in_commands
 
 _HANDLER = "htp_export.ascii"
-_SIGNS = str.maketrans({"→": "->", "←": "<-", "…": "...", "×": "x", "·": "-", "−": "-", "–": "-", "—": "-", "•": "*"})  # noqa: RUF001 - they look alike
-_LINES, _BLOCKS, _SPINNER = range(0x2500, 0x2580), range(0x2580, 0x25A0), range(0x2800, 0x2900)
+_SIGNS = str.maketrans(
+    {"→": "->", "←": "<-", "…": "...", "×": "x", "•": "*"}  # noqa: RUF001 - they look alike
+    | dict.fromkeys("·−–—─━╸╺", "-")  # noqa: RUF001
+    | dict.fromkeys("│┃", "|")
+    | dict.fromkeys("┌┐└┘├┤┬┴┼╭╮╰╯", "+")
+    | dict.fromkeys(map(chr, range(0x2580, 0x25A0)), "#")  # blocks
+    | dict.fromkeys(map(chr, range(0x2800, 0x2900)), ".")  # spinners
+)
 _INTERPRETED = re.compile(
     "["
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and line feed: ESC, and those of C1
@@ -52,19 +57,7 @@ def in_ascii(text: str) -> str:
         >>> print(in_ascii("└── größe → 34"))
         +-- gr\xf6\xdfe -> 34
     """
-    return "".join(_sign(character) for character in text)
-
-
-def _sign(character: str) -> str:
-    code = ord(character)
-    if code in _LINES:
-        name = unicodedata.name(character, "")
-        straight = "-" if name.endswith("HORIZONTAL") else "|" if name.endswith("VERTICAL") else "+"
-        return straight if " AND " not in name else "+"
-    if code in _BLOCKS or code in _SPINNER:
-        return "#" if code in _BLOCKS else "."
-    sign = character.translate(_SIGNS)
-    return sign if sign.isascii() else sign.encode("ascii", "backslashreplace").decode()
+    return text.translate(_SIGNS).encode("ascii", "backslashreplace").decode()
 
 
 def _replace(error: UnicodeError) -> tuple[str, int]:

@@ -19,7 +19,7 @@ from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import Session
 
 CACHE = re.compile(r"(?P<before>.*?)(?P<layer>\d+)\.(?P<kind>key|value)(?P<after>s?)", re.DOTALL)
-"""``past_key_values.0.key`` as optimum has it, ``input.past_key_values.layers.0.keys`` as transformers has it."""
+"""``past_key_values.0.key`` as optimum has it, ``input.cache.layers.0.keys`` as transformers has it."""
 
 _IDS, _MASK, _POSITIONS, _LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
 _RANDOM_LENGTH = 16

@@ -62,24 +62,19 @@ class TestCounted:
             list(counted([1], "others"))
         assert told == [("rows", 0, 2), ("others", 0, 1), ("others", 1, 1)]
 
-    def test_modules_that_are_verified_alone_are_counted(self, tmp_path):
-        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).eval()
-        x = torch.randn(1, 4)
-        htp_export.export(net, (x,), tmp_path / "net.onnx", verbose=False)
-        told = []
-        with listening(lambda *what: told.append(what)):
-            assert htp_export.verify(net, tmp_path / "net.onnx", (x,), isolated=True).ok
-        assert ("modules", 4, 4) in told
-
     @pytest.mark.parametrize(
         ("work", "what"),
         [
-            (lambda file, folder: htp_export.profile(file, runs=3, warmup=0), ("runs", 3, 3)),
-            (lambda file, folder: htp_export.partition(file, 2, folder / "stages"), ("stages", 2, 2)),
-            (lambda file, folder: htp_export.optimize(file, folder / "small.onnx"), ("weights", 2, 2)),
-            (lambda file, folder: htp_export.compare(file, file), ("portions of the tensors", 1, 1)),
+            (lambda file, folder, net: htp_export.profile(file, runs=3, warmup=0), ("runs", 3, 3)),
+            (lambda file, folder, net: htp_export.partition(file, 2, folder / "stages"), ("stages", 2, 2)),
+            (lambda file, folder, net: htp_export.optimize(file, folder / "small.onnx"), ("weights", 2, 2)),
+            (lambda file, folder, net: htp_export.compare(file, file), ("portions of the tensors", 1, 1)),
+            (
+                lambda file, folder, net: htp_export.verify(net, file, (torch.randn(1, 64),), isolated=True),
+                ("modules", 4, 4),
+            ),
         ],
-        ids=["profile", "partition", "optimize", "compare"],
+        ids=["profile", "partition", "optimize", "compare", "verify"],
     )
     def test_work_that_can_be_long_is_counted(self, work, what, tmp_path):
         net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)).eval()
@@ -89,7 +84,7 @@ class TestCounted:
         htp_export.export(net, (torch.randn(1, 64),), tmp_path / "net.onnx", verbose=False)
         told = []
         with listening(lambda *each: told.append(each)):
-            work(tmp_path / "net.onnx", tmp_path)
+            work(tmp_path / "net.onnx", tmp_path, net)
         assert what in told
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx_ir as ir
 import pytest
 import torch
 
-import htp_export
 from htp_export.capabilities.huggingface.companions import write_export_metadata
 from htp_export.capabilities.huggingface.genai import check_genai, write_genai
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import write_model
 from htp_export.huggingface import example_call
-from tests.decoders import DECODERS, Config, decoder, generated, prompt
+from tests.decoders import CACHE, DECODERS, Config, decoder, generated, prompt
 
 exporters = pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
 
@@ -80,24 +78,6 @@ def test_a_folder_with_the_config_of_another_model_is_refused(file: Path) -> Non
 
 
 # --- export.json ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_transformers_loads_the_folder_and_computes_what_pytorch_does(tmp_path: Path) -> None:
-    model = decoder("llama")
-    call = example_call(model, cache_names="transformers")
-    program: Any = htp_export.export(model, verbose=False, **call.options)
-    program.save(tmp_path / "model.onnx", external_data=True)
-    written = write_export_metadata(tmp_path / "model.onnx", model, call.kwargs, program.exported_program)
-    assert {path.name for path in written} == {"export.json", "config.json", "generation_config.json"}
-    loaded = exporters.ExportedModel.from_pretrained(tmp_path)
-    for kwargs in call.runs.values():
-        with torch.no_grad():
-            expected = model(**copy.deepcopy(kwargs))
-        found = loaded(**copy.deepcopy(kwargs))
-        torch.testing.assert_close(found.logits, expected.logits)
-        for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
-            torch.testing.assert_close(ours.keys, theirs.keys)
 
 
 def test_what_transformers_could_not_load_is_refused(file: Path) -> None:
@@ -245,17 +225,16 @@ def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(
 
 
 @pytest.mark.slow
-def test_a_decoder_with_export_json_is_loaded_by_transformers(tmp_path: Path) -> None:
-    words = [
-        "export",
-        "llama",
-        "--random-weights",
-        *(f"--set={name}={value}" for name, value in DECODERS["llama"].items()),
-    ]
-    words += ["--task", "text-generation-with-past", "--cache-names", "transformers", "--export-json", "--quiet"]
-    assert main([*words, "-o", str(tmp_path / "model.onnx")]) == 0
-    loaded = exporters.ExportedModel.from_pretrained(tmp_path)
-    model = decoder("llama")
-    call = example_call(model)
-    found = loaded(**copy.deepcopy(call.runs["decode"]))
-    assert found.logits.shape == (2, 3, 64)
+def test_a_decoder_with_export_json_is_loaded_by_transformers_and_computes_what_pytorch_does(tmp_path: Path) -> None:
+    settings = [f"--set={name}={value}" for name, value in DECODERS["llama"].items()]
+    words = ["export", "llama", "--random-weights", *settings, "--task", "text-generation-with-past", "--export-json"]
+    assert main([*words, "--cache-names", "transformers", "--quiet", "-o", str(tmp_path / "model.onnx")]) == 0
+    assert {"export.json", "config.json", "generation_config.json"} <= files_in(tmp_path)
+    loaded, model = exporters.ExportedModel.from_pretrained(tmp_path), decoder("llama")
+    for kwargs in example_call(model).runs.values():
+        with torch.no_grad():
+            expected = model(**copy.deepcopy(kwargs))
+        found = loaded(**copy.deepcopy(kwargs))
+        torch.testing.assert_close(found.logits, expected.logits)
+        for ours, theirs in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys)

@@ -10,7 +10,7 @@ import htp_export
 from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
 from htp_export.huggingface import example_calls
-from tests.decoders import ENCODER_DECODERS, Programs, encoder_decoder, generated_from, greedy_from, start_of
+from tests.decoders import CACHE, ENCODER_DECODERS, Programs, encoder_decoder, generated_from, greedy_from, start_of
 from tests.exporting import quick
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
@@ -96,8 +96,8 @@ def test_signatures_of_the_decoder_have_what_each_attention_reads_of_the_cache(f
     for place, path in enumerate(paths):
         side, layer = ("decoder", "encoder")[place // layers], place % layers
         inputs = tagged.signature(path, 0).inputs
-        assert {name: tensor for name, tensor in inputs.items() if name.startswith("past_key_values")} == {
-            f"past_key_values.{sides[side]}.layers.{layer}.{kind}s": f"past_key_values.{layer}.{side}.{kind}"
+        assert {name: tensor for name, tensor in inputs.items() if name.startswith(CACHE)} == {
+            f"{CACHE}.{sides[side]}.layers.{layer}.{kind}s": f"past_key_values.{layer}.{side}.{kind}"
             for kind in ("key", "value")
         }, path
 
@@ -131,10 +131,10 @@ def test_a_decoder_that_cannot_continue_a_part_of_the_encoders_keys_is_refused(m
     attention = model.decoder.block[1].layer[1].EncDecAttention
     forward = attention.forward
 
-    def forgetful(*args: Any, past_key_values: Any, **kwargs: Any) -> Any:
-        if not past_key_values.is_updated.get(1):  # it computes keys, and knows no others
-            past_key_values.cross_attention_cache.layers[1] = DynamicLayer()
-        return forward(*args, past_key_values=past_key_values, **kwargs)
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs[CACHE].is_updated.get(1):  # it computes keys, and knows no others
+            kwargs[CACHE].cross_attention_cache.layers[1] = DynamicLayer()
+        return forward(*args, **kwargs)
 
     monkeypatch.setattr(attention, "forward", forgetful)
     assert list(example_calls(model))[1:] == ["decoder_model", "decoder_with_past_model"]

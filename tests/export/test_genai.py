@@ -127,11 +127,7 @@ GPT_NEO |= {"attention_types": [[["global", "local"], 1]]}  # it applies its win
 
 @pytest.mark.parametrize(
     ("name", "settings", "warned"),
-    [
-        ("mistral", DECODERS["mistral"], False),
-        ("mpt", DECODERS["mpt"], True),
-        ("gpt_neo", GPT_NEO, True),
-    ],
+    [("mistral", DECODERS["mistral"], False), ("mpt", DECODERS["mpt"], True), ("gpt_neo", GPT_NEO, True)],
 )
 def test_a_decoder_that_counts_padding_in_another_way_is_warned_of(
     name: str, settings: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture

@@ -13,7 +13,7 @@ import pytest
 from htp_export.command.main import main
 from htp_export.command.model_options import ModelOptions
 from htp_export.huggingface import load_model
-from tests.decoders import DECODERS, ENCODER_DECODERS
+from tests.decoders import CACHE, DECODERS, ENCODER_DECODERS
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
 
@@ -63,7 +63,7 @@ def test_two_files_and_names_of_transformers(tmp_path: Path) -> None:
         "decoder_with_past_model.onnx",
     ]
     assert not any("past" in name for name in inputs_of(tmp_path / "decoder_model.onnx"))
-    assert "input.past_key_values.layers.0.keys" in inputs_of(tmp_path / "decoder_with_past_model.onnx")
+    assert f"input.{CACHE}.layers.0.keys" in inputs_of(tmp_path / "decoder_with_past_model.onnx")
 
 
 def test_a_command_asks_for_windows_that_count_tokens(caplog: Any) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.huggingface.transformers_js import DTYPES, write_transformers_js
-from htp_export.errors import FileError, InputError
+from htp_export.errors import FileError
 from htp_export.huggingface import example_calls
 from tests.decoders import Config, Programs, decoder, encoder_decoder, generated, generated_from, start_of
 from tests.nets import spread
@@ -234,14 +234,6 @@ def test_config_of_the_exported_model_comes_before_the_one_of_its_folder(net: tu
     folder = write_transformers_js({"model": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"])
     assert json.loads((folder / "config.json").read_text())["model_type"] == "tiny"
     assert "model.safetensors.index.json" not in names(folder)
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "message"), [(["q3"], "has no type 'q3' here; there are fp32"), ([], "needs a type")]
-)
-def test_types_that_there_are_not_are_refused(dtypes: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=message):
-        write_transformers_js({}, tmp_path / "js", None, dtypes=dtypes)
 
 
 def test_a_folder_that_cannot_be_made_is_named(net: tuple[Net, Path], tmp_path: Path) -> None:

@@ -156,14 +156,6 @@ def test_the_workflow_runs_what_is_there_and_gives_the_action_inputs_that_it_has
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
-def test_issue_templates_have_what_github_requires() -> None:
-    for file in ("bug", "request"):
-        template = read(f".github/ISSUE_TEMPLATE/{file}.yml")
-        assert {"name", "description", "body"} <= template.keys()
-        for field in template["body"]:
-            assert "value" in field["attributes"] if field["type"] == "markdown" else field["attributes"]["label"]
-
-
 def test_facts_in_several_files_are_the_same() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     citation = read("CITATION.cff")

@@ -23,19 +23,22 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, *DOCS]
-EXAMPLE = """# A page
+WRONG = r"""# A page whose blocks do not hold, but for those that are not run
 
     htp-export tree net.onnx            # a comment
     pip install something
     htp-export verify google-bert/bert
 
-Text, and what is shown:
+Text, and what is shown, but for times and what is left out:
 
 ```console
-$ htp-export cost net.onnx
+$ echo 'module   total ms\n0  7.1 ms\nmore'
 module  total ms
 0       1.234 ms
 ...
+$ echo 'module  total ms'
+module  total ms
+0       1.234 ms
 ```
 
 <!-- not run: no network -->
@@ -47,70 +50,27 @@ import nowhere
 ```python
 1 + 1, "two"  # 2, 'two'
 print("seen")  # a word
+1 + 1  # 3
 ```
 
 ```
-seen
+unseen
 ```
 """
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    page = tmp_path_factory.mktemp("page") / "page.md"
-    page.write_text(EXAMPLE)
-    return page
-
-
-class TestPagesAreRead:
-    def test_blocks_have_their_languages_and_say_whether_they_are_run(self, page):
-        found = [(block.language, block.line, block.run, block.follows) for block in documents.blocks(page)]
-        assert found == [
-            ("indented", 3, True, ""),
-            ("console", 10, True, ""),
-            ("python", 19, False, ""),
-            ("python", 23, True, "python"),
-            ("", 28, True, "python"),
-        ]
-
-    def test_commands_have_the_output_that_is_shown(self, page):
-        found = [(each.text.split()[:3], each.output) for each in documents.commands(page)]
-        assert found == [
-            (["htp-export", "tree", "net.onnx"], None),
-            (["htp-export", "verify", "google-bert/bert"], None),
-            (["htp-export", "cost", "net.onnx"], ["module  total ms", "0       1.234 ms", "..."]),
-        ]
-        assert [documents.can_run(each.text) for each in documents.commands(page)] == [True, False, True]
-        assert not documents.can_run("htp-export view net.onnx --serve     # a server")
-        assert documents.can_run("htp-export partition net.onnx 2 -o stages/ --serve ray")
-
-    @pytest.mark.parametrize(
-        ("printed", "same"),
-        [
-            ("module   total ms\n0  7.1 ms\n", True),
-            ("module   total ms\n0  7.1 ms\nmore\nand more\n", True),
-            ("module   total ms\n1  7.1 ms\n", False),
-            ("module   total ms\n", False),
-        ],
-    )
-    def test_output_is_compared_but_for_times_and_what_is_left_out(self, printed, same):
-        expected = ["module  total ms", "0       1.234 ms", "..."]
-        assert documents.same_output(expected, printed.splitlines()) is same
-
-    def test_values_beside_expressions_are_compared(self, page):
-        names = {"_hold": documents._hold}
-        exec(compile(documents.instrumented("1 + 1, 'two'  # 2, 'two'\n"), "page", "exec"), names)
-        with pytest.raises(AssertionError, match="2, where the page has 3"):
-            exec(compile(documents.instrumented("1 + 1  # 3\n"), "page", "exec"), names)
-
-    def test_a_page_runs_and_says_what_is_not_as_it_shows(self, page, tmp_path, forked, monkeypatch):
-        monkeypatch.setenv("PATH", forked)
-        failed = list(documents.run(page, tmp_path))
-        assert [line.splitlines()[0] for line in failed] == [
-            "page.md:3: htp-export tree net.onnx            # a comment",
-            "page.md:10: htp-export cost net.onnx",
-        ]
-        assert "ends with 2: htp-export: error: net.onnx: cannot be read" in failed[0]
+def test_a_page_runs_and_says_what_is_not_as_it_shows(tmp_path, forked, monkeypatch):
+    monkeypatch.setenv("PATH", forked)
+    (tmp_path / "page.md").write_text(WRONG)
+    failed = list(documents.run(tmp_path / "page.md", tmp_path))
+    places = ["3: htp-export tree net.onnx            # a comment", "14: echo 'module  total ms'"]
+    places += ["26: the snippet fails", "32: the page shows"]
+    assert [each.splitlines()[0] for each in failed] == [f"page.md:{place}" for place in places]
+    assert "ends with 2: htp-export: error: net.onnx: cannot be read" in failed[0]
+    assert "2, where the page has 3" in failed[2]
+    assert failed[3].endswith("and the snippet prints\nseen\n")
+    assert not documents.can_run("htp-export view net.onnx --serve     # a server")
+    assert documents.can_run("htp-export partition net.onnx 2 -o stages/ --serve ray")
 
 
 def test_the_commands_of_the_readme_are_found():

@@ -26,11 +26,6 @@ def run(name: str, folder: Path) -> str:
     return ended.stdout
 
 
-def test_there_are_four_scripts():
-    found = {"find_the_wrong_layer", "quantize_all_but_the_head", "show_the_slowest_blocks", "split_a_decoder"}
-    assert {*SCRIPTS} == found
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_short_says_how_it_is_run_and_is_linked(name):
     text = SCRIPTS[name].read_text(encoding="utf-8")

@@ -295,21 +295,6 @@ def test_a_name_of_a_class_stands_for_one_thing():
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
-def test_lazy_imports_and_those_for_type_checkers_are_told_apart():
-    source = """
-import htp_export.format.tags
-if TYPE_CHECKING:
-    import htp_export.drawing
-else:
-    import htp_export.files.model_files
-def later():
-    from htp_export.errors import FileError
-    from htp_export.model import tagged
-"""
-    names = ("format.tags", "files.model_files", "errors", "model.tagged")
-    assert imports(ast.parse(source)) == {"htp_export." + name for name in names}
-
-
 def test_the_drawing_in_the_documentation_is_that_of_the_code():
     page = PACKAGE.parent / "docs" / "architecture.md"
     text = page.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from htp_export.capabilities.huggingface.tasks import task_of
 from htp_export.errors import InputError
 from htp_export.huggingface import example_call, example_calls, load_model
 from htp_export.runtime.declared_inputs import Input
-from tests.decoders import DECODERS, Programs, decoder, encoder_decoder, generated, greedy, prompt
+from tests.decoders import CACHE, DECODERS, Programs, decoder, encoder_decoder, generated, greedy, prompt
 from tests.exporting import SharedFiles, quick
 from tests.huggingface.test_huggingface import CASES, VIT
 
@@ -63,11 +63,11 @@ def test_signatures_have_the_cache_whole_in_the_model_and_by_layer_in_the_layers
 
     def caches(path: str) -> dict[str, str | None]:
         inputs = tagged.signature(path, 0).inputs.items()
-        same = {name.replace("layer_past.", "past_key_values."): tensor for name, tensor in inputs}  # MPT's name
-        return {name: tensor for name, tensor in same.items() if name.startswith("past_key_values")}
+        same = {name.replace("layer_past.", f"{CACHE}."): tensor for name, tensor in inputs}  # MPT's name
+        return {name: tensor for name, tensor in same.items() if name.startswith(f"{CACHE}.")}
 
     parts = [(f"layers.{layer}.{kind}s", f"{layer}.{kind}") for layer in range(2) for kind in ("key", "value")]
-    assert caches("") == {f"past_key_values.{own}": f"past_key_values.{optimum}" for own, optimum in parts}
+    assert caches("") == {f"{CACHE}.{own}": f"past_key_values.{optimum}" for own, optimum in parts}
     assert tagged.signature("", 0).outputs == call.output_names
     attention = [path for path in tagged.paths if path.rpartition(".")[2] in ("attn", "self_attn")]
     assert len(attention) == 2
@@ -77,13 +77,13 @@ def test_signatures_have_the_cache_whole_in_the_model_and_by_layer_in_the_layers
         assert caches(path.rpartition(".")[0]) == own
     decode = htp_export.verify(call.model, tagged, kwargs=call.runs["decode"])
     compared = [each.name for each in decode.modules[attention[1]].calls[0].inputs]
-    assert {"past_key_values.layers.1.keys", "past_key_values.layers.1.values"} <= set(compared)
+    assert {f"{CACHE}.layers.1.keys", f"{CACHE}.layers.1.values"} <= set(compared)
 
 
 def test_two_files_and_cache_names_of_transformers() -> None:
     call = example_call(decoder("llama"), cache_names="transformers")
-    assert call.input_names[3] == "input.past_key_values.layers.0.keys"
-    assert call.output_names[1] == "output.past_key_values.layers.0.keys"
+    assert call.input_names[3] == f"input.{CACHE}.layers.0.keys"
+    assert call.output_names[1] == f"output.{CACHE}.layers.0.keys"
     first, following = example_calls(call.model, two_files=True).values()
     assert first.input_names == ("input_ids", "attention_mask", "position_ids")
     assert first.axes["present.0.key"][2] == "sequence_length"
@@ -109,14 +109,15 @@ def test_a_model_whose_cache_is_off_says_so() -> None:
 def test_caches_that_hold_states_are_refused_with_their_class() -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "bos_token_id": 0}
     mamba = load_model("mamba", task="text-generation", random_weights=True, overrides={**sizes, "pad_token_id": 0})
-    with pytest.raises(InputError, match="takes no past_key_values, but cache_params; choose a task without"):
+    with pytest.raises(InputError, match=r"(takes no key-value cache|, which hold states .*); choose a task without"):
         example_call(mamba, task="text-generation-with-past")
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "lru_width": 16}
     sizes |= {"num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
     gemma = load_model("recurrent_gemma", task="text-generation-with-past", random_weights=True, overrides=sizes)
     message = "the cache of RecurrentGemmaForCausalLM has layers with a LinearAttentionLayer, which hold states"
     with pytest.raises(InputError, match=message):
-        example_call(gemma)
+        example_call(gemma, task="text-generation-with-past")
+    assert task_of(mamba) == task_of(gemma) == "text-generation"
 
 
 def test_random_inputs_fit_a_file_with_a_cache_and_it_is_a_decoder(exported: Any) -> None:

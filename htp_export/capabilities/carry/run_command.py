@@ -42,8 +42,7 @@ def run_command(
     from htp_export.files.model_files import write_model
 
     if tool not in tools.__all__:
-        order = f"; the tool comes first: run {file} {tool}" if str(file) in tools.__all__ else ""
-        raise InputError(f"there is no tool {tool!r}; there are {', '.join(tools.__all__)}{order}")
+        raise InputError(f"there is no tool {tool!r}; there are {', '.join(tools.__all__)}")
     settings = parse_overrides(options or ())
     _check_settings(tool, settings)
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -65,6 +66,12 @@ def tracing_as_transformers_does(model: Any) -> Iterator[None]:
 
     with apply_patches("onnx"), apply_patches("dynamo"), reset_model_state(model):
         yield
+
+
+def cache_argument(model: Any) -> str | None:
+    """The argument and the result of a model, or of its class, that are a cache: ``cache`` since transformers 5.24."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache") if name in taken), None)
 
 
 def empty_cache(model: Any) -> Any:
@@ -193,12 +200,13 @@ def _logits_behind(model: Any, prefill: dict[str, Any], decode: dict[str, Any], 
     first = torch.cat([ids, ids[:, :1].expand(-1, padding)], 1)
     mask = torch.ones_like(first)
     mask[:, ids.shape[1] :] = 0
-    cache = emptied(prefill["past_key_values"])
+    name = str(cache_argument(model))
+    cache = emptied(prefill[name])
     for new in (first, following[:, :1]):
-        given = {"input_ids": new, "attention_mask": mask, "past_key_values": cache}
+        given = {"input_ids": new, "attention_mask": mask, name: cache}
         given["position_ids"] = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
         with torch.no_grad():
-            returned = model(**{name: given[name] for name in prefill})
-        cache, mask = returned["past_key_values"], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            returned = model(**{key: given[key] for key in prefill})
+        cache, mask = returned[name], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
     logits: torch.Tensor = returned["logits"][:, -1]
     return logits

@@ -32,12 +32,7 @@ def find(config: Any, *names: str) -> Any:
 
 
 def is_setting(kind: type, value: Any) -> bool:
-    """Whether a value is a boolean, a whole number from 0 on, or a finite number; settings may come from anywhere.
-
-    Examples:
-        >>> is_setting(int, 3), is_setting(int, True), is_setting(float, float("nan"))
-        (True, False, False)
-    """
+    """Whether a value is a boolean, a whole number from 0 on, or a finite number; settings may come from anywhere."""
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is int:
@@ -59,38 +54,15 @@ def nearest(name: str, known: Iterable[str], what: str) -> str:
     return f"; nearest {what}: {', '.join(matches)}" if matches else ""
 
 
-def tokens_outside(config: Any) -> str:
-    """A hint for a message: the tokens that a config, or one inside it, names beyond its own vocabulary.
-
-    Examples:
-        >>> from transformers import BertConfig
-        >>> tokens_outside(BertConfig(vocab_size=10, pad_token_id=12))
-        '; not in its vocabulary of 10: pad_token_id=12'
-    """
-    vocabulary = getattr(config, "vocab_size", None)
-    if isinstance(vocabulary, int):
-        tokens = {name: value for name, value in config.to_dict().items() if name.endswith("_token_id")}
-        outside = {name: value for name, value in tokens.items() if isinstance(value, int) and value >= vocabulary}
-        if outside:
-            return f"; not in its vocabulary of {vocabulary}: {_shown(outside)}"
-    return next((hint for level in _sub_configs(config) if (hint := tokens_outside(level))), "")
-
-
 def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -> Any:
     """A new config of the same class with other values; derived values are computed again.
 
     Dots in keys lead into sub-configs. The source is the name of the model, for messages.
-
-    Examples:
-        >>> from transformers import CLIPConfig
-        >>> apply_overrides("clip", CLIPConfig(), {"text_config.num_hidden_layers": 2}).text_config.num_hidden_layers
-        2
     """
     if not overrides:
         return config
     for key, value in overrides.items():
-        _check_key(source, config, key)
-        _check_sign(source, config, key, value)
+        _check(source, config, key, value)
     values = _with(config, overrides)
     values.pop("model_type", None)
     try:
@@ -99,33 +71,26 @@ def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -
         raise ModelSourceError(source, f"its config refuses {_shown(overrides)}: {in_one_line(error)}") from error
 
 
-def _check_key(source: str, config: Any, key: str) -> None:
+def _check(source: str, config: Any, key: str, value: object) -> None:
+    """Refuse a key that is not there, and a negative number in place of a count or a size: an empty loop."""
     level, above = config, ""
     for part in key.split("."):
-        known = set(level if isinstance(level, dict) else level.to_dict())
-        known.update(getattr(level, "attribute_map", None) or {})
-        if part not in known and not (above == "" and "." not in key and _is_setting(level, part)):
+        if above and not (isinstance(level, dict) or hasattr(level, "to_dict")):
+            raise ModelSourceError(source, f"{above!r} in its config has no keys below it, so there is no {key!r}")
+        known = {
+            *(level if isinstance(level, dict) else level.to_dict()),
+            *(getattr(level, "attribute_map", None) or ()),
+        }
+        found = level.get(part) if isinstance(level, dict) else getattr(level, part, None)
+        is_property = part == key and not part.startswith("_") and hasattr(level, part) and not callable(found)
+        if part not in known and not is_property:
             where = f" in {above}" if above else ""
             raise ModelSourceError(source, f"its config has no {part!r}{where}" + nearest(part, known, "keys"))
-        level = level[part] if isinstance(level, dict) else getattr(level, part, None)
-        above = f"{above}.{part}" if above else part
-        if above != key and not (isinstance(level, dict) or hasattr(level, "to_dict")):
-            raise ModelSourceError(source, f"{above!r} in its config has no keys below it, so there is no {key!r}")
-
-
-def _is_setting(config: Any, name: str) -> bool:
-    return not name.startswith("_") and hasattr(config, name) and not callable(getattr(config, name))
-
-
-def _check_sign(source: str, config: Any, key: str, value: object) -> None:
-    """Refuse a negative number in place of a count or a size, an empty loop; ids of tokens and labels may be one."""
-    *levels, name = key.split(".")
-    for level in levels:
-        config = getattr(config, level, None)
-    before = getattr(config, name, None)
-    numbers = all(isinstance(number, int | float) and not isinstance(number, bool) for number in (before, value))
-    if numbers and not name.endswith(("_id", "_ids", "_index")) and value < 0 < before:  # type: ignore[operator]
-        raise ModelSourceError(source, f"its config has {key}={before}, and {value} is negative")
+        level, above = found, f"{above}.{part}" if above else part
+    numbers = all(isinstance(number, int | float) and not isinstance(number, bool) for number in (level, value))
+    is_id = key.endswith(("_id", "_ids", "_index"))  # of tokens and labels: -1 is none
+    if numbers and not is_id and value < 0 < level:  # type: ignore[operator]
+        raise ModelSourceError(source, f"its config has {key}={level}, and {value} is negative")
 
 
 def _with(config: Any, overrides: Mapping[str, object]) -> dict[str, Any]:

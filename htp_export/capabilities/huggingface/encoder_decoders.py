@@ -95,7 +95,7 @@ class EncoderAndDecoder(Calls):
         """The cache after the first tokens."""
         cache = empty_cache(self.model)
         try:
-            run(self.model, {**self._own_names(self._first), "past_key_values": cache})
+            run(self.model, {**self._own_names(self._first), self.cache: cache})
         except InputError:
             raise
         except Exception as error:  # whatever a model raises that wants other states
@@ -105,7 +105,7 @@ class EncoderAndDecoder(Calls):
         return cache
 
     def _two_decoders(self, cache: Any) -> dict[str, ExampleCall]:
-        following = {"input_ids": self._ids[1], **self._mask, "past_key_values": cache}
+        following = {"input_ids": self._ids[1], **self._mask, self.cache: cache}
         return {
             "decoder_model": self.call({"prefill": self._first}, adapt=self._begin, axes=_FIRST_TOKENS),
             "decoder_with_past_model": self.call({"decode": following}, adapt=self._go_on, axes=_NEXT_TOKENS),
@@ -121,12 +121,9 @@ class EncoderAndDecoder(Calls):
         nothing.cross_attention_cache = emptied(cache.cross_attention_cache)
         some.cross_attention_cache = emptied(cache.cross_attention_cache, length // 2)
         following = {**self._first, "input_ids": self._ids[1]}
-        runs = {
-            "prefill": {**self._first, "past_key_values": nothing},
-            "decode": {**following, "past_key_values": cache},
-        }
+        runs = {"prefill": {**self._first, self.cache: nothing}, "decode": {**following, self.cache: cache}}
         self._check_merged(runs)
-        example = {**following, "past_key_values": some}
+        example = {**following, self.cache: some}
         call = self.call(runs, adapt=self._all_missing, axes=_ANY_TOKENS, example=example)
         return {"decoder_model_merged": call}
 
@@ -164,19 +161,19 @@ class EncoderAndDecoder(Calls):
     def _begin(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """The first tokens: nothing is in a cache."""
         returned = forward(**self._own_names(arguments))
-        return {"logits": returned.logits, "past_key_values": returned.past_key_values}
+        return {"logits": returned.logits, self.cache: returned[self.cache]}
 
     def _go_on(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """The tokens after the first ones: what the encoder found is in the cache.
 
         The model asks for the states of the encoder again, and reads their sizes alone.
         """
-        keys = arguments["past_key_values"].cross_attention_cache.layers[0].keys
+        keys = arguments[self.cache].cross_attention_cache.layers[0].keys
         hidden = self._encoded.last_hidden_state
         unread = hidden.new_zeros(keys.shape[0], keys.shape[2], hidden.shape[-1], device=keys.device)
         returned = forward(**self._own_names({**arguments, "encoder_hidden_states": unread}))
-        grown = returned.past_key_values.self_attention_cache
-        return {"logits": returned.logits, "past_key_values.self_attention_cache": grown}
+        grown = returned[self.cache].self_attention_cache
+        return {"logits": returned.logits, f"{self.cache}.self_attention_cache": grown}
 
     def _all_missing(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Any tokens: the model computes what the cache does not have of the encoder's states.
@@ -186,7 +183,7 @@ class EncoderAndDecoder(Calls):
         """
         import torch
 
-        cache, hidden = arguments["past_key_values"], arguments["encoder_hidden_states"]
+        cache, hidden = arguments[self.cache], arguments["encoder_hidden_states"]
         layers = cache.cross_attention_cache.layers
         known, length = layers[0].keys.shape[2], hidden.shape[1]
         kept = known - known // length
@@ -201,4 +198,4 @@ class EncoderAndDecoder(Calls):
             every = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
             arguments.setdefault("encoder_attention_mask", every)
         returned = forward(**self._own_names(arguments))
-        return {"logits": returned.logits, "past_key_values": returned.past_key_values}
+        return {"logits": returned.logits, self.cache: returned[self.cache]}

@@ -192,8 +192,13 @@ class Calls:
 
     def without_a_cache(self) -> InputError:
         """The error for a model that puts nothing into a cache."""
-        problem = "returns no past_key_values: its config has use_cache=False, or it uses a cache of its own"
+        problem = f"returns no {self.cache}: its config has use_cache=False, or it uses a cache of its own"
         return self.refused(problem, "")
+
+    @property
+    def cache(self) -> str:
+        """The argument of the model that is a cache, and the name of the one that it returns."""
+        return caches.cache_argument(type(self.model)) or ""  # whatever `adapted` calls
 
     def inputs(self, shapes: Mapping[str, Any] | None, batch: int = 1) -> dict[str, Any]:
         """Example inputs of the model; see `example_inputs`."""
@@ -229,13 +234,10 @@ class Calls:
         }
         cache = caches.empty_cache(self.model)
         try:
-            run(self.model, {**first, "past_key_values": cache})
+            run(self.model, {**first, self.cache: cache})
         except Exception as error:  # whatever a model raises that has a cache of its own
             raise self.refused(f"cannot be called with a {type(cache).__name__} ({described(error)})") from error
-        runs = {
-            "prefill": {**first, "past_key_values": caches.emptied(cache)},
-            "decode": {**rest, "past_key_values": cache},
-        }
+        runs = {"prefill": {**first, self.cache: caches.emptied(cache)}, "decode": {**rest, self.cache: cache}}
         order = named_parameters(self.model)
         return {name: {key: given[key] for key in order if key in given} for name, given in runs.items()}
 
@@ -259,20 +261,28 @@ class Calls:
         with adapted(model, adapt, kwargs):
             returned = run(model, copy.deepcopy(kwargs))
         if adapt is None and isinstance(returned, Mapping):
-            kept = wanted_outputs(base, [name for name in returned if name != "past_key_values"])
-            kept += [name for name in returned if name == "past_key_values"]
+            kept = wanted_outputs(base, [name for name in returned if name != self.cache])
+            kept += [name for name in returned if name == self.cache]
             if len(kept) < len(returned):
                 adapt = functools.partial(_keeping, kept)
                 returned = {name: returned[name] for name in kept}
         inputs, outputs = dict(named_tensors_in(kwargs)), dict(named_tensors_in(returned))
-        if any(path.startswith(CACHE) for path in inputs) and not any(path.startswith(CACHE) for path in outputs):
+        own = f"{self.cache}."
+        if any(path.startswith(own) for path in inputs) and not any(path.startswith(own) for path in outputs):
             raise self.without_a_cache()
-        taken = {path: _axes_of(path, axes) or input_axes(base, path, tensor) for path, tensor in inputs.items()}
-        made = {path: _axes_of(path, axes, is_output=True) or output_axes(base, path) for path in outputs}
+        taken = {path: self._axes_of(path, axes) or input_axes(base, path, tensor) for path, tensor in inputs.items()}
+        made = {path: self._axes_of(path, axes, "present.") or output_axes(base, path) for path in outputs}
         ins, outs = self._names(list(inputs), list(outputs))
         named = dict(zip((*ins, *outs), (*taken.values(), *made.values()), strict=True))
         shapes = {name: _dynamic(name, value, taken) for name, value in kwargs.items()}
         return ExampleCall(self.task, model, kwargs, shapes, ins, outs, named, runs, adapt, right_padding)
+
+    def _axes_of(self, path: str, axes: Mapping[str, Axes] | None, side: str = "") -> Axes | None:
+        """The axes that are given for a path, or for all tensors of a cache, or of one side of it."""
+        if path.startswith(f"{self.cache}."):
+            path = f"{side}{CACHE}{path.removeprefix(f'{self.cache}.')}"
+        fitting = [name for name in axes or {} if path == name or (CACHE in name and path.startswith(name))]
+        return (axes or {})[max(fitting, key=len)] if fitting else None
 
     def _names(self, inputs: list[str], outputs: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         if self.cache_names == "optimum":
@@ -288,13 +298,6 @@ def _keeping(names: list[str], forward: Callable[..., Any], arguments: dict[str,
     """Let a model return these of its results alone."""
     returned = forward(**arguments)
     return {name: returned[name] for name in names}
-
-
-def _axes_of(path: str, axes: Mapping[str, Axes] | None, *, is_output: bool = False) -> Axes | None:
-    """The axes that are given for a path, or for all tensors of a cache, or of one side of it."""
-    path = f"present.{path}" if is_output and path.startswith(CACHE) else path
-    fitting = [name for name in axes or {} if path == name or (CACHE in name and path.startswith(name))]
-    return (axes or {})[max(fitting, key=len)] if fitting else None
 
 
 def _dynamic(name: str, value: Any, axes: Mapping[str, Axes]) -> Any:

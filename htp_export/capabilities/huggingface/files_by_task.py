@@ -9,7 +9,6 @@ from htp_export.capabilities.huggingface.caches import register_caches, warn_of_
 from htp_export.capabilities.huggingface.encoder_decoders import EncoderAndDecoder
 from htp_export.capabilities.huggingface.example_calls import CACHE, DECODER, CacheNames, Calls, ExampleCall
 from htp_export.capabilities.huggingface.images_and_text import ImagesAndText
-from htp_export.capabilities.huggingface.inputs import named_parameters
 from htp_export.capabilities.huggingface.sources import Processor
 from htp_export.capabilities.huggingface.tasks import split_task, task_of
 from htp_export.errors import InputError
@@ -47,7 +46,8 @@ def example_calls(
         two_files: Whether a decoder has two files, ``decoder_model`` and ``decoder_with_past_model``; by default, that
             of an encoder-decoder does. One that takes images has one file.
         cache_names: Whose names the tensors of the cache have: optimum's (``past_key_values.0.key``,
-            ``present.0.key``) or those of ``transformers.exporters`` (``input.past_key_values.layers.0.keys``).
+            ``present.0.key``) or those of ``transformers.exporters`` (``input.cache.layers.0.keys``;
+            ``past_key_values`` for ``cache`` before 5.24).
         sizes: Name of a dimension → its size in the example: ``batch_size``, ``sequence_length``,
             ``past_sequence_length``, ``encoder_sequence_length``.
         shapes: As for `example_inputs`, for tasks without a cache.
@@ -74,10 +74,8 @@ def example_calls(
     calls = Calls(*given)
     if not has_cache:
         return {"model": _without_a_cache(calls, shapes)}
-    taken = named_parameters(model)
-    if "past_key_values" not in taken:
-        own = next((f", but {name}" for name in ("cache_params", "state") if name in taken), "")
-        raise calls.refused(f"takes no past_key_values{own}")
+    if not calls.cache:
+        raise calls.refused("takes no key-value cache")
     register_caches(model)
     if calls.model.config.is_encoder_decoder:
         return EncoderAndDecoder(*given).calls(two_files is not False)
@@ -103,7 +101,7 @@ def _decoder(calls: Calls, two_files: bool, right_padding: bool) -> dict[str, Ex
         if right_padding:
             warn_of_right_padding(calls.model, **runs)
         return {"model": call}
-    del runs["prefill"]["past_key_values"]
+    del runs["prefill"][calls.cache]
     axes = {f"present.{CACHE}": {0: "batch_size", 2: "sequence_length"}}
     return {
         "decoder_model": calls.call({"prefill": runs["prefill"]}, axes=axes),

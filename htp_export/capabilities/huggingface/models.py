@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.huggingface.configs import tokens_outside, use_cache
+from htp_export.capabilities.huggingface.configs import use_cache
 from htp_export.capabilities.huggingface.packed.checkpoints import is_gguf, is_packed, read_packed
 from htp_export.capabilities.huggingface.sources import Source
 from htp_export.capabilities.huggingface.streaming import check_loaded, find_checkpoint, weights_in_files
@@ -181,8 +181,7 @@ def _random(source: Source, model_class: Any, config: Any, options: Mapping[str,
             torch.default_generator.manual_seed(seed)
             model = _build(model_class, config, **options)
     except Exception as error:  # whatever a model's own code raises on numbers that do not fit together
-        problem = f"the model cannot be built: {described(error, lines=2)}{tokens_outside(config)}"
-        raise ModelSourceError(source.name, problem) from error
+        raise ModelSourceError(source.name, f"the model cannot be built: {described(error, lines=2)}") from error
     spread_parameters(model, torch.Generator().manual_seed(seed))
     return model
 

@@ -246,12 +246,6 @@ def size_of_images(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     """Height and width of what an image processor makes of a square image; None if its settings do not say.
 
     The settings are read and not run: an image processor needs torchvision or PIL, and the size is all that is used.
-
-    Examples:
-        >>> size_of_images({"do_center_crop": True, "size": {"shortest_edge": 256}, "crop_size": 224})
-        (224, 224)
-        >>> size_of_images({"size": {"height": 384, "width": 512}})
-        (384, 512)
     """
     size = settings.get("crop_size") if settings.get("do_center_crop") else None
     size = size if size is not None else settings.get("size") if settings.get("do_resize", True) else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from htp_export.capabilities.huggingface.caches import cache_argument
 from htp_export.capabilities.huggingface.configs import nearest
 from htp_export.errors import ModelSourceError
 
@@ -90,13 +90,7 @@ def generates(config: Any) -> bool:
 
 
 def task_of(model: Any) -> str:
-    """The task that a model is for, guessed from its class; with ``-with-past`` if its config uses a cache.
-
-    Examples:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> task_of(BertForMaskedLM(BertConfig(num_hidden_layers=1, hidden_size=12)))
-        'fill-mask'
-    """
+    """The task that a model is for, guessed from its class; with ``-with-past`` if its config uses a cache."""
     generating = _generating_task(type(model))
     if generating is not None:
         decoder = model.config.get_text_config(decoder=True)
@@ -106,7 +100,8 @@ def task_of(model: Any) -> str:
 
 
 def _generating_task(model_class: Any) -> str | None:
-    if "past_key_values" not in inspect.signature(model_class.forward).parameters or not model_class.can_generate():
+    is_stateful = getattr(model_class, "_is_stateful", False)  # it has a cache of other things than keys and values
+    if cache_argument(model_class) is None or is_stateful or not model_class.can_generate():
         return None
     return next((task for task, auto in _GENERATING.items() if _has_class(auto, model_class)), None)
 

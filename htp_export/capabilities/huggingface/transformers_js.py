@@ -13,11 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.huggingface.companions import (
-    copy_companions,
-    is_companion,
-    write_configs,
-)
+from htp_export.capabilities.huggingface.companions import copy_companions, is_companion, write_configs
 from htp_export.errors import InputError
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.replacing import Move, work_folder

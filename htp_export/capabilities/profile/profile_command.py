@@ -16,6 +16,7 @@ from htp_export.command.options import (
     Idle,
     JsonOption,
     ProviderOption,
+    count_option,
     read_providers,
 )
 from htp_export.command.outputs import report
@@ -24,7 +25,7 @@ from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.discovery import plug_in
 from htp_export.errors import InputError
-from htp_export.process.argument_types import MOST_RUNS, check_whole, most_threads
+from htp_export.process.argument_types import check_whole, most_threads
 
 EXAMPLE = "bert.onnx --runs 50"
 PLACE = ("Check and measure", 3)
@@ -44,10 +45,8 @@ _Level: TypeAlias = Literal["disable", "basic", "extended", "all"]
 def profile_command(
     file: FileArgument,
     runs_on: DataOptions,
-    runs: Annotated[
-        int, typer.Option(min=1, max=MOST_RUNS, help="Measured runs, each with the profiler and without.")
-    ] = 20,
-    warmup: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="Runs before those.")] = 3,
+    runs: Annotated[int, count_option("Measured runs, each with the profiler and without.")] = 20,
+    warmup: Annotated[int, count_option("Runs before those.", 0)] = 3,
     provider: ProviderOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads within an operator.")] = None,
     optimization: Annotated[_Level, "What ONNX Runtime optimises when it loads."] = "all",
@@ -122,10 +121,7 @@ def _options(engine: str, provider: list[str] | None, threads: int | None, level
                 raise InputError(f"--threads: the engine {engine} has no such option")
             given["engine_options"] = {option: threads}
         return given
-    return {
-        "providers": read_providers(provider),
-        "session_options": _session_options(threads, level),
-    }
+    return {"providers": read_providers(provider), "session_options": _session_options(threads, level)}
 
 
 def _session_options(threads: int | None, level: _Level) -> Any:

@@ -64,8 +64,7 @@ def quantize_command(
     ] = None,
     share_weights: ShareOption = False,
     weights: Annotated[
-        Path | None,
-        "A checkpoint that is quantized already (GPTQ, AWQ, bitsandbytes, GGUF): its packed weights.",
+        Path | None, "A checkpoint that is quantized already (GPTQ, AWQ, bitsandbytes, GGUF): its packed weights."
     ] = None,
 ) -> None:
     """Give modules other precisions: int8, int4, fp16.

@@ -15,12 +15,12 @@ from htp_export.command.options import (
     Idle,
     JsonOption,
     SelectOption,
+    count_option,
     seed_option,
 )
 from htp_export.command.outputs import Writes, show_next, show_written, written_folder
 from htp_export.command.plan_options import MetricOption, read_metric
 from htp_export.command.terminal import Steps, notice_line, print_json, show, split_names
-from htp_export.process.argument_types import MOST_RUNS
 
 EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
 PLACE = ("Compress", 3)
@@ -56,26 +56,18 @@ def search_command(
     metric: MetricOption = None,
     select: SelectOption = None,
     depth: DepthOption = None,
-    trials: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Plans that are measured.")] = 50,
+    trials: Annotated[int, count_option("Plans that are measured.")] = 50,
     sampler: Annotated[str, "tpe, nsga2, random or grid."] = "tpe",
     storage: Annotated[str | None, "sqlite:///study.db, postgresql://..., grpc://host:port, or a journal file."] = None,
     study: Annotated[str, "Name of the study in the storage."] = "htp_export",
     grace: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds without a sign of another process before its trial is taken up."),
+        float, typer.Option(min=0, help="Seconds without a sign of another process before its trial is taken up.")
     ] = 60.0,
-    runs: Annotated[
-        int, typer.Option(min=1, max=MOST_RUNS, help="Timed runs of each plan, for the objective latency.")
-    ] = 20,
+    runs: Annotated[int, count_option("Timed runs of each plan, for the objective latency.")] = 20,
     repeats: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=MOST_RUNS,
-            help="Measure plans of the front so often again, for noisy numbers: medians and a spread (0).",
-        ),
+        int, count_option("Measure plans of the front so often again, for noisy numbers: medians and a spread (0).", 0)
     ] = 0,
-    new_tokens: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Tokens after each prompt.")] = 64,
+    new_tokens: Annotated[int, count_option("Tokens after each prompt.")] = 64,
     seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0,
     output: Annotated[Path | None, "A folder for the plans of the front, and its picture.", Writes()] = None,
     as_json: JsonOption = False,

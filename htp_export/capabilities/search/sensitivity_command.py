@@ -15,11 +15,11 @@ from htp_export.command.options import (
     Idle,
     JsonOption,
     SelectOption,
+    count_option,
     seed_option,
 )
 from htp_export.command.plan_options import MetricOption, read_metric
 from htp_export.command.terminal import Steps, print_json, print_text, show, split_names
-from htp_export.process.argument_types import MOST_RUNS
 
 EXAMPLE = "bert.onnx --precision int8,int4 --data inputs.npz --depth 3"
 PLACE = ("Compress", 2)
@@ -45,12 +45,9 @@ def sensitivity_command(
     estimate: Annotated[bool, "Quantize nothing: estimate from weights and inputs."] = False,
     all_but: Annotated[bool, typer.Option("--all-but/--alone", help="Measure all modules but one, too.")] = True,
     by_module: Annotated[bool, "Compare all modules in each quantized model; for --json."] = False,
-    runs: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="Timed runs of each model.")] = 0,
+    runs: Annotated[int, count_option("Timed runs of each model.", 0)] = 0,
     repeats: Annotated[
-        int,
-        typer.Option(
-            min=0, max=MOST_RUNS, help="Measure each model so often, for noisy numbers: medians and a spread (0)."
-        ),
+        int, count_option("Measure each model so often, for noisy numbers: medians and a spread (0).", 0)
     ] = 0,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     as_json: JsonOption = False,

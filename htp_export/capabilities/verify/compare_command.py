@@ -37,12 +37,5 @@ def compare_command(
 
     tolerances = parse_tolerances(tolerance or ())
     with Steps(quiet=as_json).step("comparing"):
-        result = compare(
-            file,
-            other,
-            **runs_on.keywords,
-            select=select or None,
-            seed=seed,
-            tolerances=tolerances,
-        )
+        result = compare(file, other, **runs_on.keywords, select=select or None, seed=seed, tolerances=tolerances)
     report_comparison(result, everything=everything, as_json=as_json)

@@ -13,6 +13,7 @@ import typer
 from htp_export.command.model_options import ModelOptions, SourceCall
 from htp_export.command.options import DimsOption, FileArgument, JsonOption, SelectOption, parse_dims, read_shapes
 from htp_export.command.outputs import report
+from htp_export.command.plan_options import typed_pairs
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 
@@ -70,24 +71,15 @@ def report_runs(results: Mapping[str, Comparison], *, everything: bool, as_json:
 
 
 def parse_tolerances(settings: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """``SELECTOR=ABS,REL`` as typed.
-
-    Raises:
-        InputError: If one is not of that form.
-
-    Examples:
-        >>> parse_tolerances(["class:LayerNorm=1e-3,1e-2"])
-        {'class:LayerNorm': (0.001, 0.01)}
-    """
-    tolerances = {}
-    for setting in settings:
-        selector, equals, numbers = setting.rpartition("=")
+    """``SELECTOR=ABS,REL`` as typed; an `InputError` if one is not of that form."""
+    tolerances, form = {}, "SELECTOR=ABSOLUTE,RELATIVE"
+    for selector, numbers in typed_pairs(settings, "--tolerance", form).items():
         try:
             absolute, relative = map(float, numbers.split(","))
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise InputError(f"--tolerance {setting}: write SELECTOR=ABSOLUTE,RELATIVE, as in 'class:Linear=1e-3,1e-3'")
+        except ValueError as error:
+            raise InputError(
+                f"--tolerance {selector}={numbers}: write {form}, as in 'class:Linear=1e-3,1e-3'"
+            ) from error
         tolerances[selector] = (absolute, relative)
     return tolerances
 
@@ -144,10 +136,12 @@ def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str
     from htp_export.capabilities.huggingface.tasks import split_task
 
     names = {str(value.name) for value in tagged.model.graph.inputs if not value.is_initializer()}
-    is_cached = any("past_key_values." in name for name in names) or "encoder_hidden_states" in names
+    by_transformers = any(name.endswith((".keys", ".values")) for name in names)  # optimum's end in .key and .value
+    by_optimum = any(name.startswith("past_key_values.") for name in names)
+    is_cached = by_transformers or by_optimum or "encoder_hidden_states" in names
     if not (is_cached or split_task(options.task)[1] or (options.task is not None and not sizes)):
         return None
-    cache_names = "transformers" if any(".layers." in name for name in names) else "optimum"
+    cache_names = "transformers" if by_transformers else "optimum"
     known: dict[str, str] = {}
     for two_files in (None, False, True) if is_cached else (None,):
         calls = options.calls_by_task(two_files=two_files, cache_names=cache_names, sizes=sizes)

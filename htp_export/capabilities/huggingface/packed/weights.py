@@ -38,12 +38,7 @@ class Packed:
     order: Array | None = None
 
     def weight(self) -> Array:
-        """The matrix as float32, its columns in the order of the inputs.
-
-        Examples:
-            >>> Packed(np.uint8([[9, 6]]), 4, np.float32([[0.5]]), None, 16, np.array([1, 0])).weight()
-            array([[-1. ,  0.5]], dtype=float32)
-        """
+        """The matrix as float32, its columns in the order of the inputs."""
         middle = np.float32(1 << (self.bits - 1))
         points = middle if self.points is None else self._by_input(self.points.astype(np.float32))
         made = (self.levels.astype(np.float32) - points) * self._by_input(self.scales)
