@@ -229,11 +229,7 @@ def _controlled(
     precision: Precision,
     metric: Metric,
 ) -> onnx.ModelProto:
-    """Quantize with accuracy control.
-
-    For ONNX, NNCF ranks operators by the metric alone, on some samples of the validation data. It is given one sample,
-    which stands for all: a metric need not be one of single samples.
-    """
+    """Quantize with accuracy control, by one sample of validation data: a metric need not be one of single samples."""
     nncf, advanced = _nncf(), _nncf("quantization.advanced_parameters")
 
     def validate(candidate: onnx.ModelProto, samples: Iterable[Any]) -> tuple[float, list[float]]:
@@ -255,10 +251,7 @@ def _controlled(
 
 
 def _parameters(precision: Precision) -> Any:
-    """The fields of a precision as NNCF's advanced parameters.
-
-    Ranges are those of all values, as ``minmax`` says; NNCF's own default takes the mean of the runs' ranges.
-    """
+    """A precision as NNCF's advanced parameters; ranges are those of all values, and not means of the runs' ranges."""
     advanced = _nncf("quantization.advanced_parameters")
     return advanced.AdvancedQuantizationParameters(
         overflow_fix=advanced.OverflowFix.ENABLE if precision.reduce_range else advanced.OverflowFix.DISABLE,

@@ -59,16 +59,7 @@ def read(tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of an engine.
-
-    Attributes:
-        name: Its name.
-        kind: What TensorRT calls it, ``CaskConvolution``; empty if the file has names only.
-        metadata: The ONNX nodes that it was made of, ``[ONNX Layer: name]`` each; empty if the file does not say.
-        inputs: The tensors that it reads.
-        outputs: The tensors that it produces.
-        ms: Mean time in one run; None if the profile does not have it.
-    """
+    """A layer of an engine: kind and metadata, ``[ONNX Layer: name]`` each, if the file has them; ``ms`` of one run."""
 
     name: str
     kind: str = ""
@@ -80,13 +71,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Engine:
-    """The layers of an engine, in the order of execution.
-
-    Attributes:
-        file: The file of the layers.
-        layers: The layers; those that only the profile has are the last.
-        runs: Number of runs of the profile; 0 if it does not say.
-    """
+    """The layers of an engine in the order of execution, those that only the profile has last; 0 runs if unknown."""
 
     file: str
     layers: tuple[Layer, ...]
@@ -94,11 +79,7 @@ class _Engine:
 
 
 def _read_engine(layers: str | os.PathLike[str], times: str | os.PathLike[str]) -> _Engine:
-    """Read what ``--exportLayerInfo`` and what ``--exportProfile`` wrote.
-
-    Raises:
-        FileError: If one cannot be read, is not such a file, or they are not of the same engine.
-    """
+    """Read what ``--exportLayerInfo`` and what ``--exportProfile`` wrote of one engine."""
     listed = _layers(layers)
     timed, runs = _times(times)
     given: defaultdict[str, deque[float]] = defaultdict(deque)
@@ -181,15 +162,6 @@ class EngineNames:
     names what it inserts after what it serves: ``Reformatting CopyNode for Input Tensor 0 to a``, ``squeeze_after_a``,
     ``a_myl0_3``. Parts that are no names of nodes, as ``(Unnamed Layer* 12) [Shuffle]``, tell nothing; a weight tells
     its consumers if nothing else tells more.
-
-    Examples:
-        >>> x, h, y = (ir.val(name) for name in "xhy")
-        >>> nodes = [ir.node("Conv", [x], outputs=[h], name="conv"), ir.node("Relu", [h], outputs=[y], name="relu")]
-        >>> model = ir.Model(ir.Graph([x], [y], nodes=nodes), ir_version=10)
-        >>> from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-        >>> names = EngineNames(TaggedModel(model, Hierarchy([ModuleInfo("", "")])))
-        >>> [node.name for node in names.nodes("Reformatting CopyNode for Input Tensor 0 to conv + PWN(relu)")]
-        ['conv', 'relu']
     """
 
     def __init__(self, tagged: TaggedModel) -> None:
@@ -266,14 +238,11 @@ _REGION = re.compile(r"\{ForeignNode\[(.+)\]\}", re.DOTALL)
 
 
 def _layer_kernels(engine: _Engine, tagged: TaggedModel, name: str) -> tuple[Kernel, ...]:
-    """Return the layers that have times, with their owners.
+    """Return the layers that have times, with their owners; a `FileError` if none is made of a node of the model.
 
     What a layer was made of is told by its metadata; without, by its name; without, by its tensors: the nodes between
     them that no other layer names. ``{ForeignNode[a...b]}`` is the nodes between its tensors, or from ``a`` to ``b``.
     Other layers were inserted, and belong to the modules of their consumers, or else to those of their producers.
-
-    Raises:
-        FileError: If no layer is made of a node of the model.
     """
     names = EngineNames(tagged)
     told = [_told(layer, names) for layer in engine.layers]

@@ -24,16 +24,7 @@ pytestmark = needs_chromium
 SIZES = [(1400, 850), pytest.param((390, 844), marks=pytest.mark.slow)]
 COSTS = ("flops", "activation_bytes")
 
-PART = "(it) => [it.scrollTop / it.scrollHeight, it.clientHeight / it.scrollHeight]"
-IN_SIGHT = """
-(() => {
-  const [pane, table] = ['graph-drawing', 'graph-table'].map((id) => document.getElementById(id));
-  const rows = (it, place, height) => htp.graph.state.order
-    .filter((box) => place(box) > it.scrollTop - height && place(box) < it.scrollTop + it.clientHeight)
-    .map((box) => box.row);
-  return [rows(table, (box) => 28 * box.row, 28), rows(pane, (box) => box.top, 44)];
-})()
-"""
+
 NUMBERS = """
 [...document.querySelectorAll('#graph-canvas .card')].map((card) => {
   const numbers = [...card.querySelectorAll(':scope > .face .numbers span')];
@@ -47,13 +38,6 @@ OTHER_NODE = """
     const box = chip.getBoundingClientRect();
     return box.top > room.top + 40 && box.bottom < room.bottom - 5 && box.left > room.left && box.right < room.right;
   });
-})()
-"""
-COLOURS_OF_OVERVIEW = """
-(() => {
-  const paper = document.querySelector('#graph-overview canvas');
-  const { data } = paper.getContext('2d').getImageData(0, 0, paper.width, paper.height);
-  return new Set(new Uint32Array(data.buffer)).size;
 })()
 """
 
@@ -111,13 +95,6 @@ def click(page: Page, element: str) -> None:
     """A click of the mouse in the middle of an element."""
     x, y, width, height = box(page, element)
     page.click(x + width / 2, y + height / 2)
-
-
-def choose_colour(page: Page, number: int) -> None:
-    page.run(
-        f"it = document.getElementById('graph-colour'), it.selectedIndex = ({number} + it.length) % it.length, "
-        "it.dispatchEvent(new Event('change'))"
-    )
 
 
 def press_switch(page: Page, name: str) -> None:
@@ -315,54 +292,6 @@ def test_edges_of_each_module_are_those_of_what_it_holds(page, net):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_table_follows_the_graph_and_the_graph_the_table(page, net, size):
-    file, _, _ = net
-    open_graph(page, file, size)
-    press_switch(page, "graph-unfold")
-    tops = (
-        "['graph-drawing', 'graph-table'].map((id) => document.getElementById(id))"
-        ".map((it) => it.scrollTop / (it.scrollHeight - it.clientHeight))"
-    )
-    for mover in ("graph-drawing", "graph-table"):
-        scroll(page, mover, "1e9")
-        assert page.run(tops) == pytest.approx([1, 1], abs=0.01)
-        for part in (0.25, 0.5, 0.75):
-            scroll(page, mover, f"{part} * (it.scrollHeight - it.clientHeight)")
-            end = page.run(f"((it) => it.scrollHeight - it.clientHeight)(document.getElementById('{mover}'))")
-            scrolled = page.run(f"document.getElementById('{mover}').scrollTop")
-            assert scrolled == pytest.approx(part * end, abs=1)  # the other one does not move it
-            rows, drawn = page.run(IN_SIGHT)
-            assert {*rows} & {*drawn}, (mover, part)
-            assert all(0 < top < 1 for top in page.run(tops))
-        scroll(page, mover, "0")
-        assert page.run(tops) == pytest.approx([0, 0], abs=0.01)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_overview_follows_the_scroll_position_and_moves_it(page, net, size):
-    file, _, _ = net
-    open_graph(page, file, size, table=False)
-    press_switch(page, "graph-unfold")
-    sight = (
-        "(([outer, inner]) => [(inner.top - outer.top) / outer.height, inner.height / outer.height])"
-        "(['graph-overview', 'graph-sight'].map((id) => document.getElementById(id).getBoundingClientRect()))"
-    )
-    seen = f"({PART})(document.getElementById('graph-drawing'))"
-    for part in (0, 0.3, 1):
-        scroll(page, "graph-drawing", f"{part} * (it.scrollHeight - it.clientHeight)")
-        assert page.run(sight) == pytest.approx(page.run(seen), abs=0.03)
-        assert page.run("document.getElementById('graph-overview').ariaValueNow") == str(round(100 * part))
-    click(page, "document.getElementById('graph-overview')")
-    scroll(page, "graph-drawing", "it.scrollTop")
-    top, height = page.run(seen)
-    assert top + height / 2 == pytest.approx(0.5, abs=0.03)
-    page.run("document.getElementById('graph-overview').focus()")
-    page.press("Home")
-    assert page.run(seen)[0] == 0
-    assert page.run(COLOURS_OF_OVERVIEW) > 5
-
-
-@pytest.mark.parametrize("size", SIZES)
 def test_a_click_on_a_card_or_a_row_selects_it_everywhere(page, net, size):
     file, _, _ = net
     open_graph(page, file, size)
@@ -411,26 +340,6 @@ def test_the_keyboard_opens_modules_and_walks_through_them(page, net, pane):
     assert page.run(f"document.getElementById('{active}').getAttribute('aria-selected')") == "true"
 
 
-def test_cards_are_coloured_by_any_measure_in_both_themes(page, net):
-    file, _, _ = net
-    grounds = {}
-    for theme in ("light", "dark"):
-        page.theme(theme)
-        open_graph(page, file)
-        press_switch(page, "graph-fold")
-        choices = page.run("[...document.querySelectorAll('#graph-colour option')].map((option) => option.value)")
-        assert choices[:3] == ["class", "total_ms", "flops"]
-        choose_colour(page, 1)
-        face = "(path) => document.querySelector(`#graph-canvas .card[title='${path}'] .face`)"
-        colours = page.run(f"['layer.0', 'layer.1', 'head'].map({face}).map((it) => it.style.background)")
-        assert len(set(colours)) == 3
-        grounds[theme] = colours
-        shown = page.run(f"[...({face})('layer.1').querySelectorAll('.numbers span')].map((it) => it.textContent)")
-        assert shown[0] == "6.00 ms 67 %"
-    assert not set(grounds["light"]) & set(grounds["dark"])
-    page.theme("light")
-
-
 def test_a_node_of_several_modules_is_drawn_once_in_the_module_above_them(page, tmp_path):
     htp_export.view(handmade.encoder(), tmp_path / "encoder.html", explorer=False)
     open_graph(page, tmp_path / "encoder.html")
@@ -465,16 +374,6 @@ def test_a_graph_of_20000_nodes_draws_no_more_than_can_be_seen(page, tmp_path):
     page.run("htp.select(htp.nodes[19_990])")
     assert page.run("document.querySelector('#graph-canvas .card.selected').title") == "node_v19990"
     assert page.run("document.querySelector('#graph-rows .row.selected .label').textContent") == "node_v19990"
-
-
-def test_many_nodes_beside_each_other_stand_in_several_lines(page, tmp_path):
-    x = handmade.value("x")
-    nodes = [handmade.tagged_node("Neg", [x], "", f"v{k}") for k in range(100)]
-    htp_export.view(handmade.model([x], nodes, [], []), tmp_path / "wide.html", explorer=False)
-    open_graph(page, tmp_path / "wide.html")
-    tops = page.run("htp.graph.state.order.filter(({ item }) => item.kind === 'node').map((box) => box.top)")
-    assert max(map(tops.count, tops)) == 8
-    assert len(set(tops)) == 13
 
 
 class Blocks(torch.nn.Module):
@@ -552,21 +451,3 @@ def test_alike_modules_with_others_between_them_are_drawn_each(page, tmp_path):
     open_graph(page, tmp_path / "around.html")
     assert [label for label in labels(page) if label.startswith("h.")] == ["h.0", "h.1"]
     assert page.run("document.querySelectorAll('#graph-canvas .back').length") == 0
-
-
-@pytest.mark.parametrize("width", [1440, 390])
-def test_the_drawing_has_the_width_and_columns_do_not_collide(page, net, width):
-    file, _, _ = net
-    open_graph(page, file, (width, 850), table=False)
-    drawing = box(page, "document.getElementById('graph-drawing')")
-    assert drawing[2] > 0.68 * width
-    assert drawing[3] > 500
-    if width > 1000:
-        click(page, "document.getElementById('side-fold')")
-        assert box(page, "document.getElementById('graph-drawing')")[2] > 0.9 * width
-        click(page, "document.getElementById('side-fold')")
-        press_switch(page, "graph-list")
-    for head in ("#graph-head", "#head"):
-        page.run(f"htp.tab('{'modules' if head == '#head' else 'graph'}')")
-        overflow = "(cell) => getComputedStyle(cell).overflow"
-        assert set(page.run(f"[...document.querySelectorAll('{head} > div')].map({overflow})")) == {"hidden"}

@@ -166,16 +166,6 @@ def test_times_are_sorted_at_first_and_have_shares_and_colours(page, net):
     assert page.run("document.getElementById('graph-colour').value") == "total_ms"
 
 
-def test_a_column_sorts_siblings_and_the_list_sorts_everything(page, net):
-    start(page, net)
-    page.run("document.getElementById('fold').click(), document.querySelectorAll('#head > div')[2].click()")
-    assert shown(page) == ["(root)", "head", "layer.0", "layer.1"]
-    page.run("document.getElementById('flat').click()")
-    assert page.run("document.querySelectorAll('#head > div')[2].getAttribute('aria-sort')") == "ascending"
-    page.run("for (let k = 0; k < 2; k++) document.querySelectorAll('#head > div')[2].click()")
-    assert shown(page)[:4] == ["(root)", "layer.1", "layer.0", "layer.1.fc"]
-
-
 def test_areas_of_the_map_are_as_large_as_what_they_measure(page, net):
     start(page, net)
     page.run("htp.tab('map')")
@@ -479,27 +469,6 @@ def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack, stacked):
     drawn = console.export_text().splitlines()[1:-1]  # between the header and what is known of the tags
     lines = [re.split(r"\s{2,}", line.lstrip("│├└─ "))[0] for line in drawn]
     assert shown(page) == lines
-
-
-def test_repeats_are_taken_apart_by_key_and_by_click_and_put_together_again(page, stack):
-    start(page, stack)
-    page.run("document.getElementById('table').focus()")
-    page.press("ArrowDown", "x")
-    apart = [*FOLDED[:2], "layer.0", "layer.1", "layer.2", "layer.3", "layer.4"]
-    assert shown(page) == apart
-    page.press("ArrowDown", "ArrowDown", "ArrowRight")
-    assert shown(page) == [*apart[:4], "fc", "act", "drop", ADDED.replace("2", "1"), *apart[4:]]
-    page.run("document.querySelector('.times').click()")
-    assert shown(page) == FOLDED
-    page.press("ArrowLeft")
-    assert shown(page) == ["(root)", FOLDED[1], "layer.4"]
-    page.press("Enter", "ArrowRight")
-    assert selected(page) == "fc"
-    page.run("document.getElementById('repeats').click()")
-    assert FOLDED[1] not in shown(page)
-    assert [name for name in shown(page) if name.startswith("layer")] == [f"layer.{k}" for k in range(5)]
-    page.run("document.getElementById('repeats').click()")
-    assert FOLDED[1] in shown(page)
 
 
 def test_a_module_inside_of_repeats_is_found_and_shown_on_its_own(page, stack):

@@ -10,10 +10,10 @@ import pytest
 
 import htp_export
 from htp_export.format.hierarchy import ModuleInfo
-from tests import handmade, screens
+from tests import handmade
 from tests.chromium import Page, needs_chromium
 from tests.exporting import quick
-from tests.view.test_view_page import chain, search, shown, start
+from tests.view.test_view_page import search, shown, start
 
 pytestmark = needs_chromium
 
@@ -47,15 +47,6 @@ def at(page: Page) -> str:
 def go(page: Page, file: Path, fragment: str) -> None:
     page.open(file, fragment)
     page.wait("document.documentElement.dataset.ready")
-
-
-def test_bars_of_modules_that_are_drawn_as_one_are_named_by_their_layer(page, encoder_page):
-    go(page, encoder_page, "#modules=layers.0.mlp")
-    assert page.run("htp.selected.kind") == "fold"
-    names = "[...document.querySelectorAll('#detail .ops a')].map((link) => link.textContent)"
-    assert page.run(names) == [f"layers.{k}" for k in range(screens.LAYERS)]
-    two = "[{ path: 'a.0.fc.3.x' }, { path: 'a.1.fc.4.x' }]"
-    assert page.run(f"htp.labels({two})") == ["a.0.fc.3", "a.1.fc.4"]
 
 
 def test_a_node_has_its_time_or_an_equal_part_its_attributes_and_the_values_of_small_constants(page, constants):
@@ -133,23 +124,6 @@ def test_a_link_to_what_is_not_there_shows_the_whole(page, encoder_page):
         assert page.said == []  # of this address
 
 
-def test_colours_of_the_map_are_scaled_over_what_is_drawn_and_explained(page, encoder_page):
-    go(page, encoder_page, "#tab=map")
-    colour = "document.getElementById('map-colour').value"
-    legend = "document.getElementById('legend').innerText"
-    assert "Linear" in page.run(legend)
-    page.run(f"{colour} = 'total_ms', htp.map.draw()")
-    leaves = "htp.map.boxes().filter((box) => box.leaf).map((box) => htp.columns[0].of(box.module))"
-    whole = page.run(f"Math.max(...{leaves})")
-    assert f"{whole:.2f} ms, the largest drawn" in page.run(legend)
-    assert whole < page.run("htp.columns[0].of(htp.byPath.get('layers.0'))")
-    page.run("htp.map.zoom(htp.byPath.get('layers.0.attention'))")
-    part = page.run(f"Math.max(...{leaves})")
-    assert part < whole
-    most = max(part, page.run("htp.columns[0].ownOf(htp.byPath.get('layers.0.attention'))"))
-    assert f"{most:.3f} ms, the largest drawn" in page.run(legend)
-
-
 def test_the_map_is_walked_by_keyboard_and_says_where(page, encoder_page):
     go(page, encoder_page, "#tab=map")
     page.run("document.querySelector('#map canvas').focus()")
@@ -202,45 +176,3 @@ def test_the_facts_are_readable_in_full(page, tmp_path, width):
     assert "and 26 more inputs and outputs" in page.run("document.getElementById('ends').innerText")
     page.run("document.querySelector('#ends details').open = true")
     assert "past_key_values.29.key_with_a_long_name" in page.run("document.getElementById('ends').innerText")
-
-
-def test_on_a_phone_the_numbers_stand_beside_the_names(page, encoder_page):
-    page.size(390, 844)
-    start(page, encoder_page)
-    number = "document.querySelectorAll('.row')[1].querySelectorAll('.number')[1].getBoundingClientRect()"
-    assert page.run(f"{number}.right") < 390
-    page.run("document.getElementById('table').scrollLeft = 300")
-    name = "document.querySelectorAll('.row')[1].querySelector('.name').getBoundingClientRect()"
-    assert page.run(f"{name}.left") == 0
-    assert page.run("document.getElementById('table').clientHeight") > 300
-
-
-@pytest.mark.slow
-def test_on_a_phone_the_graph_has_the_whole_width(page, encoder_page):
-    page.size(390, 844)
-    go(page, encoder_page, "#tab=explorer&module=layers.2")
-    page.wait("document.getElementById('explorer').dataset.ready")
-    frame = "document.querySelector('#explorer iframe').contentDocument"
-    page.wait(f"{frame}.querySelector('webgl-renderer canvas')?.clientWidth > 380")
-    assert page.run(f"{frame}.querySelector('info-panel')?.offsetParent") is None
-    assert "layers.2" in detail(page)
-
-
-@pytest.mark.slow
-def test_opening_all_of_a_large_graph_is_asked_about_and_levels_open_step_by_step(page, tmp_path):
-    htp_export.view(chain(4000), tmp_path / "large.html")
-    go(page, tmp_path / "large.html", "#tab=explorer")
-    page.wait("document.getElementById('explorer').dataset.ready")
-    frame = "document.querySelector('#explorer iframe').contentDocument"
-    page.wait(f"{frame}.querySelector('.expand-all')")
-    page.run(f"{frame}.querySelector('.expand-all').click()")
-    assert "4,000 nodes" in page.run("document.querySelector('#explorer .ask').innerText")
-    page.run("document.querySelector('#explorer .ask button').click()")
-    assert page.run("document.querySelector('#explorer .ask')") is None
-    levels = "[...document.querySelectorAll('#explorer-bar button')]"
-    assert page.run(f"{levels}.map((level) => level.textContent)") == ["0", "1", "2", "3", "4, all"]
-    assert page.run(f"{levels}.map((level) => level.className)") == ["", "", "", "", "many"]
-    page.run(f"{levels}[4].click()")
-    assert "This lays out" in page.run("document.querySelector('#explorer .ask').innerText")
-    page.run(f"document.querySelector('#explorer .ask button').click(), {levels}[1].click()")
-    page.wait("document.getElementById('explorer').dataset.ready")

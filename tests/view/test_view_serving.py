@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,18 +206,3 @@ def test_the_page_works_as_it_does_from_the_disk(page: Page) -> None:
         finally:
             server.shutdown()
             running.join()
-
-
-def test_connections_that_say_nothing_take_a_bounded_number_of_threads(server: PageServer) -> None:
-    before = threading.active_count()
-    waiting = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(100)]
-    for connection in waiting:
-        connection.sendall(b"GET /")
-    assert ask(server).status == 200
-    deadline = time.monotonic() + 20
-    while threading.active_count() - before > 40 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert threading.active_count() - before <= 40
-    assert ask(server).status == 200
-    for connection in waiting:
-        connection.close()

@@ -20,7 +20,7 @@ def render(difference: ModelDifference, *, depth: int | None = None, only_change
     """A table with a line for each module, alike ones once, and a sum.
 
     Modules that were moved, added or removed together with one above them have no line, nor those more than ``depth``
-    names below the root; with ``only_changed``, nor those that are the same. Markup in names is not interpreted.
+    names below the root; with ``only_changed``, nor those that are the same.
     """
     parts: list[RenderableType] = []
     differing = {module.path for module in difference.topmost()}

@@ -255,9 +255,7 @@ class StageRunner:
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run all stages: input name → numpy array, torch tensor or nested lists of numbers; output name → array.
 
-        Raises:
-            InputError: If the inputs are not those of the model, or ONNX Runtime cannot load or run a stage; it says
-                which.
+        An `InputError` says that inputs are not those of the model, or which stage ONNX Runtime cannot load or run.
         """
         stages, outputs = self._partition.stages, self._partition.outputs
         feed = Inputs(_input(name, tensor) for name, tensor in self._partition.inputs.items()).feed(inputs)

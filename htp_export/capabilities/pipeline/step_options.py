@@ -16,12 +16,7 @@ from htp_export.files.data_plan import sha256_of
 
 
 def described_options(value: Any) -> Any:
-    """Return options as JSON can hold them: an array, a tensor or a PyTorch model by its hash, others by their class.
-
-    Examples:
-        >>> described_options({"level": "exact", "dims": (1, 2), "data": iter([])})
-        {'level': 'exact', 'dims': [1, 2], 'data': {'object': 'list_iterator'}}
-    """
+    """Return options as JSON can hold them: an array, a tensor or a model by its hash, others by their class."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, os.PathLike):
@@ -35,12 +30,7 @@ def described_options(value: Any) -> Any:
 
 
 def is_described(value: Any) -> bool:
-    """Return whether described options hold everything that decides what a step makes.
-
-    Examples:
-        >>> is_described({"data": {"object": "ndarray", "sha256": "0"}}), is_described([{"object": "list_iterator"}])
-        (True, False)
-    """
+    """Return whether described options hold everything that decides what a step makes."""
     return all("sha256" in stand_in for stand_in in _objects(value))
 
 
@@ -59,12 +49,7 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def texts_in(options: Any) -> Iterator[str]:
-    """Every text among the values of options, however deep.
-
-    Examples:
-        >>> list(texts_in({"level": "exact", "rank": 8, "tables": [{"name": "a.csv"}]}))
-        ['exact', 'a.csv']
-    """
+    """Every text among the values of options, however deep."""
     if isinstance(options, str | os.PathLike):
         yield os.fspath(options)
     elif isinstance(options, Mapping | list | tuple):
@@ -73,12 +58,7 @@ def texts_in(options: Any) -> Iterator[str]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is nothing but numbers, truth values and lists of them.
-
-    Examples:
-        >>> is_plain([1, 2.5, None, True]), is_plain({"a": 1}), is_plain(["a"])
-        (True, False, False)
-    """
+    """Return whether a value is nothing but numbers, truth values and lists of them."""
     return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | None)
 
 

@@ -36,12 +36,7 @@ _UNWRITABLE = frozenset("(),;=: ")
 def device_named(word: str) -> str:
     """The device that a word means: one of ``_KINDS``, ``gpu:1``, ``gpu:nvidia``, or an execution provider.
 
-    ``OpenVINOExecutionProvider`` may be ``openvino``; that of a plugin has its own name. If ONNX Runtime knows no such
-    device, the `InputError` lists those that it knows.
-
-    Examples:
-        >>> device_named("GPU"), device_named("gpu:1"), device_named("tensorrt")
-        ('gpu', 'gpu:1', 'TensorrtExecutionProvider')
+    ``OpenVINOExecutionProvider`` may be ``openvino``; that of a plugin has its own name. Others are an `InputError`.
     """
     import onnxruntime
 
@@ -67,10 +62,6 @@ def assignment_settings(devices: Iterable[str]) -> str:
 
     ``cpu`` stands for ``CPUExecutionProvider`` alone: to ONNX Runtime the word ``cpu`` is the first provider of the
     session whose device is a CPU, which may be that of OpenVINO, QNN or XNNPACK.
-
-    Examples:
-        >>> assignment_settings(["gpu", "cpu"])
-        'gpu(=gpu); CPUExecutionProvider(=cpu)'
     """
     return "; ".join(f"{HOST if device == 'cpu' else device}(={device})" for device in devices)
 
@@ -84,11 +75,7 @@ def is_device(device: str, provider: str) -> bool:
 
 
 def session_options_with(entries: Mapping[str, str], options: Any = None) -> Any:
-    """Session options, those that are given or new ones, with configuration entries for layer assignment.
-
-    Raises:
-        InputError: If this ONNX Runtime would ignore them, or the options assign layers by the names of nodes.
-    """
+    """Session options with entries for layer assignment; an `InputError` if ONNX Runtime would ignore them."""
     import onnxruntime
 
     if tuple(int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:2]) < _HONOURED_SINCE:

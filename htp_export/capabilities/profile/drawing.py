@@ -30,10 +30,7 @@ def render_profile(
     """A table with a line for each module that takes time: total, self, share and kernels; then the whole in words.
 
     Modules more than ``depth`` levels below the root are left out; containers that never ran are no level. With
-    ``fold``, siblings that are alike and follow each other are drawn once, with the mean of their times.
-
-    Raises:
-        ValueError: If ``sort`` is none of ``SORTS``.
+    ``fold``, alike siblings that follow each other are drawn once, with the mean of their times.
     """
     if sort not in SORTS:
         raise ValueError(f"sort is one of {', '.join(SORTS)}, not {sort!r}")

@@ -272,21 +272,7 @@ def _module(
 def budgets_by_module(
     budgets: Mapping[str, str | float], classes: Mapping[str, str], whole_ms: float = 0.0
 ) -> dict[str, float]:
-    """Module path → its budget in ms; of several that name a module, the last one.
-
-    Args:
-        budgets: Selector → a number of ms, or a text: ``5ms``, or ``20%`` of ``whole_ms``.
-        classes: Module path → class, of all modules.
-        whole_ms: Time of the whole model.
-
-    Raises:
-        InputError: If a budget is neither a time nor a share.
-        SelectorError: If a selector cannot be read or matches no module.
-
-    Examples:
-        >>> budgets_by_module({"*": "5ms", "b": "50%"}, {"": "Net", "a": "Linear", "b": "Linear"}, 8.0)
-        {'a': 5.0, 'b': 4.0}
-    """
+    """Module path → its budget in ms; of several that name a module, the last one; see `Profile.over`."""
     return {
         path: limit
         for selector, budget in budgets.items()

@@ -221,12 +221,7 @@ def _useful(tagged: TaggedModel) -> set[ir.Value]:
 def tolerance_of(
     tagged: TaggedModel, tolerances: Mapping[str, tuple[float, float]]
 ) -> Callable[[str], Tolerance | None]:
-    """A function from a module to its tolerance; None for modules without one. The last selector that matches applies.
-
-    Raises:
-        InputError: If a tolerance is negative or not a number.
-        SelectorError: If a selector cannot be read, or matches nothing.
-    """
+    """A function from a module to its tolerance, None without one; the last selector that matches applies."""
     check_tolerances(tolerances)
     by_path: dict[str, Tolerance] = {}
     for selector, (absolute, relative) in tolerances.items():
@@ -235,11 +230,7 @@ def tolerance_of(
 
 
 def check_tolerances(tolerances: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse tolerances that are no numbers from 0 up.
-
-    Raises:
-        InputError: If there is one.
-    """
+    """Refuse tolerances that are no numbers from 0 up."""
     for selector, (absolute, relative) in tolerances.items():
         if not (absolute >= 0 and relative >= 0):
             raise InputError(f"tolerance of {selector!r}: {absolute}, {relative} are not two numbers from 0 up")

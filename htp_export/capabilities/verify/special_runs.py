@@ -52,14 +52,7 @@ class DumpedRun(FileRun):
 
     @classmethod
     def of(cls, run: FileRun, dump: Dump) -> DumpedRun:
-        """A file with a dump.
-
-        Names are those of the file; or as engines write them, with ``_`` for what is no letter and no digit.
-
-        Raises:
-            FileError: If the dump is no ``.npz`` file of plain arrays.
-            InputError: If it has no tensor of the file, or was made of other inputs.
-        """
+        """A file with a dump, whose names are those of the file, or have ``_`` for what is no letter and no digit."""
         arrays = NpzArrays(dump) if isinstance(dump, str | os.PathLike) else dump
         name = os.fspath(dump) if isinstance(dump, str | os.PathLike) else "the dump"
         dumped = _resolved(run.tagged, arrays)
@@ -284,11 +277,7 @@ def _check(run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolera
 def check_run(
     run: FileRun, calls: Sequence[ModuleCall], store: ArrayStore, tolerances: Tolerances, *, isolated: bool
 ) -> tuple[list[CheckedCall], Blame, dict[str, str], tuple[str, ...]]:
-    """The compared calls, the modules that are wrong themselves, why others were not compared, and `next_outputs`.
-
-    Raises:
-        InputError: If the file is run, and cannot be.
-    """
+    """The compared calls, the modules that are wrong themselves, why others were not compared, and `next_outputs`."""
     if isolated:
         checked, reasons = _check_isolated(run, calls, store, tolerances)
         return checked, blame_by_nesting(checked), reasons, ()

@@ -46,11 +46,7 @@ class MissingApplicationError(InputError):
 
 
 def application(prelude: str) -> dict[str, Any]:
-    """The application as plain data: its scripts, its style and the files that it loads.
-
-    Raises:
-        MissingApplicationError: If it is not there, or not as it was when this was written.
-    """
+    """The application's scripts, style and files, as plain data; a `MissingApplicationError` if there is none."""
     folder = _folder()
     scripts = {name: _only(folder, f"{name}-*.js") for name in ("main", "polyfills", "worker")}
     style = _only(folder, "styles-*.css")
