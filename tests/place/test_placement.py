@@ -223,10 +223,6 @@ def test_session_options(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own.intra_op_num_threads = 3
     options = placed.session_options(own)
     assert (entry_of(options, SETTINGS), options.intra_op_num_threads) == ("gpu(=gpu)", 3)
-    named = onnxruntime.SessionOptions()
-    named.add_session_config_entry("session.name_based_layer_assignment", "gpu(blocks)")
-    with pytest.raises(InputError, match="name_based"):
-        placed.session_options(named)
     monkeypatch.setattr(onnxruntime, "__version__", "1.24.4")
     with pytest.raises(InputError, match=r"1\.24\.4 ignores the devices of nodes; it needs 1\.25"):
         placed.session_options()

@@ -16,7 +16,6 @@ from typing import Any
 
 from htp_export.errors import InputError
 from htp_export.runtime.assignments import HOST
-from htp_export.runtime.sessions import entry_of
 
 ANNOTATION = "layer_ann"
 """The key in the metadata of a node."""
@@ -24,7 +23,6 @@ ANNOTATION = "layer_ann"
 SETTINGS = "session.layer_assignment_settings"
 """The session configuration entry. Older versions of ONNX Runtime accept and ignore it."""
 
-_BY_NAME = "session.name_based_layer_assignment"  # ONNX Runtime refuses a session with both
 _HONOURED_SINCE = (1, 25)
 
 _KINDS = ("cpu", "gpu", "cuda", "dml", "npu", "fpga", "accelerator")
@@ -84,8 +82,6 @@ def session_options_with(entries: Mapping[str, str], options: Any = None) -> Any
             f"{'.'.join(map(str, _HONOURED_SINCE))} or later"
         )
     options = onnxruntime.SessionOptions() if options is None else options
-    if SETTINGS in entries and entry_of(options, _BY_NAME):
-        raise InputError(f"the session options set {_BY_NAME}; ONNX Runtime takes no {SETTINGS} beside it")
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
     return options

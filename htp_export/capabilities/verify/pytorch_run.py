@@ -198,8 +198,7 @@ def stable_sorting() -> Iterator[None]:
                 return topk(*args, **given)
             if given.get("sorted") is False:
                 given["sorted"] = True
-            named = any(isinstance(each, str) for each in args[1:]) or "dimname" in given
-            if function in sorting and "stable" not in given and not named and len(args) <= 3:
+            if function in sorting and "stable" not in given and len(args) <= 3:
                 # With `stable`, the others are keywords alone.
                 given |= dict(zip(("dim", "descending"), args[1:], strict=False))
                 return function(args[0], stable=True, **given) if args else function(stable=True, **given)

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from htp_export.attention.decomposing import attention_as_in
-from htp_export.capabilities.verify.checking import (
-    Tolerances,
-    input_arguments,
-    unmatched_calls,
-)
+from htp_export.capabilities.verify.checking import Tolerances, input_arguments, unmatched_calls
 from htp_export.capabilities.verify.file_run import (
     FileRun,
     check_has_modules,

@@ -336,8 +336,11 @@ def page_of(
     """
     packed_parts: dict[str, str] = {}
     nodes = sum(len(graph.inventory.nodes) for graph in graphs)
-    missing = "" if explorer or (explorer is None and nodes <= _MOST_NODES) else _left_out(explorer, nodes)
-    if not missing:
+    missing = ""
+    if explorer is False or (explorer is None and nodes > _MOST_NODES):
+        why = f"of {nodes:,} nodes, it would make the page large and slow" if explorer is None else "it was left out"
+        missing = f"{why}; view(..., explorer=True) puts it in"
+    else:
         try:
             packed_parts["explorer-application"] = packed(application(asset("frame.js")))
             packed_parts |= {
@@ -351,8 +354,3 @@ def page_of(
     data["fronts"] = [front_data(search) for search in searches]
     data["graphs"] = [{"title": graph.title or graph.inventory.name, "note": graph.note} for graph in graphs]
     return document(graphs[0].inventory.name, first, packed_parts, data), missing
-
-
-def _left_out(explorer: bool | None, nodes: int) -> str:
-    why = "it was left out" if explorer is False else f"of {nodes:,} nodes, it would make the page large and slow"
-    return f"{why}; view(..., explorer=True) puts it in"
