@@ -190,7 +190,6 @@ class Weights(Method):
         return model, f"{len(left)} nodes stay in fp32: NNCF leaves them" if left else ""
 
     def _arguments(self, runs: Sequence[Mapping[str, Array]]) -> dict[str, Any]:
-        """The fields of the precision as arguments of ``nncf.compress_weights``."""
         nncf, precision = _nncf(), self.precision
         mode = getattr(nncf.CompressWeightsMode, f"INT{precision.bits}_{'SYM' if precision.symmetric else 'ASYM'}")
         if precision.bits == 8:
@@ -396,7 +395,6 @@ def _repair(made: onnx.ModelProto) -> None:
 
 
 def _pack(points: onnx.TensorProto, sizes: Mapping[str, int]) -> None:
-    """Write zero points of 4 bits, each in a byte, as two in a byte."""
     blocks = sizes["K"] // sizes["block_size"]
     if sizes["bits"] == 4 and list(points.dims) == [sizes["N"], blocks] and blocks > 1:
         array = np.pad(onnx.numpy_helper.to_array(points), ((0, 0), (0, blocks % 2)))
@@ -411,7 +409,6 @@ def _is_compressed(model: ir.Model, name: str) -> bool:
 
 
 def _put_onnx_first(model: onnx.ModelProto) -> None:
-    """Put the opset import of ONNX first."""
     imports = sorted(model.opset_import, key=lambda entry: entry.domain != "")
     copies = [onnx.helper.make_opsetid(entry.domain, entry.version) for entry in imports]
     del model.opset_import[:]

@@ -220,7 +220,6 @@ class EngineNames:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split a text at a separator outside brackets."""
     parts, depth, start, place = [], 0, 0, 0
     while place < len(text):
         depth += (text[place] in _OPENING) - (text[place] in _CLOSING)

@@ -126,12 +126,6 @@ def test_triton_has_the_data_of_the_stages_which_refer_to_it(tmp_path: Path) -> 
     np.testing.assert_allclose(result, net(given).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_triton_links_models_that_have_their_weights_inside(tmp_path: Path) -> None:
-    htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="triton")
-    model = tmp_path / "stages" / "triton" / "Net_stage0" / "1" / "model.onnx"
-    assert model.samefile(tmp_path / "stages" / "stage0.onnx")
-
-
 def test_triton_has_open_sizes_as_minus_one_and_no_tensors_without_dimensions(tmp_path: Path) -> None:
     given, number = value("x"), ir.val("number", ir.DataType.FLOAT, [])
     given.shape = ir.Shape(["batch", None, 4])

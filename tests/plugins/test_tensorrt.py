@@ -164,10 +164,6 @@ class TestTimes:
         assert "15.000 ms a run in the layers of TensorRT, mean of 50 runs" in text
         assert "8.000 ms belongs to no module: layer '[trainStation1]'" in text
 
-    def test_old_profiles_without_averages_are_divided_by_their_runs(self, read):
-        report = read([CONV1], [{"count": 4}, {"name": CONV1, "timeMs": 2.0, "percentage": 100.0}])
-        assert report.modules["block.conv1"].self_ms == 0.5
-
     def test_layers_of_the_profile_alone_count_and_layers_without_times_are_said(self, read):
         report = read([CONV1, "/head/Exp", "__myl_wait"], times(**{CONV1: 1, "/fc/MatMul": 2}))
         assert owners(report) == [("block.conv1",), ("fc",)]
@@ -202,9 +198,6 @@ class TestDetailedLayers:
         assert owners(report) == [("fc", "head")]
         assert report.modules["head"].by_op == {"kgen": 0.5}
 
-    def test_metadata_goes_before_the_name(self, read):
-        assert owners(read([layer(f"{CONV1}_myl0_1", [], [], "[ONNX Layer: /fc/MatMul]", "gemm")])) == [("fc",)]
-
     def test_names_with_brackets_in_metadata(self, read):
         made = model()
         made.graph[0].name = "layers[0]/Conv"
@@ -236,10 +229,6 @@ class TestRegions:
         report = read([f"{{ForeignNode[{CONV1}.../block/Add]}}", "/fc/MatMul"])
         assert owners(report) == [("block.conv1", "block.act", "block.conv2", "block"), ("fc",)]
 
-    def test_what_other_layers_name_is_not_in_the_range(self, read):
-        report = read([f"{{ForeignNode[{CONV1}.../block/Add]}}", "/block/conv2/Conv"])
-        assert owners(report) == [("block.conv1", "block.act", "block"), ("block.conv2",)]
-
     def test_an_end_may_be_joined_or_unknown(self, read):
         report = read(["{ForeignNode[/Flatten + /fc/MatMul...(Unnamed Layer* 4183) [Shuffle]]}", CONV1])
         assert owners(report) == [("", "fc", "head"), ("block.conv1",)]
@@ -254,13 +243,6 @@ class TestRegions:
             ("block.conv2", "block"),
             ("fc",),
         ]
-
-    def test_a_reformat_of_a_region_belongs_to_its_consumers(self, read):
-        name = f"{{ForeignNode[{CONV1}.../block/act/Mul]}}"
-        copy = f"Reformatting CopyNode for Input Tensor 0 to {name}"
-        layers = [layer(copy, ["x"], ["copied"], kind="Reformat"), layer(name, ["copied"], ["c"], kind="Myelin")]
-        assert owners(read(layers)) == [("block.conv1", "block.act")] * 2
-        assert owners(read([copy, name])) == [("block.conv1", "block.act")] * 2
 
 
 class TestWrongFiles:

@@ -6,14 +6,8 @@ import itertools
 import re
 
 import numpy as np
-import pytest
 
 from htp_export.capabilities.view.page.document import asset
-from htp_export.capabilities.view.viewing import view
-from htp_export.format.hierarchy import ModuleInfo
-from tests import handmade
-from tests.chromium import Page, needs_chromium
-from tests.view.test_view_page import start
 
 THEMES = (":root {", ':root[data-theme="dark"] {')
 PALETTE = [re.findall(r"#[0-9a-f]{6}", pair) for pair in re.findall(r'\["#\w{6}", "#\w{6}"\]', asset("colours.js"))][2:]
@@ -49,34 +43,3 @@ def test_text_has_enough_contrast_on_everything_that_it_stands_on():
         )
         for text, ground in (*plain, *pills):
             assert contrast(colours[text], colours[ground]) >= 4.5, (name, text, ground)
-
-
-CLASSES = (
-    "Linear", "LayerNorm", "Embedding", "Conv2d", "BatchNorm2d", "ReLU", "GELU", "Conv1d", "SiLU", "Tanh", "Dropout",
-    "Softmax",
-)  # fmt: skip
-
-
-@needs_chromium
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_class_has_the_same_colour_in_every_model(page: Page, tmp_path, encoder_page, theme):
-    page.theme(theme)
-    page.size(1400, 850)
-    start(page, encoder_page)
-    of = (
-        "Object.fromEntries(htp.modules.filter((module) => module.nodes)"
-        ".map((module) => [htp.simple(module.class), htp.colours.ofClass(module)]))"
-    )
-    first = page.run(of)
-    modules = [ModuleInfo("", "other.Net", 1, "computed")]
-    modules += [ModuleInfo(f"m{k}", f"torch.nn.{name}", 1, "computed") for k, name in enumerate(CLASSES)]
-    nodes = [handmade.tagged_node("Neg", [handmade.value("x")], f"m{k}", f"v{k}") for k in range(len(CLASSES))]
-    view(handmade.model(list(nodes[0].inputs), nodes, [], modules), tmp_path / "other.html", explorer=False)
-    start(page, tmp_path / "other.html")
-    second = page.run(of)
-    assert len({second[name] for name in CLASSES}) == len(CLASSES)
-    assert {name: first[name] for name in CLASSES if name in first} == {
-        name: second[name] for name in CLASSES if name in first
-    }
-    assert sum(name in first for name in CLASSES) >= 4
-    page.theme("light")

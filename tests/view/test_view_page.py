@@ -18,7 +18,6 @@ import htp_export
 from htp_export.capabilities.diff.comparison_page import comparison_page
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.results.columns import si
-from htp_export.results.tag_facts import TagFacts
 from tests import handmade
 from tests.chromium import Page, needs_chromium
 
@@ -149,21 +148,6 @@ def test_the_keyboard_walks_through_the_tree(page, net):
     assert shown(page) == ["(root)", "layer.1", "layer.0", "head"]
     page.press("/")
     assert page.run("document.activeElement.id") == "search"
-
-
-def test_times_are_sorted_at_first_and_have_shares_and_colours(page, net):
-    start(page, net)
-    page.run("document.getElementById('fold').click()")
-    time = "[...document.querySelectorAll('#head > div')][2]"
-    assert page.run(f"{time}.getAttribute('aria-sort')") == "descending"
-    shares = "[...document.querySelectorAll('#rows .share')].map((share) => share.textContent)"
-    assert page.run(shares) == ["100 %", "50 %", "40 %", "10 %"]
-    fills = "[...document.querySelectorAll('#rows .row')].map((row) => row.querySelector('.fill').style.background)"
-    assert len(set(page.run(fills))) == 4
-    page.run(f"{time}.click(), {time}.click()")  # the other way, and then as in the model
-    assert shown(page) == ["(root)", "layer.0", "layer.1", "head"]
-    page.run("htp.tab('graph')")
-    assert page.run("document.getElementById('graph-colour').value") == "total_ms"
 
 
 def test_areas_of_the_map_are_as_large_as_what_they_measure(page, net):
@@ -371,37 +355,6 @@ def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
     assert page.asked == []
 
 
-def test_modules_that_are_alike_and_changed_alike_are_one_row_of_two_trees(page, tmp_path):
-    def row(path: str, before: int, after: int) -> SimpleNamespace:
-        sides = ({"nodes": nodes, "weight_bytes": {"float32": 4096 * nodes, "int8": 0}} for nodes in (before, after))
-        return SimpleNamespace(path=path, status="changed", **dict(zip(("before", "after"), sides, strict=True)))
-
-    rows = [row("", 9, 7), *(row(path, 2, 1) for path in ("layer.0", "layer.0.fc", "layer.1", "layer.1.fc", "layer.3"))]
-    known = TagFacts("htp", {HOSTILE: 5, "scope": 3, "node": 2, "tensor": 1}, untagged=2)
-    files = [("a.onnx", known), (HOSTILE, known)]
-    file = tmp_path / "diff.html"
-    file.write_text(comparison_page(rows, "a", "b", ["nodes", "weight_bytes"], files=files), encoding="utf-8")
-    start(page, file)
-    assert shown(page) == ["(root)", "layer.0 … layer.1 × 2", "fc", "layer.3"]  # noqa: RUF001 - "times"
-    cells = "[...document.querySelectorAll('.row')][1].querySelectorAll('.number')"
-    assert page.run(f"[...{cells}].map((cell) => cell.innerText)") == ["21", "8.192 kB4.096 kB"]
-    page.run("[...document.querySelectorAll('.row')][1].click()")
-    assert "so are 1 more that are alike, up to layer.1" in page.run("document.getElementById('detail').innerText")
-    page.run("document.getElementById('repeats').click()")
-    assert shown(page) == ["(root)", "layer.0", "fc", "layer.1", "fc", "layer.3"]
-    trust = page.run("document.getElementById('trust').innerText").split("\n")
-    assert trust[4:] == [f"{HOSTILE}: 2 nodes have no module", *trust[1:4]]
-    assert trust[:4] == [
-        "a.onnx: 2 nodes have no module",
-        f"5 {HOSTILE}",
-        "3 captured at export",
-        "3 recovered by carry",
-    ]
-    titles = page.run("[...document.querySelectorAll('#trust .word')].map((word) => word.title)")
-    assert titles[1] == "the module that ran when the work was captured"
-    assert "its name is that of a node before; carried over: the tensor that it makes was there before" in titles[2]
-
-
 class Stack(torch.nn.Module):
     """Four equal blocks, and a last one that is larger."""
 
@@ -438,23 +391,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory, stacked: htp_export.TaggedMo
 
 def selected(page: Page) -> str:
     return str(page.run("document.querySelector('.row.selected .name').innerText")).strip("▶ \n").split("\n")[0]
-
-
-def test_alike_siblings_are_one_row_with_their_mean_time_and_largest_error(page, stack):
-    start(page, stack)
-    assert shown(page) == FOLDED
-    page.run("htp.select(htp.byPath.get('layer.0').run.fold, 'table')")
-    numbers = "[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"
-    assert page.run(numbers) == ["2.50", "1k", "256", "3", "72"]
-    assert page.run("document.querySelector('.row.selected .number').title.split('\\n')[1]") == (
-        "the mean of 4: 1.00 to 4.00"
-    )
-    detail = page.run("document.getElementById('detail').innerText")
-    assert "4 modules that are alike" in detail
-    assert "layer.2" in detail
-    assert "3.00 ms" in detail
-    page.run("htp.select(htp.byPath.get('layer.0').run.fold.children[0], 'table')")
-    assert page.run(numbers)[0] == "1.25"  # of fc in each of the four
 
 
 def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack, stacked):

@@ -222,7 +222,6 @@ class _Runner(Inference):
                 self._tensors[value] = tensor
 
     def visit(self, node: ir.Node) -> None:
-        """Infer what a node makes, and note it as a step."""
         inputs = tuple(None if value is None else self.tensor(value) for value in node.inputs)
         outer, self._bodies, self._trips_known = self._bodies, [], True
         super().visit(node)
@@ -243,7 +242,6 @@ class _Runner(Inference):
         self.steps = steps
 
     def body(self, name: str, graph: ir.Graph, facts: Sequence[Fact], times: int | None) -> list[Fact]:
-        """Run a subgraph, and note its steps."""
         for value, fact in zip(graph.inputs, facts, strict=False):
             self.state(value, fact)
         tensors = [self._new(value, "made") for value in graph.inputs[: len(facts)]]
@@ -269,7 +267,6 @@ class _Runner(Inference):
         return 1 if trips is None else trips
 
     def tensor(self, value: ir.Value) -> Tensor:
-        """The tensor that a value is in this run."""
         if value not in self._tensors:
             # A weight, a constant that is an input, a value from outside of a function, or no valid model.
             origin: Origin = "weight" if value.const_value is not None and value.producer() is None else "made"

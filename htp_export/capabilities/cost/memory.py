@@ -156,7 +156,6 @@ def _body_peak(body: Body) -> int:
 
 
 def _occupied(lives: Iterable[Life], steps: int) -> _Bytes:
-    """Bytes that are live at each step."""
     change = np.zeros(steps + 1, dtype=np.int64)
     counted = [(life.start, life.end + 1, life.size) for life in lives if life.size]
     if counted:

@@ -25,7 +25,7 @@ def render(difference: ModelDifference, *, depth: int | None = None, only_change
     parts: list[RenderableType] = []
     differing = {module.path for module in difference.topmost()}
     shown = [m for m in difference.modules.values() if m.path in differing or (m.status == "same" and not only_changed)]
-    shown = [module for module in shown if depth is None or _level(module.path) <= depth]
+    shown = [module for module in shown if depth is None or len(module.path and module.path.split(".")) <= depth]
     if shown and not (only_changed and difference.same):
         lines = [replace(alike[0], path=name) for name, alike in gathered(shown, lambda module: module.path, _alike)]
         parts += [flat_table([MODULE, *DIFFERENCE_COLUMNS], lines, gap=2), Text()]
@@ -42,7 +42,3 @@ def _alike(module: ModuleDifference) -> object:
     sizes = (*module.nodes, *module.parameters, *byte_lines(module))
     operators = tuple(module.operators.items())
     return (module.simple_class, module.status, sizes, operators, module.moved_from and module.path)
-
-
-def _level(path: str) -> int:
-    return path.count(".") + 1 if path else 0

@@ -281,7 +281,6 @@ def _refuse_shared_results(tagged: TaggedModel, part: Cut) -> None:
 
 
 def _check_signature(part: Cut, replacement: ir.Model) -> None:
-    """The replacement takes and gives what the module takes and gives."""
     taken = [value for value in replacement.graph.inputs if not value.is_initializer()]
     pairs = _matched(list(part.inputs), list(part.inputs.values()), taken)
     if not pairs and taken:

@@ -290,7 +290,6 @@ def _kind_of(asked: int, answered: int) -> str:
 
 
 def _mask(node: ir.Node) -> MaskUse | None:
-    """The mask of an attention operator."""
     from htp_export.capabilities.forensics.patterns import MaskUse
 
     mask = next(iter(node.inputs[3 if is_standard(node) else 5 :]), None)

@@ -24,8 +24,6 @@ _FIELDS = ("total_ms", "flops")
 
 
 class _ByModule(Protocol):
-    """What ``htp_export.profile`` and ``htp_export.cost`` give."""
-
     @property
     def modules(self) -> Mapping[str, Any]: ...
 
@@ -71,7 +69,6 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _numbers(tagged: TaggedModel, balance: Mapping[str, Any] | _ByModule) -> dict[str, float]:
-    """Module path → number, checked."""
     entries = balance if isinstance(balance, Mapping) else getattr(balance, "modules", None)
     if not isinstance(entries, Mapping):
         raise InputError(f"stages are balanced by numbers for modules, not by {type(balance).__name__}")

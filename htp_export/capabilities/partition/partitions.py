@@ -258,7 +258,9 @@ class StageRunner:
         An `InputError` says that inputs are not those of the model, or which stage ONNX Runtime cannot load or run.
         """
         stages, outputs = self._partition.stages, self._partition.outputs
-        feed = Inputs(_input(name, tensor) for name, tensor in self._partition.inputs.items()).feed(inputs)
+        types = {name: each.type and ir.DataType[each.type] for name, each in self._partition.inputs.items()}
+        declared = (Input(name, types[name], each.shape) for name, each in self._partition.inputs.items())
+        feed = Inputs(declared).feed(inputs)
         values: dict[tuple[int | None, str], Any] = {
             (None, name): to_ort(array, feed.types.get(name)) for name, array in feed.arrays.items()
         }
@@ -289,7 +291,3 @@ class StageRunner:
         if self._keep:
             self._sessions[number] = session
         return session
-
-
-def _input(name: str, tensor: StageTensor) -> Input:
-    return Input(name, None if tensor.type is None else ir.DataType[tensor.type], tensor.shape)

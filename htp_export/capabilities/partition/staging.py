@@ -188,7 +188,6 @@ def _balanced(chain: Chain, weights: Sequence[float], count: int, slack: float) 
 
 
 def _named(chain: Chain, modules: Sequence[str]) -> list[int]:
-    """The borders at which modules begin."""
     if isinstance(modules, str):
         raise InputError(f"stages begin at a list of modules, not at one text: [{modules!r}]")
     begins: dict[int, str] = {}

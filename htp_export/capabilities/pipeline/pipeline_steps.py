@@ -298,7 +298,6 @@ def check_values(steps: Sequence[PipelineStep], start: Callable[[], TaggedModel]
 
 
 def _check_value(step: PipelineStep, name: str, value: Any) -> None:
-    """Check the type of a value, and the files that it names."""
     kind = step.kind.takes(name)
     check_type(name, value, kind)
     if kind is None or not step.kind.takes_file(name):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from htp_export.files.data_plan import sha256_of
+from htp_export.runtime.arrays import from_torch
 
 
 def described_options(value: Any) -> Any:
@@ -88,13 +89,7 @@ def _digest(value: Any) -> str:
     elif not (hasattr(value, "detach") or isinstance(value, np.ndarray | np.generic)):
         return ""
     for each in arrays.values():
-        array = _array(each)
+        array = from_torch(each) if hasattr(each, "detach") else np.asarray(each)
         digest.update(repr((str(array.dtype), array.shape)).encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
-
-
-def _array(value: Any) -> Any:
-    from htp_export.runtime.arrays import from_torch
-
-    return from_torch(value) if hasattr(value, "detach") else np.asarray(value)

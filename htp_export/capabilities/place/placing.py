@@ -130,7 +130,6 @@ def place(
 
 
 def _budget(device: str, size: int | str) -> int:
-    """A size in bytes, from a number or a text."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None

@@ -43,7 +43,6 @@ def render_profile(
 
 
 def _shown(profile: Profile, depth: int | None) -> list[ModuleLatency]:
-    """The modules that take time, down to a depth."""
     every = {path: module for path, module in profile.modules.items() if module.kernels}
     ran = {path for path, module in every.items() if module.calls or not path or module.self_ms}
 
@@ -59,7 +58,6 @@ def _alike(row: ModuleLatency) -> Hashable:
 
 
 def _merged(modules: Sequence[ModuleLatency]) -> ModuleLatency:
-    """One row for alike modules: the mean of their times."""
     by_op = Counter[str]()
     for module in modules:
         by_op.update(module.by_op)

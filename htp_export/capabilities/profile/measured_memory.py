@@ -142,15 +142,14 @@ def memory_by_module(
 
 
 class _Sums:
-    """Bytes by module: of its region, of its own nodes, and how many of these have any."""
-
     def __init__(self) -> None:
         self.total, self.own, self.counted = Counter[str](), Counter[str](), Counter[str]()
 
     def add(self, size: int, owners: Sequence[str], modules: Iterable[str]) -> None:
+        from htp_export.capabilities.cost.costing import divided
+
         for path in modules:
             self.total[path] += size
-        share, rest = divmod(size, max(len(owners), 1))
-        for position, owner in enumerate(owners):
-            self.own[owner] += share + (position < rest)
+        for owner, share in divided(size, owners):
+            self.own[owner] += share
             self.counted[owner] += size > 0

@@ -113,7 +113,6 @@ def _time(
     warmup: int,
     temporary: Path,
 ) -> float:
-    """The median time of a call of a module, in ms."""
     model = cut_model(tagged, part)
     feed = Inputs.of(model).feed({name: arrays[str(value.name)] for name, value in part.inputs.items()})
     session = Session(RunnableModel.of(model, f"module {part.path!r} alone", temporary), settings)

@@ -120,7 +120,6 @@ def _inputs(tagged: TaggedModel, call: ModuleCall, signature: Signature) -> Iter
 
 
 def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) -> PairedCall:
-    """Match outputs with the outputs of the module's region."""
     if tagged.source == "none" or call.path not in tagged:
         return PairedCall(call, (), inputs, len(call.outputs), "the file has no nodes of it")
     try:

@@ -106,8 +106,6 @@ def record_calls(
 
 
 class _Recorder:
-    """Records calls by hooks."""
-
     def __init__(self, store: ArrayStore, wanted: Callable[[str, int, str], bool]) -> None:
         self._store, self._wanted = store, wanted
         self._counts: collections.Counter[str] = collections.Counter()

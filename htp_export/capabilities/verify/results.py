@@ -145,7 +145,6 @@ _NUMBERS = ("max_abs", "mean_abs", "max_rel", "mean_rel", "cosine")
 
 
 def _largest(values: Iterable[float]) -> float | None:
-    """The largest number; NaN if one is."""
     listed = list(values)
     if not listed:
         return None

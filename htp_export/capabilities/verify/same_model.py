@@ -127,7 +127,6 @@ def known_parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, st
 
 
 def _matching(array: Array, weights: list[tuple[str, Array]]) -> str | None:
-    """The parameter with the values of a matrix or of its transpose."""
     begin_alike = [
         (name, turned) for name, weight in weights for turned in (weight, weight.T) if _begins_as(array, turned)
     ]

@@ -118,8 +118,6 @@ def _plain(name: str) -> str:
 
 
 def _with_dumped_tensors(run: DumpedRun, calls: Sequence[PairedCall]) -> list[PairedCall]:
-    """The calls with those of their tensors that the dump has."""
-
     def known(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
         listed = (replace(pair, candidates=tuple(filter(run.knows, pair.candidates))) for pair in pairs)
         return tuple(pair for pair in listed if pair.candidates)
@@ -256,7 +254,6 @@ def _fused_task(
 
 
 def _check(run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolerances: Tolerances) -> CheckedCall:
-    """Run one cut, and compare its outputs with the results of the module."""
     tagged, inputs = run.tagged, task.cut.inputs.items()
     part = TaggedModel(cut_model(tagged, task.cut), tagged.hierarchy, tagged.source)
     known = {name: (task.expected.get(name) or outside[str(value.name)]).array for name, value in inputs}

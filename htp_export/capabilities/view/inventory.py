@@ -203,8 +203,6 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
 
 
 class _Reader:
-    """Reads one model; the elements of its weights are the parameters of the nodes that read them."""
-
     def __init__(self, tagged: TaggedModel, contents: Mapping[str, ModuleContents]) -> None:
         self._tagged, self._tied = tagged, tied_parameters(tagged)
         self._weights = {weight for content in contents.values() for weight in content.own_weights}

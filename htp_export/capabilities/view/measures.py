@@ -106,7 +106,6 @@ def measures_of(result: object) -> list[Measure]:
 
 
 def _named(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
-    """What the result has a word for."""
     for name in _NAMED:
         words = {path: word for path, row in rows.items() if isinstance(word := row.get(name), str) and word}
         if words:
@@ -114,7 +113,6 @@ def _named(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
 
 
 def _numbered(data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
-    """What the result has numbers for."""
     numbers = {path: dict(_numbers(row)) for path, row in rows.items()}
     words = {
         path: ": ".join(str(text) for name in ("status", "problem", "reason") if (text := row.get(name)))

@@ -147,7 +147,6 @@ def _facts(inventory: Inventory) -> dict[str, str]:
 
 
 def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, str]:
-    """What the side panel says of a layer."""
     facts = {
         "module": module.path,
         "class": module.class_name,

@@ -188,7 +188,6 @@ def _facts(inventory: Inventory) -> list[str]:
 
 
 def _given(inventory: Inventory, modules: Sequence[ModuleEntry]) -> list[TensorEntry]:
-    """The tensors that no node makes."""
     weights = [tensor for module in modules for tensor in module.weights]
     return [*inventory.inputs, *inventory.constants, *weights]
 

@@ -86,7 +86,6 @@ class _Request(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _answer  # noqa: N815 - names of http.server
 
     def _refused(self) -> HTTPStatus | None:
-        """Why this request has no answer."""
         hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
         if len(hosts) != 1 or hosts[0] not in self.server.hosts:
             return HTTPStatus.MISDIRECTED_REQUEST
@@ -103,7 +102,6 @@ class _Request(BaseHTTPRequestHandler):
         self.end_headers()
 
     def version_string(self) -> str:
-        """What it calls itself: nothing of Python's version."""
         return "htp-export"
 
     def log_message(self, *_: Any) -> None:
