@@ -56,7 +56,7 @@ def write_stages(partition: Partition, folder: Path) -> Partition:
         stages.append(_share(stage, folder, version))
         ends = [_tensor("input", key, tensor, scalar=True) for key, tensor in stage.inputs.items()]
         ends += [_tensor("output", key, tensor, scalar=True) for key, tensor in stage.outputs.items()]
-        # ONNX Runtime may crash at the highest level of optimisation without session entries, and Triton passes none on.
+        # Without its session entries, ONNX Runtime may crash at the highest level, and Triton passes none on.
         level = ["optimization { graph { level: 1 } }"] if stage.session_config else []
         _write(version.parent, step, 'backend: "onnxruntime"', [*ends, *level])
     version = folder / REPOSITORY / name / "1"
