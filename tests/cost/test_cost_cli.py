@@ -223,3 +223,24 @@ def test_tied_parameters_are_marked_and_counted_once(tmp_path: Path, capsys: pyt
     assert main(["cost", str(tmp_path / "tied.onnx"), "--sort", "parameters"]) == 0
     rows = {line.split()[0]: line.split("  ")[-1].strip() for line in lines(capsys)[:6] if line.strip()}
     assert (rows["0"], rows["2"]) == ("with 2", "counted in 0")
+
+
+def test_the_tree_has_flops_where_sizes_are_known(
+    file: Path, open_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tree", str(file), "--depth", "0"]) == 0
+    assert lines(capsys) == [
+        "module   class   nodes   parameters   FLOPs   fate",
+        "(root)   Net         7           32     128",
+        KNOWN,
+    ]
+    assert main(["tree", str(open_file), "--depth", "0"]) == 0
+    assert lines(capsys) == [
+        "module   class   nodes   parameters   FLOPs   fate",
+        "(root)   Net         7           32      64",
+        KNOWN,
+        "size 'batch' is 1",
+    ]
+    assert main(["tree", str(open_file), "--depth", "0", "--dims", "batch=2"]) == 0
+    assert "128" in capsys.readouterr().out
+    assert main(["tree", str(open_file), "--dims", "batch=x"]) == 2

@@ -20,6 +20,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.place.devices import device_named
 from htp_export.capabilities.place.parts import Item, fill
+from htp_export.capabilities.view.measures import measures_of
 from htp_export.command.main import main
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
@@ -520,3 +521,16 @@ def test_commands(
     assert main(["place", str(file), "-o", "no.onnx", "--budget", "gpu=1"]) == 2
     assert "nothing fits" in capsys.readouterr().err
     assert not (tmp_path / "no.onnx").exists()
+
+
+@lists_nodes
+def test_pages_and_notebooks_show_devices(file: Path) -> None:
+    from htp_export.results.result import drawn_html
+
+    placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"})
+    for result in (placed, placed.to_dict()):
+        [device] = [measure for measure in measures_of(result) if measure.key == "device"]
+        assert device.named
+        assert (device.words["stem"], device.words["blocks"]) == ("cpu", "gpu")
+    assert "blocks" in (drawn_html(placed) or "")
+    assert CPU in (drawn_html(htp_export.placement(file)) or "")

@@ -258,8 +258,10 @@ class StageRunner:
         An `InputError` says that inputs are not those of the model, or which stage ONNX Runtime cannot load or run.
         """
         stages, outputs = self._partition.stages, self._partition.outputs
-        types = {name: each.type and ir.DataType[each.type] for name, each in self._partition.inputs.items()}
-        declared = (Input(name, types[name], each.shape) for name, each in self._partition.inputs.items())
+        declared = (
+            Input(name, None if each.type is None else ir.DataType[each.type], each.shape)
+            for name, each in self._partition.inputs.items()
+        )
         feed = Inputs(declared).feed(inputs)
         values: dict[tuple[int | None, str], Any] = {
             (None, name): to_ort(array, feed.types.get(name)) for name, array in feed.arrays.items()
