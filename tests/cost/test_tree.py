@@ -15,7 +15,6 @@ from htp_export.errors import InputError, SelectorError
 from htp_export.model.module_facts import visible
 from htp_export.model.tagged import load
 from htp_export.results.columns import csv_text
-from htp_export.results.tag_facts import TagFacts
 from tests.handmade import encoder
 
 
@@ -115,17 +114,6 @@ def test_a_layer_that_differs_anywhere_below_is_not_folded() -> None:
     tree = ModuleTree((row(""), row("layer", "ModuleList", 0), *layers(3), *different, row("layer.5")))
     names = [line.strip("│├└─ ").split("  ")[0] for line in drawn(tree) if "layer." in line]
     assert names == ["layer.0 … layer.2 × 3", "layer.3", "layer.5"]  # noqa: RUF001 - "times"
-
-
-def test_fates_are_drawn_where_a_module_is_not_computed_and_untagged_nodes_are_said() -> None:
-    tree = ModuleTree(
-        (row(""), row("drop", fate="identity", nodes=0), row("unused", calls=0, nodes=0)),
-        TagFacts("htp", {"scope": 3}, 2),
-    )
-    lines = drawn(tree)
-    assert lines[2].endswith("identity")
-    assert lines[1].endswith("1,000")
-    assert lines[-1] == "2 nodes have no module; the others: 3 captured at export"
 
 
 def test_a_module_that_never_ran_keeps_its_line_above_what_it_holds() -> None:

@@ -259,15 +259,6 @@ class TestAccuracyControl:
         assert json.loads(capsys.readouterr().out)["metric_after"] >= 0.95
         assert main([*command[:3], "--dry-run"]) == 0
 
-    def test_sensitivity_gives_its_metric_to_such_a_rule(self, trained: Any, nncf: Any) -> None:
-        file, x = trained
-        options: dict[str, Any] = {"select": "2", "all_but": False}
-        rule = [INT8 | {"max_drop": 0.05}]
-        found = htp_export.sensitivity(file, rule, data={"input": x}, metric=self.metric(file, x), **options)
-        assert found.modules["2"]["int8"].alone.metric >= 0.95
-        without = htp_export.sensitivity(file, rule, data={"input": x}, **options)
-        assert "give the metric that may fall by it" in without.modules["2"]["int8"].problem
-
     def test_other_rules_that_cost_more_are_an_error_and_no_file_is_written(
         self, trained: Any, nncf: Any, tmp_path: Path
     ) -> None:
@@ -294,11 +285,6 @@ class TestAccuracyControl:
         with pytest.raises(InputError) as caught:
             htp_export.quantize(file, plan, data={"input": x}, **options)
         assert problem in str(caught.value)
-
-
-def test_it_prints_and_logs_nothing(net: Path, nncf: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    htp_export.quantize(net, {"second": INT8}, data={"ids": IDS})
-    assert capfd.readouterr() == ("", "")
 
 
 def test_without_the_extra_the_command_that_installs_it_is_said(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,16 +187,6 @@ def test_ray_program_is_the_same_for_every_model_and_needs_nothing_of_ours(tmp_p
     assert imported == {*own, "onnxruntime", "numpy", "ray", "ray.exceptions", "starlette.responses"}
 
 
-def test_ray_configuration_has_a_deployment_for_each_stage(tmp_path: Path) -> None:
-    htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="ray")
-    text = (tmp_path / "stages" / "serve.yaml").read_text()
-    assert re.findall(r"- name: (\w+)", text) == ["stages", "stage0", "stage1", "pipeline"]
-    assert "import_path: serve_app:build" in text
-    for option in ("num_replicas: 1", "max_ongoing_requests: 4", "health_check_period_s: 2", '{"num_cpus": 0.5}'):
-        assert text.count(option) == (3 if "health" in option else 2), "for each of the two stages"
-    assert "max_queued_requests: 256" in text
-
-
 def test_ray_is_not_given_tensors_that_numpy_does_not_have(tmp_path: Path) -> None:
     model = handmade.encoder()
     values = [*model.graph.inputs, *model.graph.initializers.values(), *(node.outputs[0] for node in model.graph)]

@@ -12,7 +12,6 @@ import torch
 import htp_export
 from htp_export.format import tags
 from htp_export.model.tagged import load
-from tests import handmade
 from tests.chromium import Page, needs_chromium
 from tests.view.test_view_page import start
 
@@ -226,16 +225,6 @@ def test_the_keyboard_opens_modules_and_walks_through_them(page, net, pane):
     assert page.run("htp.selected.path") == "head"
     active = page.run("document.getElementById('graph-table').getAttribute('aria-activedescendant')")
     assert page.run(f"document.getElementById('{active}').getAttribute('aria-selected')") == "true"
-
-
-def test_a_node_of_several_modules_is_drawn_once_in_the_module_above_them(page, tmp_path):
-    htp_export.view(handmade.encoder(), tmp_path / "encoder.html", explorer=False)
-    open_graph(page, tmp_path / "encoder.html")
-    press_switch(page, "graph-unfold")
-    names = order(page)
-    assert len(names) == len(set(names))
-    mask = page.run("htp.layers.home.get(htp.nodes.find((node) => node.name === 'node_mask')).path")
-    assert mask == ""
 
 
 class Blocks(torch.nn.Module):
