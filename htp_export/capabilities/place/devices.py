@@ -1,11 +1,8 @@
 """Devices by the words that ONNX Runtime's layer assignment knows, and the session options that bind nodes to them.
 
-ONNX Runtime reads the text ``layer_ann`` in the metadata of nodes, and the session configuration entry
-``session.layer_assignment_settings``: ``gpu(=gpu); CPUExecutionProvider(=cpu)``. In parentheses are texts of
-``layer_ann``, and ``=`` compares the whole text; without it, the beginning is enough, so that ``layer.1`` is
-``layer.10``, too. A node is then offered to the first execution provider of the session that is such a device, and to
-no other; if that provider has no kernel for it, to the others again.
-(onnxruntime/core/framework/layering_annotations.cc.)
+A node whose metadata has the text ``layer_ann`` is offered to the first execution provider of the session for which
+``session.layer_assignment_settings`` lists this text, ``gpu(=gpu); CPUExecutionProvider(=cpu)``, and to the others only
+if that one has no kernel; without ``=``, its beginning is enough (onnxruntime/core/framework/layering_annotations.cc).
 """
 
 from __future__ import annotations
