@@ -171,8 +171,7 @@ def splice(
         replacement: The replacement, or its file.
         output: The file to write.
         call: Number of the call to replace, from 0; None for all calls.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
+        share_weights: As for `htp_export.tap`.
 
     Returns:
         The model with the replacement.

@@ -80,8 +80,7 @@ def place(
         dims: Name of an open dimension → size. Dimensions that are not given are 1.
         shapes: Input name → shape.
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
+        share_weights: As for `htp_export.tap`.
 
     Returns:
         Where each module goes, the tensors that cross, and the session options.
