@@ -190,7 +190,6 @@ class Weights(Method):
         return model, f"{len(left)} nodes stay in fp32: NNCF leaves them" if left else ""
 
     def _arguments(self, runs: Sequence[Mapping[str, Array]]) -> dict[str, Any]:
-        """The fields of the precision as arguments of ``nncf.compress_weights``."""
         nncf, precision = _nncf(), self.precision
         mode = getattr(nncf.CompressWeightsMode, f"INT{precision.bits}_{'SYM' if precision.symmetric else 'ASYM'}")
         if precision.bits == 8:
@@ -229,11 +228,7 @@ def _controlled(
     precision: Precision,
     metric: Metric,
 ) -> onnx.ModelProto:
-    """Quantize with accuracy control.
-
-    For ONNX, NNCF ranks operators by the metric alone, on some samples of the validation data. It is given one sample,
-    which stands for all: a metric need not be one of single samples.
-    """
+    """Quantize with accuracy control, by one sample of validation data: a metric need not be one of single samples."""
     nncf, advanced = _nncf(), _nncf("quantization.advanced_parameters")
 
     def validate(candidate: onnx.ModelProto, samples: Iterable[Any]) -> tuple[float, list[float]]:
@@ -255,10 +250,7 @@ def _controlled(
 
 
 def _parameters(precision: Precision) -> Any:
-    """The fields of a precision as NNCF's advanced parameters.
-
-    Ranges are those of all values, as ``minmax`` says; NNCF's own default takes the mean of the runs' ranges.
-    """
+    """A precision as NNCF's advanced parameters; ranges are those of all values, and not means of the runs' ranges."""
     advanced = _nncf("quantization.advanced_parameters")
     return advanced.AdvancedQuantizationParameters(
         overflow_fix=advanced.OverflowFix.ENABLE if precision.reduce_range else advanced.OverflowFix.DISABLE,
@@ -403,7 +395,6 @@ def _repair(made: onnx.ModelProto) -> None:
 
 
 def _pack(points: onnx.TensorProto, sizes: Mapping[str, int]) -> None:
-    """Write zero points of 4 bits, each in a byte, as two in a byte."""
     blocks = sizes["K"] // sizes["block_size"]
     if sizes["bits"] == 4 and list(points.dims) == [sizes["N"], blocks] and blocks > 1:
         array = np.pad(onnx.numpy_helper.to_array(points), ((0, 0), (0, blocks % 2)))
@@ -418,7 +409,6 @@ def _is_compressed(model: ir.Model, name: str) -> bool:
 
 
 def _put_onnx_first(model: onnx.ModelProto) -> None:
-    """Put the opset import of ONNX first."""
     imports = sorted(model.opset_import, key=lambda entry: entry.domain != "")
     copies = [onnx.helper.make_opsetid(entry.domain, entry.version) for entry in imports]
     del model.opset_import[:]

@@ -14,12 +14,12 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 
 from htp_export.capabilities.profile.measurements import Entry, Kernel, Measurement, entry_kernels
-from htp_export.errors import FileError, InputError
+from htp_export.errors import FileError, InputError, described
 from htp_export.files.text_files import read_json
 from htp_export.model.tagged import TaggedModel
 
@@ -59,16 +59,7 @@ def read(tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of an engine.
-
-    Attributes:
-        name: Its name.
-        kind: What TensorRT calls it, ``CaskConvolution``; empty if the file has names only.
-        metadata: The ONNX nodes that it was made of, ``[ONNX Layer: name]`` each; empty if the file does not say.
-        inputs: The tensors that it reads.
-        outputs: The tensors that it produces.
-        ms: Mean time in one run; None if the profile does not have it.
-    """
+    """A layer of an engine: kind and metadata, ``[ONNX Layer: name]`` each, if the file has them; ``ms`` of one run."""
 
     name: str
     kind: str = ""
@@ -80,13 +71,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Engine:
-    """The layers of an engine, in the order of execution.
-
-    Attributes:
-        file: The file of the layers.
-        layers: The layers; those that only the profile has are the last.
-        runs: Number of runs of the profile; 0 if it does not say.
-    """
+    """The layers of an engine in the order of execution, those that only the profile has last; 0 runs if unknown."""
 
     file: str
     layers: tuple[Layer, ...]
@@ -94,84 +79,53 @@ class _Engine:
 
 
 def _read_engine(layers: str | os.PathLike[str], times: str | os.PathLike[str]) -> _Engine:
-    """Read what ``--exportLayerInfo`` and what ``--exportProfile`` wrote.
-
-    Raises:
-        FileError: If one cannot be read, is not such a file, or they are not of the same engine.
-    """
-    listed = _layers(layers)
-    timed, runs = _times(times)
+    """Read what ``--exportLayerInfo`` and what ``--exportProfile`` wrote of one engine."""
+    listed = _read(layers, "--exportLayerInfo", _layers)
+    timed, runs = _read(times, "--exportProfile", _times)
     given: defaultdict[str, deque[float]] = defaultdict(deque)
     for name, ms in timed:
         given[name].append(ms)
     found = [replace(layer, ms=given[layer.name].popleft() if given[layer.name] else None) for layer in listed]
     if all(layer.ms is None for layer in found):
-        raise FileError(
-            os.fspath(times),
-            f"has no time for any layer of {os.fspath(layers)}: the first layer is {listed[0].name!r}, the first time "
-            f"{timed[0][0]!r}; both files have to be of the same engine",
-        )
+        problem = f"has no time for any layer of {os.fspath(layers)}, but one for {timed[0][0]!r}"
+        raise FileError(os.fspath(times), f"{problem}; both files have to be of the same engine")
     rest = [Layer(name, ms=ms) for name, left in given.items() for ms in left]
     return _Engine(os.fspath(layers), (*found, *rest), runs)
 
 
-def _layers(path: str | os.PathLike[str]) -> list[Layer]:
-    content, file = read_json(path), os.fspath(path)
-    listed = content.get("Layers") if isinstance(content, dict) else None
-    if not isinstance(listed, list):
-        raise FileError(file, "has no list 'Layers', which trtexec --exportLayerInfo writes")
-    if not listed:
-        raise FileError(file, "has no layers in 'Layers'")
-    return [_layer(layer, f"Layers[{index}]", file) for index, layer in enumerate(listed)]
+_Read = TypeVar("_Read")
 
 
-def _layer(layer: object, where: str, file: str) -> Layer:
-    if isinstance(layer, str):
-        return Layer(layer)
-    if not isinstance(layer, dict) or not isinstance(layer.get("Name"), str):
-        raise FileError(file, f"{where} is neither a name nor an object with 'Name'")
-    return Layer(
-        layer["Name"],
-        str(layer.get("LayerType", "")),
-        str(layer.get("Metadata", "")),
-        _tensors(layer.get("Inputs", []), f"{where}.Inputs", file),
-        _tensors(layer.get("Outputs", []), f"{where}.Outputs", file),
-    )
+def _read(path: str | os.PathLike[str], option: str, read_content: Callable[[Any], _Read]) -> _Read:
+    """What a file says; a `FileError` if it is none that trtexec writes with an option."""
+    content = read_json(path)
+    try:
+        return read_content(content)
+    except (AttributeError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise FileError(os.fspath(path), f"is not what trtexec {option} writes: {described(error)}") from error
 
 
-def _tensors(listed: object, where: str, file: str) -> tuple[str, ...]:
-    if not isinstance(listed, list) or not all(isinstance(each, dict) and "Name" in each for each in listed):
-        raise FileError(file, f"{where} is no list of objects with 'Name'")
-    return tuple(str(each["Name"]) for each in listed)
+def _layers(content: Any) -> list[Layer]:
+    return [_layer(entry) for entry in content["Layers"]]
 
 
-def _times(path: str | os.PathLike[str]) -> tuple[list[tuple[str, float]], int]:
-    content, file = read_json(path), os.fspath(path)
-    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
-        raise FileError(file, "is no list of objects, which trtexec --exportProfile writes")
-    runs = next((int(entry["count"]) for entry in content if _is_number(entry.get("count"))), 0)
-    timed = []
-    for index, entry in enumerate(content):
-        if "count" in entry and "name" not in entry:
-            continue
-        if not isinstance(entry.get("name"), str):
-            raise FileError(file, f"[{index}] has no 'name'")
-        timed.append((entry["name"], _average(entry, runs, f"[{index}] ({entry['name']!r})", file)))
-    if not timed:
-        raise FileError(file, "has no times of layers")
+def _layer(entry: Any) -> Layer:
+    if isinstance(entry, str):
+        return Layer(entry)
+    inputs, outputs = (tuple(str(each["Name"]) for each in entry.get(side, ())) for side in ("Inputs", "Outputs"))
+    return Layer(str(entry["Name"]), str(entry.get("LayerType", "")), str(entry.get("Metadata", "")), inputs, outputs)
+
+
+def _times(content: Any) -> tuple[list[tuple[str, float]], int]:
+    runs = next((int(entry["count"]) for entry in content if "count" in entry), 0)
+    entries = [entry for entry in content if "name" in entry or "count" not in entry]
+    timed = [
+        (str(entry["name"]), float(entry["averageMs"] if "averageMs" in entry else entry["timeMs"] / runs))
+        for entry in entries
+    ]
+    if not timed or not all(0 <= ms < math.inf for _, ms in timed):
+        raise ValueError("each layer has a time, a number from 0 up")
     return timed, runs
-
-
-def _average(entry: dict[str, Any], runs: int, where: str, file: str) -> float:
-    if _is_number(entry.get("averageMs")):
-        return float(entry["averageMs"])
-    if _is_number(entry.get("timeMs")) and runs:
-        return float(entry["timeMs"]) / runs
-    raise FileError(file, f"{where} has no number 'averageMs'")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 class EngineNames:
@@ -181,15 +135,6 @@ class EngineNames:
     names what it inserts after what it serves: ``Reformatting CopyNode for Input Tensor 0 to a``, ``squeeze_after_a``,
     ``a_myl0_3``. Parts that are no names of nodes, as ``(Unnamed Layer* 12) [Shuffle]``, tell nothing; a weight tells
     its consumers if nothing else tells more.
-
-    Examples:
-        >>> x, h, y = (ir.val(name) for name in "xhy")
-        >>> nodes = [ir.node("Conv", [x], outputs=[h], name="conv"), ir.node("Relu", [h], outputs=[y], name="relu")]
-        >>> model = ir.Model(ir.Graph([x], [y], nodes=nodes), ir_version=10)
-        >>> from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-        >>> names = EngineNames(TaggedModel(model, Hierarchy([ModuleInfo("", "")])))
-        >>> [node.name for node in names.nodes("Reformatting CopyNode for Input Tensor 0 to conv + PWN(relu)")]
-        ['conv', 'relu']
     """
 
     def __init__(self, tagged: TaggedModel) -> None:
@@ -248,7 +193,6 @@ class EngineNames:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split a text at a separator outside brackets."""
     parts, depth, start, place = [], 0, 0, 0
     while place < len(text):
         depth += (text[place] in _OPENING) - (text[place] in _CLOSING)
@@ -266,14 +210,11 @@ _REGION = re.compile(r"\{ForeignNode\[(.+)\]\}", re.DOTALL)
 
 
 def _layer_kernels(engine: _Engine, tagged: TaggedModel, name: str) -> tuple[Kernel, ...]:
-    """Return the layers that have times, with their owners.
+    """Return the layers that have times, with their owners; a `FileError` if none is made of a node of the model.
 
     What a layer was made of is told by its metadata; without, by its name; without, by its tensors: the nodes between
     them that no other layer names. ``{ForeignNode[a...b]}`` is the nodes between its tensors, or from ``a`` to ``b``.
     Other layers were inserted, and belong to the modules of their consumers, or else to those of their producers.
-
-    Raises:
-        FileError: If no layer is made of a node of the model.
     """
     names = EngineNames(tagged)
     told = [_told(layer, names) for layer in engine.layers]

@@ -56,7 +56,9 @@ def write_stages(partition: Partition, folder: Path) -> Partition:
         stages.append(_share(stage, folder, version))
         ends = [_tensor("input", key, tensor, scalar=True) for key, tensor in stage.inputs.items()]
         ends += [_tensor("output", key, tensor, scalar=True) for key, tensor in stage.outputs.items()]
-        _write(version.parent, step, 'backend: "onnxruntime"', [*ends, *_optimization(stage)])
+        # Without its session entries, ONNX Runtime may crash at the highest level, and Triton passes none on.
+        level = ["optimization { graph { level: 1 } }"] if stage.session_config else []
+        _write(version.parent, step, 'backend: "onnxruntime"', [*ends, *level])
     version = folder / REPOSITORY / name / "1"
     version.mkdir(parents=True)
     (version / ".keep").touch()  # Triton wants a version, and an ensemble has nothing to put there
@@ -87,11 +89,6 @@ def _tensor(kind: str, name: str, tensor: StageTensor, *, scalar: bool = False) 
     )
 
 
-def _optimization(stage: Stage) -> list[str]:
-    """A lower level of optimisation if ONNX Runtime crashes at the highest: Triton passes no such entries on."""
-    return ["optimization { graph { level: 1 } }"] if stage.session_config else []
-
-
 def _scheduling(partition: Partition, steps: Iterable[str]) -> str:
     """The steps of an ensemble. Its tensors have the names that they have in the stages, outputs those of the model."""
     named: dict[tuple[int | None, str], str] = {source: name for name, source in partition.outputs.items()}
@@ -105,7 +102,6 @@ def _scheduling(partition: Partition, steps: Iterable[str]) -> str:
 
 
 def _used(partition: Partition, number: int, stage: Stage) -> list[str]:
-    """The outputs of a stage that somebody reads."""
     read = {key for later in partition.stages for key, source in later.sources.items() if source == number}
     read |= {key for source, key in partition.outputs.values() if source == number}
     return [key for key in stage.outputs if key in read]

@@ -47,7 +47,6 @@ TORCH = {
     "test_wrapped_modules",
     "test_transformers_exporters",
     "test_verify",
-    "test_verify_faults",
 }
 
 

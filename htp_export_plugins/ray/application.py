@@ -35,15 +35,7 @@ class BodyError(ValueError):
 
 
 def array_of(value: Any, entry: dict[str, Any]) -> Any:
-    """The array of one input.
-
-    Args:
-        value: Nested lists.
-        entry: What the manifest says of the input.
-
-    Raises:
-        BodyError: If they are not of the type and shape of the input.
-    """
+    """The array of one input, of nested lists; a `BodyError` if they do not fit what the manifest says of it."""
     import numpy
 
     name, kind = entry["name"], entry["type"]
@@ -69,13 +61,7 @@ def array_of(value: Any, entry: dict[str, Any]) -> Any:
 
 
 class Stage:
-    """One stage, loaded: takes what the model was given and what stages before gave, gives what it computes.
-
-    Args:
-        folder: Where the files are.
-        number: Which stage, from 0.
-        providers: Execution providers of ONNX Runtime, in order of preference.
-    """
+    """One stage, loaded: takes what the model was given and what stages before gave, gives what it computes."""
 
     def __init__(self, folder: str, number: int, providers: list[str]) -> None:
         import onnxruntime
@@ -90,12 +76,7 @@ class Stage:
         self._session = onnxruntime.InferenceSession(str(file), options, providers=providers)
 
     def __call__(self, inputs: dict[str, Any], *before: dict[str, Any]) -> dict[str, Any]:
-        """Run the stage.
-
-        Args:
-            inputs: What the model was given.
-            before: What each stage gave from which this one takes anything, in order.
-        """
+        """Run the stage on what the model was given, and what each stage gave from which it takes something."""
         numbers = sorted({source for source in self._sources.values() if source is not None})
         given = dict(zip(numbers, before, strict=True))
         feed = {name: (inputs if source is None else given[source])[name] for name, source in self._sources.items()}
@@ -103,12 +84,7 @@ class Stage:
 
 
 class Pipeline:
-    """The whole model: hands tensors from stage to stage, which send them to one another.
-
-    Args:
-        folder: Where the files are.
-        stages: Handles of the stages, in order.
-    """
+    """The whole model: hands tensors from stage to stage, by the handles of the stages, which send them on."""
 
     def __init__(self, folder: str, *stages: Any) -> None:
         manifest = json.loads((pathlib.Path(folder) / "manifest.json").read_text(encoding="utf-8"))
@@ -121,14 +97,7 @@ class Pipeline:
         ]
 
     async def run(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Run the model.
-
-        Args:
-            inputs: Input name → numpy array.
-
-        Returns:
-            Output name → numpy array.
-        """
+        """Run the model: input name → numpy array; output name → numpy array."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._run(inputs)
@@ -162,11 +131,7 @@ class Pipeline:
         return {name: array.tolist() for name, array in (await self.run(inputs)).items()}
 
     def inputs_of(self, body: bytes) -> dict[str, Any]:
-        """Input name → array, as the JSON of a request has them.
-
-        Raises:
-            BodyError: If it does not have the inputs of the model.
-        """
+        """Input name → array, as the JSON of a request has them; a `BodyError` if these are not the model's inputs."""
         try:
             given = json.loads(body)
         except (ValueError, RecursionError):

@@ -19,7 +19,6 @@ from htp_export.capabilities.cost.drawing import render
 from htp_export.capabilities.cost.result import ModuleRow, ModuleTree, tree_rows
 from htp_export.command.main import main
 from htp_export.model.tagged import load
-from htp_export.results.columns import si
 from tests.handmade import encoder
 
 KNOWN = "every node has a module: 6 captured at export, 1 shared by several modules"
@@ -132,35 +131,6 @@ def test_cost_as_csv_has_every_module_and_column_and_nodes_if_asked(
     )  # fmt: skip
 
 
-def test_a_sorted_tree_is_a_list_with_the_largest_first(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tree", str(file), "--sort", "flops", "--columns", "flops", "--select", "**.fc"]) == 0
-    assert [line.split() for line in lines(capsys)[1:-1]] == [
-        ["(root)", "128"], ["layer", "128"], ["layer.0", "64"], ["layer.0.fc", "64"], ["layer.1", "64"],
-        ["layer.1.fc", "64"],
-    ]  # fmt: skip
-
-
-def test_the_tree_has_flops_where_sizes_are_known(
-    file: Path, open_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tree", str(file), "--depth", "0"]) == 0
-    assert lines(capsys) == [
-        "module   class   nodes   parameters   FLOPs   fate",
-        "(root)   Net         7           32     128",
-        KNOWN,
-    ]
-    assert main(["tree", str(open_file), "--depth", "0"]) == 0
-    assert lines(capsys) == [
-        "module   class   nodes   parameters   FLOPs   fate",
-        "(root)   Net         7           32      64",
-        KNOWN,
-        "size 'batch' is 1",
-    ]
-    assert main(["tree", str(open_file), "--depth", "0", "--dims", "batch=2"]) == 0
-    assert "128" in capsys.readouterr().out
-    assert main(["tree", str(open_file), "--dims", "batch=x"]) == 2
-
-
 def test_times_and_errors_of_other_commands_are_columns(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,27 +211,6 @@ def test_colours_are_off_where_nobody_wants_them(file: Path, monkeypatch: pytest
     assert "\x1b[36m" not in text()
 
 
-def test_the_tree_of_an_export_has_flops_of_its_example_inputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = "import torch\ndef make():\n    return torch.nn.Linear(4, 3).eval(), {'input': torch.randn(2, 4)}\n"
-    (tmp_path / f"net_{tmp_path.name}.py").write_text(source)
-    arguments = ["export", "--entry", f"net_{tmp_path.name}:make", "-o", "net.onnx"]
-    assert main([*arguments]) == 0
-    assert lines(capsys)[1].split() == ["(root)", "Linear", "1", "15", "48"]
-    assert main([*arguments, "--dynamic", "batch", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["modules"][""]["flops"] == 48
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (999, "999"), (999.96, "1.000 k"), (9_999.6, "10.00 k"), (123_456_789, "123.5 M"), (1e21, "1000.0 E")],
-)
-def test_numbers_have_four_digits(number: float, text: str) -> None:
-    assert si(number) == text
-
-
 def test_tied_parameters_are_marked_and_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Tanh(), torch.nn.Linear(4, 4)).eval()
     net[2].weight = net[0].weight
@@ -274,3 +223,24 @@ def test_tied_parameters_are_marked_and_counted_once(tmp_path: Path, capsys: pyt
     assert main(["cost", str(tmp_path / "tied.onnx"), "--sort", "parameters"]) == 0
     rows = {line.split()[0]: line.split("  ")[-1].strip() for line in lines(capsys)[:6] if line.strip()}
     assert (rows["0"], rows["2"]) == ("with 2", "counted in 0")
+
+
+def test_the_tree_has_flops_where_sizes_are_known(
+    file: Path, open_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tree", str(file), "--depth", "0"]) == 0
+    assert lines(capsys) == [
+        "module   class   nodes   parameters   FLOPs   fate",
+        "(root)   Net         7           32     128",
+        KNOWN,
+    ]
+    assert main(["tree", str(open_file), "--depth", "0"]) == 0
+    assert lines(capsys) == [
+        "module   class   nodes   parameters   FLOPs   fate",
+        "(root)   Net         7           32      64",
+        KNOWN,
+        "size 'batch' is 1",
+    ]
+    assert main(["tree", str(open_file), "--depth", "0", "--dims", "batch=2"]) == 0
+    assert "128" in capsys.readouterr().out
+    assert main(["tree", str(open_file), "--dims", "batch=x"]) == 2

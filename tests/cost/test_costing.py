@@ -238,20 +238,6 @@ def test_an_untagged_model_has_costs_of_the_whole_and_of_its_nodes() -> None:
     assert "no module tags" in str(report).splitlines()[-1]
 
 
-def test_nodes_without_owner_count_in_the_whole() -> None:
-    made = encoder()
-    list(made.graph)[6].metadata_props.clear()
-    whole = htp_export.cost(made).modules[""]
-    assert (whole.other_flops, whole.self_other_flops, whole.nodes) == (32, 8, 7)
-
-
-def test_a_model_without_nodes_costs_nothing() -> None:
-    x = value("x")
-    empty = ir.Model(ir.Graph([x], [x], nodes=[], opset_imports={"": 20}, name="g"), ir_version=10)
-    report = htp_export.cost(empty)
-    assert (report.modules[""].flops, report.peak.bytes, report.peak.modules) == (0, 0, ())
-
-
 def test_the_result_is_plain_data_and_prints_and_the_model_is_left_as_it_is() -> None:
     made = encoder()
     before = ir.to_proto(made).SerializeToString()
@@ -284,3 +270,17 @@ def test_fusing_and_quantizing_leave_the_flops_as_they_are(tmp_path: Path) -> No
         after = htp_export.cost(file)
         assert operator in {node.op_type for node in after.nodes}
         assert (after.modules[""].flops, after.uncounted) == (before.modules[""].flops, {})
+
+
+def test_nodes_without_owner_count_in_the_whole() -> None:
+    made = encoder()
+    list(made.graph)[6].metadata_props.clear()
+    whole = htp_export.cost(made).modules[""]
+    assert (whole.other_flops, whole.self_other_flops, whole.nodes) == (32, 8, 7)
+
+
+def test_a_model_without_nodes_costs_nothing() -> None:
+    x = value("x")
+    empty = ir.Model(ir.Graph([x], [x], nodes=[], opset_imports={"": 20}, name="g"), ir_version=10)
+    report = htp_export.cost(empty)
+    assert (report.modules[""].flops, report.peak.bytes, report.peak.modules) == (0, 0, ())

@@ -15,7 +15,6 @@ from htp_export.errors import InputError, SelectorError
 from htp_export.model.module_facts import visible
 from htp_export.model.tagged import load
 from htp_export.results.columns import csv_text
-from htp_export.results.tag_facts import TagFacts
 from tests.handmade import encoder
 
 
@@ -110,36 +109,11 @@ def test_equal_layers_are_drawn_once_and_the_container_before_their_name() -> No
     ]
 
 
-def test_every_layer_is_drawn_where_folding_is_off() -> None:
-    tree = ModuleTree((row(""), row("layer", "ModuleList", 0), *layers(3)))
-    names = [line.split("   ")[0] for line in drawn(tree, fold=False) if "layer." in line]
-    assert names == ["├── layer.0", "├── layer.1", "└── layer.2"]
-
-
 def test_a_layer_that_differs_anywhere_below_is_not_folded() -> None:
     different = [row("layer.3"), row("layer.3.fc", "net.Fc", nodes=3)]
     tree = ModuleTree((row(""), row("layer", "ModuleList", 0), *layers(3), *different, row("layer.5")))
     names = [line.strip("│├└─ ").split("  ")[0] for line in drawn(tree) if "layer." in line]
     assert names == ["layer.0 … layer.2 × 3", "layer.3", "layer.5"]  # noqa: RUF001 - "times"
-
-
-def test_names_that_look_like_markup_are_drawn_as_they_are() -> None:
-    tree = ModuleTree((row(""), row("[red]x[/]", "net.[bold]"), row(":smile:")))
-    text = "\n".join(drawn(tree))
-    assert "[red]x[/]" in text
-    assert "[bold]" in text
-    assert ":smile:" in text
-
-
-def test_fates_are_drawn_where_a_module_is_not_computed_and_untagged_nodes_are_said() -> None:
-    tree = ModuleTree(
-        (row(""), row("drop", fate="identity", nodes=0), row("unused", calls=0, nodes=0)),
-        TagFacts("htp", {"scope": 3}, 2),
-    )
-    lines = drawn(tree)
-    assert lines[2].endswith("identity")
-    assert lines[1].endswith("1,000")
-    assert lines[-1] == "2 nodes have no module; the others: 3 captured at export"
 
 
 def test_a_module_that_never_ran_keeps_its_line_above_what_it_holds() -> None:

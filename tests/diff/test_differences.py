@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.diff.comparison_page import difference_page
 from htp_export.command.main import main
-from tests.chromium import needs_chromium
 from tests.nets import spread
 from tests.written import weight, written
 
@@ -123,23 +121,6 @@ def test_the_weight_of_merged_projections_is_shared_and_has_not_grown(capsys, tm
     assert lines["shared:"].endswith("that other modules read too; in the modules above them they count once")
 
 
-@needs_chromium
-def test_the_page_of_merged_projections_says_shared(tmp_path, page):
-    before = model(heads=Projections(), out=nn.Linear(40, 8))
-    after = htp_export.optimize(before, passes="merge_parallel_projections", level="tolerant").model
-    file = tmp_path / "diff.html"
-    file.write_text(difference_page(htp_export.diff(before, after), before, after), encoding="utf-8")
-    page.open(file)
-    page.wait("document.documentElement.dataset.ready")
-    cells = "[...document.querySelectorAll('.row')][2].querySelectorAll('.number')"
-    assert page.run("[...document.querySelectorAll('.row')][2].innerText").startswith("q")
-    assert page.run(f"[...{cells}].at(-1).innerText") == "288 B1.440 kB shared"
-    assert page.run(f"{cells}[2].querySelector('.more-is')") is None
-    page.run("[...document.querySelectorAll('.row')][2].click()")
-    assert "288 B → 1.440 kB shared" in page.run("document.getElementById('detail').innerText")
-    assert page.said == []
-
-
 def test_modules_that_come_and_go():
     found = htp_export.diff(model(a=Block(), old=nn.Linear(8, 8)), model(a=Block(), new=nn.Tanh()))
     assert (found.added, found.removed) == (["new"], ["old"])
@@ -239,14 +220,6 @@ def test_the_command(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["counts"] == {"same": 6, "changed": 3}
     assert main(["diff", paths[0], paths[0], "--only-changed"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "no difference in 9 modules"
-
-
-def test_names_are_drawn_as_they_are(tmp_path, capsys):
-    text = "g (float[2] x) => (float[2] y) {{ y = {op}(x) }}"
-    for name, op in (("a", "Relu"), ("b", "Neg")):
-        onnx.save(ir.to_proto(written(text.format(op=op), 17, {"y": "[red]act"})), tmp_path / f"{name}.onnx")
-    assert main(["diff", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx")]) == 0
-    assert "[red]act" in capsys.readouterr().out
 
 
 def test_a_file_without_tags_is_the_same_graph():

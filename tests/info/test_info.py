@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.command.main import main
 from tests.all_commands import example
 
 
@@ -145,21 +143,6 @@ def test_a_cache_by_layer_is_two_lines_and_sizes_made_of_others_are_not_asked_fo
     assert "htp-export cost FILE --dims batch=1,past=1" in found.next
     assert len(found.inputs) == 19
     assert "... and 3 more" in str(dataclasses.replace(found, evidence=tuple("abcdefghi")))
-
-
-def test_the_command_prints_what_the_function_returns(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder)
-    assert main(["info", "net.onnx"]) == 0
-    text = capsys.readouterr().out
-    found = htp_export.info("net.onnx")
-    assert found.summary in text
-    assert all(command in text for command in found.next)
-    assert main(["info", "net.onnx", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed.pop("schema_version") == 1
-    assert printed == json.loads(json.dumps(found.to_dict()))
 
 
 def test_a_file_name_is_quoted_in_commands(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,17 +224,6 @@ def test_a_step_that_fails_is_named_with_its_file_and_the_ones_before_stay(expor
     assert statuses(result) == ["kept", "ran"]
 
 
-def test_a_model_becomes_smaller_in_steps(exported: Path, tmp_path: Path) -> None:
-    steps: list[Any] = [{"prune": {"plan": {"first": 0.5}}}, {"quantize": {"plan": {"first": "int8-dynamic"}}}]
-    result = htp_export.pipeline([*steps, {"lora.insert": {"select": "second"}}], exported, tmp_path / "out.onnx")
-    assert statuses(result) == ["ran"] * 3
-    made = htp_export.load(tmp_path / "out.onnx")
-    assert {"MatMulInteger", "DynamicQuantizeLinear"} <= {node.op_type for node in made["first"].nodes}
-    assert "second.lora_A" in made.paths
-    with pytest.raises(InputError, match="step quantize: there is no option 'dry_run'"):
-        htp_export.pipeline([{"quantize": {"plan": "int4", "dry_run": True}}], exported, tmp_path / "dry.onnx")
-
-
 @pytest.mark.parametrize(
     ("steps", "message"),
     [

@@ -22,7 +22,7 @@ from htp_export.capabilities.place.devices import device_named
 from htp_export.capabilities.place.parts import Item, fill
 from htp_export.capabilities.view.measures import measures_of
 from htp_export.command.main import main
-from htp_export.errors import InputError, OnnxRuntimeError, UntaggedModelError
+from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.parts import PartTensor
 from htp_export.runtime.sessions import entry_of
@@ -223,10 +223,6 @@ def test_session_options(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own.intra_op_num_threads = 3
     options = placed.session_options(own)
     assert (entry_of(options, SETTINGS), options.intra_op_num_threads) == ("gpu(=gpu)", 3)
-    named = onnxruntime.SessionOptions()
-    named.add_session_config_entry("session.name_based_layer_assignment", "gpu(blocks)")
-    with pytest.raises(InputError, match="name_based"):
-        placed.session_options(named)
     monkeypatch.setattr(onnxruntime, "__version__", "1.24.4")
     with pytest.raises(InputError, match=r"1\.24\.4 ignores the devices of nodes; it needs 1\.25"):
         placed.session_options()
@@ -238,11 +234,6 @@ def test_session_options(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def memory(items: Sequence[Item], chosen: Sequence[int]) -> int:
     weights = {key: size for number in chosen for key, size in items[number].weights.items()}
     return sum(weights.values()) + max((items[number].peak for number in chosen), default=0)
-
-
-def crossed(tensors: Sequence[PartTensor], chosen: Sequence[int]) -> int:
-    inside = set(chosen)
-    return sum(any((each in inside) != (net.producer in inside) for each in net.consumers) for net in tensors)
 
 
 def test_a_device_is_filled_with_what_fits_and_no_single_part_does_more() -> None:
@@ -260,19 +251,6 @@ def test_a_device_is_filled_with_what_fits_and_no_single_part_does_more() -> Non
         assert bool(chosen) == bool(fitting), seed
         assert not chosen or memory(items, chosen) <= limit, seed
         assert sum(items[number].work for number in chosen) >= (1 - slack) * max(fitting, default=0), seed
-
-
-def test_neighbours_do_nearly_as_much_as_the_densest_parts_and_cross_less() -> None:
-    draw = random.Random(0)
-    items = [Item({k: draw.randint(1000, 2000)}, draw.randint(90, 130), draw.randint(1000, 1500)) for k in range(50)]
-    tensors = [PartTensor(k - 1, frozenset([k])) for k in range(50)]
-    chosen = fill(items, tensors, 40_000)
-    densest: list[int] = []
-    for number in sorted(range(50), key=lambda k: -items[k].work / items[k].memory):
-        if memory(items, [*densest, number]) <= 40_000:
-            densest.append(number)
-    assert sum(items[k].work for k in chosen) >= 0.85 * sum(items[k].work for k in densest)
-    assert crossed(tensors, chosen) <= 2 < crossed(tensors, densest)
 
 
 def test_a_budget_takes_neighbouring_blocks(file: Path) -> None:
@@ -488,25 +466,6 @@ def test_copies_between_memories_are_read_from_the_graph_that_runs() -> None:
     assert [output.name for output in graph.outputs] == ["y"]
 
 
-@pytest.mark.skipif(OPENVINO not in onnxruntime.get_available_providers(), reason="needs onnxruntime-openvino")
-def test_openvino_and_the_cpu(tmp_path: Path) -> None:
-    """OpenVINO has no kernel for IsNaN: this node stays on the CPU, and its tensors cross."""
-    x, weights = value("x"), [weight("w"), weight("wide")]
-    first = tagged_node("Relu", [tagged_node("MatMul", [x, weights[0]], "a", "made").outputs[0]], "a", "first")
-    nan = ir.node("IsNaN", first.outputs, outputs=[ir.val("nan", ir.DataType.BOOL, [2, 4])], name="nan")
-    nan.metadata_props["htp.module"] = "b"
-    chosen = tagged_node("Where", [nan.outputs[0], x, x], "c", "chosen")
-    last = tagged_node(
-        "Relu", [tagged_node("MatMul", [chosen.outputs[0], weights[1]], "c", "used").outputs[0]], "c", "y"
-    )
-    nodes = [first.inputs[0].producer(), first, nan, chosen, last.inputs[0].producer(), last]
-    modules = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "a", "b", "c")]
-    result = htp_export.placement(model([x], nodes, weights, modules), providers=[OPENVINO, CPU])
-    assert {path: result.modules[path].device for path in "abc"} == {"a": OPENVINO, "b": CPU, "c": OPENVINO}
-    assert ("first", "a", ("b",)) in {(each.tensor, each.producer, each.consumers) for each in result.crossings}
-    assert {each.copied for each in result.crossings} == {None}
-
-
 @pytest.mark.skipif(CUDA not in onnxruntime.get_available_providers(), reason="needs onnxruntime-gpu and a GPU")
 def test_cuda_takes_exactly_what_is_placed_there(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "placed.onnx"
@@ -562,69 +521,6 @@ def test_commands(
     assert main(["place", str(file), "-o", "no.onnx", "--budget", "gpu=1"]) == 2
     assert "nothing fits" in capsys.readouterr().err
     assert not (tmp_path / "no.onnx").exists()
-
-
-class Towers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
-        self.right = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.left(x), self.right(y)
-
-
-@pytest.fixture(scope="module")
-def plugin() -> tuple[str, list[Any], dict[str, str]]:
-    """A second execution provider that needs no hardware: QNN's plugin, with the backend that only writes graphs.
-
-    Its name, its devices and their options.
-    """
-    qnn = pytest.importorskip("onnxruntime_qnn", reason="needs onnxruntime-qnn")
-    before = {device.ep_name for device in onnxruntime.get_ep_devices()}
-    onnxruntime.register_execution_provider_library("qnn", qnn.get_library_path())
-    found = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in before]
-    return found[0].ep_name, found, {"backend_path": str(Path(qnn.LIB_DIR_FULL_PATH) / "libQnnIr.so")}
-
-
-@reads_devices
-@pytest.mark.parametrize("there", ["left", "right"])
-def test_a_plugin_takes_exactly_the_tower_that_is_placed_there(
-    there: str, plugin: tuple[str, list[Any], dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # the backend writes its graph there
-    name, found, settings = plugin
-    options = quiet()
-    options.add_provider_for_devices(found, settings)
-    inputs = (torch.randn(2, 4), torch.randn(2, 4))
-    program = htp_export.export(spread(Towers()).eval(), inputs, verbose=False)
-    here = "right" if there == "left" else "left"
-    placed = htp_export.place(program, {here: "cpu", there: name})
-    result = htp_export.placement(placed, providers=(), session_options=options)
-    assert {path: result.modules[path].device for path in (here, there)} == {here: CPU, there: name}
-    assert not result.misplaced
-    ends = {(crossing.source, crossing.target) for crossing in result.crossings}
-    assert ends == {(CPU, name), (name, CPU)}
-
-
-@reads_devices
-def test_a_part_that_a_plugin_cannot_take_is_explained(
-    file: Path, plugin: tuple[str, list[Any], dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ONNX Runtime 1.31 and 1.32 count nodes on the other side of a border; a version that does not takes the part."""
-    monkeypatch.chdir(tmp_path)
-    name, found, settings = plugin
-    options = quiet()
-    options.add_provider_for_devices(found, settings)
-    placed = htp_export.place(file, {".": "cpu", "blocks": name})
-    problem, where = "", {}
-    try:
-        result = htp_export.placement(placed, providers=(), session_options=options)
-        where = {path: result.modules[path].device for path in ("stem", "blocks", "head")}
-    except OnnxRuntimeError as error:
-        problem = str(error)
-    honoured = where == {"stem": CPU, "blocks": name, "head": CPU}
-    assert honoured or "that compiles its nodes takes no part of a graph" in problem
 
 
 @lists_nodes

@@ -94,15 +94,6 @@ def test_bias_correction_changes_the_biases_of_the_chosen_modules(net: Path, nnc
     assert any(np.abs(before[0] - array).max() < 0.05 for array in vectors[True])
 
 
-def test_two_engines_share_a_plan(net: Path, nncf: Any, tmp_path: Path) -> None:
-    file = tmp_path / "quantized.onnx"
-    result = htp_export.quantize(net, {".": "fp16", "first": INT8, "second": "int8"}, file, data={"ids": IDS})
-    assert_tagged(net, file, ".")
-    assert result.modules["first"].precision == result.modules["second"].precision == "int8"
-    assert result.operators["int8"] == {"MatMul": 2, "Add": 1}
-    assert error(net, file) < 0.03
-
-
 def test_values_that_fill_masks_are_not_divided_into_steps(nncf: Any, tmp_path: Path) -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -123,73 +114,6 @@ def test_values_that_fill_masks_are_not_divided_into_steps(nncf: Any, tmp_path: 
     assert np.abs(expected - found).max() < 0.05
     assert len(result.notes) == 1
     assert result.notes[0].startswith("2 nodes stay in fp32: NNCF leaves them, or values")
-
-
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("smooth_quant", [False, True])
-def test_a_transformer_runs_close_to_what_it_was(exporter: str, smooth_quant: bool, nncf: Any, tmp_path: Path) -> None:
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
-    torch.manual_seed(0)
-    ids, mask = torch.arange(16).reshape(2, 8), torch.ones(2, 8, dtype=torch.int64)
-    mask[1, 5:] = 0
-    before = written(BertModel(config), (ids, mask), tmp_path / "bert.onnx", exporter, ["input_ids", "attention_mask"])
-    after = tmp_path / "after.onnx"
-    names = [value.name for value in onnx.load(before).graph.input]
-    feed = dict(zip(names, (ids.numpy(), mask.numpy()), strict=True))
-    plan = {"encoder": INT8 | {"smooth_quant": smooth_quant, "bias_correction": True}}
-    htp_export.quantize(before, plan, after, data=feed)
-    assert_others_are_the_same(before, after, "encoder")
-    assert_tagged(before, after, "encoder")
-    for expected, found in zip(outputs(before, feed), outputs(after, feed), strict=True):
-        assert np.abs(expected - found).max() < 0.1 * np.abs(expected).max()
-
-
-class TestWhatNncfMakes:
-    """It is loaded and run before it is believed, and no file is written if it is wrong."""
-
-    def refused(self, net: Path, made: Any, nncf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-        quantize = nncf.quantize
-        monkeypatch.setattr(nncf, "quantize", lambda *given, **options: made(quantize(*given, **options)))
-        with pytest.raises(ToolError) as caught:
-            htp_export.quantize(net, {"second": INT8}, tmp_path / "no.onnx", data={"ids": IDS})
-        assert caught.value.tool == "nncf"
-        assert not (tmp_path / "no.onnx").exists()
-        return str(caught.value)
-
-    def without_an_import(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        model.graph.node[-1].domain = "com.microsoft"
-        return model
-
-    def of_another_size(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        weight = next(tensor for tensor in model.graph.initializer if list(tensor.dims) == [48, 40])
-        weight.CopyFrom(onnx.numpy_helper.from_array(np.ones((47, 40), np.int8), weight.name))
-        return model
-
-    def not_finite(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        for tensor in model.graph.initializer:
-            if tensor.data_type == onnx.TensorProto.FLOAT:
-                values = np.full(tuple(tensor.dims), np.inf, np.float32)
-                tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-        return model
-
-    def failed(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        raise RuntimeError("no such operator")
-
-    @pytest.mark.parametrize(
-        ("made", "problem"),
-        [
-            ("without_an_import", "nncf made an invalid model: ValidationError: No opset import for domain"),
-            ("of_another_size", "nncf made an invalid model: OnnxRuntimeError"),
-            ("not_finite", "is not finite"),
-            ("failed", "nncf failed on the modules of 'int8': RuntimeError: no such operator"),
-        ],
-    )
-    def test_what_is_wrong_is_refused(
-        self, made: str, problem: str, net: Path, nncf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert problem in self.refused(net, getattr(self, made), nncf, tmp_path, monkeypatch)
 
 
 WEIGHTS = [
@@ -235,18 +159,6 @@ class TestWeights:
         assert kinds.count("DequantizeLinear") + kinds.count("MatMulNBits") == count
         assert 0 < error(opsets, file) < (0.15 if fields["precision"] == "int4" else 0.02)
 
-    @pytest.mark.parametrize("symmetric", [False, True])
-    def test_weights_are_those_of_round_to_nearest(
-        self, opsets: Path, symmetric: bool, nncf: Any, tmp_path: Path
-    ) -> None:
-        """The zero points of MatMulNBits that are written again are the ones that NNCF chose."""
-        rounded = {}
-        for engine in ("nncf", "onnxruntime"):
-            rule = {"precision": "int4", "block_size": 16, "symmetric": symmetric, "engine": engine}
-            htp_export.quantize(opsets, {"second": rule}, tmp_path / f"{engine}.onnx", data={"ids": IDS})
-            rounded[engine] = error(opsets, tmp_path / f"{engine}.onnx")
-        assert rounded["nncf"] == pytest.approx(rounded["onnxruntime"], rel=1.0)
-
     def test_no_data_are_needed_without_awq(self, opsets: Path, nncf: Any) -> None:
         rule = {"precision": "int8-weights", "engine": "nncf"}
         assert htp_export.quantize(opsets, {"second": rule}).notes == ()
@@ -282,27 +194,6 @@ def test_convolutions_have_a_scale_for_each_channel(nncf: Any, tmp_path: Path) -
     [expected], [found] = outputs(before, x), outputs(tmp_path / "after.onnx", x)
     assert 0 < np.abs(expected - found).max() < 0.02 * np.abs(expected).max()
     assert result.modules[""].bytes_after == htp_export.quantize(before, plan, dry_run=True).modules[""].bytes_after
-
-
-@pytest.mark.parametrize("opset", [18, 21])
-def test_awq_scales_what_an_activation_function_gives_to_a_product(opset: int, nncf: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = spread(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).eval())
-    with torch.no_grad():
-        net[0].weight[:4] *= 20  # activations that weigh more than others
-    data = [{"input": torch.randn(4, 64).numpy()} for _ in range(8)]
-    before = tmp_path / "net.onnx"
-    htp_export.export(net, (torch.randn(4, 64),), before, opset_version=opset, verbose=False)
-    errors = {}
-    for awq in (False, True):
-        after = tmp_path / f"{awq}.onnx"
-        plan = {"**": {"precision": "int4", "block_size": 16, "engine": "nncf", "awq": awq}, "0": "fp32"}
-        htp_export.quantize(before, plan, after, data=data)
-        assert_others_are_the_same(before, after, "**,!0")
-        assert_tagged(before, after, "**,!0")
-        errors[awq] = sum(np.square(outputs(before, x)[0] - outputs(after, x)[0]).sum() for x in data)
-        assert ("Mul" in [node.op_type for node in onnx.load(after).graph.node]) is awq
-    assert errors[True] < errors[False]
 
 
 @pytest.fixture(scope="module")
@@ -348,32 +239,6 @@ class TestAccuracyControl:
         assert_tagged(file, after, ".")
         assert result.to_dict()["metric_after"] == result.metric_after
 
-    def test_only_the_chosen_modules_change(self, trained: Any, nncf: Any, tmp_path: Path) -> None:
-        file, x = trained
-        plan = {"2": INT8 | {"max_drop": 0.05}, "4": "fp16"}
-        after = tmp_path / "after.onnx"
-        held_out = {"input": x[:32]}
-        labels = outputs(file, {"input": x})[0].argmax(-1)[:32]
-        runs: list[int] = []
-
-        def metric(found: Any) -> float:
-            [output] = found[0].values()
-            runs.append(len(output))
-            return float((output.argmax(-1) == labels).mean())
-
-        file_32 = tmp_path / "net.onnx"
-        program = onnx.load(file)
-        for value in (*program.graph.input, *program.graph.output):
-            value.type.tensor_type.shape.dim[0].dim_param = "batch"
-        del program.graph.value_info[:]
-        onnx.save(program, file_32)
-        result = htp_export.quantize(file_32, plan, after, data={"input": x}, validation=held_out, metric=metric)
-        assert set(runs) == {32}
-        assert_others_are_the_same(file_32, after, "2,4")
-        assert result.metric_after is not None
-        assert result.metric_after >= 0.95
-        assert result.modules["0"].precision == "fp32"
-
     def test_the_command(self, trained: Any, nncf: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
         file, x = trained
         monkeypatch.chdir(tmp_path)
@@ -393,15 +258,6 @@ class TestAccuracyControl:
         assert main([*command, "--metric", "accuracy_of_x:accuracy", "--validation", "x.npz"]) == 0
         assert json.loads(capsys.readouterr().out)["metric_after"] >= 0.95
         assert main([*command[:3], "--dry-run"]) == 0
-
-    def test_sensitivity_gives_its_metric_to_such_a_rule(self, trained: Any, nncf: Any) -> None:
-        file, x = trained
-        options: dict[str, Any] = {"select": "2", "all_but": False}
-        rule = [INT8 | {"max_drop": 0.05}]
-        found = htp_export.sensitivity(file, rule, data={"input": x}, metric=self.metric(file, x), **options)
-        assert found.modules["2"]["int8"].alone.metric >= 0.95
-        without = htp_export.sensitivity(file, rule, data={"input": x}, **options)
-        assert "give the metric that may fall by it" in without.modules["2"]["int8"].problem
 
     def test_other_rules_that_cost_more_are_an_error_and_no_file_is_written(
         self, trained: Any, nncf: Any, tmp_path: Path
@@ -429,11 +285,6 @@ class TestAccuracyControl:
         with pytest.raises(InputError) as caught:
             htp_export.quantize(file, plan, data={"input": x}, **options)
         assert problem in str(caught.value)
-
-
-def test_it_prints_and_logs_nothing(net: Path, nncf: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    htp_export.quantize(net, {"second": INT8}, data={"ids": IDS})
-    assert capfd.readouterr() == ("", "")
 
 
 def test_without_the_extra_the_command_that_installs_it_is_said(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:

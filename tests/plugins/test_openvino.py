@@ -6,7 +6,6 @@ import json
 import sys
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx.parser
 import onnx_ir as ir
@@ -20,7 +19,7 @@ from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
 from tests.handmade import encoder
 from tests.nets import spread
-from tests.profile.test_latency import assert_adds_up, small
+from tests.profile.test_latency import assert_adds_up
 
 
 @pytest.fixture(scope="module")
@@ -80,54 +79,6 @@ class TestOpenvino:
         # A normalisation that OpenVINO's reader makes of several operations is not the work of what reads it.
         assert owners["MVN"] == {("blocks.0.norm",), ("blocks.1.norm",)}
         assert report.modules["head"].kernels >= 1
-
-    @pytest.mark.parametrize(
-        "name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "gpt2"))]
-    )
-    def test_real_models_lose_no_node(self, name):
-        torch.manual_seed(0)
-        model, kwargs = small(name)
-        report = htp_export.profile(exported(model, dynamo=True, **kwargs), engine="openvino", runs=3)
-        assert report.unattributed == ()
-        assert_adds_up(report)
-
-    def test_work_in_loops_and_branches_belongs_to_the_modules_inside_too(self):
-        text = """
-        <ir_version: 10, opset_import: ["": 20]>
-        g (float[128, 128] x, int64 n, bool go) => (float[128, 128] y) {
-          r = Loop(n, go, x) <body = b (int64 i, bool k, float[128, 128] s) => (bool k2, float[128, 128] o) {
-            k2 = Identity(k) m = MatMul(s, s) o = Softmax(m)
-          }>
-          y = MatMul(r, r)
-        }
-        """
-        model = ir.from_proto(onnx.parser.parse_model(text))
-        paths = {"r": "loop", "k2": "loop", "m": "loop.step", "o": "loop.soft", "y": "end"}
-        for node in model.graph.all_nodes():
-            node.metadata_props["htp.module"] = paths[str(node.outputs[0].name)]
-        feed = {"x": np.full((128, 128), 0.01, np.float32), "n": np.asarray(9, np.int64), "go": np.asarray(True)}
-        report = htp_export.profile(model, feed, engine="openvino", runs=2)
-        inside = [kernel for kernel in report.kernels if "loop.step" in kernel.owners]
-        assert {kernel.owners for kernel in inside} == {("loop", "loop.step", "loop.soft")}
-        assert max(inside, key=lambda kernel: kernel.ms).op_type == "Loop"
-        assert report.modules["loop.step"].self_ms == pytest.approx(sum(kernel.ms for kernel in inside) / 3)
-        assert report.modules["end"].self_ms > 0
-        assert all("htp#" not in kernel.name for kernel in report.kernels)
-        assert all("htp#" not in str(node.name) for node in model.graph.all_nodes())
-
-    def test_a_file_with_external_weights_runs_and_nothing_is_left(self, tmp_path, monkeypatch):
-        import tempfile
-
-        torch.manual_seed(0)
-        file = tmp_path / "net.onnx"
-        htp_export.export(Blocks().eval(), (torch.randn(1, 8, 256),), file, external_data=True, verbose=False)
-        assert (tmp_path / "net.onnx.data").exists()
-        before = {each.name: each.stat().st_mtime_ns for each in tmp_path.iterdir()}
-        (tmp_path / "temporary").mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-        assert htp_export.profile(file, engine="openvino", runs=2).unattributed == ()
-        assert list((tmp_path / "temporary").iterdir()) == []
-        assert {each.name: each.stat().st_mtime_ns for each in tmp_path.iterdir() if each.name != "temporary"} == before
 
     def test_options_reach_the_engine_and_wrong_ones_are_refused(self):
         report = htp_export.profile(

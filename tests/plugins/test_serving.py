@@ -126,12 +126,6 @@ def test_triton_has_the_data_of_the_stages_which_refer_to_it(tmp_path: Path) -> 
     np.testing.assert_allclose(result, net(given).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_triton_links_models_that_have_their_weights_inside(tmp_path: Path) -> None:
-    htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="triton")
-    model = tmp_path / "stages" / "triton" / "Net_stage0" / "1" / "model.onnx"
-    assert model.samefile(tmp_path / "stages" / "stage0.onnx")
-
-
 def test_triton_has_open_sizes_as_minus_one_and_no_tensors_without_dimensions(tmp_path: Path) -> None:
     given, number = value("x"), ir.val("number", ir.DataType.FLOAT, [])
     given.shape = ir.Shape(["batch", None, 4])
@@ -191,16 +185,6 @@ def test_ray_program_is_the_same_for_every_model_and_needs_nothing_of_ours(tmp_p
     imported |= {str(each.module) for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
     own = {"__future__", "asyncio", "json", "pathlib", "sys", "typing"}
     assert imported == {*own, "onnxruntime", "numpy", "ray", "ray.exceptions", "starlette.responses"}
-
-
-def test_ray_configuration_has_a_deployment_for_each_stage(tmp_path: Path) -> None:
-    htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="ray")
-    text = (tmp_path / "stages" / "serve.yaml").read_text()
-    assert re.findall(r"- name: (\w+)", text) == ["stages", "stage0", "stage1", "pipeline"]
-    assert "import_path: serve_app:build" in text
-    for option in ("num_replicas: 1", "max_ongoing_requests: 4", "health_check_period_s: 2", '{"num_cpus": 0.5}'):
-        assert text.count(option) == (3 if "health" in option else 2), "for each of the two stages"
-    assert "max_queued_requests: 256" in text
 
 
 def test_ray_is_not_given_tensors_that_numpy_does_not_have(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.profile import onnxruntime_engine
 from htp_export.capabilities.profile.measurements import Kernel
-from htp_export.capabilities.profile.onnxruntime_engine import device_of
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.runtime import traces
@@ -260,11 +259,3 @@ class TestWhichTimesAProfileTakes:
         assert "on the device" not in str(report)
         kernels = tuple(replace(kernel, provider=CUDA) for kernel in report.kernels)
         assert "times are those of kernels on the device" in replace(report, kernels=kernels).notes
-
-    def test_devices_of_providers(self):
-        assert [device_of([name]) for name in (CUDA, "DmlExecutionProvider", CPU, "XnnpackExecutionProvider")] == [
-            "cuda",
-            "dml",
-            "cpu",
-            "cpu",
-        ]

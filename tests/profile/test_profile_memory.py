@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.profile.measured_memory import ModuleMemory, _Sums
+from htp_export.capabilities.profile.measured_memory import ModuleMemory
 from htp_export.command.main import main
 from tests.handmade import encoder
 from tests.nets import spread
@@ -84,36 +84,6 @@ class TestAgainstACountOfOurOwn:
         assert modules["soft.act"] == ModuleMemory(4096, 4096, sizes["d"], sizes["d"], 1)
         assert modules[""].allocated_bytes == report.memory.allocated_bytes
         assert modules[""].estimated_bytes == sum(sizes.values()) == report.memory.estimated_bytes
-
-    @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-    def test_a_transformer_layer_is_counted_right_node_by_node(self, exporter, tmp_path):
-        torch.manual_seed(0)
-        layer = spread(nn.TransformerEncoderLayer(16, 2, 48, batch_first=True, norm_first=True)).eval()
-        x = torch.randn(2, 5, 16)
-        dynamo = exporter == "dynamo"
-        htp_export.export(layer, (x,), tmp_path / "layer.onnx", dynamo=dynamo, verbose=False)
-        model = onnx.load(tmp_path / "layer.onnx")
-        [name] = [each.name for each in model.graph.input]
-        sizes = sizes_of(model, {name: x.numpy()})
-        report = htp_export.profile(
-            model, {name: x.numpy()}, runs=1, warmup=0, session_options=as_written(), memory=True
-        )
-        assert report.memory is not None
-        readers = [each for node in model.graph.node for each in node.input]
-        nodes = [node for node in ir.from_proto(model).graph if node.op_type != "Constant"]
-        measured = {kernel.name: kernel.bytes for kernel in report.memory.kernels}
-        assert measured.keys() == {node.name for node in nodes}
-        taken = 0
-        for node in nodes:
-            size = sum(blocks(sizes[str(value.name)]) for value in node.outputs if value.name)
-            if measured[str(node.name)] != size:
-                assert measured[str(node.name)] == 0
-                given = [value for value in node.inputs if value is not None and value.name in sizes]
-                assert any(blocks(sizes[str(value.name)]) == size for value in given)
-                in_place = [value for value in given if readers.count(str(value.name)) == 1]
-                assert in_place or node.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Identity", "Flatten")
-                taken += 1
-        assert 0 < taken < len(nodes) / 2
 
     def test_the_estimate_is_that_of_cost(self):
         model = encoder()
@@ -195,15 +165,6 @@ def test_without_memory_nothing_is_measured_and_no_key_is_written():
     data = report.to_dict()
     assert "memory" not in data
     assert "allocated_bytes" not in data["modules"]["layer.0"]
-
-
-def test_a_kernel_of_several_modules_is_divided_without_losing_a_byte():
-    sums = _Sums()
-    sums.add(256, ("a", "b", "a.c"), {"", "a", "b", "a.c"})
-    assert (dict(sums.own), dict(sums.total)) == (
-        {"a": 86, "b": 85, "a.c": 85},
-        dict.fromkeys(("", "a", "b", "a.c"), 256),
-    )
 
 
 def test_rounding_to_blocks_is_no_error_of_the_estimate():

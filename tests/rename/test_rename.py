@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
-import itertools
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from htp_export.model.tensor_names import path_prefix, rename
 from htp_export.shapes.operator_kinds import subgraphs
 from tests import nets
 from tests.exporter.test_exactness import small
-from tests.exporting import SharedFiles, exported, quick
+from tests.exporting import SharedFiles
 from tests.functions.test_functions import arrays, equal, run
 from tests.nets import spread
 
@@ -48,19 +47,6 @@ def slow(names: Iterable[str]) -> list[Any]:
 def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
     model, kwargs = small(name)
     return spread(model).eval(), kwargs
-
-
-@pytest.fixture(scope="module")
-def model_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """The tagged file of one of the models, exported once."""
-
-    @functools.cache
-    def written(name: str, exporter: str) -> Path:
-        folder = tmp_path_factory.mktemp(f"{name}-{exporter}")
-        exported(*made(name), exporter, folder)
-        return folder / "model.onnx"
-
-    return written
 
 
 def is_parameter(name: str, tagged: htp_export.TaggedModel) -> bool:
@@ -162,32 +148,6 @@ def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(
     _, kwargs = nets.NETS[name].build()
     before, feeds = htp_export.load(file).model, arrays(kwargs)[: len(named.graph.inputs)]
     assert equal(run(before, feeds), run(named, feeds))
-
-
-@pytest.mark.parametrize(
-    ("name", "exporter"), quick(itertools.product(MODELS, ("dynamo", "torchscript")), ("bert", "dynamo"))
-)
-def test_models_of_transformers_have_these_names_too_and_every_command_takes_them(
-    name: str, exporter: str, model_file: Callable[[str, str], Path], tmp_path: Path
-) -> None:
-    file, (model, kwargs) = model_file(name, exporter), made(name)
-    check_names(file)
-    named = tmp_path / "named.onnx"
-    htp_export.rename(file, named)
-    feeds = dict(zip([value.name for value in htp_export.load(file).model.graph.inputs], arrays(kwargs), strict=True))
-    assert equal(run(onnx.load(file), feeds.values()), run(onnx.load(named), feeds.values()))
-    assert htp_export.verify(model, named, kwargs=kwargs).ok
-    compared = htp_export.compare(file, named, feeds)
-    assert compared.ok
-    assert {module.max_abs for module in compared.modules.values()} <= {0.0, None}
-    assert htp_export.diff(file, named).same
-    assert htp_export.contamination(named).to_dict().keys() == htp_export.contamination(file).to_dict().keys()
-    profiled = htp_export.profile(named, feeds, runs=1, warmup=0)
-    assert profiled.modules[""].total_ms > 0
-    old, new = htp_export.load(file), htp_export.load(named)
-    assert {path: len(old[path].nodes) for path in old} == {path: len(new[path].nodes) for path in new}
-    assert old.parameters == new.parameters
-    assert list(old.signatures) == list(new.signatures)
 
 
 # --- on the way of the export ---

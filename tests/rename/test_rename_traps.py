@@ -311,44 +311,6 @@ def test_a_model_without_tags_is_refused(file: Path) -> None:
 # --- after other operations, and before them ---
 
 
-def test_quantized_files_are_named_and_compute_the_same(file: Path) -> None:
-    quantized = htp_export.quantize(file, {"3": "int8", "0": "int4"}, data={"input": X}).model
-    named = check_names(quantized)
-    assert equal(run(quantized, [X]), run(named, [X]))
-    assert {name for name in quantized.graph.initializers if name.startswith("3.")} == {
-        name for name in named.graph.initializers if name.startswith("3.")
-    }
-
-
-def test_a_named_model_is_quantized_pruned_cut_and_optimised_by_module(file: Path, tmp_path: Path) -> None:
-    named = htp_export.rename(file)
-    for plan in ({"3": "int8"}, {"0": "fp16"}):
-        expected = htp_export.quantize(file, plan, data={"input": X}).to_dict()
-        assert htp_export.quantize(named, plan, data={"input": X}).to_dict()["modules"] == expected["modules"]
-    assert (
-        htp_export.prune(named, {"0": 0.5}).modules["0"].sparsity
-        == htp_export.prune(file, {"0": 0.5}).modules["0"].sparsity
-    )
-    assert node_names(htp_export.extract(named, "1").model) == ["/1/fc/Gemm", "/1/act/Relu", "/1/Add"]
-    assert htp_export.optimize(named).nodes_after == htp_export.optimize(file).nodes_after
-    assert htp_export.cost(named).modules[""].flops == htp_export.cost(file).modules[""].flops
-
-
-def test_names_is_a_step_of_a_pipeline(file: Path, tmp_path: Path) -> None:
-    assert htp_export.pipeline(["rename", "optimize", "compare"], file, tmp_path / "out.onnx").ok
-    assert all(name.startswith("/") for name in node_names(htp_export.load(tmp_path / "out.onnx").model))
-
-
-def test_inputs_of_lora_adapters_keep_their_names(file: Path) -> None:
-    lora = htp_export.lora.insert(file, "3", rank=2, alpha=4).model
-    named = check_names(lora)
-    assert [each.name for each in named.graph.inputs] == [each.name for each in lora.graph.inputs]
-    factors = {name for name in lora.graph.initializers if ".lora_" in name}
-    assert factors
-    assert factors <= set(named.graph.initializers)
-    assert named.metadata_props["htp.lora"] == lora.metadata_props["htp.lora"]
-
-
 def test_carry_works_between_a_model_and_its_named_copy_and_after_a_tool(file: Path, tmp_path: Path) -> None:
     def owners(source: Any) -> list[tuple[str, ...]]:
         tagged = htp_export.load(source)

@@ -17,8 +17,7 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError
-from tests.exporter.test_bodies import Loops
-from tests.exporting import BOTH, converts_loops
+from tests.exporting import BOTH
 from tests.nets import NETS, ready
 from tests.tap.test_taps_are_hooks import hooks
 
@@ -96,24 +95,6 @@ def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_oth
     optimized = htp_export.optimize(tapped, level="fused")
     again = run(optimized, {name: np.ones((2, 4), np.float32)})
     assert again["both#0:out"].shape == (2, 4)
-
-
-@pytest.mark.slow  # the scan below is a body that runs often, too
-@converts_loops
-def test_a_tap_in_a_loop_has_what_each_iteration_gave_one_after_the_other(tmp_path: Path) -> None:
-    model = ready(Loops())
-    x = torch.linspace(-1, 1, 8).reshape(2, 4)
-    file = tmp_path / "loops.onnx"
-    htp_export.export(model, (x,), file, dynamo=True, verbose=False)
-    tapped = htp_export.tap(file, "act:out", tmp_path / "tapped.onnx")
-    expected, state = [], x
-    with torch.no_grad():
-        for _ in range(3):
-            state = model.act(model.b(state).sin())
-            expected.append(state)
-    [name] = [value.name for value in tapped.model.graph.inputs]
-    found = run(tmp_path / "tapped.onnx", {name: x.numpy()})
-    np.testing.assert_allclose(found["act:out"], torch.stack(expected), atol=1e-6)
 
 
 class Scans(nn.Module):

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
-from torch import nn
 
 import htp_export
 from htp_export.capabilities.huggingface.genai import genai_config
-from htp_export.capabilities.huggingface.transformers_js import write_transformers_js
-from tests.decoders import decoder, nothing_past, prompt
-from tests.export.test_transformers_js import node, words
+from tests.decoders import decoder, prompt
 from tests.exporting import SharedFiles
 from tests.tap.test_taps_are_hooks import hooks
 
@@ -62,69 +57,3 @@ def test_genai_gives_the_hidden_states_of_prefill_and_of_each_step(tapped: tuple
     np.testing.assert_allclose(
         generator.get_output("hidden_states")[:, -1], hidden_states(model, ids)[:, -1], atol=1e-4
     )
-
-
-SCRIPT = """
-import { createRequire } from "node:module";
-import path from "node:path";
-const [folder, text] = process.argv.slice(2);
-const require = createRequire(path.join(process.cwd(), "package.json"));
-const { AutoModelForCausalLM, AutoTokenizer, env } = require("@huggingface/transformers");
-env.allowRemoteModels = false;
-env.localModelPath = path.dirname(folder) + path.sep;
-const name = path.basename(folder);
-const tokenizer = await AutoTokenizer.from_pretrained(name);
-const model = await AutoModelForCausalLM.from_pretrained(name, { dtype: "fp32" });
-const { hidden_states } = await model(await tokenizer(text));
-console.log(JSON.stringify({ dims: hidden_states.dims, data: Array.from(hidden_states.data) }));
-"""
-
-
-@pytest.mark.slow
-def test_transformers_js_gives_the_hidden_states(tapped: tuple[Any, Path], tmp_path: Path) -> None:
-    program, package = node()
-    model, file = tapped
-    folder = write_transformers_js(
-        {"model": file}, tmp_path / "tiny", model, companions=words(tmp_path / "words"), dtypes=["fp32"]
-    )
-    (tmp_path / "hidden.mjs").write_text(SCRIPT)
-    ids = [3, 14, 15, 9, 26]
-    command = [program, str(tmp_path / "hidden.mjs"), str(folder), " ".join(f"w{number}" for number in ids)]
-    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    expected = hidden_states(model, np.array([ids]))
-    np.testing.assert_allclose(np.reshape(found["data"], found["dims"]), expected, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_drafter_that_is_trained_on_taps_says_what_the_model_will_say(tapped: tuple[Any, Path]) -> None:
-    """As EAGLE's: it reads hidden states and the next token, and says the one that the model gives after it."""
-    model, file = tapped
-    session = onnxruntime.InferenceSession(file)
-    embedding = model.get_input_embeddings().weight.detach()
-    torch.manual_seed(0)
-    drafter = nn.Sequential(nn.Linear(64 + 32, 64), nn.ReLU(), nn.Linear(64, 64))
-
-    def drafted(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes into the drafter, and what it is to say."""
-        ids = np.random.default_rng(seed).integers(3, 19, (64, 12))
-        feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), **nothing_past(session, len(ids))}
-        feed["position_ids"] = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
-        taken = {value.name for value in session.get_inputs()}
-        given = {name: value for name, value in feed.items() if name in taken}
-        hidden, logits = session.run(["hidden_states", "logits"], given)
-        read = torch.cat([torch.from_numpy(hidden[:, :-1]), embedding[torch.from_numpy(ids[:, 1:])]], -1)
-        return read, torch.from_numpy(logits.argmax(-1)[:, 1:])
-
-    optimizer = torch.optim.AdamW(drafter.parameters(), 1e-2)
-    read, wanted = drafted(0)
-    for _ in range(60):
-        loss = nn.functional.cross_entropy(drafter(read).flatten(0, 1), wanted.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    read, wanted = drafted(1)
-    hits = float((drafter(read).argmax(-1) == wanted).float().mean())
-    most = float(wanted.flatten().bincount().max() / wanted.numel())
-    assert hits > most + 0.1, f"{hits:.0%} with taps, {most:.0%} for the token that comes most"

@@ -158,12 +158,6 @@ def test_a_module_that_was_fused_away_is_compared_at_the_one_around_it(tmp_path)
         assert module.reason == "model b has none of its tensors; compared at 0"
 
 
-def test_merged_modules_of_both_files_are_compared_around(shared_files):
-    result = htp_export.compare(*(shared_files.net("conv_bn_relu", exporter) for exporter in EXPORTERS))
-    assert result.ok
-    assert result.modules["0"].compared_at == ""
-
-
 def test_files_of_two_models_are_refused(files, tmp_path):
     class Wider(Wide):
         def __init__(self) -> None:
@@ -173,13 +167,6 @@ def test_files_of_two_models_are_refused(files, tmp_path):
     other = file_of(tmp_path, "dynamo", Wider())
     with pytest.raises(InputError, match=r"are not of one model: module '\(root\)' is a Wide in one and a Wider"):
         htp_export.compare(files[0], other)
-
-
-def test_wrong_inputs_are_refused(files):
-    with pytest.raises(InputError, match="'x': is float"):
-        htp_export.compare(*files, {"x": np.ones((2, 3), np.float32)})
-    with pytest.raises(InputError, match="no input 'y'"):
-        htp_export.compare(*files, {"y": np.ones((2, 32), np.float32)})
 
 
 def test_an_untagged_file_is_refused(files, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 
 import pytest
@@ -111,17 +110,3 @@ def test_a_link_shows_a_graph_and_one_that_does_not_exist_is_the_first(page, sev
     page.run("window.before = true, location.hash = '#part=1&module=a', 0")
     page.wait("!window.before && document.documentElement?.dataset.ready")
     assert [operators(page)[0], page.run("htp.selected.path")] == ["Tanh", "a"]
-
-
-@needs_chromium
-def test_a_graph_can_be_chosen_in_a_notebook(page, tmp_path):
-    inside = page_of(graphs(), explorer=False)[0]
-    file = tmp_path / "notebook.html"
-    file.write_text(f'<iframe srcdoc="{html.escape(inside, quote=True)}"></iframe>', encoding="utf-8")
-    page.open(file)
-    frame = "document.querySelector('iframe').contentWindow"
-    page.wait(f"{frame}.document.documentElement?.dataset.ready")
-    select = f"{frame}.document.querySelector('#choice select')"
-    page.run(f"choice = {select}, choice.value = 1, choice.dispatchEvent(new Event('change')), 0")
-    page.wait(f"{frame}.htp?.nodes[0].op === 'Tanh' && {frame}.document.documentElement?.dataset.ready")
-    assert page.run(f"{select}.value") == "1"

@@ -3,58 +3,29 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 import pytest
 import torch
 
 import htp_export
 from htp_export.format import tags
-from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.tagged import load
-from tests import handmade
 from tests.chromium import Page, needs_chromium
-from tests.view.test_view_page import chain, start
+from tests.view.test_view_page import start
 
 pytestmark = needs_chromium
 
 SIZES = [(1400, 850), pytest.param((390, 844), marks=pytest.mark.slow)]
 COSTS = ("flops", "activation_bytes")
 
-PART = "(it) => [it.scrollTop / it.scrollHeight, it.clientHeight / it.scrollHeight]"
-IN_SIGHT = """
-(() => {
-  const [pane, table] = ['graph-drawing', 'graph-table'].map((id) => document.getElementById(id));
-  const rows = (it, place, height) => htp.graph.state.order
-    .filter((box) => place(box) > it.scrollTop - height && place(box) < it.scrollTop + it.clientHeight)
-    .map((box) => box.row);
-  return [rows(table, (box) => 28 * box.row, 28), rows(pane, (box) => box.top, 44)];
-})()
-"""
+
 NUMBERS = """
 [...document.querySelectorAll('#graph-canvas .card')].map((card) => {
   const numbers = [...card.querySelectorAll(':scope > .face .numbers span')];
   return [card.title, Object.fromEntries(numbers.map((it) => [it.dataset.key, it.textContent + '|' + it.title]))];
 })
-"""
-OTHER_NODE = """
-(() => {
-  const room = document.getElementById('PANE').getBoundingClientRect();
-  return [...document.querySelectorAll('#PANE .node:not(.selected) .chip')].find((chip) => {
-    const box = chip.getBoundingClientRect();
-    return box.top > room.top + 40 && box.bottom < room.bottom - 5 && box.left > room.left && box.right < room.right;
-  });
-})()
-"""
-COLOURS_OF_OVERVIEW = """
-(() => {
-  const paper = document.querySelector('#graph-overview canvas');
-  const { data } = paper.getContext('2d').getImageData(0, 0, paper.width, paper.height);
-  return new Set(new Uint32Array(data.buffer)).size;
-})()
 """
 
 
@@ -113,13 +84,6 @@ def click(page: Page, element: str) -> None:
     page.click(x + width / 2, y + height / 2)
 
 
-def choose_colour(page: Page, number: int) -> None:
-    page.run(
-        f"it = document.getElementById('graph-colour'), it.selectedIndex = ({number} + it.length) % it.length, "
-        "it.dispatchEvent(new Event('change'))"
-    )
-
-
 def press_switch(page: Page, name: str) -> None:
     click(page, f"document.getElementById('{name}')")
 
@@ -172,26 +136,6 @@ def test_numbers_on_modules_and_nodes_are_those_of_cost(page, net, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_table_has_the_numbers_of_the_graph(page, net, size):
-    file, costs, _ = net
-    open_graph(page, file, size)
-    press_switch(page, "graph-fold")
-    heads = page.run("[...document.querySelectorAll('#graph-head > div')].map((cell) => cell.textContent)")
-    assert heads == ["module or node", "time ms", "parameters", "FLOPs", "activations", "output"]
-    rows = page.run(
-        "[...document.querySelectorAll('#graph-rows .row')].map((row) => [...row.children].slice(0, 5)"
-        ".map((cell) => cell.title || cell.querySelector?.('.label')?.textContent || ''))"
-    )
-    drawn = {name: numbers for name, *numbers in rows}
-    assert list(drawn)[:3] == ["(root)", "in x", "layer.0"]
-    for label, path in {"(root)": "", "layer.0": "layer.0", "head": "head"}.items():
-        module = costs.modules[path]
-        numbers = [f"{module.parameters:,}", f"{module.flops:,}", f"{module.activation_bytes:,} B"]
-        assert drawn[label][1:] == numbers
-    assert [drawn[label][0] for label in ("(root)", "layer.0", "head")] == ["9 ms", "3 ms", ""]
-
-
-@pytest.mark.parametrize("size", SIZES)
 def test_trivial_nodes_are_merged_into_a_neighbour_of_their_module_and_shown_again(page, net, size):
     file, costs, tagged = net
     open_graph(page, file, size)
@@ -228,63 +172,6 @@ def test_trivial_nodes_are_merged_into_a_neighbour_of_their_module_and_shown_aga
     assert order(page) == before
 
 
-def test_a_page_without_costs_of_its_nodes_merges_nothing(page, tmp_path):
-    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
-    bare = handmade.model([x], [handmade.tagged_node("Identity", [x], "", "y")], [], [])
-    htp_export.view(bare, tmp_path / "bare.html", explorer=False)
-    open_graph(page, tmp_path / "bare.html")
-    assert page.run("document.getElementById('graph-merge').disabled")
-    assert page.run("document.querySelectorAll('#graph-canvas .card').length") == 4  # root, input, node, output
-
-
-def tangle(seed: int) -> ir.Model:
-    """Nodes that read one or two of those before, half of them trivial, in modules that have no order."""
-    draw = random.Random(seed)
-    first = handmade.value("x")
-    values, nodes = [first], []
-    for k in range(200):
-        trivial = draw.random() < 0.5
-        inputs = [values[-1 - min(int(draw.expovariate(0.4)), len(values) - 1)] for _ in range(1 if trivial else 2)]
-        owner = draw.choice(("a", "a.b", "c"))
-        nodes.append(handmade.tagged_node("Identity" if trivial else "Add", inputs, owner, f"v{k}"))
-        values.append(nodes[-1].outputs[0])
-    modules = [ModuleInfo(path, "net.Part", 1, "computed") for path in ("", "a", "a.b", "c")]
-    return handmade.model([first], nodes, [], modules)
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
-def test_merging_leaves_a_graph_without_cycles_whose_nodes_are_connected(page, tmp_path, seed):
-    model = tangle(seed)
-    htp_export.view(model, tmp_path / "tangle.html", explorer=False)
-    open_graph(page, tmp_path / "tangle.html")
-    head = page.run("htp.layers.merged().map((node) => node.id)")
-    nodes = list(model.graph)
-    place = {node: k for k, node in enumerate(nodes)}
-    links = [(place[value.producer()], k) for k, node in enumerate(nodes) for value in node.inputs if value.producer()]
-    groups: dict[int, set[int]] = {}
-    for k, group in enumerate(head):
-        groups.setdefault(group, set()).add(k)
-    assert sum(len(group) - 1 for group in groups.values()) > 30
-    for first, group in groups.items():
-        assert all(nodes[k].op_type == "Identity" for k in group - {first})
-        assert len({nodes[k].metadata_props["htp.module"] for k in group}) == 1
-        reached = {first}
-        while found := {k for link in links for k in link if {*link} <= group and {*link} & reached} - reached:
-            reached |= found
-        assert reached == group
-    merged_links = {(head[a], head[b]) for a, b in links if head[a] != head[b]}
-    waiting = set(groups)
-    while free := {group for group in waiting if not any(b == group and a in waiting for a, b in merged_links)}:
-        waiting -= free
-    assert not waiting
-    # Whatever could be merged is: a trivial node that is left has several producers, or none in its module, and so on.
-    for group in groups:
-        if nodes[group].op_type == "Identity":
-            owner = nodes[group].metadata_props["htp.module"]
-            for neighbours in ({a for a, b in merged_links if b == group}, {b for a, b in merged_links if a == group}):
-                assert len(neighbours) != 1 or nodes[neighbours.pop()].metadata_props["htp.module"] != owner
-
-
 def test_edges_of_each_module_are_those_of_what_it_holds(page, net):
     file, _, tagged = net
     open_graph(page, file)
@@ -314,77 +201,6 @@ def test_edges_of_each_module_are_those_of_what_it_holds(page, net):
     assert all(expected[path] for path in ("", "layer.0", "layer.1"))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_table_follows_the_graph_and_the_graph_the_table(page, net, size):
-    file, _, _ = net
-    open_graph(page, file, size)
-    press_switch(page, "graph-unfold")
-    tops = (
-        "['graph-drawing', 'graph-table'].map((id) => document.getElementById(id))"
-        ".map((it) => it.scrollTop / (it.scrollHeight - it.clientHeight))"
-    )
-    for mover in ("graph-drawing", "graph-table"):
-        scroll(page, mover, "1e9")
-        assert page.run(tops) == pytest.approx([1, 1], abs=0.01)
-        for part in (0.25, 0.5, 0.75):
-            scroll(page, mover, f"{part} * (it.scrollHeight - it.clientHeight)")
-            end = page.run(f"((it) => it.scrollHeight - it.clientHeight)(document.getElementById('{mover}'))")
-            scrolled = page.run(f"document.getElementById('{mover}').scrollTop")
-            assert scrolled == pytest.approx(part * end, abs=1)  # the other one does not move it
-            rows, drawn = page.run(IN_SIGHT)
-            assert {*rows} & {*drawn}, (mover, part)
-            assert all(0 < top < 1 for top in page.run(tops))
-        scroll(page, mover, "0")
-        assert page.run(tops) == pytest.approx([0, 0], abs=0.01)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_overview_follows_the_scroll_position_and_moves_it(page, net, size):
-    file, _, _ = net
-    open_graph(page, file, size, table=False)
-    press_switch(page, "graph-unfold")
-    sight = (
-        "(([outer, inner]) => [(inner.top - outer.top) / outer.height, inner.height / outer.height])"
-        "(['graph-overview', 'graph-sight'].map((id) => document.getElementById(id).getBoundingClientRect()))"
-    )
-    seen = f"({PART})(document.getElementById('graph-drawing'))"
-    for part in (0, 0.3, 1):
-        scroll(page, "graph-drawing", f"{part} * (it.scrollHeight - it.clientHeight)")
-        assert page.run(sight) == pytest.approx(page.run(seen), abs=0.03)
-        assert page.run("document.getElementById('graph-overview').ariaValueNow") == str(round(100 * part))
-    click(page, "document.getElementById('graph-overview')")
-    scroll(page, "graph-drawing", "it.scrollTop")
-    top, height = page.run(seen)
-    assert top + height / 2 == pytest.approx(0.5, abs=0.03)
-    page.run("document.getElementById('graph-overview').focus()")
-    page.press("Home")
-    assert page.run(seen)[0] == 0
-    assert page.run(COLOURS_OF_OVERVIEW) > 5
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_click_on_a_card_or_a_row_selects_it_everywhere(page, net, size):
-    file, _, _ = net
-    open_graph(page, file, size)
-    press_switch(page, "graph-unfold")
-    scroll(page, "graph-drawing", "0")
-    page.run("htp.select(htp.byPath.get('layer.1.out'))")
-    assert page.run("document.querySelector('#graph-canvas .card.selected').title") == "layer.1.out"
-    assert page.run("document.querySelector('#graph-rows .row.selected .label').textContent") == "out"
-    assert page.run("document.querySelectorAll('#graph-canvas .lit').length") == 2  # from the reshape, and to the sum
-    for pane in ("graph-drawing", "graph-table"):
-        before = page.run("htp.selected.name ?? ''")
-        click(page, OTHER_NODE.replace("PANE", pane))
-        node = page.run("htp.selected.name")
-        assert node != before
-        assert page.run("document.querySelector('#graph-rows .row.selected .label').textContent") == node
-        assert page.run("document.querySelector('#graph-canvas .card.selected').title") == node
-        assert node in page.run("document.getElementById('detail').innerText")
-    page.run("document.getElementById('tab-modules').click()")
-    page.wait("document.querySelector('#rows .row.selected .label')")  # drawn after the table has scrolled to it
-    assert page.run("document.querySelector('#rows .row.selected .label').textContent") == page.run("htp.selected.name")
-
-
 @pytest.mark.parametrize("pane", ["graph-drawing", "graph-table"])
 def test_the_keyboard_opens_modules_and_walks_through_them(page, net, pane):
     file, _, _ = net
@@ -409,72 +225,6 @@ def test_the_keyboard_opens_modules_and_walks_through_them(page, net, pane):
     assert page.run("htp.selected.path") == "head"
     active = page.run("document.getElementById('graph-table').getAttribute('aria-activedescendant')")
     assert page.run(f"document.getElementById('{active}').getAttribute('aria-selected')") == "true"
-
-
-def test_cards_are_coloured_by_any_measure_in_both_themes(page, net):
-    file, _, _ = net
-    grounds = {}
-    for theme in ("light", "dark"):
-        page.theme(theme)
-        open_graph(page, file)
-        press_switch(page, "graph-fold")
-        choices = page.run("[...document.querySelectorAll('#graph-colour option')].map((option) => option.value)")
-        assert choices[:3] == ["class", "total_ms", "flops"]
-        choose_colour(page, 1)
-        face = "(path) => document.querySelector(`#graph-canvas .card[title='${path}'] .face`)"
-        colours = page.run(f"['layer.0', 'layer.1', 'head'].map({face}).map((it) => it.style.background)")
-        assert len(set(colours)) == 3
-        grounds[theme] = colours
-        shown = page.run(f"[...({face})('layer.1').querySelectorAll('.numbers span')].map((it) => it.textContent)")
-        assert shown[0] == "6.00 ms 67 %"
-    assert not set(grounds["light"]) & set(grounds["dark"])
-    page.theme("light")
-
-
-def test_a_node_of_several_modules_is_drawn_once_in_the_module_above_them(page, tmp_path):
-    htp_export.view(handmade.encoder(), tmp_path / "encoder.html", explorer=False)
-    open_graph(page, tmp_path / "encoder.html")
-    press_switch(page, "graph-unfold")
-    names = order(page)
-    assert len(names) == len(set(names))
-    mask = page.run("htp.layers.home.get(htp.nodes.find((node) => node.name === 'node_mask')).path")
-    assert mask == ""
-
-
-@pytest.mark.slow
-def test_a_graph_of_20000_nodes_draws_no_more_than_can_be_seen(page, tmp_path):
-    htp_export.view(chain(20_000), tmp_path / "large.html", explorer=False)
-    open_graph(page, tmp_path / "large.html")
-    press_switch(page, "graph-unfold")
-    assert page.run("htp.graph.state.order.length") < 100  # alike modules are drawn once
-    page.run(
-        "htp.modules.forEach((module) => { if (module.run) htp.graph.state.apart.add(module.run.fold);"
-        "htp.graph.state.found.get(module).drawn = null; })"
-    )
-    press_switch(page, "graph-unfold")
-    assert page.run("htp.graph.state.order.length") > 20_000
-    drawn: Any = page.run(
-        "(async () => { const graph = document.getElementById('graph-drawing'); let drawn = 0;"
-        "new MutationObserver((records) => records.forEach((record) => record.addedNodes.forEach((node) => {"
-        "drawn += 1; }))).observe(document.getElementById('graph'), { childList: true, subtree: true });"
-        "for (let k = 0; k < 20; k++) { graph.scrollTop += graph.scrollHeight / 25;"
-        "await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); } return drawn; })()"
-    )
-    assert 20 * 20 < drawn < 20 * 3 * 200
-    assert page.run("document.querySelectorAll('#graph *').length") < 3000
-    page.run("htp.select(htp.nodes[19_990])")
-    assert page.run("document.querySelector('#graph-canvas .card.selected').title") == "node_v19990"
-    assert page.run("document.querySelector('#graph-rows .row.selected .label').textContent") == "node_v19990"
-
-
-def test_many_nodes_beside_each_other_stand_in_several_lines(page, tmp_path):
-    x = handmade.value("x")
-    nodes = [handmade.tagged_node("Neg", [x], "", f"v{k}") for k in range(100)]
-    htp_export.view(handmade.model([x], nodes, [], []), tmp_path / "wide.html", explorer=False)
-    open_graph(page, tmp_path / "wide.html")
-    tops = page.run("htp.graph.state.order.filter(({ item }) => item.kind === 'node').map((box) => box.top)")
-    assert max(map(tops.count, tops)) == 8
-    assert len(set(tops)) == 13
 
 
 class Blocks(torch.nn.Module):
@@ -527,46 +277,8 @@ def test_the_graph_opens_with_alike_modules_drawn_once(page, blocks):
     assert "4 modules that are alike" in page.run("document.getElementById('detail').innerText")
 
 
-def test_what_stands_in_alike_modules_is_drawn_once_or_in_each(page, blocks):
-    open_graph(page, blocks)
-    page.run("document.getElementById('graph-drawing').focus()")
-    page.press("Home", "ArrowDown", "ArrowDown", "ArrowRight")
-    assert page.run("htp.selected.kind") == "fold"
-    inside = labels(page)[4:]
-    assert {"query", "key", "value", "out"} <= set(inside)
-    page.press("ArrowDown")
-    assert page.run("(htp.selected.path ?? htp.selected.owners[0]).startsWith('h.0')")
-    page.press("ArrowLeft", "x")  # to the fold; each of them
-    assert page.run("htp.selected.path") == "h.0"
-    assert [label for label in labels(page) if label.startswith("h.")] == ["h.0", "h.1", "h.2", "h.3"]
-    page.press("x")
-    assert FOLD in labels(page)
-    assert "h.1" not in labels(page)
-    assert page.run("htp.selected.kind") == "fold"
-    page.run("htp.select(htp.byPath.get('h.2.key'))")  # elsewhere in the page
-    assert page.run("document.querySelector('#graph-canvas .card.selected').title") == "h.2.key"
-
-
 def test_alike_modules_with_others_between_them_are_drawn_each(page, tmp_path):
     htp_export.view(Blocks(2, around=True).eval(), torch.randn(2, 6, 8), tmp_path / "around.html", explorer=False)
     open_graph(page, tmp_path / "around.html")
     assert [label for label in labels(page) if label.startswith("h.")] == ["h.0", "h.1"]
     assert page.run("document.querySelectorAll('#graph-canvas .back').length") == 0
-
-
-@pytest.mark.parametrize("width", [1440, 390])
-def test_the_drawing_has_the_width_and_columns_do_not_collide(page, net, width):
-    file, _, _ = net
-    open_graph(page, file, (width, 850), table=False)
-    drawing = box(page, "document.getElementById('graph-drawing')")
-    assert drawing[2] > 0.68 * width
-    assert drawing[3] > 500
-    if width > 1000:
-        click(page, "document.getElementById('side-fold')")
-        assert box(page, "document.getElementById('graph-drawing')")[2] > 0.9 * width
-        click(page, "document.getElementById('side-fold')")
-        press_switch(page, "graph-list")
-    for head in ("#graph-head", "#head"):
-        page.run(f"htp.tab('{'modules' if head == '#head' else 'graph'}')")
-        overflow = "(cell) => getComputedStyle(cell).overflow"
-        assert set(page.run(f"[...document.querySelectorAll('{head} > div')].map({overflow})")) == {"hidden"}

@@ -18,7 +18,6 @@ import htp_export
 from htp_export.capabilities.diff.comparison_page import comparison_page
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.results.columns import si
-from htp_export.results.tag_facts import TagFacts
 from tests import handmade
 from tests.chromium import Page, needs_chromium
 
@@ -149,31 +148,6 @@ def test_the_keyboard_walks_through_the_tree(page, net):
     assert shown(page) == ["(root)", "layer.1", "layer.0", "head"]
     page.press("/")
     assert page.run("document.activeElement.id") == "search"
-
-
-def test_times_are_sorted_at_first_and_have_shares_and_colours(page, net):
-    start(page, net)
-    page.run("document.getElementById('fold').click()")
-    time = "[...document.querySelectorAll('#head > div')][2]"
-    assert page.run(f"{time}.getAttribute('aria-sort')") == "descending"
-    shares = "[...document.querySelectorAll('#rows .share')].map((share) => share.textContent)"
-    assert page.run(shares) == ["100 %", "50 %", "40 %", "10 %"]
-    fills = "[...document.querySelectorAll('#rows .row')].map((row) => row.querySelector('.fill').style.background)"
-    assert len(set(page.run(fills))) == 4
-    page.run(f"{time}.click(), {time}.click()")  # the other way, and then as in the model
-    assert shown(page) == ["(root)", "layer.0", "layer.1", "head"]
-    page.run("htp.tab('graph')")
-    assert page.run("document.getElementById('graph-colour').value") == "total_ms"
-
-
-def test_a_column_sorts_siblings_and_the_list_sorts_everything(page, net):
-    start(page, net)
-    page.run("document.getElementById('fold').click(), document.querySelectorAll('#head > div')[2].click()")
-    assert shown(page) == ["(root)", "head", "layer.0", "layer.1"]
-    page.run("document.getElementById('flat').click()")
-    assert page.run("document.querySelectorAll('#head > div')[2].getAttribute('aria-sort')") == "ascending"
-    page.run("for (let k = 0; k < 2; k++) document.querySelectorAll('#head > div')[2].click()")
-    assert shown(page)[:4] == ["(root)", "layer.1", "layer.0", "layer.1.fc"]
 
 
 def test_areas_of_the_map_are_as_large_as_what_they_measure(page, net):
@@ -381,37 +355,6 @@ def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
     assert page.asked == []
 
 
-def test_modules_that_are_alike_and_changed_alike_are_one_row_of_two_trees(page, tmp_path):
-    def row(path: str, before: int, after: int) -> SimpleNamespace:
-        sides = ({"nodes": nodes, "weight_bytes": {"float32": 4096 * nodes, "int8": 0}} for nodes in (before, after))
-        return SimpleNamespace(path=path, status="changed", **dict(zip(("before", "after"), sides, strict=True)))
-
-    rows = [row("", 9, 7), *(row(path, 2, 1) for path in ("layer.0", "layer.0.fc", "layer.1", "layer.1.fc", "layer.3"))]
-    known = TagFacts("htp", {HOSTILE: 5, "scope": 3, "node": 2, "tensor": 1}, untagged=2)
-    files = [("a.onnx", known), (HOSTILE, known)]
-    file = tmp_path / "diff.html"
-    file.write_text(comparison_page(rows, "a", "b", ["nodes", "weight_bytes"], files=files), encoding="utf-8")
-    start(page, file)
-    assert shown(page) == ["(root)", "layer.0 … layer.1 × 2", "fc", "layer.3"]  # noqa: RUF001 - "times"
-    cells = "[...document.querySelectorAll('.row')][1].querySelectorAll('.number')"
-    assert page.run(f"[...{cells}].map((cell) => cell.innerText)") == ["21", "8.192 kB4.096 kB"]
-    page.run("[...document.querySelectorAll('.row')][1].click()")
-    assert "so are 1 more that are alike, up to layer.1" in page.run("document.getElementById('detail').innerText")
-    page.run("document.getElementById('repeats').click()")
-    assert shown(page) == ["(root)", "layer.0", "fc", "layer.1", "fc", "layer.3"]
-    trust = page.run("document.getElementById('trust').innerText").split("\n")
-    assert trust[4:] == [f"{HOSTILE}: 2 nodes have no module", *trust[1:4]]
-    assert trust[:4] == [
-        "a.onnx: 2 nodes have no module",
-        f"5 {HOSTILE}",
-        "3 captured at export",
-        "3 recovered by carry",
-    ]
-    titles = page.run("[...document.querySelectorAll('#trust .word')].map((word) => word.title)")
-    assert titles[1] == "the module that ran when the work was captured"
-    assert "its name is that of a node before; carried over: the tensor that it makes was there before" in titles[2]
-
-
 class Stack(torch.nn.Module):
     """Four equal blocks, and a last one that is larger."""
 
@@ -450,23 +393,6 @@ def selected(page: Page) -> str:
     return str(page.run("document.querySelector('.row.selected .name').innerText")).strip("▶ \n").split("\n")[0]
 
 
-def test_alike_siblings_are_one_row_with_their_mean_time_and_largest_error(page, stack):
-    start(page, stack)
-    assert shown(page) == FOLDED
-    page.run("htp.select(htp.byPath.get('layer.0').run.fold, 'table')")
-    numbers = "[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"
-    assert page.run(numbers) == ["2.50", "1k", "256", "3", "72"]
-    assert page.run("document.querySelector('.row.selected .number').title.split('\\n')[1]") == (
-        "the mean of 4: 1.00 to 4.00"
-    )
-    detail = page.run("document.getElementById('detail').innerText")
-    assert "4 modules that are alike" in detail
-    assert "layer.2" in detail
-    assert "3.00 ms" in detail
-    page.run("htp.select(htp.byPath.get('layer.0').run.fold.children[0], 'table')")
-    assert page.run(numbers)[0] == "1.25"  # of fc in each of the four
-
-
 def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack, stacked):
     from rich.console import Console
 
@@ -481,27 +407,6 @@ def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack, stacked):
     assert shown(page) == lines
 
 
-def test_repeats_are_taken_apart_by_key_and_by_click_and_put_together_again(page, stack):
-    start(page, stack)
-    page.run("document.getElementById('table').focus()")
-    page.press("ArrowDown", "x")
-    apart = [*FOLDED[:2], "layer.0", "layer.1", "layer.2", "layer.3", "layer.4"]
-    assert shown(page) == apart
-    page.press("ArrowDown", "ArrowDown", "ArrowRight")
-    assert shown(page) == [*apart[:4], "fc", "act", "drop", ADDED.replace("2", "1"), *apart[4:]]
-    page.run("document.querySelector('.times').click()")
-    assert shown(page) == FOLDED
-    page.press("ArrowLeft")
-    assert shown(page) == ["(root)", FOLDED[1], "layer.4"]
-    page.press("Enter", "ArrowRight")
-    assert selected(page) == "fc"
-    page.run("document.getElementById('repeats').click()")
-    assert FOLDED[1] not in shown(page)
-    assert [name for name in shown(page) if name.startswith("layer")] == [f"layer.{k}" for k in range(5)]
-    page.run("document.getElementById('repeats').click()")
-    assert FOLDED[1] in shown(page)
-
-
 def test_a_module_inside_of_repeats_is_found_and_shown_on_its_own(page, stack):
     start(page, stack)
     search(page, "layer.2.fc")
@@ -512,3 +417,86 @@ def test_a_module_inside_of_repeats_is_found_and_shown_on_its_own(page, stack):
     assert selected(page) == "fc"
     inside = ["fc", "act", "drop", ADDED]
     assert shown(page) == [*FOLDED[:2], "layer.0", "layer.1", "layer.2", *inside, "layer.3", "layer.4"]
+
+
+@pytest.fixture(scope="module")
+def constants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A node with an attribute and a small constant, and numbers that say what one of two nodes takes."""
+    x = handmade.value("x")
+    shape = ir.Value(name="shape", const_value=ir.tensor(np.array([1, -1], np.int64), name="shape"))
+    reshape = handmade.tagged_node("Reshape", [x, shape], "fc", "flat")
+    reshape.attributes["allowzero"] = ir.AttrInt64("allowzero", 1)
+    last = handmade.tagged_node("Neg", [reshape.outputs[0]], "fc", "last")
+    modules = [ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo("fc", "net.Fc", 1, "computed")]
+    measured = {
+        "modules": {"": {"total_ms": 3.0}, "fc": {"total_ms": 3.0, "self_ms": 3.0}},
+        "kernels": [{"name": "node_flat", "ms": 2.0}],
+    }
+    file = tmp_path_factory.mktemp("constants") / "constants.html"
+    htp_export.view(handmade.model([x], [reshape, last], [shape], modules), file, results=[measured], explorer=False)
+    return file
+
+
+def detail(page: Page) -> str:
+    return str(page.run("document.getElementById('detail').innerText"))
+
+
+def at(page: Page) -> str:
+    return str(page.run("decodeURIComponent(location.hash)"))
+
+
+def go(page: Page, file: Path, fragment: str) -> None:
+    page.open(file, fragment)
+    page.wait("document.documentElement.dataset.ready")
+
+
+def test_a_node_has_its_time_or_an_equal_part_its_attributes_and_the_values_of_small_constants(page, constants):
+    start(page, constants)
+    page.run("document.getElementById('unfold').click(), htp.select(htp.nodes[1]), htp.select(htp.nodes[0])")
+    cells = "[...document.querySelectorAll('.row.node')].map((row) => row.querySelector('.number').innerText)"
+    assert page.run(cells) == ["2.00 67 %", "≈ 1.00 33 %"]
+    said = detail(page)
+    assert "2.00 ms" in said
+    assert "allowzero" in said
+    assert "int64[2]\n[1, -1]" in said
+    assert "% zeros" not in said
+
+
+def test_statistics_of_weights_are_shown_where_they_were_read(page, encoder_page):
+    start(page, encoder_page)
+    page.run("htp.select(htp.byPath.get('embeddings.words'))")
+    assert "float32[400, 32]" in detail(page)
+    assert "std 0.0199" in detail(page)
+    assert "0 % zeros" in detail(page)
+
+
+def test_the_address_says_what_is_shown(page, encoder_page):
+    start(page, encoder_page)
+    page.run("htp.select(htp.byPath.get('layers.3'))")
+    assert at(page) == "#module=layers.3"
+    page.run("htp.tab('map'), htp.select(htp.nodes[0])")
+    assert at(page) == "#tab=map&node=node_found"
+    page.run("htp.tab('modules'), htp.select(htp.byPath.get('layers.0').run.fold)")
+    assert at(page) == "#modules=layers.0"
+    search(page, "op:Gelu")
+    assert at(page) == "#modules=layers.0&search=op:Gelu"
+
+
+@pytest.mark.parametrize("fragment", ["#module=layers.3", "#layers.3", "#tab=map&module=layers.3"])
+def test_a_link_shows_a_layer(page, encoder_page, fragment):
+    go(page, encoder_page, fragment)
+    assert page.run("htp.selected.path") == "layers.3"
+    assert "layers.3" in detail(page)
+    if "map" not in fragment:
+        assert page.run("document.querySelector('.row.selected .label').innerText") == "layers.3"
+    assert page.run("document.getElementById('pane-map').hidden") == ("map" not in fragment)
+    page.run("location.hash = '#node=node_found&search=Gather'")
+    page.wait("htp.selected.op === 'Gather'")
+    assert shown(page) == ["(root)", "embeddings", "words", "Gather node_found"]
+
+
+def test_a_link_to_what_is_not_there_shows_the_whole(page, encoder_page):
+    for fragment in ("#module=nowhere", "#tab=%E0%A4%A", "#node=%23999&tab=<b>"):
+        go(page, encoder_page, fragment)
+        assert page.run("htp.selected === htp.root")
+        assert page.said == []  # of this address

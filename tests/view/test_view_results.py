@@ -131,39 +131,6 @@ def drawn(net: Path, file_of_results: Path, tmp_path_factory: pytest.TempPathFac
     return file
 
 
-@needs_chromium
-def test_the_table_has_a_column_of_precisions_that_sorts(page, drawn):
-    start(page, drawn)
-    heads = page.run("[...document.querySelectorAll('#head > div')].map((cell) => cell.textContent)")
-    assert heads[2] == "precision"
-    page.run("document.getElementById('flat').click(), document.querySelectorAll('#head > div')[2].click()")
-    column = "[...document.querySelectorAll('#rows .row')].map((row) => row.querySelector('.number').innerText)"
-    precisions = page.run(column)
-    assert precisions == sorted(precisions, reverse=True)
-    assert {"int8", "fp16", "mixed"} <= set(precisions)
-    page.run("htp.select(htp.byPath.get('0'))")
-    assert "int8" in page.run("document.getElementById('detail').innerText")
-
-
-@needs_chromium
-def test_the_map_and_the_graph_colour_modules_by_precision(page, drawn):
-    start(page, drawn)
-    page.run("htp.tab('map')")
-    options = page.run("[...document.getElementById('map-colour').options].map((each) => each.value)")
-    assert {"precision", "bytes_after"} <= set(options)
-    page.run("document.getElementById('map-colour').value = 'precision', htp.map.draw()")
-    legend = page.run("[...document.querySelectorAll('#legend .swatch')].map((each) => each.innerText)")
-    assert {"int8", "fp16"} <= set(legend)
-    colours = page.run(
-        "['0', '2'].map((path) => htp.colours.ofWord(htp.columns.find((each) => each.named), htp.byPath.get(path)))"
-    )
-    assert len(set(colours)) == 2
-    page.run("htp.tab('graph')")
-    page.run("colour = document.getElementById('graph-colour'), colour.value = 'precision', colour.onchange()")
-    card = "[...document.querySelectorAll('#graph-drawing [data-key=precision]')].map((each) => each.innerText)"
-    assert {"int8", "fp16"} <= set(page.run(card))
-
-
 def trial(number: int | None, plan: dict[str, Any], error: float, size: float, origin: str = "front") -> Trial:
     return Trial(number, plan, {"error": error, "size": size}, origin, {})
 
@@ -260,11 +227,3 @@ def test_names_in_a_search_are_text(page, net, tmp_path):
     assert page.run("document.querySelector('.front dt').innerText") == hostile
     assert page.run("document.querySelectorAll('.front img, .front script').length") == 0
     assert page.run("document.title") == "net.onnx"
-
-
-@needs_chromium
-def test_a_page_without_a_search_has_no_front(page, drawn):
-    start(page, drawn)
-    assert page.run("document.getElementById('tab-front').offsetParent") is None
-    page.run("location.hash = 'tab=front'")
-    assert page.run("document.getElementById('tab-modules').getAttribute('aria-selected')") == "true"

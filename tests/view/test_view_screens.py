@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import onnx
@@ -32,32 +31,6 @@ def test_the_page_looks_as_it_did(page, encoder_page, tmp_path, pane, width, the
     assert page.said == []
     taken = page.pixels((tmp_path / "taken.png").read_bytes())
     assert screens.unlike(taken, stored(page, pane, width, theme)) < TOLERATED
-
-
-@pytest.mark.parametrize(
-    ("width", "missing"),
-    quick(
-        [(1440, "#detail"), *itertools.product((1440, 390), ("#rows", "#top", "#pane-modules"))],
-        (1440, "#detail"),
-    ),
-)
-def test_a_screen_without_one_of_its_parts_is_told_apart(page, encoder_page, tmp_path, missing, width):
-    screens.take(page, encoder_page, "modules", width, "light", tmp_path / "whole.png")
-    page.run(f"document.querySelector('{missing}').style.visibility = 'hidden'")
-    page.picture(tmp_path / "part.png", scale=0.5)
-    part = page.pixels((tmp_path / "part.png").read_bytes())
-    assert screens.unlike(part, stored(page, "modules", width, "light")) > TOLERATED
-
-
-def test_another_font_makes_no_other_screen_and_the_other_theme_does(page, encoder_page, tmp_path):
-    screens.take(page, encoder_page, "modules", 1440, "light", tmp_path / "whole.png")
-    style = "Object.assign(document.createElement('style'), { textContent: '* { font-family: serif !important }' })"
-    page.run(f"document.head.append({style})")
-    page.picture(tmp_path / "serif.png", scale=0.5)
-    serif = page.pixels((tmp_path / "serif.png").read_bytes())
-    light = stored(page, "modules", 1440, "light")
-    assert screens.unlike(serif, light) < TOLERATED
-    assert screens.unlike(light, stored(page, "modules", 1440, "dark")) > 0.9
 
 
 def test_the_model_on_the_screens_is_valid() -> None:

@@ -10,18 +10,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import onnx_ir as ir
 import pytest
 
-import htp_export
 from htp_export.capabilities.view.page.server import PageServer
 from htp_export.command.main import main
 from tests import handmade
-from tests.chromium import Page, needs_chromium
 
 PAGE = "<!doctype html><title>Schöne Netze</title>"
 
@@ -190,35 +187,3 @@ def test_the_page_of_a_model_is_served_from_memory_until_ctrl_c(tmp_path: Path) 
     assert "node_fc0" in page
     assert (process.returncode, rest) == (0, ("", ""))
     assert [each.name for each in tmp_path.iterdir()] == ["net.onnx"]
-
-
-@needs_chromium
-def test_the_page_works_as_it_does_from_the_disk(page: Page) -> None:
-    pytest.importorskip("model_explorer", reason="the extra view is not installed")
-    shown = htp_export.view(handmade.encoder())
-    with PageServer() as server:
-        running = threading.Thread(target=server.run, args=(shown.html,))
-        running.start()
-        try:
-            page.open_address(server.url)
-            page.run("htp.explorer.show(htp.byPath.get('layer.1.fc')).then(() => 0)")
-            page.wait("document.getElementById('explorer').dataset.ready")
-            assert [asked for asked in page.asked if "favicon" not in asked] == []
-        finally:
-            server.shutdown()
-            running.join()
-
-
-def test_connections_that_say_nothing_take_a_bounded_number_of_threads(server: PageServer) -> None:
-    before = threading.active_count()
-    waiting = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(100)]
-    for connection in waiting:
-        connection.sendall(b"GET /")
-    assert ask(server).status == 200
-    deadline = time.monotonic() + 20
-    while threading.active_count() - before > 40 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert threading.active_count() - before <= 40
-    assert ask(server).status == 200
-    for connection in waiting:
-        connection.close()

@@ -85,7 +85,6 @@ def cost(
 
 
 def _nodes(run: Run, formulas: Formulas) -> list[NodeCost]:
-    """Every run of a node."""
     works = {id(step): work_of(step, formulas) for step, _ in walk(run.steps)}
     costs = []
     for step, times in _chosen(run.steps, works):
@@ -158,17 +157,21 @@ def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
             group[name] += getattr(node, name)
         for path in node.modules if not node.counted else ():
             uncounted[path][node.op_type] += 1
-        owners = node.owners or ("",)
         for name in _SUMMED:
-            share, rest = divmod(getattr(node, name), len(owners))
-            for position, owner in enumerate(owners):
-                own_total[owner][name] += share + (position < rest)
+            for owner, share in divided(getattr(node, name), node.owners or ("",)):
+                own_total[owner][name] += share
     for modules, numbers in grouped.items():
         for path in modules:
             sums = total[path]
             for name in _SUMMED:
                 sums[name] += numbers[name]
     return total, own_total, uncounted
+
+
+def divided(number: int, owners: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """A number in parts for its owners, as equal as whole numbers can be; nothing is lost."""
+    for position, owner in enumerate(owners):
+        yield owner, (number + len(owners) - 1 - position) // len(owners)
 
 
 def _peaks(run: Run, timeline: Timeline) -> dict[str, int]:

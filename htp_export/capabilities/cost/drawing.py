@@ -39,11 +39,8 @@ def render_cost(
 ) -> RenderableType:
     """A table with a line for each module, then what is known of the whole, in words.
 
-    With ``fold``, siblings that are alike and follow each other are drawn once. A column to ``sort`` by gives a list,
-    the largest first. ``columns`` are some of ``COST_COLUMNS``, in this order.
-
-    Raises:
-        InputError: If there is no such column.
+    With ``fold``, alike siblings that follow each other are drawn once. A column to ``sort`` by gives a list, the
+    largest first. ``columns`` are some of ``COST_COLUMNS``, in this order.
     """
     usual = [*_USUAL, *(["uncounted"] if any(module.uncounted for module in modules) else [])]
     shown = chosen(cost.columns, usual if columns is None else columns)
@@ -72,11 +69,7 @@ def _tied(cost: Cost) -> Column[ModuleCost]:
 
 
 def modules_csv(table: Cost | ModuleTree, rows: Sequence[ModuleFacts], names: Sequence[str], sort: str | None) -> str:
-    """Some columns as CSV, a line for each module.
-
-    Raises:
-        InputError: If there is no such column.
-    """
+    """Some columns as CSV, a line for each module."""
     return csv_text([MODULE, *chosen(table.columns, names)], sorted_by(rows, table.columns, sort))
 
 
@@ -109,21 +102,8 @@ def render(
 ) -> RenderableType:
     """A table with a line for each module: class, nodes, parameters, FLOPs, time and error where they are known.
 
-    With ``fold``, siblings that are alike and follow each other, ``layer.0`` to ``layer.11``, are drawn once: their
-    times as the mean, their errors as the largest. A column to ``sort`` by gives a list, the largest first.
-
-    Raises:
-        InputError: If there is no such column.
-
-    Examples:
-        >>> from rich.console import Console
-        >>> from htp_export.capabilities.cost.result import ModuleRow
-        >>> net = ModuleRow("", "net.Net", 1, "computed", nodes=2, self_nodes=0, parameters=8)
-        >>> fc = ModuleRow("fc", "nn.Linear", 1, "computed", nodes=2, self_nodes=2, parameters=8)
-        >>> Console(width=60).print(render(ModuleTree((net, fc))))  # doctest: +NORMALIZE_WHITESPACE
-        module   class    nodes   parameters   fate
-        (root)   Net          2            8
-        └── fc   Linear       2            8
+    With ``fold``, alike siblings that follow each other, ``layer.0`` to ``layer.11``, are drawn once: their times as
+    the mean, their errors as the largest. A column to ``sort`` by gives a list, the largest first.
     """
     names = usual_columns(tree) if columns is None else columns
     shown = [_FATE if column.name == "fate" else column for column in chosen(tree.columns, names)]

@@ -29,13 +29,8 @@ Origin: TypeAlias = Literal["input", "weight", "constant", "made"]
 class Tensor:
     """A tensor of one run. Two are the same if they are the same object.
 
-    Attributes:
-        name: Its name in the file.
-        dtype: Its element type; None where it is not known.
-        shape: Its sizes; None where one of them is not known.
-        origin: An input of the model, an initializer, what a ``Constant`` node gives, or what another node makes.
-        value: What is in it, where that is known from shapes and small constants alone.
-        viewed: The tensor whose memory it is; None where it has its own.
+    Type and shape are None where they are not known. ``value`` is what is in it, where that is known from shapes and
+    small constants alone; ``viewed`` is the tensor whose memory it is, None where it has its own.
     """
 
     name: str
@@ -68,14 +63,7 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """A subgraph that a node runs.
-
-    Attributes:
-        steps: What happens in one run of it.
-        times: How often it runs.
-        inputs: What it is given in each run.
-        outputs: What it gives back.
-    """
+    """A subgraph that a node runs ``times`` times, and what goes in and out of each run."""
 
     steps: Sequence[RunStep]
     times: int
@@ -85,17 +73,10 @@ class Body:
 
 @dataclass(frozen=True, eq=False)
 class RunStep:
-    """One run of one node.
+    """One run of one node; its subgraphs are both branches of an ``If``, or the body of a ``Loop`` or ``Scan``.
 
-    Attributes:
-        node: The node.
-        owners: The modules it computes.
-        inputs: What it reads; None for inputs that are left out.
-        outputs: What it makes.
-        attributes: Its attributes.
-        bodies: Its subgraphs: both branches of an ``If``, the body of a ``Loop`` or ``Scan``.
-        trips_known: Whether ``times`` of its bodies is known; where not, it is 1.
-        modules: The modules in whose regions it is.
+    ``owners`` are the modules that it computes, ``modules`` those in whose regions it is; inputs that are left out are
+    None. ``trips_known``: whether ``times`` of its bodies is known; where not, it is 1.
     """
 
     node: ir.Node
@@ -117,22 +98,14 @@ class RunStep:
         return self.inputs[position] if position < len(self.inputs) else None
 
     def shape(self, position: int) -> tuple[int, ...]:
-        """The shape of an input.
-
-        Raises:
-            UnknownShapeError: If the input is left out, or its shape is not known.
-        """
+        """The shape of an input; an `UnknownShapeError` if it is left out, or not known."""
         tensor = self.input(position)
         if tensor is None or tensor.shape is None:
             raise UnknownShapeError(f"input {position} of {self.node.op_type}")
         return tensor.shape
 
     def output_shape(self, position: int = 0) -> tuple[int, ...]:
-        """The shape of an output.
-
-        Raises:
-            UnknownShapeError: If there is no such output, or its shape is not known.
-        """
+        """The shape of an output; an `UnknownShapeError` if there is none, or it is not known."""
         shape = self.outputs[position].shape if position < len(self.outputs) else None
         if shape is None:
             raise UnknownShapeError(f"output {position} of {self.node.op_type}")
@@ -161,14 +134,10 @@ class RunStep:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One run of a model.
+    """One run of a model: its nodes in order, those of functions in place of the calls.
 
-    Attributes:
-        steps: Its nodes in order; those of functions in place of the calls.
-        outputs: What it returns.
-        sizes: Name of an open size of the inputs → the size that was used.
-        notes: What was assumed of sizes.
-        unknown: Why the first shape that is not known is not; empty where all are.
+    ``sizes`` are the open sizes that were used, ``notes`` what was assumed of them, and ``unknown`` says why the first
+    shape that is not known is not.
     """
 
     steps: Sequence[RunStep]
@@ -202,15 +171,8 @@ def run_by_shapes(
 ) -> Run:
     """What happens in one run of a model without functions; a function that cannot be dissolved is a step.
 
-    Args:
-        tagged: The model.
-        inputs: Input name → example: anything with a ``shape``, or nested lists. Not all have to be there.
-        dims: Name of an open size → size. What nothing tells is 1, with a note.
-        shapes: Input name → its whole shape.
-
-    Raises:
-        InputError: If there is no such input or size, they contradict each other or the model, or the number of
-            dimensions of an input is not known.
+    ``inputs``: input name → example, anything with a ``shape``, or nested lists. What nothing tells is 1, with a note.
+    An `InputError` if sizes contradict each other or the model, or the number of dimensions of an input is not known.
     """
     examples = {
         name: example if hasattr(example, "shape") else np.asarray(example) for name, example in (inputs or {}).items()
@@ -260,7 +222,6 @@ class _Runner(Inference):
                 self._tensors[value] = tensor
 
     def visit(self, node: ir.Node) -> None:
-        """Infer what a node makes, and note it as a step."""
         inputs = tuple(None if value is None else self.tensor(value) for value in node.inputs)
         outer, self._bodies, self._trips_known = self._bodies, [], True
         super().visit(node)
@@ -281,7 +242,6 @@ class _Runner(Inference):
         self.steps = steps
 
     def body(self, name: str, graph: ir.Graph, facts: Sequence[Fact], times: int | None) -> list[Fact]:
-        """Run a subgraph, and note its steps."""
         for value, fact in zip(graph.inputs, facts, strict=False):
             self.state(value, fact)
         tensors = [self._new(value, "made") for value in graph.inputs[: len(facts)]]
@@ -307,7 +267,6 @@ class _Runner(Inference):
         return 1 if trips is None else trips
 
     def tensor(self, value: ir.Value) -> Tensor:
-        """The tensor that a value is in this run."""
         if value not in self._tensors:
             # A weight, a constant that is an input, a value from outside of a function, or no valid model.
             origin: Origin = "weight" if value.const_value is not None and value.producer() is None else "made"

@@ -48,8 +48,7 @@ def traffic(step: RunStep) -> Mapping[Tensor, int]:
 class Life:
     """A tensor with memory of its own: the first and last step that need it, and its size in bytes.
 
-    ``touched`` are the steps that make it, read it, or give it another shape; ``leaves`` says whether it is an input or
-    output of the model.
+    ``touched`` are the steps that make, read or reshape it; ``leaves``: it is an input or output of the model.
     """
 
     tensor: Tensor
@@ -61,12 +60,7 @@ class Life:
 
 
 class Timeline:
-    """The memory of a run, step by step.
-
-    Attributes:
-        live: Bytes of activations while each step runs, what its subgraphs take included.
-        lives: Every activation that takes memory.
-    """
+    """The memory of a run: ``live`` bytes at each step, those of subgraphs included, and every activation's life."""
 
     def __init__(self, run: Run) -> None:
         self._steps = run.steps
@@ -162,7 +156,6 @@ def _body_peak(body: Body) -> int:
 
 
 def _occupied(lives: Iterable[Life], steps: int) -> _Bytes:
-    """Bytes that are live at each step."""
     change = np.zeros(steps + 1, dtype=np.int64)
     counted = [(life.start, life.end + 1, life.size) for life in lives if life.size]
     if counted:
@@ -176,11 +169,7 @@ def _occupied(lives: Iterable[Life], steps: int) -> _Bytes:
 class FusedCost:
     """Some modules of a model, and the same modules if each kept its intermediates on chip, all of them together.
 
-    Attributes:
-        traffic_bytes: What their nodes read and write, one after another.
-        fused_traffic_bytes: The same without their intermediates.
-        peak_bytes: The most activation memory that the whole model takes while one of their nodes runs.
-        fused_peak_bytes: The same without their intermediates.
+    Traffic is what their nodes read and write; the peak is that of the whole model while one of them runs.
     """
 
     traffic_bytes: int
@@ -193,18 +182,6 @@ def cost_of_fusing(model: ModelSource, groups: Mapping[str, Collection[str]]) ->
     """What a model saves if all modules of a group are fused: name → memory and traffic; open sizes are 1.
 
     Each module is fused alone, and the modules of a group at the same time.
-
-    Raises:
-        FileError: If the file cannot be read.
-        InputError: If the number of dimensions of an input is unknown.
-
-    Examples:
-        >>> import torch, htp_export
-        >>> block = lambda: torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
-        >>> net = torch.nn.Sequential(block(), block()).eval()
-        >>> program = htp_export.export(net, (torch.randn(100),), verbose=False)
-        >>> cost_of_fusing(program, {"blocks": ["0", "1"], "first": ["0"]})["blocks"]
-        FusedCost(traffic_bytes=3200, fused_traffic_bytes=1600, peak_bytes=800, fused_peak_bytes=400)
     """
     tagged = read_flat(model)
     run = run_by_shapes(tagged)

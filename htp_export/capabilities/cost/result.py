@@ -225,12 +225,7 @@ class ModuleTree(ModuleTable):
     notes: tuple[str, ...] = ()
 
     def module_data(self, row: ModuleRow) -> dict[str, Any]:
-        """What is known of a module.
-
-        Examples:
-            >>> ModuleTree((ModuleRow("", "net.Net", 1, "computed", nodes=3),)).to_dict()["modules"][""]["nodes"]
-            3
-        """
+        """What is known of a module."""
         return {name: value for name, value in super().module_data(row).items() if value is not None}
 
     @property
@@ -260,10 +255,7 @@ def tree_rows(
     cost: Cost | None = None,
     measured: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ModuleTree:
-    """What each of the ``visible`` modules of a model came to.
-
-    FLOPs are those of its cost. What was ``measured`` is module path → attribute of ``ModuleRow`` → value.
-    """
+    """The ``visible`` modules of a model, with FLOPs of its ``cost``; ``measured``: path → field of a row → value."""
     contents = contents_of(tagged).modules
     rows = tuple(
         ModuleRow(

@@ -74,10 +74,7 @@ def _own_formulas() -> Formulas:
 def all_formulas(further: Formulas | None = None) -> Formulas:
     """``(domain, operator)`` → formula, of every file of ``cost/formulas``, and ``further`` ones that go before those.
 
-    The domain of ONNX's own operators is ``""``, in ``further`` also ``ai.onnx``.
-
-    Raises:
-        InputError: If a key is no pair of words, or a formula cannot be called.
+    The domain of ONNX's own operators is ``""``, in ``further`` also ``ai.onnx``. What is none is an `InputError`.
     """
     known = dict(_own_formulas())
     for key, formula in (further or {}).items():
@@ -91,20 +88,10 @@ def all_formulas(further: Formulas | None = None) -> Formulas:
 
 
 def work_of(step: RunStep, formulas: Formulas | None = None) -> Work | None:
-    """What one run of a node computes; what its subgraphs compute is not in it.
+    """What one run of a node computes, without its subgraphs; an `InputError` if a formula gives no `Work`.
 
     None where there is no formula for its operator, or one that needs a shape that is not known. ``formulas`` are what
     `all_formulas` gives; those of the package without.
-
-    Raises:
-        InputError: If a formula gives something else than `Work`.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> from htp_export.capabilities.cost.execution import Tensor
-        >>> a, b, c = (Tensor("", ir.DataType.FLOAT, shape) for shape in ((2, 3), (3, 5), (2, 5)))
-        >>> work_of(RunStep(ir.node("MatMul", [ir.val("a"), ir.val("b")]), (), (a, b), (c,)))
-        Work(macs=30, other=0)
     """
     if step.op[0] == "" and step.op[1] in CONTROL_FLOW:
         return NOTHING if step.trips_known else None

@@ -25,16 +25,9 @@ def comparison_page(
     notes: Sequence[str] = (),
     files: Sequence[tuple[str, TagFacts]] = (),
 ) -> str:
-    """The page of two models with these names.
+    """The page of two models with these names; ``rows`` are `ModuleDifference`, each after those above it.
 
-    Args:
-        rows: The modules of both, a module after those above it, each with the ``path``, ``status``, ``before`` and
-            ``after`` of a `ModuleDifference`.
-        before: What the first model is called.
-        after: What the second is called.
-        columns: The fields that are columns; all are shown of the module that is selected.
-        notes: Sentences at the top.
-        files: The name of each file, and what it knows about its tags.
+    ``columns`` are the fields that are columns: all are shown of the module that is selected.
     """
     from htp_export.capabilities.view.page.document import document, tags_data
 

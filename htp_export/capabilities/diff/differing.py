@@ -101,7 +101,6 @@ class ModuleDifference(PlainData):
 
     @property
     def _sides(self) -> tuple[ModuleState, ModuleState]:
-        """The module before and after; without nodes where it is not there."""
         return self.before or _NOWHERE, self.after or _NOWHERE
 
     @property
@@ -212,7 +211,6 @@ def byte_lines(module: ModuleDifference) -> Iterator[str]:
 
 
 def _with_shared(total: int, shared: int) -> str:
-    """Bytes that are the module's alone, and those that it shares with other modules."""
     parts = [f"{total - shared:,}"] if total > shared or not shared else []
     return " + ".join([*parts, f"{shared:,} shared"] if shared else parts)
 
@@ -286,17 +284,11 @@ def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
 
 def _compared(path: str, before: ModuleState | None, after: ModuleState | None) -> ModuleDifference:
     if before is None or after is None:
-        status = "added" if before is None else "removed"
-    elif before.structure != after.structure or before.fate != after.fate or not _same_class(before, after):
-        status = "changed"
-    else:
-        status = "same" if before.path == after.path else "moved"
+        return ModuleDifference(path, "added" if before is None else "removed", before, after)
+    classes = {side.class_name for side in (before, after) if side.class_name}  # a file may not say
+    differs = len(classes) > 1 or (before.structure, before.fate) != (after.structure, after.fate)
+    status = "changed" if differs else "same" if before.path == after.path else "moved"
     return ModuleDifference(path, status, before, after)
-
-
-def _same_class(before: ModuleState, after: ModuleState) -> bool:
-    """Whether the classes are equal, or one of the files does not say."""
-    return before.class_name == after.class_name or not (before.class_name and after.class_name)
 
 
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:

@@ -171,8 +171,7 @@ def splice(
         replacement: The replacement, or its file.
         output: The file to write.
         call: Number of the call to replace, from 0; None for all calls.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
+        share_weights: As for `htp_export.tap`.
 
     Returns:
         The model with the replacement.
@@ -281,7 +280,6 @@ def _refuse_shared_results(tagged: TaggedModel, part: Cut) -> None:
 
 
 def _check_signature(part: Cut, replacement: ir.Model) -> None:
-    """The replacement takes and gives what the module takes and gives."""
     taken = [value for value in replacement.graph.inputs if not value.is_initializer()]
     pairs = _matched(list(part.inputs), list(part.inputs.values()), taken)
     if not pairs and taken:

@@ -274,7 +274,6 @@ def fingerprint(model: ModelSource) -> Fingerprint:
 
 
 def _evidence(seen: GraphFeatures) -> dict[str, list[str]]:
-    """What was seen, in sentences."""
     attentions = ", ".join(f"{count} {kind}" for kind, count in seen.attentions.most_common())
     wide = (f"{count} in {many(dims, 'dimension')}" for dims, count in sorted(seen.convolutions.items()))
     unrolled = f"loops over {max(seen.loops, default=0)} steps, unrolled, over {len(seen.loops)} tensors"

@@ -290,7 +290,6 @@ def _kind_of(asked: int, answered: int) -> str:
 
 
 def _mask(node: ir.Node) -> MaskUse | None:
-    """The mask of an attention operator."""
     from htp_export.capabilities.forensics.patterns import MaskUse
 
     mask = next(iter(node.inputs[3 if is_standard(node) else 5 :]), None)
@@ -322,10 +321,7 @@ def _is_causal(facts: GraphFacts, inferred: Symbolic, mask: MaskUse) -> bool:
 
 
 def _elements(facts: GraphFacts, inferred: Symbolic, value: ir.Value) -> Array | None:
-    """The elements of a value that depends on sizes, constants and masks; None where it takes more than that.
-
-    Inputs of the model are all ones, so that nothing is padding.
-    """
+    """The elements of a value that depends on sizes, constants and inputs of ones; None where it takes more."""
     from onnx.reference import ReferenceEvaluator
 
     nodes: set[ir.Node] = set()

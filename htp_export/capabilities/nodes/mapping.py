@@ -63,8 +63,6 @@ def nodes(model: ModelSource, select: str | Sequence[str] | None = None) -> Mode
 
 
 class _Mapper:
-    """Maps one model: the selected modules with those inside them, or all."""
-
     def __init__(self, tagged: TaggedModel, selected: Sequence[str] | None) -> None:
         self._tagged, self._all = tagged, selected is None
         roots = set(selected or ())
@@ -76,7 +74,6 @@ class _Mapper:
         self._functions = {body.graph: "::".join(body.identifier()[:2]) for body in tagged.model.functions.values()}
 
     def result(self) -> ModelMap:
-        """The map."""
         nodes = {node: self._node(node) for node in self._tagged.nodes if self._is_chosen(node)}
         of_module: defaultdict[str, list[MappedNode]] = defaultdict(list)
         of_parameter: defaultdict[str, list[MappedNode]] = defaultdict(list)
@@ -127,7 +124,6 @@ class _Mapper:
         )
 
     def _inside(self, node: ir.Node) -> str:
-        """The function that a node is in, or the node that holds it."""
         if node.graph is None or node.graph is self._tagged.model.graph:
             return ""
         holders = self._tagged.index.holders(node.graph)

@@ -24,8 +24,6 @@ _FIELDS = ("total_ms", "flops")
 
 
 class _ByModule(Protocol):
-    """What ``htp_export.profile`` and ``htp_export.cost`` give."""
-
     @property
     def modules(self) -> Mapping[str, Any]: ...
 
@@ -38,10 +36,6 @@ def weigh(chain: Chain, balance: Balance) -> list[float]:
     """The weight of every unit of a chain; see `partition` for what it may be balanced by.
 
     Where only some modules have a number, that of the nearest one above is spread over the nodes that it is left for.
-
-    Raises:
-        InputError: If it is something else, names modules that are not there, or has a negative number; or if the
-            model has open sizes, whose FLOPs nobody knows.
     """
     from htp_export.capabilities.cost.costing import cost
 
@@ -75,7 +69,6 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _numbers(tagged: TaggedModel, balance: Mapping[str, Any] | _ByModule) -> dict[str, float]:
-    """Module path → number, checked."""
     entries = balance if isinstance(balance, Mapping) else getattr(balance, "modules", None)
     if not isinstance(entries, Mapping):
         raise InputError(f"stages are balanced by numbers for modules, not by {type(balance).__name__}")
@@ -127,19 +120,12 @@ def _spread(chain: Chain, numbers: Mapping[str, float]) -> list[float]:
 def balanced_cuts(
     weights: Sequence[float], places: Sequence[int], charges: Sequence[float], count: int, slack: float
 ) -> list[int]:
-    """Choose cuts of a chain into consecutive parts.
+    """Choose cuts of a chain into ``count`` consecutive parts, at some of the ``places``: ``k`` lies before link ``k``.
 
     First the smallest possible weight of the heaviest part is found. Then, of all choices of cuts whose heaviest part
     is heavier than that by no more than ``slack``, the one is taken with the least sum of the squared weights of all
     parts, in units of equal parts, and of the charges of its cuts. Both are dynamic programs over the places: linear
     partitioning, as in Skiena, *The Algorithm Design Manual*, section 10.7.
-
-    The weights, one for each link of the chain, are not negative. The places where it can be cut increase, with a
-    charge for each: ``k`` lies before link ``k``. There are at most as many parts as places, and one.
-
-    Examples:
-        >>> balanced_cuts([5, 1, 1, 1, 5], [1, 2, 3, 4], [0.0, 0.0, 0.0, 0.0], 3, 0.0)
-        [1, 4]
     """
     if count == 1:
         return []

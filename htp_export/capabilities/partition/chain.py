@@ -30,12 +30,9 @@ from htp_export.runtime.crashes import safe_entries
 class Border:
     """A place between two modules, such that no tensor flows back over it and every other module is on one side.
 
-    Attributes:
-        place: How many units of the chain lie before it.
-        module: The outermost module that begins there.
-        tensors: How many tensors cross it.
-        cuts: How many modules it cuts: those around it that run, but for the root.
-        sequential: Whether the module reads what the modules right before it compute, and does not run beside them.
+    ``place`` units of the chain lie before it, ``module`` is the outermost that begins there, and ``tensors`` cross it.
+    It cuts so many of the modules around it that run, but for the root. ``sequential``: the module reads what those
+    right before it compute, and does not run beside them.
     """
 
     place: int
@@ -317,11 +314,7 @@ def _stage(
 
 
 def _stage_model(tagged: TaggedModel, part: Cut, modules: frozenset[str]) -> ir.Model:
-    """A stand-alone model of a stage; it shares the tensors of its weights with the whole model.
-
-    Its module tree has the modules that have nodes in it, what lies below those that are whole, and what lies above.
-    What PyTorch gave to modules and got back is kept for the whole ones.
-    """
+    """A stand-alone model of a stage, with the modules that have nodes in it, those above, and those below."""
     graph, _ = cut_graph(tagged, part)
     model = model_around(tagged, graph)
     tree = tagged.hierarchy

@@ -255,12 +255,14 @@ class StageRunner:
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run all stages: input name → numpy array, torch tensor or nested lists of numbers; output name → array.
 
-        Raises:
-            InputError: If the inputs are not those of the model, or ONNX Runtime cannot load or run a stage; it says
-                which.
+        An `InputError` says that inputs are not those of the model, or which stage ONNX Runtime cannot load or run.
         """
         stages, outputs = self._partition.stages, self._partition.outputs
-        feed = Inputs(_input(name, tensor) for name, tensor in self._partition.inputs.items()).feed(inputs)
+        declared = (
+            Input(name, None if each.type is None else ir.DataType[each.type], each.shape)
+            for name, each in self._partition.inputs.items()
+        )
+        feed = Inputs(declared).feed(inputs)
         values: dict[tuple[int | None, str], Any] = {
             (None, name): to_ort(array, feed.types.get(name)) for name, array in feed.arrays.items()
         }
@@ -291,7 +293,3 @@ class StageRunner:
         if self._keep:
             self._sessions[number] = session
         return session
-
-
-def _input(name: str, tensor: StageTensor) -> Input:
-    return Input(name, None if tensor.type is None else ir.DataType[tensor.type], tensor.shape)

@@ -154,19 +154,13 @@ def _inside(folder: Path, name: Any) -> str:
 
 
 def _tensors(listed: Sequence[Any]) -> dict[str, StageTensor]:
-    found: dict[str, StageTensor] = {}
-    for entry in listed:
-        name, kind, shape = _text(entry["name"]), entry["type"], entry["shape"]
-        if name in found:
-            raise ValueError("a tensor is listed twice")
-        if kind is not None and kind not in ir.DataType.__members__:
-            raise ValueError(f"tensor {name!r} is of no ONNX type: {kind!r}")
-        if shape is not None and not isinstance(shape, list):
-            raise ValueError(f"tensor {name!r} has no shape: {shape!r}")
-        if not all(size is None or isinstance(size, int | str) for size in shape or ()):
-            raise ValueError(f"tensor {name!r} has no shape: {shape!r}")
-        found[name] = StageTensor(kind, None if shape is None else tuple(shape))
-    return found
+    return {
+        _text(entry["name"]): StageTensor(
+            None if entry["type"] is None else ir.DataType[entry["type"]].name,
+            None if entry["shape"] is None else tuple(entry["shape"]),
+        )
+        for entry in listed
+    }
 
 
 def _text(value: Any) -> str:

@@ -173,11 +173,7 @@ def _extras(
 
 
 def _balanced(chain: Chain, weights: Sequence[float], count: int, slack: float) -> list[int]:
-    """Borders that balance the stages.
-
-    They are between modules that run one after another or that are the model's own; inside of modules, between those
-    that run beside each other, such as query and key, only where there are too few of the others.
-    """
+    """Borders that balance the stages: between modules that run one after another, also inside where these are few."""
     if isinstance(count, bool) or count < 1:
         raise InputError(f"a model has one stage or more, not {count}")
     if not 0 <= slack < float("inf"):
@@ -192,7 +188,6 @@ def _balanced(chain: Chain, weights: Sequence[float], count: int, slack: float) 
 
 
 def _named(chain: Chain, modules: Sequence[str]) -> list[int]:
-    """The borders at which modules begin."""
     if isinstance(modules, str):
         raise InputError(f"stages begin at a list of modules, not at one text: [{modules!r}]")
     begins: dict[int, str] = {}

@@ -57,19 +57,13 @@ def blamed(index: int, step: PipelineStep, *names: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepKind:
-    """What a step does.
+    """What a step does, by the function of its name, which is called with options by keyword.
 
-    Attributes:
-        name: Its name, and that of its function, which is called with options by keyword. A change returns a result
-            with the new ``model``; a check returns a result with ``ok`` and ``summary``.
-        module: The module in ``htp_export.capabilities`` in which the function is.
-        check: Whether it is a check, which makes no file and stops the pipeline where it fails.
-        packages: Further packages whose versions decide what it makes.
-        given: The parameter that takes the model that the steps before have made.
-        start: The parameter that takes the model with which the pipeline began, unless an option says otherwise.
-        checks: Functions, ``module:function`` as above, with a dot before modules that are in no capability. They take
-            some of the parameters and refuse wrong values.
-        keeps_modules: Whether the model afterwards has the modules that it had.
+    A change returns a result with the new ``model``; a check returns one with ``ok`` and ``summary``, makes no file,
+    and stops the pipeline where it fails. ``module`` is in ``htp_export.capabilities``; versions of ``packages`` decide
+    what is made. ``given`` is the parameter that takes the model so far, and ``start`` the one for the model to begin
+    with. ``checks`` are functions, ``module:function`` or, outside of capabilities, ``.module:function``, that take
+    some of the parameters and refuse wrong values. ``keeps_modules``: whether the model has its modules afterwards.
     """
 
     name: str
@@ -181,13 +175,7 @@ STEPS: dict[str, StepKind] = {kind.name: kind for kind in _KINDS}
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step of a pipeline.
-
-    Attributes:
-        name: Its name, of `STEPS`.
-        options: What its function is called with.
-        described: The options as they are written into the file; None for those that ``options`` has.
-    """
+    """One step of a pipeline: its name in `STEPS`, options for its function, and the options that are written."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -230,10 +218,6 @@ def steps_of(
 
     Each step is given to ``prepare``, which returns it with options for its function. The options of a model file, if
     the steps were read from one, may name code only if ``allow_entry`` says so.
-
-    Examples:
-        >>> [step.name for step in steps_of(["inline", {"optimize": {"level": "tolerant"}}])]
-        ['inline', 'optimize']
     """
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise InputError("a pipeline is a list of steps, such as [{'optimize': {'level': 'tolerant'}}, 'compare']")
@@ -273,10 +257,7 @@ def _step(number: int, item: Any) -> PipelineStep:
 
 
 def _check_origin(step: PipelineStep, file: Path, *, allow_entry: bool) -> None:
-    """Refuse a step of a model file whose options name code, or a file that is not in the folder of the model.
-
-    With ``allow_entry``, options may name code. Files in other folders are refused nevertheless.
-    """
+    """Refuse an option of a model file that names code, unless it may, or a file outside of the model's folder."""
     folder = file.resolve().parent
     for name, value in step.options.items():
         said = f"its step {step.name} has the option {name}={value!r}"
@@ -317,7 +298,6 @@ def check_values(steps: Sequence[PipelineStep], start: Callable[[], TaggedModel]
 
 
 def _check_value(step: PipelineStep, name: str, value: Any) -> None:
-    """Check the type of a value, and the files that it names."""
     kind = step.kind.takes(name)
     check_type(name, value, kind)
     if kind is None or not step.kind.takes_file(name):

@@ -250,8 +250,6 @@ def read_pipeline(
 
 
 class _Run:
-    """One run of a pipeline."""
-
     def __init__(self, steps: Sequence[PipelineStep], source: ModelSource, output: Path, folder: Path) -> None:
         self._steps, self._source, self._output, self._folder = steps, source, output, folder
         self._start = model_of(source)
@@ -264,7 +262,6 @@ class _Run:
         self._model = self._start
 
     def start(self) -> TaggedModel:
-        """The model to begin with, and its modules."""
         return self._source if isinstance(self._source, TaggedModel) else load(self._start)
 
     def result(self, made: Sequence[ProvenanceNote], *, resume: bool) -> PipelineRun:
@@ -290,7 +287,6 @@ class _Run:
         return PipelineRun(tuple(self._reports), tuple(self._notes), output, same, model=self._model)
 
     def _done(self, number: int, step: PipelineStep) -> StepReport:
-        """Run one step."""
         begun = time.perf_counter()
         starting = {step.kind.start: self._source} if step.kind.start else {}
         options = {**starting, **step.options, step.kind.given: self._source if self._file is None else self._file}

@@ -13,15 +13,11 @@ from typing import Any
 import numpy as np
 
 from htp_export.files.data_plan import sha256_of
+from htp_export.runtime.arrays import from_torch
 
 
 def described_options(value: Any) -> Any:
-    """Return options as JSON can hold them: an array, a tensor or a PyTorch model by its hash, others by their class.
-
-    Examples:
-        >>> described_options({"level": "exact", "dims": (1, 2), "data": iter([])})
-        {'level': 'exact', 'dims': [1, 2], 'data': {'object': 'list_iterator'}}
-    """
+    """Return options as JSON can hold them: an array, a tensor or a model by its hash, others by their class."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, os.PathLike):
@@ -35,12 +31,7 @@ def described_options(value: Any) -> Any:
 
 
 def is_described(value: Any) -> bool:
-    """Return whether described options hold everything that decides what a step makes.
-
-    Examples:
-        >>> is_described({"data": {"object": "ndarray", "sha256": "0"}}), is_described([{"object": "list_iterator"}])
-        (True, False)
-    """
+    """Return whether described options hold everything that decides what a step makes."""
     return all("sha256" in stand_in for stand_in in _objects(value))
 
 
@@ -59,12 +50,7 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def texts_in(options: Any) -> Iterator[str]:
-    """Every text among the values of options, however deep.
-
-    Examples:
-        >>> list(texts_in({"level": "exact", "rank": 8, "tables": [{"name": "a.csv"}]}))
-        ['exact', 'a.csv']
-    """
+    """Every text among the values of options, however deep."""
     if isinstance(options, str | os.PathLike):
         yield os.fspath(options)
     elif isinstance(options, Mapping | list | tuple):
@@ -73,12 +59,7 @@ def texts_in(options: Any) -> Iterator[str]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is nothing but numbers, truth values and lists of them.
-
-    Examples:
-        >>> is_plain([1, 2.5, None, True]), is_plain({"a": 1}), is_plain(["a"])
-        (True, False, False)
-    """
+    """Return whether a value is nothing but numbers, truth values and lists of them."""
     return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | None)
 
 
@@ -108,13 +89,7 @@ def _digest(value: Any) -> str:
     elif not (hasattr(value, "detach") or isinstance(value, np.ndarray | np.generic)):
         return ""
     for each in arrays.values():
-        array = _array(each)
+        array = from_torch(each) if hasattr(each, "detach") else np.asarray(each)
         digest.update(repr((str(array.dtype), array.shape)).encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
-
-
-def _array(value: Any) -> Any:
-    from htp_export.runtime.arrays import from_torch
-
-    return from_torch(value) if hasattr(value, "detach") else np.asarray(value)

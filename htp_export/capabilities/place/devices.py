@@ -1,11 +1,8 @@
 """Devices by the words that ONNX Runtime's layer assignment knows, and the session options that bind nodes to them.
 
-ONNX Runtime reads the text ``layer_ann`` in the metadata of nodes, and the session configuration entry
-``session.layer_assignment_settings``: ``gpu(=gpu); CPUExecutionProvider(=cpu)``. In parentheses are texts of
-``layer_ann``, and ``=`` compares the whole text; without it, the beginning is enough, so that ``layer.1`` is
-``layer.10``, too. A node is then offered to the first execution provider of the session that is such a device, and to
-no other; if that provider has no kernel for it, to the others again.
-(onnxruntime/core/framework/layering_annotations.cc.)
+A node whose metadata has the text ``layer_ann`` is offered to the first execution provider of the session for which
+``session.layer_assignment_settings`` lists this text, ``gpu(=gpu); CPUExecutionProvider(=cpu)``, and to the others only
+if that one has no kernel; without ``=``, its beginning is enough (onnxruntime/core/framework/layering_annotations.cc).
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from typing import Any
 
 from htp_export.errors import InputError
 from htp_export.runtime.assignments import HOST
-from htp_export.runtime.sessions import entry_of
 
 ANNOTATION = "layer_ann"
 """The key in the metadata of a node."""
@@ -24,7 +20,6 @@ ANNOTATION = "layer_ann"
 SETTINGS = "session.layer_assignment_settings"
 """The session configuration entry. Older versions of ONNX Runtime accept and ignore it."""
 
-_BY_NAME = "session.name_based_layer_assignment"  # ONNX Runtime refuses a session with both
 _HONOURED_SINCE = (1, 25)
 
 _KINDS = ("cpu", "gpu", "cuda", "dml", "npu", "fpga", "accelerator")
@@ -36,12 +31,7 @@ _UNWRITABLE = frozenset("(),;=: ")
 def device_named(word: str) -> str:
     """The device that a word means: one of ``_KINDS``, ``gpu:1``, ``gpu:nvidia``, or an execution provider.
 
-    ``OpenVINOExecutionProvider`` may be ``openvino``; that of a plugin has its own name. If ONNX Runtime knows no such
-    device, the `InputError` lists those that it knows.
-
-    Examples:
-        >>> device_named("GPU"), device_named("gpu:1"), device_named("tensorrt")
-        ('gpu', 'gpu:1', 'TensorrtExecutionProvider')
+    ``OpenVINOExecutionProvider`` may be ``openvino``; that of a plugin has its own name. Others are an `InputError`.
     """
     import onnxruntime
 
@@ -67,10 +57,6 @@ def assignment_settings(devices: Iterable[str]) -> str:
 
     ``cpu`` stands for ``CPUExecutionProvider`` alone: to ONNX Runtime the word ``cpu`` is the first provider of the
     session whose device is a CPU, which may be that of OpenVINO, QNN or XNNPACK.
-
-    Examples:
-        >>> assignment_settings(["gpu", "cpu"])
-        'gpu(=gpu); CPUExecutionProvider(=cpu)'
     """
     return "; ".join(f"{HOST if device == 'cpu' else device}(={device})" for device in devices)
 
@@ -84,11 +70,7 @@ def is_device(device: str, provider: str) -> bool:
 
 
 def session_options_with(entries: Mapping[str, str], options: Any = None) -> Any:
-    """Session options, those that are given or new ones, with configuration entries for layer assignment.
-
-    Raises:
-        InputError: If this ONNX Runtime would ignore them, or the options assign layers by the names of nodes.
-    """
+    """Session options with entries for layer assignment; an `InputError` if ONNX Runtime would ignore them."""
     import onnxruntime
 
     if tuple(int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:2]) < _HONOURED_SINCE:
@@ -97,8 +79,6 @@ def session_options_with(entries: Mapping[str, str], options: Any = None) -> Any
             f"{'.'.join(map(str, _HONOURED_SINCE))} or later"
         )
     options = onnxruntime.SessionOptions() if options is None else options
-    if SETTINGS in entries and entry_of(options, _BY_NAME):
-        raise InputError(f"the session options set {_BY_NAME}; ONNX Runtime takes no {SETTINGS} beside it")
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
     return options

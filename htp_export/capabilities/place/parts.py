@@ -32,10 +32,7 @@ _MOST_STARTS = 256  # a model of thousands of parts takes seconds
 class Item:
     """A part that is on the device as a whole, or not at all.
 
-    Attributes:
-        weights: Weight → bytes. A weight of several items needs memory once.
-        peak: Bytes of activations while it runs.
-        work: What the device saves if it runs there.
+    A weight of several items needs memory once. ``peak``: bytes of activations while it runs; ``work``: what is saved.
     """
 
     weights: Mapping[object, int]
@@ -58,18 +55,11 @@ class _Choice(NamedTuple):
 
 
 def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slack: float = 0.1) -> list[int]:
-    """Choose the items that go to the device.
+    """Choose the items that go to the device, by their numbers in the order of execution; none if nothing fits.
 
     Of the choices of neighbours that fit, with at least ``1 - slack`` of the most work, it is the one with the fewest
     crossings; of several, the one with the most work. A tensor crosses if the items that make and read it are not all
-    on one side. The items are in order of execution; the numbers of the chosen ones are returned, none if nothing fits.
-
-    Examples:
-        >>> from htp_export.model.boundaries import OUTSIDE
-        >>> items = [Item({k: 10}, peak=5, work=1) for k in range(4)]
-        >>> chain = [PartTensor(k - 1, frozenset([k])) for k in range(4)] + [PartTensor(3, frozenset([OUTSIDE]))]
-        >>> fill(items, chain, 25), fill(items, chain, 14)
-        ([0, 1], [])
+    on one side.
     """
     nets = [tensor.consumers | {tensor.producer} for tensor in tensors]
     nets_of: defaultdict[int, list[int]] = defaultdict(list)
@@ -136,12 +126,7 @@ def needs_of(
 
 
 class Needs:
-    """What the nodes of a main graph need on a device.
-
-    Attributes:
-        sizes: Name of each tensor → bytes; without those whose shapes are unknown.
-        notes: What was assumed of sizes.
-    """
+    """What the nodes of a main graph need on a device; ``sizes``: tensor → bytes, where its shape is known."""
 
     def __init__(self, tagged: TaggedModel, run: Run) -> None:
         from htp_export.capabilities.cost.execution import walk

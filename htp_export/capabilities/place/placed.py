@@ -174,8 +174,6 @@ _REST: tuple[Column[PlacedModule], ...] = (
 
 
 class _ByDevice(ModuleTable):
-    """What both results have in common."""
-
     details = ("by_device",)
     derived = ("notes",)
 

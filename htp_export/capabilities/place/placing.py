@@ -80,8 +80,7 @@ def place(
         dims: Name of an open dimension → size. Dimensions that are not given are 1.
         shapes: Input name → shape.
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
+        share_weights: As for `htp_export.tap`.
 
     Returns:
         Where each module goes, the tensors that cross, and the session options.
@@ -130,7 +129,6 @@ def place(
 
 
 def _budget(device: str, size: int | str) -> int:
-    """A size in bytes, from a number or a text."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None

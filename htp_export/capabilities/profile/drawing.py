@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import fields, replace
+from typing import Literal
 
 from rich.console import RenderableType
 
@@ -15,9 +16,6 @@ from htp_export.drawing.module_table import TreeTable, with_lines
 from htp_export.format import tags
 from htp_export.results.columns import Column, chosen
 
-SORTS = ("tree", "total", "self")
-"""Orders of the lines: the module tree, or one list, the longest first."""
-
 _COLUMNS = ("class_name", "total_ms", "self_ms", "share", "kernels")
 _MOSTLY: Column[ModuleLatency] = Column(
     "by_op", "mostly", lambda row: ", ".join(list(row.by_op)[:2]), style="dim", right=False
@@ -25,18 +23,13 @@ _MOSTLY: Column[ModuleLatency] = Column(
 
 
 def render_profile(
-    profile: Profile, *, sort: str = "tree", depth: int | None = None, fold: bool = True
+    profile: Profile, *, sort: Literal["tree", "total", "self"] = "tree", depth: int | None = None, fold: bool = True
 ) -> RenderableType:
     """A table with a line for each module that takes time: total, self, share and kernels; then the whole in words.
 
     Modules more than ``depth`` levels below the root are left out; containers that never ran are no level. With
-    ``fold``, siblings that are alike and follow each other are drawn once, with the mean of their times.
-
-    Raises:
-        ValueError: If ``sort`` is none of ``SORTS``.
+    ``fold``, alike siblings that follow each other are drawn once, with the mean of their times.
     """
-    if sort not in SORTS:
-        raise ValueError(f"sort is one of {', '.join(SORTS)}, not {sort!r}")
     rows = _shown(profile, depth)
     if sort != "tree":
         rows.sort(key=lambda row: -float(getattr(row, f"{sort}_ms")))
@@ -46,7 +39,6 @@ def render_profile(
 
 
 def _shown(profile: Profile, depth: int | None) -> list[ModuleLatency]:
-    """The modules that take time, down to a depth."""
     every = {path: module for path, module in profile.modules.items() if module.kernels}
     ran = {path for path, module in every.items() if module.calls or not path or module.self_ms}
 
@@ -62,7 +54,6 @@ def _alike(row: ModuleLatency) -> Hashable:
 
 
 def _merged(modules: Sequence[ModuleLatency]) -> ModuleLatency:
-    """One row for alike modules: the mean of their times."""
     by_op = Counter[str]()
     for module in modules:
         by_op.update(module.by_op)

@@ -238,55 +238,30 @@ def latency_by_module(
                 parts[path] += 1
         for path, count in parts.items():
             below[path].append((kernel, count / len(kernel.owners)))
-    contents = contents_of(tagged).modules
-    return {
-        path: _module(module.facts, self_ms[path], below[path], model_ms, measured.get(path))
-        for path, module in contents.items()
-    }
-
-
-def _module(
-    facts: ModuleFacts,
-    self_ms: float,
-    parts: Sequence[tuple[Kernel, float]],
-    model_ms: float,
-    memory: ModuleMemory | None,
-) -> ModuleLatency:
-    by_op: defaultdict[str, float] = defaultdict(float)
-    for kernel, part in parts:
-        by_op[kernel.op_type] += kernel.ms * part
-    total = math.fsum(kernel.ms * part for kernel, part in parts)
-    return ModuleLatency(
-        **vars(facts),
-        total_ms=total,
-        self_ms=self_ms,
-        share=total / model_ms if model_ms else 0.0,
-        fused_ms=math.fsum(kernel.ms * part for kernel, part in parts if part < 1),
-        kernels=len(parts),
-        launches=sum(kernel.launches for kernel, _ in parts),
-        by_op=dict(sorted(by_op.items(), key=lambda item: -item[1])),
-        memory=memory,
-    )
+    rows = {}
+    for path, contents in contents_of(tagged).modules.items():
+        by_op: defaultdict[str, float] = defaultdict(float)
+        for kernel, part in below[path]:
+            by_op[kernel.op_type] += kernel.ms * part
+        total = math.fsum(kernel.ms * part for kernel, part in below[path])
+        rows[path] = ModuleLatency(
+            **vars(contents.facts),
+            total_ms=total,
+            self_ms=self_ms[path],
+            share=total / model_ms if model_ms else 0.0,
+            fused_ms=math.fsum(kernel.ms * part for kernel, part in below[path] if part < 1),
+            kernels=len(below[path]),
+            launches=sum(kernel.launches for kernel, _ in below[path]),
+            by_op=dict(sorted(by_op.items(), key=lambda item: -item[1])),
+            memory=measured.get(path),
+        )
+    return rows
 
 
 def budgets_by_module(
     budgets: Mapping[str, str | float], classes: Mapping[str, str], whole_ms: float = 0.0
 ) -> dict[str, float]:
-    """Module path → its budget in ms; of several that name a module, the last one.
-
-    Args:
-        budgets: Selector → a number of ms, or a text: ``5ms``, or ``20%`` of ``whole_ms``.
-        classes: Module path → class, of all modules.
-        whole_ms: Time of the whole model.
-
-    Raises:
-        InputError: If a budget is neither a time nor a share.
-        SelectorError: If a selector cannot be read or matches no module.
-
-    Examples:
-        >>> budgets_by_module({"*": "5ms", "b": "50%"}, {"": "Net", "a": "Linear", "b": "Linear"}, 8.0)
-        {'a': 5.0, 'b': 4.0}
-    """
+    """Module path → its budget in ms; of several that name a module, the last one; see `Profile.over`."""
     return {
         path: limit
         for selector, budget in budgets.items()

@@ -21,14 +21,7 @@ BLOCK_BYTES = 256
 
 @dataclass(frozen=True)
 class KernelMemory:
-    """A node of the graph that ONNX Runtime ran, and what it allocated for it.
-
-    Attributes:
-        name: Its name, or its operator if it has none.
-        op_type: Its operator, after fusion.
-        bytes: Allocated for its outputs, and while it ran.
-        owners: The modules whose work it does; empty if none is known.
-    """
+    """A node of the graph that ONNX Runtime ran, what it allocated for its outputs and meanwhile, and its modules."""
 
     name: str
     op_type: str
@@ -120,11 +113,7 @@ class MeasuredMemory(PlainData):
 def memory_by_module(
     model: RunnableModel, settings: SessionSettings, feed: Feed, tagged: TaggedModel, temporary: Path
 ) -> MeasuredMemory:
-    """Run a model once, and sum up what ONNX Runtime allocated by module; see ``measured_memory``.
-
-    Raises:
-        OnnxRuntimeError: If ONNX Runtime cannot load or run the model.
-    """
+    """Run a model once, and sum up what ONNX Runtime allocated by module; see ``measured_memory``."""
     from htp_export.capabilities.carry.ownership import optimized_works
     from htp_export.capabilities.cost.costing import cost
 
@@ -153,15 +142,14 @@ def memory_by_module(
 
 
 class _Sums:
-    """Bytes by module: of its region, of its own nodes, and how many of these have any."""
-
     def __init__(self) -> None:
         self.total, self.own, self.counted = Counter[str](), Counter[str](), Counter[str]()
 
     def add(self, size: int, owners: Sequence[str], modules: Iterable[str]) -> None:
+        from htp_export.capabilities.cost.costing import divided
+
         for path in modules:
             self.total[path] += size
-        share, rest = divmod(size, max(len(owners), 1))
-        for position, owner in enumerate(owners):
-            self.own[owner] += share + (position < rest)
+        for owner, share in divided(size, owners):
+            self.own[owner] += share
             self.counted[owner] += size > 0

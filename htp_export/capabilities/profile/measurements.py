@@ -23,14 +23,8 @@ from htp_export.shapes.operator_kinds import subgraphs
 class Kernel:
     """An entry of an engine's profile, a kernel, a layer or a node of its own graph, and the modules whose work it is.
 
-    Attributes:
-        name: Its name in the engine; in ONNX Runtime, for a node without a name, its operator and index.
-        op_type: The engine's word for what it does: in ONNX Runtime its operator, after fusion.
-        provider: The execution provider or device that ran it.
-        ms: Its time in one run, without the kernels of its subgraphs; see ``Trace.typical`` for ONNX Runtime.
-        launches: Mean number of launches in one run.
-        owners: The paths of the modules whose work it does, in the order of execution; empty if none is known.
-        around: For each owner, the modules whose regions contain its share.
+    ``ms`` is its time in one run, without the kernels of its subgraphs; ``launches`` their mean number. ``owners``
+    stand in the order of execution; ``around`` has for each the modules whose regions contain its share.
     """
 
     name: str
@@ -44,14 +38,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of an engine's profile, before its owners are known.
+    """An entry of an engine's profile, before its owners are known: the original nodes whose work it does.
 
-    Attributes:
-        kernel: Its name and time.
-        nodes: The original nodes whose work it does; empty if its name tells none: the engine inserted it, or it lost
-            the names.
-        inputs: The tensors of the engine's graph that it reads, by name; empty if they are unknown.
-        outputs: Those that it produces.
+    There are none if its name tells none: the engine inserted it, or it lost the names. ``inputs`` and ``outputs`` are
+    tensors of the engine's graph, by name.
     """
 
     kernel: Kernel
@@ -168,10 +158,6 @@ class Measurement:
         """How many times the sum of the kernels is the time of a run, or a run is the one with the profiler.
 
         Neither can be much more than 1, unless something else kept the processor busy in one of them.
-
-        Examples:
-            >>> Measurement((), profiled=[1.0, 1.0], plain=[30.3, 30.3]).apart
-            30.0
         """
         overhead = _PROFILER_MS * sum(kernel.launches for kernel in self.kernels)
         of_kernels = self.kernels_ms / (self.at_once * self.end_to_end_ms + overhead)
@@ -210,11 +196,7 @@ class ProfileEngine(Protocol):
 
 
 def consistent(measure: Callable[[], Measurement]) -> Measurement:
-    """Measure again in a new session, up to three times in all, while the times contradict each other.
-
-    Returns:
-        The first measurement without a contradiction; otherwise the one with the smallest, and a note that states it.
-    """
+    """Measure up to three times, while the times contradict each other; if they all do, the best has a note of it."""
     measured: list[Measurement] = []
     while len(measured) < _ATTEMPTS:
         measured.append(measure())

@@ -52,16 +52,9 @@ def times_of_modules(
 ) -> tuple[tuple[Kernel, ...], dict[str, str]]:
     """Run each module with nodes of its own alone, on the tensors that it gets in a run of the model.
 
-    A module's own time is what its run took, without the own times of the modules below it, and at least 0.
-
-    The inputs and outputs of each lie on the device of the first of ``providers``, those in use for the whole model.
-
-    Returns:
-        A kernel for each module that ran, and module path → why it did not run alone: its time counts in the module
-        above.
-
-    Raises:
-        OnnxRuntimeError: If ONNX Runtime cannot run the model.
+    A module's own time is what its run took, without the own times of the modules below it, and at least 0. Inputs and
+    outputs lie on the device of the first of ``providers``. Also returned is path → why a module did not run alone: its
+    time counts in the module above.
     """
     from htp_export.capabilities.verify.file_run import FileRun
 
@@ -120,7 +113,6 @@ def _time(
     warmup: int,
     temporary: Path,
 ) -> float:
-    """The median time of a call of a module, in ms."""
     model = cut_model(tagged, part)
     feed = Inputs.of(model).feed({name: arrays[str(value.name)] for name, value in part.inputs.items()})
     session = Session(RunnableModel.of(model, f"module {part.path!r} alone", temporary), settings)
@@ -149,8 +141,7 @@ def measure(
 ) -> Measurement:
     """Run a model under ONNX Runtime's profiler, and in the same session without.
 
-    Modules run alone if ``timing`` is ``modules``; if it is ``auto``, where the trace has times of launches that do not
-    say where the time of a run goes.
+    Modules run alone if ``timing`` is ``modules``; if it is ``auto``, where times of launches do not explain a run.
     """
 
     def once() -> Measurement:
@@ -179,10 +170,7 @@ def _explain(kernels: Sequence[Kernel], run_ms: float) -> bool:
 
 
 def _kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None) -> tuple[Kernel, ...]:
-    """The kernels of a trace, in the order of their first launch.
-
-    Where the optimised graph is not known, only kernels that kept their names have owners.
-    """
+    """The kernels of a trace by first launch; without the optimised graph, those that kept their names have owners."""
     from htp_export.capabilities.carry.ownership import optimized_works
 
     graph = tagged.model if optimized is None else optimized

@@ -81,8 +81,7 @@ def rename(
             tags of htp_export; weights are not read.
         output: The file to write.
         style: The style of the names; there is ``"path"``.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
+        share_weights: As for `htp_export.tap`.
 
     Returns:
         The model, and old name → new name of nodes and tensors.

@@ -84,7 +84,6 @@ class _Steering:
         self.signatures = {path: list(calls) for path, calls in tagged.signatures.items()}
 
     def add(self, name: str, tensors: Sequence[ModuleTensor]) -> TappedTensor:
-        """Add one input to some tensors."""
         known = [self._tagged.inferred.described(value) for tensor in tensors for value in tensor.values]
         kinds = {(value.dtype, value.shape[-1] if value.shape else None) for value in known}
         [(dtype, size)] = kinds if len(kinds) == 1 else [(None, None)]
@@ -153,7 +152,6 @@ class _Steering:
         return found
 
     def _is_inside(self, node: ir.Node, call: Instance, tensor: ModuleTensor) -> bool:
-        """Whether a node runs in a call."""
         parts = [call in part.running for part in self._tagged.work_of(node).parts]
         if any(parts) and not all(parts):
             owners = ", ".join(repr(owner) for owner in self._tagged.owners_of(node))

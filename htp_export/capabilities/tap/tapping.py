@@ -245,7 +245,6 @@ def _source(
 
 
 def _typed(tagged: TaggedModel, value: ir.Value) -> ir.Value:
-    """The type and shape that are known of a value."""
     known = value if value.dtype is not None and value.shape is not None else tagged.inferred.described(value)
     if known.dtype is None:
         raise InputError(f"the type of tensor {value.name!r} is not known")

@@ -120,7 +120,6 @@ def _inputs(tagged: TaggedModel, call: ModuleCall, signature: Signature) -> Iter
 
 
 def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) -> PairedCall:
-    """Match outputs with the outputs of the module's region."""
     if tagged.source == "none" or call.path not in tagged:
         return PairedCall(call, (), inputs, len(call.outputs), "the file has no nodes of it")
     try:
@@ -141,11 +140,7 @@ def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) 
 
 
 def leaving_tensors(tagged: TaggedModel, path: str, number: int) -> list[ir.Value]:
-    """The outputs of a call's region in the main graph, without those of nodes that other modules share by fusion.
-
-    Raises:
-        InputError: If the file does not tell the calls of the module apart.
-    """
+    """The outputs of a call's region in the main graph, without those of nodes that other modules share by fusion."""
     region = tagged[path]
     region = region.call(number) if region.calls > 1 else region
     values = (value for value in region.outputs if value.name and tagged.values.get(value.name) is value)
@@ -230,11 +225,7 @@ class CheckedCall:
 
 
 def check_calls(run: FileRun, calls: Sequence[PairedCall], tolerances: Tolerances) -> list[CheckedCall]:
-    """Run a file, and compare the tensors of calls with those of the file that belong to them.
-
-    Raises:
-        InputError: If ONNX Runtime cannot run the file.
-    """
+    """Run a file, and compare the tensors of calls with those of the file that belong to them."""
     wanted: defaultdict[ir.Value, dict[_Key, None]] = defaultdict(dict)
     for paired in calls:
         for pair in (*paired.outputs, *paired.inputs):
@@ -274,10 +265,7 @@ def _key(pair: Pair, value: ir.Value, tolerance: Tolerance | None) -> _Key:
 
 
 def _each_once(paired: PairedCall, tolerance: Tolerance | None, differences: Mapping[_Key, Difference]) -> PairedCall:
-    """For a call whose tensors the file does not name, match each tensor with one output, the nearest pairs first.
-
-    A tensor whose shape or dtype differs, which may only be known after the run, is no match.
-    """
+    """For a call whose tensors the file does not name, match each tensor with one output, the nearest first."""
     options = [
         (_rank(differences[_key(pair, value, tolerance)]), pair.name, value)
         for pair in paired.outputs

@@ -21,16 +21,7 @@ _MOST_ROWS = 20
 def render(comparison: Comparison, *, everything: bool = False) -> RenderableType:
     """The modules that are wrong or could not be compared, alike ones once, and the summary.
 
-    Of alike modules, the numbers are those of the one that differs most. Names are drawn as they are.
-
-    Examples:
-        >>> from rich.console import Console
-        >>> act = ModuleResult("act", "torch.nn.ReLU", "fused", "fused", reason="with 'fc'")
-        >>> Console(width=80).print(render(Comparison({"act": act}), everything=True))
-        module   class   status   max abs   mean abs   max rel   cosine
-        act      ReLU    fused                                            with 'fc'
-        no module has a tensor that could be compared
-        not compared: 1 fused
+    Of alike modules, the numbers are those of the one that differs most.
     """
     modules = list(comparison.modules.values())
     shown = modules

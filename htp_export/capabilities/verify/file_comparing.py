@@ -169,11 +169,7 @@ def _around(results: Mapping[str, ModuleResult], result: ModuleResult, lacking: 
 
 
 def calls_in_file(run: FileRun, store: ArrayStore) -> list[ModuleCall]:
-    """Return every call of every module that a file knows of, with its tensors, in the order in which they end.
-
-    Raises:
-        InputError: If ONNX Runtime cannot run the file.
-    """
+    """Return every call of every module that a file knows of, with its tensors, in the order in which they end."""
     tensors = _tensors_of_calls(run.tagged)
     known = infer_bound(run.tagged.model, {name: array.shape for name, array in run.feed.items()})
     wanted = dict.fromkeys(value for _, _, entered, back in tensors for value in (*entered.values(), *back) if value)

@@ -40,12 +40,9 @@ class FileRun:
         return Runner(self.tagged.model, self.name, self.settings, use_up=self.use_up)
 
     def fetch(self, sizes: Mapping[str, int], use: Callable[[str, Array], None]) -> None:
-        """Call a function with each of some tensors once; their memory is released portion by portion.
+        """Call a function with each of some tensors once: name → its size in bytes, 0 if it is unknown.
 
-        ``sizes``: Tensor name → its size in bytes, 0 if it is unknown.
-
-        Raises:
-            InputError: If ONNX Runtime cannot run the file.
+        Their memory is released portion by portion.
         """
         computed = {}
         for name, size in sizes.items():
@@ -76,11 +73,7 @@ def _weight(value: ir.Value, tensor: ir.TensorProtocol) -> Array:
 
 
 def check_has_modules(tagged: TaggedModel, name: str) -> None:
-    """Refuse a file that does not say which tensors belong to which module.
-
-    Raises:
-        UntaggedModelError: If it has neither tags nor signatures.
-    """
+    """Refuse a file that does not say which tensors belong to which module: it has neither tags nor signatures."""
     if tagged.source == "none" and not tagged.signatures:
         raise UntaggedModelError(
             f"{name}: has no module tags; a tool took them off, or it was not exported with htp_export.export(...)"
@@ -113,9 +106,6 @@ def with_taken_branches(run: FileRun) -> FileRun:
     """A copy with the nodes of the taken branch in place of each ``If``; the file itself if its main graph has none.
 
     The file runs once for each level of ``If`` inside ``If``. Branches in loop bodies stay as they are.
-
-    Raises:
-        InputError: If ONNX Runtime cannot run the file.
     """
     current, not_inlined = run, set[str | None]()
     while True:
@@ -193,13 +183,6 @@ def half_precisions(tagged: TaggedModel) -> Mapping[str, str]:
     """Tensor of the main graph → the coarsest type of half precision among it and the tensors it is computed from.
 
     A tensor that is cast to float32 is as exact as what it was cast from.
-
-    Examples:
-        >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid()).eval()
-        >>> program = htp_export.export(net, (torch.ones(2),), verbose=False)
-        >>> half_precisions(htp_export.load(htp_export.quantize(program, {"0": "fp16"}).model))["sigmoid"]
-        'float16'
     """
     if not _has_halves(tagged):
         return {}

@@ -72,7 +72,6 @@ def blame_by_graph(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> Blame:
 
 
 def _is_given_back(value: ir.Value, calls: Sequence[CheckedCall]) -> bool:
-    """Whether a module computes and returns a tensor."""
     return any(
         value in (output for output, _ in call.outputs) and value not in (argument for argument, _ in call.inputs)
         for call in calls
@@ -168,15 +167,12 @@ def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
 
 
 class _Facts:
-    """The tensors of modules in the graph."""
-
     def __init__(self, tagged: TaggedModel) -> None:
         self._tagged = tagged
         self._varying = input_dependent_values(tagged.model, tagged.nodes)
         self._useful = _useful(tagged)
 
     def reasons(self, path: str) -> Iterator[str]:
-        """The contradictions of a module."""
         fate = self._tagged.hierarchy[path].fate
         calls = self._tagged.signatures.get(path, ())
         outputs = self._values([name for call in calls for name in call.outputs])
@@ -221,12 +217,7 @@ def _useful(tagged: TaggedModel) -> set[ir.Value]:
 def tolerance_of(
     tagged: TaggedModel, tolerances: Mapping[str, tuple[float, float]]
 ) -> Callable[[str], Tolerance | None]:
-    """A function from a module to its tolerance; None for modules without one. The last selector that matches applies.
-
-    Raises:
-        InputError: If a tolerance is negative or not a number.
-        SelectorError: If a selector cannot be read, or matches nothing.
-    """
+    """A function from a module to its tolerance, None without one; the last selector that matches applies."""
     check_tolerances(tolerances)
     by_path: dict[str, Tolerance] = {}
     for selector, (absolute, relative) in tolerances.items():
@@ -235,11 +226,7 @@ def tolerance_of(
 
 
 def check_tolerances(tolerances: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse tolerances that are no numbers from 0 up.
-
-    Raises:
-        InputError: If there is one.
-    """
+    """Refuse tolerances that are no numbers from 0 up."""
     for selector, (absolute, relative) in tolerances.items():
         if not (absolute >= 0 and relative >= 0):
             raise InputError(f"tolerance of {selector!r}: {absolute}, {relative} are not two numbers from 0 up")
@@ -292,21 +279,16 @@ def _module_result(tagged: TaggedModel, path: str, calls: list[CallResult], reas
     if path in blame.modules:
         status = DIFFERS
     missing = sum(call.missing for call in calls)
+    merged = f"merged with {', '.join(map(repr, info.fused_with))}" if info.fused_with else ""
     if status is None:
         status = info.fate.remark or NOT_COMPARED
         if info.fate.is_merged:
-            reason = f"merged with {', '.join(map(repr, info.fused_with))}" if info.fused_with else reason
+            reason = merged or reason
+        elif status == NOT_COMPARED and not calls:
+            reason = reason or "its calls were not seen: its forward was not called as a module"
         elif status == NOT_COMPARED:
-            reason = reason or _why_not(calls, missing)
-    elif info.fused_with and not reason:
-        reason = f"merged with {', '.join(map(repr, info.fused_with))}"
-    elif missing and not reason:
-        reason = f"{missing} of its outputs are not in the file"
+            reason = reason or ("the file has none of its tensors" if missing else "it gives back no tensor")
+    else:
+        reason = reason or merged or (f"{missing} of its outputs are not in the file" if missing else "")
     shown = tuple(call for call in calls if call.outputs and not (info.fate.passes_on and status == info.fate))
     return ModuleResult(path, info.class_name, info.fate, status, shown, reason)
-
-
-def _why_not(calls: Sequence[CallResult], missing: int) -> str:
-    if not calls:
-        return "its calls were not seen: its forward was not called as a module"
-    return "the file has none of its tensors" if missing else "it gives back no tensor"

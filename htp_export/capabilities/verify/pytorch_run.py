@@ -27,19 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module.
+    """One call of a module: ``inputs`` at entry, only wanted ones, and ``outputs`` in order, None for unknown values.
 
-    Attributes:
-        path: The module.
-        number: Number of the call, from 0, in the order in which they began.
-        inputs: Argument of ``forward`` (``hidden_states``, ``states.1``) → its values at entry; only wanted ones.
-        outputs: The tensors that ``forward`` returned, in order; None for an unknown one.
-        began: Position among all calls in the order in which they began. Calls that began later and ended earlier ran
-            inside this one.
-        tensors: For each tensor and number that ``forward`` returned, in order, whether it is a tensor. The TorchScript
-            exporter represents sizes by tensors, and lists them among the results.
-        computed_in: For each output the type of half precision in which a file computes it; ``""`` for none. Empty for
-            calls of PyTorch.
+    ``began`` is its position among all calls in the order in which they began: calls that began later and ended earlier
+    ran inside this one. ``tensors`` says of each tensor and number that ``forward`` returned whether it is a tensor:
+    TorchScript lists sizes among the results. ``computed_in`` is for each output the type of half precision in which a
+    file computes it, ``""`` for none.
     """
 
     path: str
@@ -87,19 +80,8 @@ def record_calls(
 ) -> list[ModuleCall]:
     """Run a model once, and return every call of every module, in the order in which they ended.
 
-    ``store``: For the values; those that several modules see are stored once. ``wanted``: Whether to record an
-    argument, by module path, number of the call, and name.
-
-    Raises:
-        InputError: If the model does not take these arguments, or fails on them.
-
-    Examples:
-        >>> import torch
-        >>> net = torch.nn.Sequential(torch.nn.ReLU())
-        >>> with ArrayStore.opened(1 << 20) as store:
-        ...     calls = record_calls(net, (torch.tensor([-1.0, 2.0]),), {}, store, lambda *_: True)
-        >>> [(call.path, call.inputs["input"].array.tolist(), call.outputs[0].array.tolist()) for call in calls]
-        [('0', [-1.0, 2.0], [0.0, 2.0]), ('', [-1.0, 2.0], [0.0, 2.0])]
+    Values go into ``store``, those that several modules see once. ``wanted``: whether to record an argument, by module
+    path, number of the call, and name. An `InputError` if the model fails on these arguments.
     """
     from torch.utils._pytree import tree_map
 
@@ -124,8 +106,6 @@ def record_calls(
 
 
 class _Recorder:
-    """Records calls by hooks."""
-
     def __init__(self, store: ArrayStore, wanted: Callable[[str, int, str], bool]) -> None:
         self._store, self._wanted = store, wanted
         self._counts: collections.Counter[str] = collections.Counter()
@@ -193,15 +173,9 @@ class _Recorder:
 def stable_sorting() -> Iterator[None]:
     """Let sorts be stable and ``sorted=False`` be sorted in a block, where PyTorch leaves the order open.
 
-    A mixture of experts sorts tokens by expert. In which order those of one expert follow each other is open, and
-    every module between the two sorts would differ. Its router takes the best experts of a token, unsorted as a rule;
-    of equal ones, ``TopK`` takes those that come first.
-
-    Examples:
-        >>> import torch
-        >>> with stable_sorting():
-        ...     torch.sort(torch.zeros(1000))[1].tolist() == list(range(1000))
-        True
+    A mixture of experts sorts tokens by expert. In which order those of one expert follow each other is open, and every
+    module between the two sorts would differ. Its router takes the best experts of a token, unsorted as a rule; of
+    equal ones, ``TopK`` takes those that come first.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -222,8 +196,7 @@ def stable_sorting() -> Iterator[None]:
                 return topk(*args, **given)
             if given.get("sorted") is False:
                 given["sorted"] = True
-            named = any(isinstance(each, str) for each in args[1:]) or "dimname" in given
-            if function in sorting and "stable" not in given and not named and len(args) <= 3:
+            if function in sorting and "stable" not in given and len(args) <= 3:
                 # With `stable`, the others are keywords alone.
                 given |= dict(zip(("dim", "descending"), args[1:], strict=False))
                 return function(args[0], stable=True, **given) if args else function(stable=True, **given)

@@ -145,7 +145,6 @@ _NUMBERS = ("max_abs", "mean_abs", "max_rel", "mean_rel", "cosine")
 
 
 def _largest(values: Iterable[float]) -> float | None:
-    """The largest number; NaN if one is."""
     listed = list(values)
     if not listed:
         return None
@@ -153,12 +152,7 @@ def _largest(values: Iterable[float]) -> float | None:
 
 
 def short_number(value: float) -> str:
-    """A number in a few characters.
-
-    Examples:
-        >>> short_number(3.14e-6), short_number(0.4142), short_number(12.0), short_number(float("nan"))
-        ('3.1e-6', '0.41', '12', 'nan')
-    """
+    """A number in a few characters: ``3.1e-6``, ``0.41``, ``12``, ``nan``."""
     if value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e5:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa}e{int(exponent)}"

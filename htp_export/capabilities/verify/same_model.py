@@ -29,9 +29,6 @@ def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
     """Refuse a file with other modules, classes or shapes of parameters, or in which most weights differ.
 
     A single changed weight is accepted: the comparison finds it.
-
-    Raises:
-        InputError: If it is a file of another model; the message has the difference.
     """
     modules = Hierarchy.from_module(model)
     exact = tagged.source != "torch"  # torch's own scopes name modules wrongly, and do not tell what was fused
@@ -130,7 +127,6 @@ def known_parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, st
 
 
 def _matching(array: Array, weights: list[tuple[str, Array]]) -> str | None:
-    """The parameter with the values of a matrix or of its transpose."""
     begin_alike = [
         (name, turned) for name, weight in weights for turned in (weight, weight.T) if _begins_as(array, turned)
     ]

@@ -52,14 +52,7 @@ class DumpedRun(FileRun):
 
     @classmethod
     def of(cls, run: FileRun, dump: Dump) -> DumpedRun:
-        """A file with a dump.
-
-        Names are those of the file; or as engines write them, with ``_`` for what is no letter and no digit.
-
-        Raises:
-            FileError: If the dump is no ``.npz`` file of plain arrays.
-            InputError: If it has no tensor of the file, or was made of other inputs.
-        """
+        """A file with a dump, whose names are those of the file, or have ``_`` for what is no letter and no digit."""
         arrays = NpzArrays(dump) if isinstance(dump, str | os.PathLike) else dump
         name = os.fspath(dump) if isinstance(dump, str | os.PathLike) else "the dump"
         dumped = _resolved(run.tagged, arrays)
@@ -125,8 +118,6 @@ def _plain(name: str) -> str:
 
 
 def _with_dumped_tensors(run: DumpedRun, calls: Sequence[PairedCall]) -> list[PairedCall]:
-    """The calls with those of their tensors that the dump has."""
-
     def known(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
         listed = (replace(pair, candidates=tuple(filter(run.knows, pair.candidates))) for pair in pairs)
         return tuple(pair for pair in listed if pair.candidates)
@@ -263,7 +254,6 @@ def _fused_task(
 
 
 def _check(run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolerances: Tolerances) -> CheckedCall:
-    """Run one cut, and compare its outputs with the results of the module."""
     tagged, inputs = run.tagged, task.cut.inputs.items()
     part = TaggedModel(cut_model(tagged, task.cut), tagged.hierarchy, tagged.source)
     known = {name: (task.expected.get(name) or outside[str(value.name)]).array for name, value in inputs}
@@ -284,11 +274,7 @@ def _check(run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolera
 def check_run(
     run: FileRun, calls: Sequence[ModuleCall], store: ArrayStore, tolerances: Tolerances, *, isolated: bool
 ) -> tuple[list[CheckedCall], Blame, dict[str, str], tuple[str, ...]]:
-    """The compared calls, the modules that are wrong themselves, why others were not compared, and `next_outputs`.
-
-    Raises:
-        InputError: If the file is run, and cannot be.
-    """
+    """The compared calls, the modules that are wrong themselves, why others were not compared, and `next_outputs`."""
     if isolated:
         checked, reasons = _check_isolated(run, calls, store, tolerances)
         return checked, blame_by_nesting(checked), reasons, ()

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from htp_export.attention.decomposing import attention_as_in
-from htp_export.capabilities.verify.checking import (
-    Tolerances,
-    input_arguments,
-    unmatched_calls,
-)
+from htp_export.capabilities.verify.checking import Tolerances, input_arguments, unmatched_calls
 from htp_export.capabilities.verify.file_run import (
     FileRun,
     check_has_modules,
@@ -208,13 +204,10 @@ _NO_VALUES = "some of its tensors have no values of their own in PyTorch: torch.
 def feed_of_call(
     tagged: TaggedModel, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the arguments of a call of the model as inputs of the file.
+    """Return the arguments of a call of the model as inputs of the file; what does not fit is an `InputError`.
 
     They are matched by the signature in the file, otherwise by name, otherwise in order. A number, also a default of
     ``forward``, is an input if the exporter made it one, as TorchScript's does.
-
-    Raises:
-        InputError: If the call does not have the inputs of the file, or they have other types or shapes.
     """
     inputs = Inputs.of(tagged.model)
     call = arguments_by_name(model.forward, tuple(args), kwargs)

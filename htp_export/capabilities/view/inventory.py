@@ -15,7 +15,14 @@ from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data
 from htp_export.format import tags
 from htp_export.format.torch_metadata import SourceLine, source_lines
-from htp_export.model.module_facts import ModuleContents, ModuleFacts, contents_of, elements_of, tied_parameters
+from htp_export.model.module_facts import (
+    ModuleContents,
+    ModuleFacts,
+    contents_of,
+    dtype_name,
+    elements_of,
+    tied_parameters,
+)
 from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel
 from htp_export.results.tag_facts import TagFacts
@@ -43,13 +50,7 @@ class WeightStatistics:
 
 
 def weight_statistics(model: ir.Model) -> dict[str, WeightStatistics]:
-    """Name of each initializer that holds numbers → what its values are like, of quantized ones as they are stored.
-
-    Reads every weight, one at a time.
-
-    Raises:
-        InputError: If the values of a weight cannot be read.
-    """
+    """Initializer that holds numbers → its statistics, of quantized ones as they are stored; every weight is read."""
     statistics = {}
     for graph in model.graphs():
         for name, value in graph.initializers.items():
@@ -116,13 +117,8 @@ class TensorEntry:
 class NodeEntry:
     """One node, with the tags of its file as written; ``""`` where it does not say.
 
-    Attributes:
-        operator: With its domain where that is not ONNX's own: ``com.microsoft::Gelu``.
-        module: The owner, or the deepest module above all owners.
-        inputs: Its inputs, then the outputs of its subgraphs.
-        attributes: Name → value, shortened.
-        parameters: Elements of the weights that it reads.
-        source: Where it was captured, if the file says so.
+    ``module`` is the owner, or the deepest module above all owners. After ``inputs`` stand the outputs of subgraphs.
+    ``parameters`` counts the elements of the weights that it reads.
     """
 
     name: str
@@ -140,18 +136,11 @@ class NodeEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleEntry(ModuleFacts):
-    """One module.
+    """One module: ``own_nodes`` are positions in ``Inventory.nodes`` of the nodes that no module below it computes.
 
-    Attributes:
-        own_nodes: Positions in ``Inventory.nodes`` of the nodes that no module below it computes.
-        operators: Operator → its nodes, the most frequent first.
-        reasons: ``htp.reason`` → its nodes.
-        weights: The weights that it reads itself; ``inputs`` and ``outputs`` are those of its region.
-        tied: Parameters that an earlier module holds, too: full name → full name there.
-        counted_parameters: Of ``parameters``, those that no module before it holds, so that siblings add up.
-        counted_bytes: The same of ``weight_bytes``.
-        source: The lines of its ``forward``, ``modeling_bert.py:140-172``; ``""`` if unknown.
-        failure: Why it could not be exported; ``""`` as a rule.
+    ``tied`` maps parameters that an earlier module holds, too, to their full names there; ``counted_parameters`` and
+    ``counted_bytes`` are without them, so that siblings add up. ``source`` are the lines of its ``forward``,
+    ``modeling_bert.py:140-172``; ``failure`` says why it could not be exported.
     """
 
     own_nodes: tuple[int, ...] = ()
@@ -169,16 +158,9 @@ class ModuleEntry(ModuleFacts):
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model, ready to be drawn.
+    """A model, ready to be drawn: modules in the order of ``named_modules()``, the root alone where there are no tags.
 
-    Attributes:
-        modules: In the order of ``named_modules()``; the root alone where there are no tags.
-        nodes: Every node, those of subgraphs after the node that holds them.
-        called: The paths of the modules that ran; the others are no level of their own.
-        opsets: Domain → version; the main domain is ``ai.onnx``.
-        external_data: Whether the weights lie in a file of their own.
-        statistics: Name of each initializer → what its values are like; empty where they were not read.
-        notes: What else there is to know, as sentences.
+    Nodes of subgraphs stand after the node that holds them. ``called`` are the modules that ran: others are no level.
     """
 
     name: str
@@ -199,11 +181,7 @@ class Inventory:
 def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False) -> Inventory:
     """Everything that a drawing of a model shows; without a name, it has that of the graph.
 
-    The weights are not read, unless their statistics are asked for. A model without tags is one module, its root,
-    which owns every node.
-
-    Raises:
-        InputError: If a weight is to be read and cannot be.
+    Weights are read only for their statistics. A model without tags is one module, its root, which owns every node.
     """
     contents = contents_of(tagged).modules
     reader = _Reader(tagged, contents)
@@ -225,8 +203,6 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
 
 
 class _Reader:
-    """Reads one model; the elements of its weights are the parameters of the nodes that read them."""
-
     def __init__(self, tagged: TaggedModel, contents: Mapping[str, ModuleContents]) -> None:
         self._tagged, self._tied = tagged, tied_parameters(tagged)
         self._weights = {weight for content in contents.values() for weight in content.own_weights}
@@ -327,7 +303,7 @@ def _type_text(value: ir.Value) -> str:
     if value.type is None and value.const_value is None:
         return ""
     dtype = value.dtype if value.dtype is not None else getattr(value.const_value, "dtype", None)
-    name = _dtype_name(dtype) if dtype is not None else str(value.type)
+    name = dtype_name(dtype) if dtype else str(value.type)  # UNDEFINED is 0
     shape = value.shape if value.shape is not None else getattr(value.const_value, "shape", None)
     if shape is None:
         return name
@@ -335,16 +311,12 @@ def _type_text(value: ir.Value) -> str:
     return f"{name}[{', '.join('?' if dim is None else str(dim) for dim in dims)}]"
 
 
-def _dtype_name(dtype: ir.DataType) -> str:
-    return {"FLOAT": "float32", "DOUBLE": "float64"}.get(dtype.name, dtype.name.lower())
-
-
 def _attribute_text(attribute: ir.Attr) -> str:
     if attribute.type == ir.AttributeType.GRAPH:
         return f"graph of {sum(1 for _ in attribute.as_graph().all_nodes())} nodes"
     if attribute.type == ir.AttributeType.TENSOR:
         tensor = attribute.as_tensor()
-        text = f"{_dtype_name(tensor.dtype)}[{', '.join(map(str, tensor.shape.numpy()))}]"
+        text = f"{dtype_name(tensor.dtype)}[{', '.join(map(str, tensor.shape.numpy()))}]"
         value = _value_text(tensor)
         return f"{text} = {value}" if value else text
     return _shortened(str(attribute.value))

@@ -80,23 +80,10 @@ _KNOWN_ANYWAY = frozenset(
 
 
 def measures_of(result: object) -> list[Measure]:
-    """The numbers by module of a result, the main ones first.
+    """The numbers by module of a result, or of what its command writes with ``--json``; the main ones first.
 
-    Args:
-        result: What ``profile``, ``cost``, ``verify``, ``compare``, ``quantize`` or ``prune`` returns, or the same as
-            plain data, as their commands write it with ``--json``: ``modules`` maps paths to numbers by name. A module
-            may have several rows, by name, as each precision of ``sensitivity`` is one.
-
-    Raises:
-        InputError: If it has no such ``modules``.
-
-    Examples:
-        >>> [measure] = measures_of({"modules": {"": {"total_ms": 3.0, "self_ms": 1.0}, "fc": {"total_ms": 2.0}}})
-        >>> measure.title, measure.total, measure.own
-        ('time', {'': 3.0, 'fc': 2.0}, {'': 1.0})
-        >>> [precision] = measures_of({"modules": {"fc": {"precision": "int8"}}})
-        >>> precision.named, precision.words
-        (True, {'fc': 'int8'})
+    A module may have several rows, by name, as each precision of ``sensitivity`` is one. Without ``modules``:
+    `InputError`.
     """
     data = plain(result)
     modules = data.get("modules") if isinstance(data, Mapping) else None
@@ -119,7 +106,6 @@ def measures_of(result: object) -> list[Measure]:
 
 
 def _named(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
-    """What the result has a word for."""
     for name in _NAMED:
         words = {path: word for path, row in rows.items() if isinstance(word := row.get(name), str) and word}
         if words:
@@ -127,7 +113,6 @@ def _named(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
 
 
 def _numbered(data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
-    """What the result has numbers for."""
     numbers = {path: dict(_numbers(row)) for path, row in rows.items()}
     words = {
         path: ": ".join(str(text) for name in ("status", "problem", "reason") if (text := row.get(name)))
@@ -169,14 +154,10 @@ def _by_node(data: Mapping[str, Any], name: str) -> dict[str, float]:
 
 
 def spread(measure: Measure, inventory: Inventory) -> list[float | None]:
-    """A value for each node, from the values of modules.
+    """A value for each node of ``inventory.nodes``, from the values of modules; None where nothing is known.
 
-    Of a measure that adds up, a node has its own value where the result says it. What is left of a module's own value
-    is divided among its other nodes in equal parts, so that the nodes of a module sum up to what the module has. Of
-    any other measure, a node has the value of its owner.
-
-    Returns:
-        In the order of ``inventory.nodes``; None where nothing is known.
+    Of a measure that adds up, nodes sum up to what their module has: what the result says of single nodes, and the rest
+    in equal parts. Of any other measure, a node has the value of its owner.
     """
     if not measure.additive:
         return [

@@ -239,11 +239,7 @@ def _graphs_between_breaks(inspected: Inspected) -> list[ShownGraph]:
 
 
 def measured_kinds(measure: str | Sequence[str]) -> list[str]:
-    """What is to be measured, each once, of names or of a text with commas.
-
-    Raises:
-        InputError: If nothing measures one of them.
-    """
+    """What is to be measured, each once, of names or of a text with commas."""
     names = measure.split(",") if isinstance(measure, str) else measure
     kinds = list(dict.fromkeys(str(name).strip() for name in names))
     unknown = [kind for kind in kinds if kind not in _MEASURED]
@@ -253,14 +249,7 @@ def measured_kinds(measure: str | Sequence[str]) -> list[str]:
 
 
 def measured(model: ModelSource, opened: TaggedModel, kinds: Sequence[str], **runs_on: Any) -> list[Numbers]:
-    """The results of ``profile`` and ``cost``; ``runs_on`` are their ``data``, ``dims`` and ``shapes``.
-
-    A file is given with what was read of it: ONNX Runtime runs the file itself.
-
-    Raises:
-        UntaggedModelError: The model has no module tags.
-        InputError: It cannot be run.
-    """
+    """The results of ``profile`` and ``cost``; ONNX Runtime runs the file itself, and not what was read of it."""
     from htp_export.capabilities.cost.costing import cost
     from htp_export.capabilities.profile.latency import profile
 
@@ -268,13 +257,7 @@ def measured(model: ModelSource, opened: TaggedModel, kinds: Sequence[str], **ru
 
 
 def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
-    """The numbers by module in results and in files of them, and the searches among them.
-
-    Of several numbers with one key, the first one keeps it.
-
-    Raises:
-        FileError: If a file cannot be read, or holds no such numbers.
-    """
+    """The numbers by module in results and in files of them, of equal keys the first one keeps it; and the searches."""
     measures: dict[str, Measure] = {}
     searches = []
     for result in results:
@@ -329,13 +312,7 @@ class ShownGraph:
 def shown_graph(
     model: ModelSource, file: str = "", *, statistics: bool = False, costs: Cost | None = None
 ) -> ShownGraph:
-    """A graph with its FLOPs and activations, as `htp_export.cost` counts them, unless they were counted before.
-
-    Open dimensions are 1, as in ``cost``; the note says so. If the costs cannot be computed, the note has the reason.
-
-    Raises:
-        InputError: If a weight is to be read and cannot be.
-    """
+    """A graph with its FLOPs and activations; the note says which sizes were assumed, or why they are not known."""
     from htp_export.capabilities.cost.costing import cost
 
     tagged = read_flat(model)
@@ -359,8 +336,11 @@ def page_of(
     """
     packed_parts: dict[str, str] = {}
     nodes = sum(len(graph.inventory.nodes) for graph in graphs)
-    missing = "" if explorer or (explorer is None and nodes <= _MOST_NODES) else _left_out(explorer, nodes)
-    if not missing:
+    missing = ""
+    if explorer is False or (explorer is None and nodes > _MOST_NODES):
+        why = f"of {nodes:,} nodes, it would make the page large and slow" if explorer is None else "it was left out"
+        missing = f"{why}; view(..., explorer=True) puts it in"
+    else:
         try:
             packed_parts["explorer-application"] = packed(application(asset("frame.js")))
             packed_parts |= {
@@ -374,8 +354,3 @@ def page_of(
     data["fronts"] = [front_data(search) for search in searches]
     data["graphs"] = [{"title": graph.title or graph.inventory.name, "note": graph.note} for graph in graphs]
     return document(graphs[0].inventory.name, first, packed_parts, data), missing
-
-
-def _left_out(explorer: bool | None, nodes: int) -> str:
-    why = "it was left out" if explorer is False else f"of {nodes:,} nodes, it would make the page large and slow"
-    return f"{why}; view(..., explorer=True) puts it in"

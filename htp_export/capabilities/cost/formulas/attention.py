@@ -40,10 +40,7 @@ def _onnx_attention(step: RunStep) -> Work:
 
 
 def _packed_attention(past: int, bias: int, mask: int, extra: int) -> Formula:
-    """Attention that projects its input itself: weights of queries, keys and values side by side.
-
-    Given are the positions of the cache, the bias of the projection, the mask, and of what is added to the scores.
-    """
+    """Attention that projects its input; given are the places of cache, bias, mask, and what is added to scores."""
 
     def formula(step: RunStep) -> Work:
         batch, length, _ = step.shape(0)

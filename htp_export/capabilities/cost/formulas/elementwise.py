@@ -33,10 +33,7 @@ def _gelu(step: RunStep) -> Work:
 
 
 def _layer_norm(summands: int = 0, centred: bool = True) -> Formula:
-    """Mean and its subtraction where centred, mean of squares, division, scale, and bias where there is one.
-
-    From position ``summands`` on, tensors are added before; from 0, none.
-    """
+    """Mean and its subtraction where centred, mean of squares, division, scale, bias; summands from a position on."""
 
     def formula(step: RunStep) -> Work:
         count = (2 if centred else 0) + 2 + 1 + 1

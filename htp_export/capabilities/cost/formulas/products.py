@@ -122,10 +122,7 @@ def _conv_transpose(step: RunStep) -> Work:
 
 
 def _recurrent(gates: int, update: int) -> Formula:
-    """At every step: input and state times their weights, then each gate's sums and activation, then the update.
-
-    Gates are counted with the candidate; of each, three additions (of products and two biases) and an activation.
-    """
+    """At every step: the products, then each gate's three additions and activation, then the update."""
 
     def formula(step: RunStep) -> Work:
         x, state = step.shape(0), step.shape(2)

@@ -35,10 +35,7 @@ def _sort(step: RunStep) -> Work:
 
 
 def _non_max_suppression(step: RunStep) -> Work:
-    """Scores of each class against the threshold, their order, and at most every pair of boxes against each other.
-
-    Each box that is kept is held against those after it: with a limit of kept boxes, there are fewer pairs.
-    """
+    """Scores of each class against the threshold, their order, and each box that is kept against those after it."""
     batches, classes, boxes = step.shape(1)
     limit = step.input(2)
     selected = boxes if limit is None or limit.value is None else min(boxes, int(limit.value.reshape(-1)[0]))

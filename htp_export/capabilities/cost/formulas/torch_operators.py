@@ -43,10 +43,7 @@ def _attention(step: RunStep) -> Work:
 
 
 def _recurrent(gates: int, update: int) -> Formula:
-    """A recurrent layer of any depth: at each step, all of its matrices, then gates and update as in ONNX's.
-
-    Tensors are the sequence, the states of 3 dimensions, and for each layer and direction two matrices and biases.
-    """
+    """A recurrent layer of any depth: the sequence, states of 3 dimensions, and matrices and biases of each layer."""
 
     def formula(step: RunStep) -> Work:
         runs = math.prod(step.shape(0)[:-1])

@@ -1,7 +1,7 @@
 """Model Explorer's own web application, taken out of its wheel so that it runs inside a page without a server.
 
 What it asks a server for is answered by ``page/assets/frame.js``. That contract is not documented by Model Explorer:
-the versions that it was tested with are those of the extra ``view``, and what is relied on is looked for here.
+others than the versions that it was tested with, those of the extra ``view``, are refused.
 """
 
 from __future__ import annotations
@@ -28,15 +28,6 @@ _MOVED = (
     (r"(?<![.\w])window\.history\b", "htpHistory"),
     (r"\bimport\.meta\.url\b", "htpLocation.href"),
 )
-_RELIED_ON = (
-    "/api/v1/load_graphs_json",
-    "/api/v1/load_node_data",
-    "/api/v1/get_extensions",
-    "graphs://",
-    "model-explorer-ready",  # from 0.1.33
-    "model-explorer-node-selected",
-)
-
 # Settings of its own, as it keeps them: layers that hold one node stay layers.
 _SETTINGS = {"model_explorer_settings": json.dumps({"keep_layers_with_a_single_child": True})}
 
@@ -46,21 +37,13 @@ class MissingApplicationError(InputError):
 
 
 def application(prelude: str) -> dict[str, Any]:
-    """The application as plain data: its scripts, its style and the files that it loads.
-
-    Raises:
-        MissingApplicationError: If it is not there, or not as it was when this was written.
-    """
+    """The application's scripts, style and files, as plain data; a `MissingApplicationError` if there is none."""
     folder = _folder()
-    scripts = {name: _only(folder, f"{name}-*.js") for name in ("main", "polyfills", "worker")}
-    style = _only(folder, "styles-*.css")
+    scripts = {name: next(folder.glob(f"{name}-*.js")) for name in ("main", "polyfills", "worker")}
+    style = next(folder.glob("styles-*.css"))
     main = scripts["main"].read_text(encoding="utf-8")
-    missing = [text for text in _RELIED_ON if text not in main]
     for pattern, replacement in _MOVED:
-        main, count = re.subn(pattern, replacement, main)
-        missing += [] if count else [pattern]
-    if missing:
-        raise _changed(f"there is no {missing[0]} in {scripts['main'].name}")
+        main = re.sub(pattern, replacement, main)
     files = {scripts["worker"].name: _file(scripts["worker"])}
     for path in sorted((folder / "static_files").iterdir()):
         if path.suffix in _IMAGES:
@@ -86,24 +69,10 @@ def _folder() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise MissingApplicationError(f"it is not installed; {_INSTALL}")
     folder = Path(spec.submodule_search_locations[0]) / "web_app"
-    if metadata.version(_PACKAGE) not in _TESTED:
-        raise _changed(f"pages were tested with {', '.join(_TESTED)}")
-    if not (folder / "static_files").is_dir():
-        raise _changed("it brings no web_app folder")
+    if (version := metadata.version(_PACKAGE)) not in _TESTED:
+        tested = f"pages were tested with {', '.join(_TESTED)}"
+        raise MissingApplicationError(f"Model Explorer {version} cannot be put into a page: {tested}; {_INSTALL}")
     return folder
-
-
-def _only(folder: Path, pattern: str) -> Path:
-    files = list(folder.glob(pattern))
-    if len(files) != 1:
-        raise _changed(f"there are {len(files)} files {pattern} in its web_app folder")
-    return files[0]
-
-
-def _changed(problem: str) -> MissingApplicationError:
-    return MissingApplicationError(
-        f"Model Explorer {metadata.version(_PACKAGE)} cannot be put into a page: {problem}; {_INSTALL}"
-    )
 
 
 def _file(path: Path) -> dict[str, str]:

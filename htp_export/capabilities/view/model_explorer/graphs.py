@@ -147,7 +147,6 @@ def _facts(inventory: Inventory) -> dict[str, str]:
 
 
 def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, str]:
-    """What the side panel says of a layer."""
     facts = {
         "module": module.path,
         "class": module.class_name,
@@ -230,10 +229,9 @@ def _words_overlay(
 
 
 def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
-    """What ``page/assets/explorer.js`` reads: the answers to Model Explorer's application, and where modules are in it.
+    """What ``page/assets/explorer.js`` reads: answers to Model Explorer's application, and where modules are in it.
 
-    Overlays are the element types, and each measure of the first rank. The viewer shows the last one at first, which
-    is that of the first measure.
+    The viewer shows the last overlay at first, which is that of the first measure.
     """
     overlays = [overlay_of(measure, inventory) for measure in reversed(measures) if measure.main]
     spaces = tags.namespaces(drawn_parents(inventory.modules), inventory.called)

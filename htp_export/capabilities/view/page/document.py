@@ -87,12 +87,7 @@ def asset(name: str) -> str:
 
 
 def as_script_text(data: Mapping[str, Any] | Sequence[Any]) -> str:
-    r"""JSON that may stand inside a script element.
-
-    Examples:
-        >>> as_script_text({"name": "</script><b>"})
-        '{"name":"\\u003c/script>\\u003cb>"}'
-    """
+    """JSON that may stand inside a script element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -193,7 +188,6 @@ def _facts(inventory: Inventory) -> list[str]:
 
 
 def _given(inventory: Inventory, modules: Sequence[ModuleEntry]) -> list[TensorEntry]:
-    """The tensors that no node makes."""
     weights = [tensor for module in modules for tensor in module.weights]
     return [*inventory.inputs, *inventory.constants, *weights]
 

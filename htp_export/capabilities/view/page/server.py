@@ -8,14 +8,11 @@ and there is nothing else to ask for: no file is read after the start, and nothi
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import os
 import secrets
-import socket
 import socketserver
-import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -24,8 +21,6 @@ from htp_export.errors import InputError
 
 _LOGGER = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
-_MOST_CONNECTIONS = 32
-"""Each has a thread. A browser opens six; whoever opens more and says nothing loses the oldest."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",  # browsers pass it over in the page's own policy
@@ -37,19 +32,7 @@ _HEADERS = {
 
 
 class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Serves one page, which it holds in memory, to those who know its address.
-
-    Args:
-        port: Where it listens, on the loopback interface only; 0 for any free port.
-
-    Raises:
-        InputError: If it cannot listen there.
-
-    Examples:
-        >>> with PageServer() as server:
-        ...     print(server.url.startswith(f"http://127.0.0.1:{server.port}/"))
-        True
-    """
+    """Serves one page, which it holds in memory, to those who know its address, on the loopback interface alone."""
 
     daemon_threads = True  # a client that stays connected does not keep the program from ending
     request_queue_size = 128  # more than connect while a thread starts; the system makes those wait for seconds
@@ -58,8 +41,6 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def __init__(self, port: int = 0) -> None:
         self.page = b""
         self.path = f"/{secrets.token_urlsafe(32)}/"
-        self._connections: list[socket.socket] = []
-        self._lock = threading.Lock()
         try:
             super().__init__((_LOOPBACK, port), _Request)
         except OSError as error:
@@ -81,23 +62,6 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.serve_forever()
         except KeyboardInterrupt:
             return
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; if there are too many connections, the oldest one ends, which wakes its thread."""
-        with self._lock:
-            self._connections.append(request)
-            oldest = self._connections.pop(0) if len(self._connections) > _MOST_CONNECTIONS else None
-        if oldest is not None:
-            with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """End a connection, and forget it."""
-        with self._lock:
-            if request in self._connections:
-                self._connections.remove(request)
-        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what failed: a client that goes away while it is answered is no fault of ours."""
@@ -122,7 +86,6 @@ class _Request(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _answer  # noqa: N815 - names of http.server
 
     def _refused(self) -> HTTPStatus | None:
-        """Why this request has no answer."""
         hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
         if len(hosts) != 1 or hosts[0] not in self.server.hosts:
             return HTTPStatus.MISDIRECTED_REQUEST
@@ -139,7 +102,6 @@ class _Request(BaseHTTPRequestHandler):
         self.end_headers()
 
     def version_string(self) -> str:
-        """What it calls itself: nothing of Python's version."""
         return "htp-export"
 
     def log_message(self, *_: Any) -> None:
