@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
+from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import HoldsModel, TaggedModel
 from htp_export.results.columns import CLASS_NAME, Column, many, percent, si
 from htp_export.results.result import PlainData
@@ -78,18 +79,15 @@ class Check(PlainData):
         )
 
 
-def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, sizes: tuple[int, int]) -> Check:
-    """Compare what was quantized with the original on the first runs of the data, and time both on the first one.
-
-    ``sizes``: the bytes of all weights, before and after.
-    """
+def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, bytes_after: int) -> Check:
+    """Compare what was quantized with the original on the first runs of the data, and time both on the first one."""
     from htp_export.capabilities.verify.file_comparing import compare
 
     feeds = [dict(feed) for feed in itertools.islice(samples, _MOST_COMPARED)]
     results = [compare(original, changed, feed) for feed in feeds]
     found = [result.modules[result.worst] for result in results if result.worst is not None]
-    known = [(math.inf if math.isnan(row.max_abs) else row.max_abs, row) for row in found if row.max_abs is not None]
-    worst = max(known, key=lambda each: each[0])[1] if known else None
+    known = [row for row in found if row.max_abs is not None]
+    worst = max(known, key=lambda row: math.inf if math.isnan(row.max_abs) else row.max_abs, default=None)
     with temporary_folder() as folder:
         name = original.hierarchy.root.simple_class or "model"
         runnable = [RunnableModel.of(each.model, name, folder) for each in (original, changed)]
@@ -102,8 +100,8 @@ def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, size
         cosine=None if worst is None else worst.cosine,
         compared=len(feeds),
         random=samples.random,
-        bytes_before=sizes[0],
-        bytes_after=sizes[1],
+        bytes_before=contents_of(original).modules[""].facts.weight_bytes,
+        bytes_after=bytes_after,
         ms_before=before,
         ms_after=after,
         runs=_TIMED,
