@@ -86,8 +86,8 @@ def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, byte
     feeds = [dict(feed) for feed in itertools.islice(samples, _MOST_COMPARED)]
     results = [compare(original, changed, feed) for feed in feeds]
     found = [result.modules[result.worst] for result in results if result.worst is not None]
-    known = [row for row in found if row.max_abs is not None]
-    worst = max(known, key=lambda row: math.inf if math.isnan(row.max_abs) else row.max_abs, default=None)
+    known = [(math.inf if math.isnan(row.max_abs) else row.max_abs, row) for row in found if row.max_abs is not None]
+    worst = max(known, key=lambda each: each[0])[1] if known else None
     with temporary_folder() as folder:
         name = original.hierarchy.root.simple_class or "model"
         runnable = [RunnableModel.of(each.model, name, folder) for each in (original, changed)]

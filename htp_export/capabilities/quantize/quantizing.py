@@ -141,8 +141,10 @@ def quantize(
         own = None if validation is None else CalibrationData.of(validation, original.model, dims=dims, seed=seed)
         control = Validation(metric, own or samples, original.model, name)
     changed, stayed = _changed(choice, samples, name, control)
-    most_drop = max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=None)
-    metrics = (None, None) if control is None else (control.before, control.check(changed.model, most_drop))
+    metrics: tuple[float | None, float | None] = (None, None)
+    if control is not None:
+        most_drop = max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=None)
+        metrics = control.before, control.check(changed.model, most_drop)
     sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(changed.refresh()).modules.items()}
     checked = check_of(original, changed, samples, sizes[""]) if check else None
     if output is not None:
@@ -242,5 +244,5 @@ def _result(
         )
         for path, contents in contents_of(choice.tagged).modules.items()
     }
-    counts = [choice.counted(nodes) for nodes in (choice.nodes, choice.left)]
-    return Quantized(modules, *counts, tuple(notes), model is None, *metrics, checked, given=model)
+    changed, left = choice.counted(choice.nodes), choice.counted(choice.left)
+    return Quantized(modules, changed, left, tuple(notes), model is None, *metrics, checked, given=model)
