@@ -18,11 +18,8 @@ import htp_export
 from htp_export.capabilities.prune.masks import find_cutoff, keys_of
 from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError
-from tests.exporting import exported_once
-from tests.nets import EXPORTERS
+from tests.exporting import BOTH, exported_once
 from tests.refusing import assert_refused, contents
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
 class Encoder(nn.Module):

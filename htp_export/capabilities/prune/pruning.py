@@ -102,10 +102,9 @@ def prune(
     """
     check_target(output)
     check_whole("seed", seed, 0, MOST_SEED)
-    if method not in _METHODS:
-        raise InputError(f"method {method!r}: there are {' and '.join(map(repr, _METHODS))}")
-    if scope not in _SCOPES:
-        raise InputError(f"scope {scope!r}: there are {' and '.join(map(repr, _SCOPES))}")
+    for name, given, known in (("method", method, _METHODS), ("scope", scope, _SCOPES)):
+        if given not in known:
+            raise InputError(f"{name} {given!r}: there are {' and '.join(map(repr, known))}")
     rules = sparsities_of(plan)
     tagged = read_for_change(model)
     external = has_external_data(tagged.model)
@@ -304,12 +303,14 @@ class PlanChecks:
             raise InputError(stopped)
         return found
 
-    def check_coupled(self, values: Mapping[str, Set[Sparsity]]) -> None:
+    def check_coupled(self, values: Mapping[str, Set[Sparsity | None]]) -> None:
         """Refuse different shares of channels for modules that have the same channels (`InputError`).
 
         ``values`` are what may be removed of each module.
         """
-        shares = {path: {value for value in each if value.kind == "channels"} for path, each in values.items()}
+        shares = {
+            path: {value for value in each if value and value.kind == "channels"} for path, each in values.items()
+        }
         shares = {path: each for path, each in shares.items() if each}
         if len(set[Sparsity]().union(*shares.values())) < 2:
             return
