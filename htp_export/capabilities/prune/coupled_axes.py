@@ -308,7 +308,8 @@ def _grouped_convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 def _recurrent(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     """What is read, and the hidden states; weights have rows of all gates, biases those of both products."""
     gates = RECURRENT[node.op_type]
-    x, w, r, b, _, h, c, peepholes = (*node.inputs, *[None] * (8 - len(node.inputs)))
+    values = [*node.inputs, *[None] * (8 - len(node.inputs))]
+    x, w, r, b, _, h, c, peepholes = values
     hidden = [(w, 1, gates), (r, 1, gates), (r, 2, 1), (b, 1, 2 * gates), (h, 2, 1), (c, 2, 1), (peepholes, 1, 3)]
     hidden += [(value, 3 if place == 0 else 2, 1) for place, value in enumerate(node.outputs)]
     if node.attributes.get_int("layout", 0) == 0:  # ONNX Runtime has no other

@@ -29,7 +29,7 @@ from htp_export.runtime.arrays import Array
 from htp_export.shapes.known import Shape
 from htp_export.shapes.sizes import divide
 from htp_export.shapes.symbolic import Symbolic
-from htp_export.weights.parameter_places import ParameterPlaces
+from htp_export.weights.parameter_places import ParameterPlaces, Place
 from htp_export.weights.products import changed_when_written
 
 ParameterShape: TypeAlias = tuple[int, ...]
@@ -47,10 +47,15 @@ def change_parameters(
     """
     new: dict[str, dict[str, ParameterShape]] = {}
     for value, (old, after) in changes.items():
+        turned: dict[Place, bool] = {}
         for place in before.places.get(value, ()):
             shape = before.declared[place.parameter].shape
             is_turned = "transposed" in place.how or ("merged" in place.how and shape != old)
             if shape == (old[::-1] if is_turned else old):
+                turned[place] = is_turned
+        vague = [place for place in turned if "merged" in place.how and len(old) > 1]  # perhaps in another tensor
+        for place, is_turned in turned.items():
+            if len(vague) < 2 or place not in vague or place.parameter == value.name:
                 new[place.parameter] = {end: each[::-1] if is_turned else each for end, each in after.items()}
     parameters = {}
     for path, held in (tagged.parameters or {}).items():

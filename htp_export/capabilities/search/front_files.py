@@ -47,7 +47,9 @@ def write_plans(search: Search, folder: Path, inputs: Mapping[str, Any] = Mappin
     random prompts are written, too.
     """
     check_plans(folder)
-    prompts = {f"{_PROMPTS}{number}.npz": run for number, run in enumerate(search.prompts)}
+    prompts: dict[str, Mapping[str, Any]] = {
+        f"{_PROMPTS}{number}.npz": run for number, run in enumerate(search.prompts)
+    }
     if prompts:
         inputs = {**inputs, "data": [str(folder / name) for name in prompts]}
     given = {key: value for key, value in inputs.items() if value}
