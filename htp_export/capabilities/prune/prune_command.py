@@ -20,14 +20,14 @@ IDLE = (
 )
 
 
+_VALUES = "encoder.**=0.5, or 2:4, channels:0.25, heads:0.5, rank:25%, drop"
+
+
 def prune_command(
     file: FileArgument,
     table: TableOptions,
     plan: Annotated[Path | None, typer.Argument(help="A plan, .yaml or .json.")] = None,
-    rule: Annotated[
-        list[str] | None,
-        rule_option("VALUE", "encoder.**=0.5, or 2:4, channels:0.25, heads:0.5, rank:25%, drop"),
-    ] = None,
+    rule: Annotated[list[str] | None, rule_option("VALUE", _VALUES)] = None,
     *,
     output: OutputOption,
     method: Annotated[Literal["l1", "random"], "l1: the smallest values go; random."] = "l1",
@@ -42,15 +42,7 @@ def prune_command(
     rules = read_rules(plan, rule)
     with Steps(quiet=table.as_json or table.as_csv).step(f"pruning {file.name}"):
         tagged = load(file)
-        result = prune(
-            tagged,
-            rules,
-            output,
-            method=method,
-            scope=scope,
-            seed=seed,
-            strict=strict,
-        )
+        result = prune(tagged, rules, output, method=method, scope=scope, seed=seed, strict=strict)
     table.report_modules(result, tagged)
     if not table.as_json and not table.as_csv:
         show_model(output)

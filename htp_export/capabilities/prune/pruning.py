@@ -246,13 +246,12 @@ def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool)
 
 def _apply(weight: Weight, mask: Mask) -> None:
     """Let a weight and its copies have the numbers that a mask leaves; they are computed when they are written."""
-    tensor = weight.tensor
-    recipes = [step("masked", recipe_of(value)) for value in (weight.value, *(copy.value for copy in weight.copies))]
-    weight.value.const_value = changed_when_written(tensor, mask, recipes[0])
-    for copy, recipe in zip(weight.copies, recipes[1:], strict=True):
-        copy.value.const_value = (
-            changed_when_written(tensor, lambda array: mask(array).T, recipe, weight.shape[::-1])
-            if copy.transposed
+    tensor, shape = weight.tensor, weight.shape
+    for value, is_turned in {weight.value: False, **weight.copies}.items():
+        recipe = step("masked", recipe_of(value))
+        value.const_value = (
+            changed_when_written(tensor, lambda array: mask(array).T, recipe, shape[::-1])
+            if is_turned
             else changed_when_written(tensor, mask, recipe)
         )
 

@@ -197,4 +197,6 @@ def is_divisible(bounds: Iterable[Any]) -> bool:
 def _is_moderate(value: ir.Value) -> bool:
     """Whether a weight has no value that fills masks; only small ones are read."""
     tensor = constant_of(value)
-    return tensor is None or tensor.dtype != ir.DataType.FLOAT or tensor.size > 1 << 24 or is_divisible([tensor.numpy()])
+    return (
+        tensor is None or tensor.dtype != ir.DataType.FLOAT or tensor.size > 1 << 24 or is_divisible([tensor.numpy()])
+    )
