@@ -1,16 +1,8 @@
-"""Plans: ordered rules that give values to modules, and through them to nodes. Whatever takes a plan reads it here.
+"""Plans: ordered rules that give values to modules, and through them to nodes (docs/quantize.md, "Plans").
 
-**Regions.** A rule holds for the regions of the modules that its selector names (``load(file)["a"].nodes``), without
-those of the modules that it excludes. So a module that another one calls has the values of its caller, call by call.
-Nodes without owners are the root's.
-
-**Order.** Of several rules, the last one holds. Only a rule that names a caller does not change what a rule before it
-says of the called module by its own path: ``{"shared": 8, "a": 4}`` leaves 8 to ``shared`` where ``a`` calls it.
-
-**Several modules.** A node has a value if all modules whose work it does have it. Modules whose operations were merged
-into one node, as a Conv and its BatchNorm, are one decision: those that no rule names have no say, and if rules differ,
-those hold that name the module that keeps its weight in the node. What is left is *disputed*: what becomes of it, each
-capability decides, and says.
+A rule holds for the regions of the modules that its selector names, without those that it excludes, call by call. Nodes
+without owners are the root's. What has no value because its modules have different ones is *disputed*: what becomes of
+it, each capability decides, and says.
 """
 
 from __future__ import annotations
@@ -114,7 +106,7 @@ class Assigned(Generic[V]):
 
 
 def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
-    """Give values to modules and nodes by rules; see the head of this module.
+    """Give values to modules and nodes by rules; of several, the last one holds.
 
     Args:
         tagged: The model.

@@ -1,8 +1,7 @@
 """Products and their weights: what a node multiplies with a stored tensor or looks up in one, and over which axes.
 
-A stored tensor is a weight if a MatMul, Gemm, Conv, recurrent layer or Gather reads it, directly or through operators
-that only change its layout or type. Biases, factors of normalisations and position embeddings that are added are not
-among them, as in ``torch.nn.utils.prune``.
+A stored tensor is a weight if such a node reads it, directly or through operators that only change its layout or type.
+Biases, factors of normalisations and embeddings that are added are none, as in ``torch.nn.utils.prune``.
 """
 
 from __future__ import annotations

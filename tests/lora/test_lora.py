@@ -439,10 +439,8 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["lora", "insert", "model.onnx", "up", "-o", "model.onnx"], "model.onnx: is read by this command"),
             (["lora", "insert", "model.onnx", "nowhere", "-o", "x.onnx"], "matches no module"),
             (["lora", "adapter", "model.onnx", "nowhere", "-o", "x"], "the model takes no adapters"),
-            (["lora", "adapter", "model.onnx", "nowhere", "-o", "model.onnx"], "model.onnx: is read by this command"),
             (["lora", "fuse", "model.onnx", "nowhere", "-o", "x.onnx"], "nowhere: there is no such adapter"),
         ],
     )

@@ -259,7 +259,6 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--rule", "fc=0.5", "-o", "model.onnx"], "model.onnx: is read by this command"),
             (["--rule", "fc=5", "-o", "x.onnx"], "a share is from 0 to 1"),
             (["--rule", "fc", "-o", "x.onnx"], "--rule fc: write SELECTOR=VALUE, as in --rule fc=VALUE"),
             (["-o", "x.onnx"], "the rules are missing: give a plan (.yaml or .json), or --rule SELECTOR=VALUE"),

@@ -447,7 +447,6 @@ class TestFiles:
             (["head=int8"], "tvm", "p.json", "plans are written for genai, modelopt, nncf, olive, ort, not for 'tvm'"),
             (["nothing=int8"], "ort", "p.json", "matches no module"),
             (["head=int9"], "ort", "p.json", "there is no precision 'int9'"),
-            (["head=int8"], "ort", "model.onnx", "is the name of a model"),
             (["head=int8"], "ort", "p.onnx", "is the name of a model"),
             (["head=int8"], "ort", "none/p.json", "its folder does not exist"),
             ([], "ort", "p.json", "give a plan (.yaml or .json), a precision (int8, "),

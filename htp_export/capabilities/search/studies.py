@@ -1,8 +1,7 @@
 """Optuna studies, which several processes and machines work on, and which survive processes that die.
 
-A study has a fixed number of trials. Every process that opens its storage takes the next one until all are finished:
-there is no main process. What a process that died has begun is measured again: in databases, Optuna's heartbeats find
-it; Optuna has none for other storages, where it is what is left when nothing has changed for a while.
+Every process that opens a storage takes the next trial until all are finished: there is no main process. What one that
+died has begun is measured again: Optuna's heartbeats find it in databases; elsewhere it is what is left in the end.
 """
 
 from __future__ import annotations
