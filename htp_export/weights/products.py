@@ -48,10 +48,8 @@ _TRANSPOSED = ("transA", "transB")
 _KEEPING = ("Transpose", "Cast", "CastLike", "Identity")
 """Operators between a weight and its product that keep each element."""
 
-LINEAR = frozenset(f"com.microsoft::{name}" for name in ("FusedMatMul", "MatMulNBits", "DynamicQuantizeMatMul")) | {
-    "MatMul",
-    "Gemm",
-}
+_OF_ONNX_RUNTIME = ("FusedMatMul", "MatMulNBits", "DynamicQuantizeMatMul")
+LINEAR = frozenset(("MatMul", "Gemm", *(f"com.microsoft::{name}" for name in _OF_ONNX_RUNTIME)))
 """Operators that a linear layer becomes: their second input is its matrix, also one of integers."""
 
 
@@ -224,7 +222,8 @@ def weights_of(tagged: TaggedModel) -> list[Weight]:
         uses.setdefault(product.value, []).append(product)
     weights = {value: Weight(value, tuple(read)) for value, read in uses.items()}
     for first, second in _tied_pairs(tagged, weights):
-        if first in weights and second in weights:
+        is_known = first in weights and second in weights
+        if is_known and sorted(weights[first].shape) == sorted(weights[second].shape):
             tensor, copy = (weights[value].tensor.numpy() for value in (first, second))
             is_same = np.array_equal(tensor, copy)
             if is_same or (tensor.ndim == 2 and np.array_equal(tensor.T, copy)):
@@ -234,7 +233,7 @@ def weights_of(tagged: TaggedModel) -> list[Weight]:
 
 
 def _tied_pairs(tagged: TaggedModel, weights: Mapping[ir.Value, Weight]) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Initializers of modules whose parameters PyTorch tied, of the same sizes."""
+    """Initializers of modules whose parameters PyTorch tied."""
     by_owner: dict[str, list[ir.Value]] = {}
     for value, weight in weights.items():
         for path in weight.owners(tagged):
@@ -242,5 +241,5 @@ def _tied_pairs(tagged: TaggedModel, weights: Mapping[ir.Value, Weight]) -> Iter
     for parameter in (tagged.declared or {}).values():
         for one in by_owner.get(tags.parent_path(parameter.tied) or "", ()) if parameter.tied else ():
             for other in by_owner.get(parameter.module, ()):
-                if one is not other and sorted(weights[one].shape) == sorted(weights[other].shape):
+                if one is not other:
                     yield one, other

@@ -152,7 +152,7 @@ def pruned_modules(
     """
     from htp_export.capabilities.quantize.precisions import weight_precision
 
-    sums = defaultdict[str, Counter[str]](Counter)
+    sums: defaultdict[str, Any] = defaultdict(Counter)
     for owners, (weights_before, zeros_before), (weights_after, zeros_after) in weights:
         counts = {"weights_before": weights_before, "zeros_before": zeros_before}
         counts |= {"weights_after": weights_after, "zeros_after": zeros_after}

@@ -113,11 +113,12 @@ def quantize(
     check_target(output, reads=files_named_in([data, validation]))
     if dry_run and check:
         raise InputError("check runs the quantized model, and dry_run makes none: give one of them")
-    flat = read_flat(model)
-    checkpoint = None if weights is None else checkpoint_precision(weights, flat)
-    if checkpoint is None:
-        rules = precisions_of(plan)
+    checkpoint = None
+    if weights is None:
+        rules, flat = precisions_of(plan), read_flat(model)
     else:
+        flat = read_flat(model)
+        checkpoint = checkpoint_precision(weights, flat)
         rules = precisions_of(CHECKPOINT if plan == "auto" else plan, {**PRECISIONS, CHECKPOINT: checkpoint})
     original = raised(flat, max((precision.how.first_opset for precision in rules.values()), default=1))
     if not dry_run:
