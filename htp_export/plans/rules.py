@@ -222,12 +222,9 @@ class _Rules:
     def _of(self, part: Part) -> tuple[frozenset[int], int | None]:
         if part.call not in self._known:
             modules = part.modules | {""}
-            holding = self._named(modules) - self._among(self._excluding, modules)
+            holding = self._among(self._naming, modules) - self._among(self._excluding, modules)
             self._known[part.call] = (frozenset(holding), self._last(part, sorted(holding)))
         return self._known[part.call]
-
-    def _named(self, modules: Iterable[str]) -> set[int]:
-        return self._among(self._naming, modules)
 
     def _among(self, rules: Mapping[str, set[int]], modules: Iterable[str]) -> set[int]:
         return set().union(*(rules[path] for path in modules if path in rules))
@@ -251,12 +248,14 @@ class _Rules:
 
     def _stands(self, first: int, later: int, steps: Sequence[frozenset[str]]) -> bool:
         """Whether a rule holds against a later one: it names what was called by a module that the later one names."""
-        at = next((place for place, modules in enumerate(steps) if later in self._named(modules)), 0)
+
+        def named(rule: int, modules: Iterable[str]) -> list[str]:
+            return [path for path in modules if rule in self._naming.get(path, ())]
+
+        at = next((place for place, modules in enumerate(steps) if named(later, modules)), 0)
         inside, around = frozenset[str]().union(*steps[:at]), frozenset[str]().union(*steps[at:])
-        if first in self._named(around):
-            return False
-        mine = [path for path in inside if first in self._naming.get(path, ())]
-        others = [path for path in around if later in self._naming.get(path, ())]
+        others = named(later, around)
+        mine = [] if named(first, around) else named(first, inside)
         return any(not any(tags.is_under(path, other) for other in others) for path in mine)
 
 

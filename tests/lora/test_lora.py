@@ -22,6 +22,7 @@ from htp_export.errors import FileError, InputError
 from tests.exporting import BOTH, exported_once
 from tests.extract.test_cutting import exported_to
 from tests.nets import spread, x
+from tests.quantized import matrix_of
 from tests.refusing import assert_refused
 from tests.truth import inexact, untagged
 
@@ -237,19 +238,6 @@ class Wide(nn.Module):
         return self.head(torch.tanh(self.down(torch.relu(self.up(x)))))
 
 
-def dequantized(tagged: htp_export.TaggedModel, path: str) -> torch.Tensor:
-    """The weight of a layer in blocks of four bits, (outputs, inputs)."""
-    [node] = [node for node in tagged[path].nodes if node.op_type == "MatMulNBits"]
-    outputs, inputs = (node.attributes.get_int(name) for name in ("N", "K"))
-    packed, scales, points = (value.const_value.numpy() for value in node.inputs[1:4])
-    halves = [np.stack([array & 15, array >> 4], -1) for array in (packed, points.reshape(outputs, -1))]
-    blocks = scales.size // outputs
-    numbers = halves[0].reshape(outputs, blocks, -1).astype(np.float32)
-    zero = halves[1].reshape(outputs, -1)[:, :blocks, None].astype(np.float32)
-    weight = (numbers - zero) * scales.reshape(outputs, blocks, 1)
-    return torch.from_numpy(weight.reshape(outputs, -1)[:, :inputs].copy())
-
-
 @BOTH
 def test_a_model_in_blocks_of_four_bits_takes_adapters_of_floats_and_no_fusing(exporter: str, tmp_path: Path) -> None:
     """As QLoRA has it: the base quantized, the factors in floating point."""
@@ -261,7 +249,8 @@ def test_a_model_in_blocks_of_four_bits_takes_adapters_of_floats_and_no_fusing(e
     ).tagged
     base = copy.deepcopy(model)
     for path in ("up", "down"):
-        base.get_submodule(path).weight.data = dequantized(quantized, path)
+        [product] = [node for node in quantized[path].nodes if node.op_type == "MatMulNBits"]
+        base.get_submodule(path).weight.data = torch.from_numpy(matrix_of(product))
     result = htp_export.lora.insert(tmp_path / "int4.onnx", "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
     assert list(result.modules) == ["up", "down", "head"]
     assert np.array_equal(run(tmp_path / "lora.onnx"), run(tmp_path / "int4.onnx"))

@@ -245,7 +245,11 @@ def read_space(
         found = {path: given[selector] for path, selector in deciding.items()}
     stays = {name for name, choice in choices.items() if choice.is_dropped or choice == ModuleChoice()}
     frames = [path for path, names in found.items() if stays.issuperset(names)]
-    _check_apart([path for path in found if path not in frames])
+    whole = [path for path in found if path not in frames]
+    for path in whole:  # else a weight would have two precisions
+        above = next((other for other in whole if other != path and tags.is_under(path, other)), None)
+        if above is not None:
+            raise InputError(f"module {path!r} lies in {above or '(root)'!r}; choose one of them")
     return _possible(tagged, SearchSpace({path: tuple(names) for path, names in found.items()}, choices), deciding)
 
 
@@ -308,14 +312,6 @@ def deciding_modules(
     if not found:
         raise InputError("none of these modules has weights that can be quantized")
     return found
-
-
-def _check_apart(paths: Sequence[str]) -> None:
-    """Refuse modules that lie in each other: a weight would have two precisions."""
-    for path in paths:
-        above = next((other for other in paths if other != path and tags.is_under(path, other)), None)
-        if above is not None:
-            raise InputError(f"module {path!r} lies in {above or '(root)'!r}; choose one of them")
 
 
 def _deciding_parts(tagged: TaggedModel) -> list[tuple[Part, ...]]:
