@@ -79,8 +79,8 @@ def activations(
                 raise InputError(f"data, run {number}: {name} computes NaN in {tensor!r}; its range is not known")
             yield found
 
-    runner = Runner(model, name, SessionSettings()).opened(computed) if computed else nullcontext(lambda arrays: {})
-    with runner as run:
+    opened: Any = Runner(model, name, SessionSettings()).opened(computed) if computed else nullcontext(lambda _: {})
+    with opened as run:
         yield read(run)
 
 
